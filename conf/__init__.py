@@ -1,0 +1,1 @@
+"""The Hydra configs, importable as pkg://dpframe.conf."""

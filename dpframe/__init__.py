@@ -1,0 +1,52 @@
+"""dpframe trains PyTorch models from Hydra configs: change the strategy, not the maths."""
+
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+# Run from a checkout, `dpframe.conf` and `dpframe.recipes` are the folders beside this one;
+# an installed package carries them inside and never takes this branch.
+_checkout = Path(__file__).resolve().parent.parent
+if not Path(__file__).with_name("conf").exists() and (_checkout / "conf" / "config.yaml").exists():
+    __path__.append(str(_checkout))
+
+# Each name is imported when first used: `import dpframe` alone never imports torch.
+_HOME = {
+    "Callback": "dpframe.callbacks",
+    "DataModule": "dpframe.data",
+    "Logger": "dpframe.loggers",
+    "Strategy": "dpframe.strategies",
+    "Task": "dpframe.task",
+    "Trainer": "dpframe.trainer",
+    "TrainerSettings": "dpframe.trainer.settings",
+    "UserError": "dpframe.errors",
+}
+
+if TYPE_CHECKING:
+    from dpframe.callbacks import Callback
+    from dpframe.data import DataModule
+    from dpframe.errors import UserError
+    from dpframe.loggers import Logger
+    from dpframe.strategies import Strategy
+    from dpframe.task import Task
+    from dpframe.trainer import Trainer
+    from dpframe.trainer.settings import TrainerSettings
+
+__all__ = [
+    "Callback",
+    "DataModule",
+    "Logger",
+    "Strategy",
+    "Task",
+    "Trainer",
+    "TrainerSettings",
+    "UserError",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'dpframe' has no attribute '{name}'")

@@ -1,0 +1,60 @@
+"""The hooks, as one annotated loop. Override what you need: the rest is never called.
+
+    on_fit_start
+    for epoch:   on_epoch_start
+        for step:   forward, backward, optimizer.step()   on_step_end
+        validation  on_validation_end
+        on_epoch_end
+    on_fit_end / on_exception
+
+`on_validation_end`, `on_test_end` and `on_predict_end` also end the modes of those names.
+Hooks run in every process; `trainer.strategy.is_main` tells the one that may print and write.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dpframe.trainer import Predictions, Trainer
+
+HOOKS = (
+    "on_fit_start",
+    "on_epoch_start",
+    "on_step_end",
+    "on_validation_end",
+    "on_epoch_end",
+    "on_fit_end",
+    "on_exception",
+    "on_test_end",
+    "on_predict_end",
+)
+
+
+class Callback:
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        """Everything is built and placed; no step was taken yet."""
+
+    def on_epoch_start(self, trainer: "Trainer") -> None: ...
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        """`trainer.global_step` updates are done. The hot path: read no tensor here."""
+
+    def on_validation_end(self, trainer: "Trainer") -> None:
+        """`trainer.metrics` holds the new val/ numbers."""
+
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        """`trainer.metrics` holds the epoch's train/ and val/ numbers."""
+
+    def on_fit_end(self, trainer: "Trainer") -> None: ...
+
+    def on_exception(self, trainer: "Trainer", error: BaseException) -> None: ...
+
+    def on_test_end(self, trainer: "Trainer") -> None: ...
+
+    def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
+        """On the main process alone: the others have no predictions."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of this callback."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -1,0 +1,172 @@
+"""What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end."""
+
+import logging
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from dpframe.callbacks.base import Callback
+from dpframe.errors import UserError
+
+if TYPE_CHECKING:
+    from dpframe.trainer import Predictions, Trainer
+
+log = logging.getLogger("dpframe")
+REDRAW_SECONDS = 0.1
+
+
+class Progress(Callback):
+    """`bar`: auto draws one on a terminal and prints a line an epoch elsewhere."""
+
+    def __init__(self, bar: str | bool = "auto") -> None:
+        if bar not in ("auto", True, False):
+            raise UserError(f"callbacks.progress.bar={bar} is not one of auto, true, false")
+        self.has_bar = sys.stdout.isatty() if bar == "auto" else bool(bar)
+        self.bar: Any = None
+        self.next_draw = 0.0
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        if not trainer.strategy.is_main:
+            self.has_bar = False
+            return
+        print(banner(trainer), flush=True)
+        if self.has_bar:
+            self._start_bar(trainer)
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        if self.bar is not None and time.perf_counter() >= self.next_draw:
+            self._draw(trainer)
+
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        if not trainer.strategy.is_main:
+            return
+        total = trainer.settings.max_epochs
+        of = f"/{total}" if total else ""
+        log.info(
+            "epoch %s%s  step %s  %s",
+            trainer.epoch,
+            of,
+            trainer.global_step,
+            _inline(trainer.metrics),
+            extra={"on_screen": self.bar is None},
+        )
+        if self.bar is not None:
+            self._draw(trainer)
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        self._stop_bar()
+        if not trainer.strategy.is_main:
+            return
+        if trainer.stop_reason:
+            log.info("stopped: %s", trainer.stop_reason)
+        rate = trainer.rows_seen / trainer.seconds if trainer.seconds else 0.0
+        print(
+            f"{table(trainer.metrics)}\n"
+            f"{trainer.global_step} steps in {trainer.seconds:.2f} s, {rate:,.0f} samples/s",
+            flush=True,
+        )
+
+    def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        self._stop_bar()
+
+    def on_validation_end(self, trainer: "Trainer") -> None:
+        if not hasattr(trainer, "step") and trainer.strategy.is_main:  # mode=validate
+            print(table(trainer.metrics), flush=True)
+
+    def on_test_end(self, trainer: "Trainer") -> None:
+        if trainer.strategy.is_main:
+            print(table(trainer.metrics), flush=True)
+
+    def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
+        print(f"predicted    {len(predictions.batches)} batches", flush=True)
+
+    def _start_bar(self, trainer: "Trainer") -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            auto_refresh=False,  # no thread: the loop redraws, at most ten times a second
+        )
+        self.line = self.bar.add_task(
+            "epoch 0", total=trainer.total_steps or None, completed=trainer.global_step, metrics=""
+        )
+        self.bar.start()
+
+    def _draw(self, trainer: "Trainer") -> None:
+        self.next_draw = time.perf_counter() + REDRAW_SECONDS
+        self.bar.update(
+            self.line,
+            completed=trainer.global_step,
+            description=f"epoch {trainer.epoch}",
+            metrics=_inline(trainer.metrics),
+            refresh=True,
+        )
+
+    def _stop_bar(self) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+            self.bar = None
+
+
+def banner(trainer: "Trainer") -> str:
+    strategy = trainer.strategy
+    batch = trainer.data.batch_size
+    share = -(-batch // strategy.replicas)
+    rows = [
+        ("recipe", f"{trainer.run.recipe}  ({type(trainer.task).__name__}, seed {trainer.seed})"),
+        ("strategy", f"{strategy.name} on {_devices(strategy.devices)}"),
+        ("batch", f"batch {batch} = {strategy.replicas} replicas x {share}"),
+        ("precision", trainer.settings.precision),
+        ("run", trainer.run.directory),
+        ("dashboard", f"tensorboard --logdir {trainer.run.directory}"),
+    ]
+    if strategy.replicas == 1:
+        rows[2] = ("batch", f"batch {batch} = 1 replica x {share}")
+    elif batch % strategy.replicas:
+        rows[2] = (rows[2][0], rows[2][1] + " (the last one less)")
+    facts = "\n".join(f"{name:<10} {value}" for name, value in rows)
+    return f"{facts}\n\n{parameters(trainer)}\n"
+
+
+def parameters(trainer: "Trainer") -> str:
+    """The layers that own parameters, with their shapes and counts."""
+    rows: list[tuple[str, ...]] = [("layer", "kind", "shapes", "parameters")]
+    counted: set[int] = set()
+    total = 0
+    for name, module in trainer.task.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in counted]
+        counted |= {id(p) for p in own}
+        count = sum(p.numel() for p in own)
+        total += count
+        if own:
+            shapes = " ".join("x".join(map(str, p.shape)) or "1" for p in own)
+            rows.append((name or "(task)", type(module).__name__, shapes, f"{count:,}"))
+    rows.append(("total", "", "", f"{total:,}"))
+    return _columns(rows)
+
+
+def table(metrics: dict[str, float]) -> str:
+    return _columns([("metric", "value"), *((k, f"{v:.6g}") for k, v in sorted(metrics.items()))])
+
+
+def _columns(rows: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    rule = tuple("-" * width for width in widths)
+    lines = [rows[0], rule, *rows[1:]]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _devices(names: list[str]) -> str:
+    kinds = sorted(set(names))
+    return f"{len(names)} x {kinds[0]}" if len(kinds) == 1 and len(names) > 1 else ", ".join(names)
+
+
+def _inline(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())

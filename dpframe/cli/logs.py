@@ -1,0 +1,46 @@
+"""`run.log` has every rank's lines with their rank; the screen shows the main one's."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
+    """Sends what is logged, here and by user code, to the run's file and the main one's screen."""
+    root = logging.getLogger()
+    before = root.level
+    handlers = [_file(directory / "run.log", rank)] + ([_screen()] if rank == 0 else [])
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.setLevel(before)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()
+
+
+def _file(path: Path, rank: int) -> logging.Handler:
+    handler = logging.FileHandler(path, delay=True)  # opened to append: lines of ranks interleave
+    form = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
+    handler.setFormatter(logging.Formatter(form))
+    return handler
+
+
+def _screen() -> logging.Handler:
+    """A record may say `extra={"on_screen": False}`: it is drawn there in another way."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.addFilter(lambda record: getattr(record, "on_screen", True))
+    handler.setFormatter(_Plain())
+    return handler
+
+
+class _Plain(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"

@@ -1,0 +1,108 @@
+"""The command: reads its arguments, runs one job or a sweep, and turns errors into exit codes."""
+
+import argparse
+import gc
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+from dpframe import __version__
+from dpframe.errors import UserError, suggestion
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message:
+            options = [o for action in self._actions for o in action.option_strings]
+            given = unknown.split()[0].split("=")[0]
+            message = f"there is no option {given}; {suggestion(given, options)}"
+        raise UserError(message)
+
+
+def _arguments(given: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("overrides", nargs="*")
+    add("--help", "-h", action="store_true")
+    add("--version", action="store_true")
+    add("--run", "-r", action="store_true")
+    add("--multirun", "-m", action="store_true")
+    add("--cfg", "-c", choices=("job", "hydra", "all"))
+    add("--resolve", action="store_true")
+    add("--package", "-p")
+    add("--config-dir", "-cd")
+    add("--info", "-i", nargs="?", const="all")
+    add("--hydra-help", action="store_true")
+    add("--shell-completion", "-sc", action="store_true")
+    return parser.parse_intermixed_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> NoReturn:
+    """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
+    # A script that `python -m` starts sees its folder; the console script should, too.
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    gc.disable()  # imports make a million objects and no garbage
+    try:
+        code = _command(sys.argv[1:] if given is None else given)
+    except UserError as error:
+        code = _say(error)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        code = 130
+    except BrokenPipeError:  # `dpframe … | head`: the reader has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    except Exception as error:
+        show_failure(error)
+        code = 1
+    gc.freeze()  # nothing to collect on the way out
+    sys.exit(code)
+
+
+def _command(given: Sequence[str]) -> int:
+    arguments = _arguments(given)
+    if arguments.version:
+        print(f"dpframe {__version__}")
+    elif arguments.help:
+        from dpframe.cli.help import text
+
+        print(text(arguments.config_dir))
+    elif arguments.cfg or arguments.info or arguments.hydra_help or arguments.shell_completion:
+        from dpframe.cli.inspect import show
+
+        show(arguments)
+    elif arguments.multirun:
+        from dpframe.cli.sweep import sweep
+
+        return sweep(arguments.overrides, arguments.config_dir)
+    else:
+        _run(arguments)
+    return 0
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from dpframe.cli.compose import composed
+
+    job = composed(arguments.overrides, config_dir=arguments.config_dir)
+    from dpframe.cli.run import run  # imports torch: only now that the config is known to be good
+
+    gc.enable()
+    run(job)
+
+
+def _say(error: UserError) -> int:
+    """One line, once: ranks that torchrun started all find the same mistake."""
+    if int(os.environ.get("RANK", "0") or "0") == 0 or "dpframe.cli.run" in sys.modules:
+        print(f"dpframe: {error}", file=sys.stderr)
+    return 2
+
+
+def show_failure(error: Exception) -> None:
+    if type(error).__name__ == "RankFailed":  # carries the rank's own traceback
+        print(error, file=sys.stderr)
+    else:
+        traceback.print_exception(error)

@@ -1,0 +1,32 @@
+"""The simplest logger: it writes nothing. Override what differs."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Scalar = float | int | str | bool
+
+
+class Logger:
+    """The Trainer calls these on the main process alone, in this order; none may touch the GPU."""
+
+    def open(
+        self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
+    ) -> None:
+        """A run begins: `config` is its resolved YAML, `hparams` its numbers in one flat dict.
+
+        `purge_step` is None, or the first step that a resumed run will write anew.
+        """
+
+    def log(self, scalars: dict[str, float], *, step: int) -> None:
+        """All that was measured at one step, at once."""
+
+    def graph(self, module: "nn.Module", batch: Any) -> None:
+        """The model, called as `module(batch)`: a throw-away copy, on the CPU."""
+
+    def flush(self) -> None:
+        """After each epoch: what was logged must survive the process."""
+
+    def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
+        """The run is over, with its final metrics."""

@@ -1,0 +1,86 @@
+"""The CSV logger writes a wide table: a row for each call, a column for each name."""
+
+import csv
+import io
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dpframe.loggers.base import Logger, Scalar
+
+ROWS_IN_MEMORY = 256
+
+
+class CSV(Logger):
+    def __init__(self, *, file: str = "metrics.csv") -> None:
+        self.file = file
+        self._columns = ["step"]
+        self._rows: list[dict[str, Any]] = []
+        self._logged: set[str] = set()
+        self._last_step = 0
+
+    def open(
+        self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
+    ) -> None:
+        self._path = Path(run_dir) / self.file
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._last_step = purge_step or 0
+        if self._path.is_file():
+            self._continue_table(purge_step)
+
+    def log(self, scalars: dict[str, float], *, step: int) -> None:
+        self._rows.append({**scalars, "step": step})
+        self._logged.update(scalars)
+        self._last_step = step
+        if len(self._rows) >= ROWS_IN_MEMORY:
+            self.flush()
+
+    def flush(self) -> None:
+        if not self._rows:
+            return
+        names = dict.fromkeys(name for row in self._rows for name in row)
+        added = [name for name in names if name not in self._columns]
+        if added:
+            self._widen(added)
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            file.write(_text([row.get(name, "") for name in self._columns] for row in self._rows))
+        self._rows.clear()
+
+    def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
+        missing = {name: value for name, value in metrics.items() if name not in self._logged}
+        if missing:
+            self.log(missing, step=self._last_step)
+        self.flush()
+
+    def _continue_table(self, purge_step: int | None) -> None:
+        """Keeps the rows before `purge_step`."""
+        header, rows = _read(self._path)
+        if header[:1] != ["step"]:
+            return  # not our table; the first flush writes a new one
+        self._columns = header
+        self._replace([row for row in rows if purge_step is None or int(row[0]) < purge_step])
+
+    def _widen(self, added: list[str]) -> None:
+        rows = _read(self._path)[1] if len(self._columns) > 1 else []
+        self._columns = self._columns + added
+        self._replace([row + [""] * len(added) for row in rows])
+
+    def _replace(self, rows: list[list[str]]) -> None:
+        """All of the new table or all of the old one, whenever the process dies."""
+        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        temporary.write_text(_text([self._columns, *rows]), encoding="utf-8", newline="")
+        temporary.replace(self._path)
+
+
+def _read(path: Path) -> tuple[list[str], list[list[str]]]:
+    """The header and the rows, without the half row that a killed process may have left."""
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    rows = list(csv.reader(whole.splitlines()))
+    return (rows[0], rows[1:]) if rows else ([], [])
+
+
+def _text(rows: Iterable[Iterable[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

@@ -1,0 +1,115 @@
+"""Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpframe.errors import UserError
+
+
+class Means:
+    """Collects without waiting for the GPU; `window` and `total` read, and wait.
+
+    `reduce` sums a tensor over the processes; `agree` turns each process's names into one list.
+    """
+
+    def __init__(
+        self,
+        reduce: Callable[[Tensor], Tensor],
+        agree: Callable[[list[str]], list[str]],
+    ) -> None:
+        self._reduce = reduce
+        self._agree = agree
+        self._names: list[str] = []
+        self._kept: list[tuple[dict[str, Any], Any]] = []
+        self._totals: dict[str, tuple[float, float]] = {}
+
+    def add(self, measured: Iterable[tuple[int, dict[str, Any]]]) -> None:
+        """One (rows, output) a replica; an output with a `weight` counts that instead of rows."""
+        for rows, output in measured:
+            self._kept.append((output, output.get("weight", rows) if rows else 0))
+
+    def reset(self) -> None:
+        self._kept.clear()
+        self._totals.clear()
+
+    def window(self) -> dict[str, float]:
+        """The means since the last window, over all replicas."""
+        sums = self._summed()
+        for name, (value, weight) in sums.items():
+            before = self._totals.get(name, (0.0, 0.0))
+            self._totals[name] = (before[0] + value, before[1] + weight)
+        return _divided(sums)
+
+    def total(self) -> dict[str, float]:
+        """The means since the last reset, over all replicas."""
+        self.window()
+        return _divided(self._totals)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        self.window()
+        return {name: list(pair) for name, pair in self._totals.items()}
+
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        self._totals = {name: (value, weight) for name, (value, weight) in state.items()}
+
+    def _summed(self) -> dict[str, tuple[float, float]]:
+        local = _weighted_sums(self._kept)
+        self._kept.clear()
+        while True:
+            # The first number says how many names are news here: any process's news makes all
+            # of them agree on the names anew, so the vectors always line up.
+            news = len(local.keys() - set(self._names))
+            pairs = [local.get(name, (0.0, 0.0)) for name in self._names]
+            vector = self._reduce(_vector([float(news), *(x for pair in pairs for x in pair)]))
+            numbers = vector.tolist()  # waits for the GPU
+            if numbers[0] == 0:
+                break
+            self._names = self._agree(sorted({*self._names, *local}))
+        return {
+            name: (numbers[1 + 2 * i], numbers[2 + 2 * i]) for i, name in enumerate(self._names)
+        }
+
+
+def _weighted_sums(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, tuple[Any, Any]]:
+    columns: dict[str, tuple[list, list]] = {}
+    for output, weight in kept:
+        for name, value in output.items():
+            if name != "weight":
+                values, weights = columns.setdefault(name, ([], []))
+                if not _is_zero(weight):
+                    values.append(value)
+                    weights.append(weight)
+    return {name: _weighted_sum(name, *column) for name, column in columns.items()}
+
+
+def _weighted_sum(name: str, values: list, weights: list) -> tuple[Any, Any]:
+    if not values:
+        return 0.0, 0.0
+    if any(isinstance(value, Tensor) and value.numel() != 1 for value in values):
+        raise UserError(
+            f"a step returned '{name}' with more than one number; return its mean over the batch"
+        )
+    weight = _vector(weights)
+    return (_vector(values) * weight).sum(), weight.sum()
+
+
+def _vector(values: list) -> Tensor:
+    """Numbers and one-element tensors, on any devices, as one float64 tensor."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return torch.tensor(values, dtype=torch.float64)
+    device = tensors[0].device
+    return torch.stack(
+        [torch.as_tensor(v, device=device).detach().reshape(()).double() for v in values]
+    )
+
+
+def _is_zero(weight: Any) -> bool:
+    return not isinstance(weight, Tensor) and weight == 0
+
+
+def _divided(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+    return {name: value / weight for name, (value, weight) in sums.items() if weight}

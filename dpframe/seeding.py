@@ -1,0 +1,66 @@
+"""Seeds Python, NumPy and torch, and derives seeds that depend on nothing but their numbers."""
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def mix(*numbers: int) -> int:
+    """One 63-bit seed from several numbers; near numbers give far seeds (splitmix64)."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) % 2**64
+        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+        state ^= state >> 31
+    return state >> 1
+
+
+def random_state() -> dict[str, object]:
+    """The state of every generator, in plain containers that a checkpoint can hold."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, object] = {
+        "python": [version, list(internal), gauss],
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if "numpy" in sys.modules:
+        name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, keys.tolist(), position, has_gauss, cached]
+    return state
+
+
+def restore_random_state(state: dict) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and "numpy" in sys.modules:
+        numpy = sys.modules["numpy"]
+        name, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state(
+            (name, numpy.array(keys, dtype=numpy.uint32), position, has_gauss, cached)
+        )
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Runs a block with every generator seeded from `numbers`, then puts them back."""
+    before = random_state()
+    seed_everything(mix(*numbers))
+    try:
+        yield
+    finally:
+        restore_random_state(before)

@@ -1,0 +1,103 @@
+"""The simplest strategy, complete as it stands: one process, one device. Override what differs."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe.data import Share, move
+from dpframe.loggers import Logger
+from dpframe.strategies.devices import Gpus, choose
+
+
+class Strategy:
+    """Owns device placement, sampler set-up, gradient sync, and who logs. Values in, values out.
+
+    A replica is one copy of the model with a share of every global batch. A process has one or
+    more of them; the main process, rank 0, alone prints, logs and writes.
+    """
+
+    rank = 0
+    world_size = 1  # processes
+    replicas = 1  # over all processes
+    averaged_over = 1  # gradients come out of backward divided by this many replicas
+    dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
+
+    def __init__(
+        self,
+        gpus: Gpus = None,
+        accelerator: str = "auto",
+        max_replicas_per_core: int = 8,
+    ) -> None:
+        self.gpus = gpus
+        self.accelerator = accelerator
+        self.max_replicas_per_core = max_replicas_per_core
+        self.device = torch.device("cpu")
+
+    @property
+    def name(self) -> str:
+        return type(self).__name__
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def devices(self) -> list[str]:
+        """One name a replica, in replica order."""
+        return [str(self.device)]
+
+    def launch(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Calls `run(*args)` in every process of the job and returns the main one's value."""
+        return run(*args)
+
+    def setup(self) -> None:
+        """Takes this process's device, and joins the others."""
+        (self.device,) = self.choose_devices(default=1)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def choose_devices(self, *, default: int | None) -> list[torch.device]:
+        return choose(
+            self.gpus,
+            self.accelerator,
+            default=default,
+            max_per_core=self.max_replicas_per_core,
+        )
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        """`module(share, ...)` becomes one that computes all of this process's shares."""
+        return module
+
+    def shares(self, rows: Sequence) -> list[Sequence]:
+        """The shares of a global batch that this process's replicas compute, in replica order."""
+        return [rows]
+
+    def to_device(self, shares: list[Share]) -> Any:
+        """What the wrapped module is called with."""
+        if self.dtype is None and self.device.type == "cpu":
+            return shares[0]
+        return Share(move(shares[0].batch, self.device, self.dtype), shares[0].rows)
+
+    def grad_sync(self, is_last: bool) -> None:
+        """Before each micro-batch under accumulation: only the last one's gradients are shared."""
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, on every process."""
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's value in rank order, on the main process; an empty list elsewhere."""
+        return [value]
+
+    def share(self, value: Any) -> Any:
+        """The main process's value, on every process."""
+        return value
+
+    def logger(self, loggers: list[Logger]) -> list[Logger]:
+        """The loggers that write in this process: the main one's, and nobody else's."""
+        return loggers if self.is_main else []
+
+    def close(self) -> None:
+        """Lets go of all that `setup` took."""

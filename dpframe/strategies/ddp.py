@@ -1,0 +1,125 @@
+"""One process a replica: torch's DistributedDataParallel, NCCL on CUDA and gloo on the CPU."""
+
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dpframe.data import split
+from dpframe.errors import UserError
+from dpframe.strategies import ranks
+from dpframe.strategies.base import Strategy
+from dpframe.strategies.devices import Gpus, announce, rehearsal
+
+# The same switch, under its newer name where torch has that.
+_names = inspect.signature(DistributedDataParallel).parameters
+BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers"
+
+
+class DDP(Strategy):
+    def __init__(
+        self,
+        gpus: Gpus = None,
+        accelerator: str = "auto",
+        max_replicas_per_core: int = 8,
+        *,
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = True,
+        sync_batchnorm: bool = False,
+        timeout_seconds: float = 1800,
+    ) -> None:
+        super().__init__(gpus, accelerator, max_replicas_per_core)
+        if timeout_seconds <= 0:
+            raise UserError(f"strategy.timeout_seconds={timeout_seconds}; give more than 0 seconds")
+        self.options: dict[str, Any] = {
+            "find_unused_parameters": find_unused_parameters,
+            BUFFERS: broadcast_buffers,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+        }
+        self.sync_batchnorm = sync_batchnorm
+        self.timeout_seconds = timeout_seconds
+
+    def launch(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Starts the ranks, or is one of them where torchrun started them already."""
+        if ranks.is_rank():
+            return run(*args)
+        devices = self.choose_devices(default=None)
+        announce(rehearsal(devices, self.gpus, self.accelerator, kind="gloo ranks"))
+        return ranks.launch(run, args, count=len(devices), uses_cuda=devices[0].type == "cuda")
+
+    def setup(self) -> None:
+        here = ranks.this_rank()
+        devices = self.choose_devices(default=here.local_world_size)
+        if self.gpus is not None and len(devices) != here.local_world_size:
+            raise UserError(
+                f"trainer.gpus={self.gpus} but this machine was given {here.local_world_size} "
+                "ranks; leave trainer.gpus out under torchrun"
+            )
+        self.rank, self.world_size = here.rank, here.world_size
+        self.replicas = self.averaged_over = here.world_size
+        self.device = devices[here.local_rank]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        else:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=self.timeout_seconds),
+        )
+        names: list[Any] = [None] * self.world_size
+        dist.all_gather_object(names, str(self.device))
+        self.names = names
+
+    @property
+    def devices(self) -> list[str]:
+        return self.names
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        if not training:
+            return module
+        if self.sync_batchnorm:
+            module = self._with_synced_batchnorm(module)
+        self.module = DistributedDataParallel(module, **self.options)
+        return self.module
+
+    def shares(self, rows: Sequence) -> list[Sequence]:
+        return [split(rows, self.world_size)[self.rank]]
+
+    def grad_sync(self, is_last: bool) -> None:
+        self.module.require_backward_grad_sync = is_last  # what `no_sync` sets, without its frames
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values)
+        return values or []
+
+    def share(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _with_synced_batchnorm(self, module: nn.Module) -> nn.Module:
+        if self.device.type != "cuda":
+            raise UserError(
+                "strategy.sync_batchnorm=true needs CUDA devices: torch's SyncBatchNorm has no CPU "
+                "version; set it to false"
+            )
+        return nn.SyncBatchNorm.convert_sync_batchnorm(module)

@@ -1,0 +1,77 @@
+"""Which devices a job gets: what was asked for, what there is, and the rehearsal on the CPU."""
+
+import os
+import sys
+
+import torch
+
+from dpframe.errors import UserError
+
+Gpus = int | list[int] | None
+REHEARSED_REPLICAS = 2  # where neither a count nor a CUDA device says how many
+
+
+def choose(
+    gpus: Gpus, accelerator: str, *, default: int | None, max_per_core: int
+) -> list[torch.device]:
+    """One device a replica. `default` is how many where `gpus` is null; None: all there are."""
+    available = 0 if accelerator == "cpu" else torch.cuda.device_count()
+    if accelerator == "cuda" and not available:
+        raise UserError(
+            "trainer.accelerator=cuda but this machine has no CUDA device; "
+            "use trainer.accelerator=auto to rehearse on the CPU"
+        )
+    if available:
+        return [torch.device("cuda", index) for index in _cards(gpus, default, available)]
+    count = len(gpus) if isinstance(gpus, list) else gpus
+    count = count or default or REHEARSED_REPLICAS
+    _refuse_crowd(count, max_per_core)
+    return [torch.device("cpu")] * count
+
+
+def rehearsal(devices: list[torch.device], gpus: Gpus, accelerator: str, *, kind: str) -> str:
+    """The loud line of a job that asked for GPUs and runs on the CPU, or an empty one."""
+    asked = gpus is not None or len(devices) > 1
+    if accelerator != "auto" or devices[0].type != "cpu" or not asked:
+        return ""
+    return (
+        f"REHEARSAL ON THE CPU: this machine has no CUDA device, so {len(devices)} {kind} "
+        f"stand in for {len(devices)} GPU{'s' if len(devices) > 1 else ''}"
+    )
+
+
+def announce(line: str) -> None:
+    if line:
+        print(f"*** {line} ***", file=sys.stderr, flush=True)
+
+
+def _cards(gpus: Gpus, default: int | None, available: int) -> list[int]:
+    if isinstance(gpus, list):
+        missing = [index for index in gpus if index >= available]
+        if missing:
+            raise UserError(
+                f"trainer.gpus={gpus} but this machine has {_count(available)} "
+                f"(ids 0 to {available - 1})"
+            )
+        return gpus
+    count = gpus or default or available
+    if count > available:
+        raise UserError(
+            f"trainer.gpus={count} but this machine has {_count(available)}; "
+            f"use trainer.gpus={available}, or trainer.accelerator=cpu to rehearse"
+        )
+    return list(range(count))
+
+
+def _count(available: int) -> str:
+    return f"{available} CUDA device{'s' if available > 1 else ''}"
+
+
+def _refuse_crowd(count: int, max_per_core: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limit = max_per_core * (cores or 1)
+    if count > limit:
+        raise UserError(
+            f"trainer.gpus={count} asks for {count} replicas on {cores} CPU cores, at most {limit} "
+            f"are sane; use fewer, or raise trainer.max_replicas_per_core={max_per_core}"
+        )

@@ -1,0 +1,165 @@
+"""A Task is what a recipe trains: model, loss and optimiser in one nn.Module."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe.errors import UserError
+
+Output = dict[str, Any]
+"""A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
+Measured = tuple[int, Output]
+"""The rows of a share, and what the step measured on them."""
+Autocast = Callable[[], AbstractContextManager]
+
+
+class Task(nn.Module):
+    """Override `training_step`; the rest has a default. Steps return what they measured."""
+
+    steps_per_epoch = 0  # both set by the Trainer before configure_optimizer
+    total_steps = 0
+
+    def __init__(
+        self,
+        net: nn.Module | None = None,
+        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        scheduler: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        if net is not None:
+            self.net = net
+        self.make_optimizer = optimizer
+        self.make_scheduler = scheduler
+
+    def training_step(self, batch: Any) -> Output:
+        raise UserError(
+            f"{type(self).__name__} has no training_step; a Task that is fitted needs one"
+        )
+
+    def validation_step(self, batch: Any) -> Output:
+        return self.training_step(batch)
+
+    def test_step(self, batch: Any) -> Output:
+        return self.validation_step(batch)
+
+    def predict_step(self, batch: Any) -> Any:
+        raise UserError(f"{type(self).__name__} has no predict_step; mode=predict needs one")
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        """Turns the exact means of a pass into what is reported: here a root of a mean, say."""
+        return means
+
+    def configure_optimizer(self) -> Any:
+        """The optimiser, or (optimiser, scheduler)."""
+        if self.make_optimizer is None:
+            raise UserError(
+                f"{type(self).__name__} has no optimiser; "
+                "give task.optimizer or write configure_optimizer"
+            )
+        optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        if self.make_scheduler is None:
+            return optimizer
+        return optimizer, self.make_scheduler(optimizer, **self._known_lengths(self.make_scheduler))
+
+    def _known_lengths(self, make_scheduler: Callable[..., Any]) -> dict[str, int]:
+        """`total_steps` for a scheduler that asks for it and was not given it (OneCycleLR)."""
+        given = getattr(make_scheduler, "keywords", {})
+        wanted = inspect.signature(make_scheduler).parameters
+        if "total_steps" in wanted and not {"total_steps", "epochs"} & set(given):
+            return {"total_steps": self.total_steps}
+        return {}
+
+
+class TrainStep(nn.Module):
+    """What a strategy wraps: one forward of the task, its loss scaled to its part of the step."""
+
+    def __init__(self, task: Task, autocast: Autocast | None = None) -> None:
+        super().__init__()
+        self.task = task
+        self.autocast = autocast
+
+    def forward(self, share: tuple[Any, int], of: float) -> tuple[Tensor, list[Measured]]:
+        """A share has `rows` of the step's rows; `of` is all of them over replicas averaged.
+
+        A replica whose share is empty is lent one row and has rows=0: it takes part in every
+        collective and adds exactly nothing.
+        """
+        batch, rows = share
+        if self.autocast is None:
+            output = self.task.training_step(batch)
+        else:
+            with self.autocast():
+                output = self.task.training_step(batch)
+        loss = loss_of(output, self.task)
+        if "weight" in output:
+            loss = loss * (output["weight"] / of if rows else 0.0)
+        elif rows != of:
+            loss = loss * (rows / of)
+        return loss, [(rows, detached(output))]
+
+    @staticmethod
+    def combine(results: list[tuple[Tensor, list[Measured]]]) -> tuple[Tensor, list[Measured]]:
+        """Several replicas' results as one: the losses are shares of one mean, so they add up."""
+        loss = results[0][0]
+        for other, _ in results[1:]:
+            loss = loss + other.to(loss.device)
+        return loss, [measured for _, part in results for measured in part]
+
+
+class EvalStep(nn.Module):
+    """One forward of `validation_step`, `test_step` or `predict_step`."""
+
+    def __init__(self, task: Task, step: str, autocast: Autocast | None = None) -> None:
+        super().__init__()
+        self.task = task
+        self.step = step
+        self.autocast = autocast
+
+    def forward(self, share: tuple[Any, int]) -> list[tuple[int, Any]]:
+        batch, rows = share
+        step = getattr(self.task, self.step)
+        if self.autocast is None:
+            return [(rows, step(batch))]
+        with self.autocast():
+            return [(rows, step(batch))]
+
+    @staticmethod
+    def combine(results: list[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
+        return [measured for part in results for measured in part]
+
+
+def loss_of(output: Any, task: Task) -> Tensor:
+    """The loss of a training step's output, or one line that says what came instead."""
+    try:
+        loss = output["loss"]
+        if loss.ndim == 0 and loss.requires_grad:
+            return loss
+    except (TypeError, KeyError, AttributeError, IndexError):
+        pass
+    raise UserError(f"{type(task).__name__}.training_step returned {_describe(output)}")
+
+
+def detached(output: Output) -> Output:
+    return {
+        name: value.detach() if isinstance(value, Tensor) else value
+        for name, value in output.items()
+    }
+
+
+def _describe(output: Any) -> str:
+    wanted = 'return {"loss": scalar tensor, **metrics}'
+    if not isinstance(output, dict):
+        return f"{type(output).__name__}; {wanted}"
+    if "loss" not in output:
+        has = ", ".join(map(str, output)) or "nothing"
+        return f"a dict without 'loss' (it has {has}); {wanted}"
+    loss = output["loss"]
+    if not isinstance(loss, Tensor):
+        return f"a loss that is a {type(loss).__name__}, not a tensor; {wanted}"
+    if loss.ndim:
+        return f"a loss of shape {tuple(loss.shape)}; reduce it to a scalar, with loss.mean() say"
+    return "a loss without a gradient; compute it from the output, without .detach() or .item()"

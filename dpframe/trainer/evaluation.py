@@ -1,0 +1,74 @@
+"""Validation, test and prediction: every row once, whatever the strategy."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe.data import Loader
+from dpframe.errors import UserError
+from dpframe.metrics import Means
+from dpframe.strategies.base import Strategy
+from dpframe.task import Autocast, EvalStep, Task
+from dpframe.trainer.predictions import Predictions, collected
+
+
+class Evaluation:
+    """One of the task's steps over a data set."""
+
+    def __init__(
+        self,
+        task: Task,
+        step: str,
+        loader: Loader,
+        strategy: Strategy,
+        *,
+        autocast: Autocast | None,
+        limit_batches: int | None,
+    ) -> None:
+        self.task = task
+        self.loader = loader
+        self.strategy = strategy
+        self.limit_batches = limit_batches
+        self.step = strategy.wrap(EvalStep(task, step, autocast), training=False)
+        self.means = means_over(strategy)
+
+    def means_of(self, kind: str) -> dict[str, float]:
+        """The exact means over all rows, as `val/loss`, `val/mae` …"""
+        self.means.reset()
+        for _, measured in self._batches():
+            self.means.add(measured)
+        means = self.task.summarize(self.means.total())
+        if not means:
+            raise UserError(f"{kind}: the data set gave no rows, or the step measured nothing")
+        return {f"{kind}/{name}": value for name, value in means.items()}
+
+    def predictions(self) -> Predictions | None:
+        """Every row's output in dataset order, on the main process; None elsewhere."""
+        here = [[(rows, on_cpu(output)) for rows, output in part] for _, part in self._batches()]
+        everywhere = self.strategy.gather(here)
+        return collected(everywhere) if self.strategy.is_main else None
+
+    def _batches(self) -> Any:
+        module: nn.Module = self.step.eval()
+        to_device = self.strategy.to_device
+        with torch.no_grad():
+            for batch in self.loader.epoch(limit=self.limit_batches):
+                yield batch.rows, module(to_device(batch.shares))
+
+
+def means_over(strategy: Strategy) -> Means:
+    def agree(names: list[str]) -> list[str]:
+        return strategy.share(sorted(set().union(*strategy.gather(names))))
+
+    return Means(strategy.reduce, agree)
+
+
+def on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [on_cpu(part) for part in value]
+    return value

@@ -1,0 +1,332 @@
+"""The loop: `fit` -> `_train_epoch` -> `_train_step` -> the task. The rest is built before it."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from dpframe import seeding
+from dpframe.callbacks.base import HOOKS, Callback
+from dpframe.data import Batch, DataModule, Loader
+from dpframe.errors import UserError
+from dpframe.loggers import Logger
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task, TrainStep
+from dpframe.trainer.evaluation import Evaluation, means_over
+from dpframe.trainer.precision import Precision
+from dpframe.trainer.predictions import Predictions
+from dpframe.trainer.report import Report, Run
+from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.update import Update
+
+
+class Trainer:
+    """Trains a task on data where the strategy says. `metrics` holds the newest of each name."""
+
+    def __init__(
+        self,
+        task: Task,
+        data: DataModule,
+        *,
+        strategy: Strategy | None = None,
+        settings: TrainerSettings | None = None,
+        callbacks: Iterable[Callback] = (),
+        loggers: Iterable[Logger] = (),
+        seed: int = 0,
+        run: Run | None = None,
+    ) -> None:
+        self.task = task
+        self.data = data
+        self.strategy = strategy or Strategy()
+        self.settings = settings or TrainerSettings()
+        self.callbacks = list(callbacks)
+        self.seed = seed
+        self.run = run or Run()
+        self.report = Report(self.strategy.logger(list(loggers)), self.run)
+        self.global_step = 0  # optimiser updates
+        self.epoch = 0  # whole epochs done
+        self.batches_done = 0  # of the epoch at hand
+        self.rows_seen = 0
+        self.seconds = 0.0
+        self.metrics: dict[str, float] = {}
+        self.checkpoint: str | None = None
+        self.should_stop = False
+        self.stop_reason = ""
+        self._logged_at, self._logged_rows = 0.0, 0
+        self._set_up()
+
+    # ---- the four modes
+
+    def fit(self, resume: dict[str, Any] | None = None) -> dict[str, float]:
+        self._set_up_fit(resume)
+        try:
+            self._call("on_fit_start")
+            while not self.should_stop:
+                self._train_epoch()
+            self._call("on_fit_end")
+        except BaseException as error:
+            self._call("on_exception", error)
+            self.report.close(self.metrics, succeeded=False)
+            raise
+        self.report.close(self.metrics, succeeded=True)
+        return self.metrics
+
+    def validate(self) -> dict[str, float]:
+        self.metrics.update(self._evaluation("val", "validation_step").means_of("val"))
+        self._call("on_validation_end")
+        return self.metrics
+
+    def test(self) -> dict[str, float]:
+        self.metrics.update(self._evaluation("test", "test_step").means_of("test"))
+        self._call("on_test_end")
+        return self.metrics
+
+    def predict(self) -> Predictions | None:
+        predictions = self._evaluation("predict", "predict_step").predictions()
+        if predictions is not None:
+            self._call("on_predict_end", predictions)
+        return predictions
+
+    def stop(self, reason: str) -> None:
+        """Ends training after this step; every process has to come to the same decision."""
+        self.should_stop = True
+        self.stop_reason = reason
+
+    # ---- the heart
+
+    def _train_epoch(self) -> None:
+        self.step.train()
+        self._call("on_epoch_start")
+        for batches in self._steps():
+            self._train_step(batches)
+            for hook in self._hooks["on_step_end"]:
+                hook(self)
+            if self.global_step % self._log_every == 0:
+                self._log_step()
+            if self._validates_steps and self.global_step % self._validates_steps == 0:
+                self._validate()
+            if self.should_stop or self.global_step == self.settings.max_steps:
+                self.should_stop = True
+                break
+        self._end_epoch()
+
+    def _train_step(self, batches: list[Batch]) -> None:
+        """One optimiser update, from `trainer.accumulate` global batches."""
+        strategy = self.strategy
+        rows = sum(batch.rows for batch in batches)
+        of = rows / strategy.averaged_over
+        weights: list[Any] = []
+        for batch in batches:
+            if self._accumulates:
+                strategy.grad_sync(batch is batches[-1])
+            loss, measured = self.step(strategy.to_device(batch.shares), of)
+            self.update.backward(loss)
+            self.means.add(measured)
+            if "weight" in measured[0][1]:
+                weights += [output["weight"] if here else 0.0 for here, output in measured]
+        wants_norm = (self.global_step + 1) % self._log_every == 0
+        self.update.step(rows, weights, wants_norm=wants_norm)
+        self.global_step += 1
+        self.batches_done += len(batches)
+        self.rows_seen += rows
+
+    def _steps(self) -> Iterator[list[Batch]]:
+        """The rest of the epoch's batches, as many at a time as make one optimiser update."""
+        limit = self.settings.limit_train_batches
+        batches = self.train_loader.epoch(self.epoch, skip=self.batches_done, limit=limit)
+        while step := list(islice(batches, self.settings.accumulate)):
+            yield step
+        if self.batches_done == 0:
+            raise UserError(f"{type(self.data).__name__}.train_dataset() gave no rows")
+
+    # ---- the ends of steps and epochs
+
+    def _log_step(self) -> None:
+        means = self.task.summarize(self.means.window())  # waits for the GPU
+        now = time.perf_counter()
+        scalars = {f"step/{name}": value for name, value in means.items()}
+        scalars["step/lr"] = self.update.learning_rate
+        scalars["step/grad_norm"] = float(self.update.grad_norm)
+        scalars["step/samples_per_second"] = (self.rows_seen - self._logged_rows) / (
+            now - self._logged_at
+        )
+        self._logged_at, self._logged_rows = now, self.rows_seen
+        self.report.log(scalars, step=self.global_step)
+        self._stop_on_time()
+
+    def _end_epoch(self) -> None:
+        means = self.task.summarize(self.means.total())
+        self.metrics.update({f"train/{name}": value for name, value in means.items()})
+        learning_rate = self.update.learning_rate
+        is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
+        if is_whole:
+            self.epoch += 1
+            self.batches_done = 0
+            self.means.reset()
+        self.should_stop = self.should_stop or self._is_done()
+        every = self.settings.validate_every_epochs
+        if self.has_validation and (self.should_stop or self.epoch % every == 0):
+            self._validate()
+        if is_whole:
+            self.update.end_epoch(self.metrics)
+        numbers = {"lr": learning_rate, "epoch": float(self.epoch)}
+        self.report.log(self.metrics | numbers, step=self.global_step)
+        self.seconds = time.perf_counter() - self._began
+        self._stop_on_time()
+        self._call("on_epoch_end")
+        self.report.flush()
+
+    def _validate(self) -> None:
+        self.metrics.update(self.validation.means_of("val"))
+        self.step.train()
+        self._call("on_validation_end")
+
+    def _is_done(self) -> bool:
+        counts = (self.epoch, self.settings.max_epochs), (self.global_step, self.settings.max_steps)
+        return any(limit is not None and count >= limit for count, limit in counts)
+
+    def _stop_on_time(self) -> None:
+        """The main process's clock decides for all, at log steps and epoch ends."""
+        limit = self.settings.max_seconds
+        if limit is not None and self.strategy.share(time.perf_counter() - self._began > limit):
+            self.stop(f"trainer.max_seconds={limit:g} are over")
+
+    # ---- set up, once
+
+    def _set_up(self) -> None:
+        if self.settings.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.precision = Precision(self.settings.precision, self.strategy.device)
+        self.strategy.dtype = self.precision.dtype
+        self.task.to(self.strategy.device, self.precision.dtype)
+        self.data.setup()
+        self._hooks = {name: self._overridden(name) for name in HOOKS}
+
+    def _set_up_fit(self, resume: dict[str, Any] | None) -> None:
+        settings = self.settings
+        self._set_up_data()
+        self.update = Update(self.task, self.strategy, settings, self.precision.scaler())
+        step = TrainStep(self.task, self.precision.autocast)
+        if settings.compile:
+            step.compile()
+        self.step = self.strategy.wrap(step, training=True)
+        self.means = means_over(self.strategy)
+        self._accumulates = settings.accumulate > 1
+        self._log_every = settings.log_every
+        self._validates_steps = settings.validate_every_steps if self.has_validation else None
+        self.report.open(purge_step=None if resume is None else self._resume(resume) + 1)
+        if resume is None:
+            self._draw_graph()
+            # From here on every process draws its own random numbers, for dropout say.
+            seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
+        self.should_stop = self._is_done()
+        self._began = self._logged_at = time.perf_counter()
+        self._logged_rows = self.rows_seen
+
+    def _set_up_data(self) -> None:
+        settings = self.settings
+        dataset = self._dataset("train")
+        self.train_loader = self._loader(
+            dataset, shuffle=self.data.shuffle, sampler=self.data.train_sampler(dataset)
+        )
+        self.has_validation = self.data.val_dataset() is not None
+        if self.has_validation:
+            self.validation = self._evaluation("val", "validation_step")
+        # How long training will be, where that can be known: schedulers and bars ask.
+        batches = self.train_loader.batches
+        if batches is not None and settings.limit_train_batches is not None:
+            batches = min(batches, settings.limit_train_batches)
+        self.batches_per_epoch = batches
+        self.steps_per_epoch = -(-(batches or 0) // settings.accumulate)
+        ends = [settings.max_steps, (settings.max_epochs or 0) * self.steps_per_epoch]
+        self.total_steps = min((end for end in ends if end), default=0)
+        self.task.steps_per_epoch, self.task.total_steps = self.steps_per_epoch, self.total_steps
+
+    def _dataset(self, kind: str) -> Any:
+        dataset = getattr(self.data, f"{kind}_dataset")()
+        if dataset is None:
+            raise UserError(
+                f"{type(self.data).__name__}.{kind}_dataset() gives no data set; write it"
+            )
+        return dataset
+
+    def _evaluation(self, kind: str, step: str) -> Evaluation:
+        return Evaluation(
+            self.task,
+            step,
+            self._loader(self._dataset(kind)),
+            self.strategy,
+            autocast=self.precision.autocast,
+            limit_batches=self.settings.limit_eval_batches,
+        )
+
+    def _loader(self, dataset: Any, *, shuffle: bool = False, sampler: Any = None) -> Loader:
+        return Loader(
+            dataset,
+            batch_size=self.data.batch_size,
+            shares=self.strategy.shares,
+            shuffle=shuffle,
+            seed=self.seed,
+            sampler=sampler,
+            workers=self.data.workers,
+            collate=self.data.collate,
+            pin_memory=self.strategy.device.type == "cuda",
+        )
+
+    def _draw_graph(self) -> None:
+        """For the loggers of the main process, where a batch more costs next to nothing."""
+        is_cheap = self.data.workers == 0 and self.train_loader.batches is not None
+        has_predict = type(self.task).predict_step is not Task.predict_step
+        if self.report.loggers and is_cheap and has_predict:
+            with seeding.seeded(self.seed):
+                batch = next(self.train_loader.epoch(), None)
+                if batch is not None:
+                    self.report.graph(self.task, batch)
+
+    # ---- hooks and state
+
+    def _overridden(self, name: str) -> list[Callable[..., None]]:
+        stock = getattr(Callback, name)
+        return [getattr(c, name) for c in self.callbacks if getattr(type(c), name) is not stock]
+
+    def _call(self, name: str, *args: Any) -> None:
+        for hook in self._hooks[name]:
+            hook(self, *args)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that decides the rest of training; every process calls it, the main one keeps it."""
+        return {
+            "recipe": self.run.recipe,
+            "task": self.task.state_dict(),
+            **self.update.state_dict(),
+            "progress": {
+                "global_step": self.global_step,
+                "epoch": self.epoch,
+                "batches_done": self.batches_done,
+                "rows_seen": self.rows_seen,
+                "means": self.means.state_dict(),
+            },
+            "metrics": dict(self.metrics),
+            "callbacks": {type(c).__name__: c.state_dict() for c in self.callbacks},
+            "random": self.strategy.gather(seeding.random_state()),
+        }
+
+    def _resume(self, state: dict[str, Any]) -> int:
+        """Puts `state_dict`'s state back and returns its step; the task's weights are loaded."""
+        self.update.load_state_dict(state)
+        progress = state["progress"]
+        self.global_step = progress["global_step"]
+        self.epoch = progress["epoch"]
+        self.batches_done = progress["batches_done"]
+        self.rows_seen = progress["rows_seen"]
+        self.means.load_state_dict(progress["means"])
+        self.metrics = dict(state["metrics"])
+        for callback in self.callbacks:
+            kept = state["callbacks"].get(type(callback).__name__)
+            if kept:
+                callback.load_state_dict(kept)
+        if len(state["random"]) == self.strategy.world_size:
+            seeding.restore_random_state(state["random"][self.strategy.rank])
+        return self.global_step

@@ -1,0 +1,81 @@
+"""What a run tells its loggers: its config, its numbers, its model."""
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from dpframe.data import Batch
+from dpframe.loggers import Guarded, Logger
+from dpframe.loggers.base import Scalar
+from dpframe.task import Task
+from dpframe.trainer.evaluation import on_cpu
+
+
+@dataclass
+class Run:
+    """Where a run's files go, and the config it came from."""
+
+    directory: str = "."
+    recipe: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+
+
+class Report:
+    def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
+        self.loggers: list[Logger] = [Guarded(logger) for logger in loggers]
+        self.run = run
+
+    def open(self, *, purge_step: int | None) -> None:
+        run = self.run
+        for logger in self.loggers:
+            logger.open(
+                run.directory,
+                config=run.config_text,
+                hparams=flat(run.config),
+                purge_step=purge_step,
+            )
+
+    def graph(self, task: Task, batch: Batch) -> None:
+        """Drawn from a copy, so that nothing of it can reach training."""
+        module = Predict(deepcopy(task).cpu())
+        for logger in self.loggers:
+            logger.graph(module, on_cpu(batch.shares[0].batch))
+
+    def log(self, scalars: dict[str, float], *, step: int) -> None:
+        for logger in self.loggers:
+            logger.log(scalars, step=step)
+
+    def flush(self) -> None:
+        for logger in self.loggers:
+            logger.flush()
+
+    def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
+        for logger in self.loggers:
+            logger.close(metrics, succeeded=succeeded)
+
+
+class Predict(nn.Module):
+    """A task as the module that a graph shows: its batch in, its prediction out."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__()
+        self.task = task
+
+    def forward(self, batch: Any) -> Any:
+        return self.task.predict_step(batch)
+
+
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
+    """`{"task": {"optimizer": {"lr": 0.01}}}` as `{"task.optimizer.lr": 0.01}`."""
+    numbers: dict[str, Scalar] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            numbers |= flat(value, f"{prefix}{name}.")
+        elif value is not None:
+            plain = isinstance(value, (int, float, str, bool))
+            numbers[f"{prefix}{name}"] = value if plain else str(value)
+    return numbers

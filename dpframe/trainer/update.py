@@ -1,0 +1,110 @@
+"""One optimiser update: scaling, clipping, the step, and the learning rate's schedule."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dpframe.errors import UserError, suggestion
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+from dpframe.trainer.settings import TrainerSettings
+
+
+class Update:
+    def __init__(
+        self,
+        task: Task,
+        strategy: Strategy,
+        settings: TrainerSettings,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self.strategy = strategy
+        self.settings = settings
+        self.scaler = scaler
+        self.parameters = [p for p in task.parameters() if p.requires_grad]
+        if not self.parameters:
+            raise UserError(f"{type(task).__name__} has no parameter to train")
+        made = task.configure_optimizer()
+        self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"{type(task).__name__}.configure_optimizer gave a "
+                f"{type(self.optimizer).__name__}; give an optimiser, or (optimiser, scheduler)"
+            )
+        self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        self.schedules_steps = (
+            self.scheduler is not None
+            and not self.is_plateau
+            and settings.scheduler_every == "step"
+        )
+        self.grad_norm: Tensor | float = float("nan")
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def backward(self, loss: Tensor) -> None:
+        if self.scaler is None:
+            loss.backward()
+        else:
+            self.scaler.scale(loss).backward()
+
+    def step(self, rows: int, weights: list[Any], *, wants_norm: bool) -> None:
+        """The gradients are the step's exact mean when the optimiser sees them."""
+        settings = self.settings
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if weights:
+            self._reweigh(rows, weights)
+        if settings.clip_norm is not None:
+            self.grad_norm = clip_grad_norm_(self.parameters, settings.clip_norm)
+        elif wants_norm:
+            self.grad_norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if settings.clip_value is not None:
+            clip_grad_value_(self.parameters, settings.clip_value)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad()
+        if self.schedules_steps:
+            self.scheduler.step()
+
+    def end_epoch(self, metrics: dict[str, float]) -> None:
+        if self.scheduler is None or self.schedules_steps:
+            return
+        if not self.is_plateau:
+            self.scheduler.step()
+            return
+        name = self.settings.plateau_monitor
+        if name not in metrics:
+            raise UserError(
+                f"trainer.plateau_monitor={name} is not measured; {suggestion(name, metrics)}"
+            )
+        self.scheduler.step(metrics[name])
+
+    def _reweigh(self, rows: int, weights: list[Any]) -> None:
+        """From a mean over rows to one over weights: their sum is known only after the forwards."""
+        here = torch.stack([torch.as_tensor(w).detach().double().reshape(()) for w in weights])
+        total = self.strategy.reduce(here.sum().reshape(1))
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_((rows / total).to(parameter.grad))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler and self.scheduler.state_dict(),
+            "scaler": self.scaler and self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        for name in ("scheduler", "scaler"):
+            part = getattr(self, name)
+            if part is not None and state[name] is not None:
+                part.load_state_dict(state[name])

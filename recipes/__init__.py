@@ -1,0 +1,1 @@
+"""The recipes: one Task and one DataModule a file, built by conf/recipe/<name>.yaml."""
