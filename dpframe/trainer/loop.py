@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dpframe import seeding
+from dpframe import lean, seeding
 from dpframe.callbacks.base import HOOKS, Callback
 from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
@@ -20,6 +20,8 @@ from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
+
+SMALL_MODEL = 50_000  # parameters
 
 
 class Trainer:
@@ -201,8 +203,16 @@ class Trainer:
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.task.to(self.strategy.device, self.precision.dtype)
+        self._set_threads()
         self.data.setup()
         self._hooks = {name: self._overridden(name) for name in HOOKS}
+
+    def _set_threads(self) -> None:
+        """A small model is slower on several threads, and much slower beside other work."""
+        if self.settings.threads is not None:
+            torch.set_num_threads(self.settings.threads)
+        elif sum(p.numel() for p in self.task.parameters()) < SMALL_MODEL:
+            torch.set_num_threads(1)
 
     def _set_up_fit(self, resume: dict[str, Any] | None) -> None:
         settings = self.settings
@@ -211,7 +221,8 @@ class Trainer:
         step = TrainStep(self.task, self.precision.autocast)
         if settings.compile:
             step.compile()
-        self.step = self.strategy.wrap(step, training=True)
+        with lean.no_dynamo_in_ddp(settings.lean and not settings.compile):
+            self.step = self.strategy.wrap(step, training=True)
         self.means = means_over(self.strategy)
         self._accumulates = settings.accumulate > 1
         self._log_every = settings.log_every

@@ -30,6 +30,8 @@ class TrainerSettings:
     limit_eval_batches: int | None = None
     deterministic: bool = False
     compile: bool = False
+    lean: bool = True
+    threads: int | None = None
     max_replicas_per_core: int = 8
 
     def __post_init__(self) -> None:
@@ -43,6 +45,7 @@ class TrainerSettings:
             "max_steps",
             "validate_every_steps",
             "limit_train_batches",
+            "threads",
             "limit_eval_batches",
         ):
             self._refuse_below(key, 1)

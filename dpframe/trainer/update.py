@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dpframe import lean
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -27,6 +28,8 @@ class Update:
         self.parameters = [p for p in task.parameters() if p.requires_grad]
         if not self.parameters:
             raise UserError(f"{type(task).__name__} has no parameter to train")
+        if settings.lean and not settings.compile:
+            lean.prepare()
         made = task.configure_optimizer()
         self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
@@ -40,6 +43,7 @@ class Update:
             and not self.is_plateau
             and settings.scheduler_every == "step"
         )
+        self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
         self.grad_norm: Tensor | float = float("nan")
 
     @property
@@ -66,7 +70,7 @@ class Update:
         if settings.clip_value is not None:
             clip_grad_value_(self.parameters, settings.clip_value)
         if self.scaler is None:
-            self.optimizer.step()
+            self._step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()

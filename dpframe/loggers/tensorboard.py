@@ -1,0 +1,178 @@
+"""The TensorBoard logger writes a run's curves, config, hyperparameters and graph as event files.
+
+It builds the records itself from TensorBoard's protobuf classes: those import in 20 ms, the stock
+writer in 160 ms, and the stock writer holds what was logged for up to two minutes.
+"""
+
+import logging
+import math
+import re
+import textwrap
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.tensor_pb2 import TensorProto
+from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
+from tensorboard.plugins.custom_scalar.layout_pb2 import (
+    Category,
+    Chart,
+    Layout,
+    MultilineChartContent,
+)
+from tensorboard.plugins.hparams.api_pb2 import STATUS_FAILURE, STATUS_SUCCESS
+from tensorboard.plugins.hparams.plugin_data_pb2 import (
+    HParamsPluginData,
+    SessionEndInfo,
+    SessionStartInfo,
+)
+
+from dpframe.loggers import event_file
+from dpframe.loggers.base import Logger, Scalar
+from dpframe.loggers.event_file import EventFile
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BYTES_IN_MEMORY = 64 * 1024
+SECONDS_IN_MEMORY = 10
+SESSION_END = "_hparams_/session_end_info"
+
+
+class TensorBoard(Logger):
+    def __init__(self, *, graph: bool = True) -> None:
+        self.draws_graph = graph
+        self._logged: set[str] = set()
+        self._charted: set[str] = set()
+        self._last_step = 0
+
+    def open(
+        self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
+    ) -> None:
+        directory = Path(run_dir)
+        directory.mkdir(parents=True, exist_ok=True)
+        older = sorted(directory.glob(event_file.PATTERN))
+        self._is_continued = bool(older)
+        self._last_step = purge_step or 0
+        self._file = EventFile(event_file.next_path(directory))
+        self._add(file_version="brain.Event:2")
+        for path in older:
+            # The HPARAMS tab believes the first ending that it reads, and the run is not over.
+            event_file.truncate_before(path, SESSION_END.encode())
+        if purge_step is not None:
+            # TensorBoard takes the first START that it sees for the run's beginning and drops the
+            # steps from there on at the next; the file that began this run may have none.
+            self._add(session_log=SessionLog(status=SessionLog.START))
+            self._add(session_log=SessionLog(status=SessionLog.START))
+        self._add(summary=Summary(value=[_config(config), _session_start(hparams)]))
+        self.flush()
+
+    def log(self, scalars: dict[str, float], *, step: int) -> None:
+        self._last_step = step
+        self._logged.update(scalars)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._add(summary=Summary(value=values))
+        is_large = len(self._file.pending) > BYTES_IN_MEMORY
+        if is_large or time.monotonic() - self._written_at > SECONDS_IN_MEMORY:
+            self.flush()
+
+    def graph(self, module: "nn.Module", batch: Any) -> None:
+        if not self.draws_graph or self._is_continued:
+            return  # a second graph in one run makes TensorBoard complain
+        try:
+            from dpframe.loggers import model_graph
+
+            self._add(graph_def=model_graph.draw(module, batch))
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            logging.getLogger("dpframe").warning(
+                "no graph of %s in TensorBoard: %s: %s",
+                type(module).__name__,
+                type(error).__name__,
+                reason,
+            )
+
+    def flush(self) -> None:
+        charted = {
+            tag.partition("/")[2] for tag in self._logged if tag.startswith(("train/", "val/"))
+        }
+        if charted != self._charted:
+            self._charted = charted
+            self._add(summary=Summary(value=[_layout(charted)]))
+        self._file.write()
+        self._written_at = time.monotonic()
+
+    def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
+        missing = {tag: value for tag, value in metrics.items() if tag not in self._logged}
+        if missing:
+            self.log(missing, step=self._last_step)
+        self.flush()
+        self._add(summary=Summary(value=[_session_end(succeeded)]))
+        self._file.write()
+
+    def _add(self, **what: Any) -> None:
+        event = Event(wall_time=time.time(), step=self._last_step, **what)
+        self._file.append(event.SerializeToString())
+
+
+def _config(config: str) -> Summary.Value:
+    """Indented, markdown shows it as code, whatever it contains."""
+    return _text_value("config", "text", textwrap.indent(config, "    ").encode())
+
+
+def _layout(names: set[str]) -> Summary.Value:
+    """train/<name> and val/<name> on one chart. The chart of a name is the same in every run:
+    TensorBoard merges the layouts of all runs and shows each chart that differs."""
+    charts = [
+        Chart(title=name, multiline=MultilineChartContent(tag=[f"^(train|val)/{re.escape(name)}$"]))
+        for name in sorted(names)
+    ]
+    layout = Layout(category=[Category(title="train and val", chart=charts)])
+    return _text_value("custom_scalars__config__", "custom_scalars", layout.SerializeToString())
+
+
+def _session_start(hparams: dict[str, Scalar]) -> Summary.Value:
+    """Alone, without an experiment summary: TensorBoard takes the first such summary of all runs
+    for the whole, and the hyperparameters and metrics that it does not list are not shown."""
+    info = SessionStartInfo(start_time_secs=time.time())
+    for name, value in hparams.items():
+        if isinstance(value, bool):
+            info.hparams[name].bool_value = value
+        elif isinstance(value, int | float) and math.isfinite(value):
+            info.hparams[name].number_value = value
+        else:
+            info.hparams[name].string_value = str(value)
+    return _hparams_value(
+        "_hparams_/session_start_info", HParamsPluginData(session_start_info=info)
+    )
+
+
+def _session_end(succeeded: bool) -> Summary.Value:
+    info = SessionEndInfo(
+        status=STATUS_SUCCESS if succeeded else STATUS_FAILURE, end_time_secs=time.time()
+    )
+    return _hparams_value(SESSION_END, HParamsPluginData(session_end_info=info))
+
+
+def _text_value(tag: str, plugin: str, content: bytes) -> Summary.Value:
+    return Summary.Value(
+        tag=tag,
+        metadata=_metadata(plugin),
+        tensor=TensorProto(dtype=DT_STRING, string_val=[content]),
+    )
+
+
+def _hparams_value(tag: str, data: HParamsPluginData) -> Summary.Value:
+    """The content is in the metadata; the tensor is there because a value must have one."""
+    empty = TensorProto(dtype=DT_FLOAT)
+    empty.tensor_shape.dim.add(size=0)
+    metadata = _metadata("hparams", data.SerializeToString())
+    return Summary.Value(tag=tag, metadata=metadata, tensor=empty)
+
+
+def _metadata(plugin: str, content: bytes = b"") -> SummaryMetadata:
+    return SummaryMetadata(
+        plugin_data=SummaryMetadata.PluginData(plugin_name=plugin, content=content)
+    )

@@ -1,0 +1,616 @@
+"""What the loggers write is read back with TensorBoard's own reader and with the csv module."""
+
+import csv
+import json
+import logging
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+from tensorboard.context import RequestContext
+from tensorboard.plugins.base_plugin import TBContext
+from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+from tensorboard.plugins.hparams import api_pb2
+from tensorboard.plugins.hparams.backend_context import Context
+from tensorboard.plugins.hparams.list_session_groups import Handler
+from torch import nn
+
+from dpframe.loggers import Guarded, Logger, event_file
+from dpframe.loggers.csv import CSV
+from dpframe.loggers.tensorboard import TensorBoard
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+# The records
+
+
+def test_ten_scalars_are_one_summary(tmp_path):
+    logger = opened(tmp_path)
+    before = len(events(tmp_path))
+    logger.log({f"train/{index}": float(index) for index in range(10)}, step=3)
+    event = pending_events(logger, tmp_path)[before]
+    assert event.step == 3
+    assert [value.tag for value in event.summary.value] == [f"train/{i}" for i in range(10)]
+
+
+def test_every_checksum_is_the_one_that_tensorboard_computes(tmp_path):
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    for data in (b"", b"a", bytes(range(256)), b"123456789" * 100):
+        assert event_file._checksum(data) == masked_crc32c(data).to_bytes(4, "little")
+
+
+def test_non_finite_and_out_of_range_scalars_are_written(tmp_path):
+    logger = opened(tmp_path)
+    values = [math.nan, math.inf, -math.inf, 1e300, 5e-324, 0.1]
+    for step, value in enumerate(values):
+        logger.log({"train/loss": value}, step=step)
+    logger.close({}, succeeded=True)
+    read = [value for _, value in curve(tmp_path, "train/loss")]
+    assert math.isnan(read[0])
+    assert read[1:5] == [math.inf, -math.inf, math.inf, 0.0]
+    assert read[5] == pytest.approx(0.1)
+
+
+def test_a_thousand_logs_are_few_writes_and_few_calls(tmp_path, monkeypatch):
+    writes = counted(monkeypatch, event_file.EventFile, "write")
+    logger = opened(tmp_path)
+    scalars = {f"train/{index}": 0.5 for index in range(10)}
+    calls = python_calls(lambda: [logger.log(scalars, step=step) for step in range(1000)])
+    assert len(writes) <= 1 + 1000 * 400 // (64 * 1024)
+    assert calls / 1000 < 10
+
+
+def test_what_waits_ten_seconds_is_written_by_the_next_log(tmp_path, monkeypatch):
+    logger = opened(tmp_path)
+    logger.log({"train/loss": 1.0}, step=1)
+    assert curve(tmp_path, "train/loss") == []
+    monkeypatch.setattr(logger, "_written_at", logger._written_at - 11)
+    logger.log({"train/loss": 2.0}, step=2)
+    assert curve(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_flushed_scalars_survive_a_killed_process(tmp_path):
+    code = """
+from dpframe.loggers.csv import CSV
+from dpframe.loggers.tensorboard import TensorBoard
+loggers = [TensorBoard(), CSV()]
+for logger in loggers:
+    logger.open(RUN, config="a: 1", hparams={"lr": 0.1}, purge_step=None)
+    for step in range(5):
+        logger.log({"train/loss": float(step)}, step=step)
+    logger.flush()
+    logger.log({"train/loss": 5.0}, step=5)
+print("ready", flush=True)
+import time; time.sleep(60)
+"""
+    process = start(f"RUN = {str(tmp_path)!r}\n{code}", stdout=subprocess.PIPE)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert curve(tmp_path, "train/loss") == [(step, float(step)) for step in range(5)]
+    assert [row["step"] for row in table(tmp_path)] == ["0", "1", "2", "3", "4"]
+    (group,) = session_groups(tmp_path)
+    assert group.hparams["lr"].number_value == 0.1
+    assert group.sessions[0].status == api_pb2.STATUS_UNKNOWN
+
+
+# What TensorBoard shows
+
+
+def test_the_config_is_a_code_block(tmp_path):
+    opened(tmp_path, config="task:\n  lr: 0.1\n")
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    assert accumulator.SummaryMetadata("config").plugin_data.plugin_name == "text"
+    (event,) = accumulator.Tensors("config")
+    assert event.tensor_proto.string_val[0] == b"    task:\n      lr: 0.1\n"
+
+
+def test_each_run_is_one_hparams_row_with_its_final_metrics(tmp_path):
+    for name, lr in (("a", 0.1), ("b", 0.01)):
+        hparams = {"lr": lr, "epochs": 3, "nesterov": True, "recipe": "boston"}
+        logger = opened(tmp_path / name, hparams=hparams)
+        logger.log({"val/loss": lr * 2}, step=7)
+        logger.close({"val/loss": lr * 2, "test/loss": lr * 3}, succeeded=name == "a")
+    first, second = session_groups(tmp_path)
+    assert [group.sessions[0].status for group in (first, second)] == [
+        api_pb2.STATUS_SUCCESS,
+        api_pb2.STATUS_FAILURE,
+    ]
+    assert first.hparams["lr"].number_value == 0.1
+    assert first.hparams["epochs"].number_value == 3
+    assert first.hparams["nesterov"].bool_value is True
+    assert first.hparams["recipe"].string_value == "boston"
+    assert {metric.name.tag: metric.value for metric in second.metric_values} == pytest.approx(
+        {"val/loss": 0.02, "test/loss": 0.03}
+    )
+    assert curve(tmp_path / "a", "test/loss") == [(7, pytest.approx(0.3))]
+    assert len(curve(tmp_path / "a", "val/loss")) == 1
+
+
+def test_recipes_with_other_names_share_one_hparams_table(tmp_path):
+    for name in ("boston", "shapes"):
+        logger = opened(tmp_path / name, hparams={f"{name}_width": 8})
+        logger.close({f"val/{name}_error": 1.0}, succeeded=True)
+    provider = data_provider(tmp_path)
+    context = Context(TBContext(data_provider=provider))
+    request = RequestContext()
+    experiment = context.experiment_from_metadata(
+        request, "", True, context.hparams_metadata(request, ""), []
+    )
+    assert {info.name for info in experiment.hparam_infos} == {"boston_width", "shapes_width"}
+    assert {info.name.tag for info in experiment.metric_infos} == {
+        "val/boston_error",
+        "val/shapes_error",
+    }
+
+
+def test_a_run_that_failed_and_was_resumed_to_its_end_is_a_success(tmp_path):
+    logger = opened(tmp_path)
+    logger.log({"train/loss": 1.0}, step=1)
+    logger.close({}, succeeded=False)
+    opened(tmp_path, purge_step=2).close({}, succeeded=True)
+    (group,) = session_groups(tmp_path)
+    assert group.sessions[0].status == api_pb2.STATUS_SUCCESS
+    assert curve(tmp_path, "train/loss") == [(1, 1.0)]
+
+
+def test_train_and_val_of_one_name_share_a_chart_and_new_names_join(tmp_path):
+    logger = opened(tmp_path)
+    logger.log({"train/loss": 1.0, "lr": 0.1}, step=1)
+    logger.flush()
+    assert charts(tmp_path) == {"loss": "^(train|val)/loss$"}
+    size = event_path(tmp_path).stat().st_size
+    logger.log({"val/loss": 1.0}, step=2)
+    logger.flush()
+    assert event_path(tmp_path).stat().st_size - size < 100  # no second layout for the same names
+    logger.log({"val/loss": 1.0, "val/mae": 1.0}, step=3)
+    logger.flush()
+    assert charts(tmp_path) == {"loss": "^(train|val)/loss$", "mae": "^(train|val)/mae$"}
+
+
+def test_runs_with_other_names_do_not_repeat_charts(tmp_path):
+    for name, tags in (("a", ["train/loss"]), ("b", ["train/loss", "val/loss", "val/mae"])):
+        opened(tmp_path / name).close(dict.fromkeys(tags, 1.0), succeeded=True)
+    layout = chart_layout(tmp_path)
+    assert [chart["title"] for chart in layout["category"][0]["chart"]] == ["loss", "mae"]
+
+
+@pytest.mark.parametrize("began_with", ["our logger", "the stock writer"])
+def test_a_resumed_curve_is_monotonic_without_duplicates(tmp_path, began_with):
+    if began_with == "our logger":
+        logger = opened(tmp_path)
+        for step in range(10):
+            logger.log({"train/loss": 1.0}, step=step)
+        logger.flush()
+    else:
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(tmp_path)) as writer:
+            for step in range(10):
+                writer.add_scalar("train/loss", 1.0, step)
+    for purge_step, value in ((6, 2.0), (8, 3.0)):
+        logger = opened(tmp_path, purge_step=purge_step)
+        for step in range(purge_step, 12):
+            logger.log({"train/loss": value}, step=step)
+        logger.close({}, succeeded=True)
+    expected = [(s, 1.0 if s < 6 else 2.0 if s < 8 else 3.0) for s in range(12)]
+    assert len(list(tmp_path.glob("events*"))) == 3
+    assert curve(tmp_path, "train/loss") == expected
+    assert shown_curve(tmp_path, "train/loss") == expected
+
+
+def test_a_later_file_sorts_last_even_within_one_second(tmp_path):
+    paths = []
+    for _ in range(12):
+        paths.append(event_file.next_path(tmp_path))
+        paths[-1].touch()
+    assert paths == sorted(set(paths))
+
+
+# The graph
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, batch):
+        rows, targets = batch
+        warnings.warn("from the model", stacklevel=1)
+        torch.rand(1), random.random()
+        prediction = self.head(self.body(rows)).squeeze(-1)
+        return {
+            "loss": nn.functional.mse_loss(prediction, targets),
+            "n": 4,
+            "prediction": prediction,
+        }
+
+
+def batch_of_rows():
+    return torch.ones(4, 13), torch.ones(4)
+
+
+def test_the_graph_follows_the_modules(tmp_path):
+    nodes = graph_of(tmp_path, Net(), batch_of_rows())
+    linear = nodes["Net/Sequential[body]/Linear[0]/linear"]
+    assert linear.op == "linear"
+    assert list(linear.input) == [
+        "input/0",
+        "Net/Sequential[body]/Linear[0]/weight",
+        "Net/Sequential[body]/Linear[0]/bias",
+    ]
+    assert sizes(linear) == [[4, 8]]
+    assert list(nodes["Net/squeeze"].input) == ["Net/Linear[head]/linear"]
+    assert list(nodes["Net/mse_loss"].input) == ["Net/squeeze", "input/1"]
+    assert list(nodes["output/loss"].input) == ["Net/mse_loss"]
+    assert nodes["Net/Sequential[body]/BatchNorm1d[1]/running_mean"].op == "Buffer"
+    for node in nodes.values():
+        assert {source.partition(":")[0] for source in node.input} <= set(nodes)
+
+
+def test_a_graph_names_each_output_and_each_repeated_call(tmp_path):
+    class Cells(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.Linear(3, 3)
+
+        def forward(self, batch):
+            left, right = self.cell(self.cell(batch["x"])).chunk(2)
+            return (right + left).T
+
+    nodes = graph_of(tmp_path, Cells(), {"x": torch.ones(2, 3)})
+    assert list(nodes["Cells/Linear[cell]/linear_1"].input)[0] == "Cells/Linear[cell]/linear"
+    assert list(nodes["Cells/add"].input) == ["Cells/chunk:1", "Cells/chunk"]
+    assert sizes(nodes["Cells/chunk"]) == [[1, 3], [1, 3]]
+    assert nodes["Cells/T"].op == "T"
+    assert list(nodes["output"].input) == ["Cells/T"]
+
+
+def test_a_tensor_from_nowhere_is_not_mistaken_for_one_that_was_freed(tmp_path):
+    class Hidden(nn.Module):
+        def forward(self, batch):
+            for _ in range(5):
+                batch + 1
+            with torch._C.DisableTorchFunction():
+                unseen = [batch + 2 for _ in range(5)]
+            return torch.stack(unseen)
+
+    assert list(graph_of(tmp_path, Hidden(), torch.ones(3))["Hidden/stack"].input) == []
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_drawing_leaves_the_module_and_the_random_states_alone(tmp_path, works):
+    net = Net()
+    net.train()
+    net.body[3].eval()
+    modes = [module.training for module in net.modules()]
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    torch.manual_seed(1)
+    random.seed(1)
+    before = torch.get_rng_state(), random.getstate()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        opened(tmp_path).graph(net, batch_of_rows() if works else torch.ones(2, 2))
+    assert seen == []
+    assert modes == [module.training for module in net.modules()]
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+
+
+def test_a_model_that_cannot_be_drawn_is_one_warning_and_logging_goes_on(tmp_path, caplog, capfd):
+    class Broken(nn.Module):
+        def forward(self, batch):
+            raise RuntimeError("wrong size\nsecond line")
+
+    logger = opened(tmp_path)
+    logger.graph(Broken(), batch_of_rows())
+    logger.log({"train/loss": 1.0}, step=1)
+    logger.close({}, succeeded=True)
+    (record,) = caplog.records
+    assert record.name == "dpframe" and record.levelno == logging.WARNING
+    assert record.message == "no graph of Broken in TensorBoard: RuntimeError: wrong size"
+    assert curve(tmp_path, "train/loss") == [(1, 1.0)]
+    assert capfd.readouterr() == ("", "")
+
+
+def test_no_graph_when_switched_off_or_resumed(tmp_path):
+    logger = opened(tmp_path / "off", graph=False)
+    logger.graph(Net(), batch_of_rows())
+    logger.flush()
+    assert not EventAccumulator(str(tmp_path / "off")).Reload().Tags()["graph"]
+    graph_of(tmp_path / "resumed", Net(), batch_of_rows())
+    logger = opened(tmp_path / "resumed", purge_step=1)
+    logger.graph(Net(), batch_of_rows())
+    logger.flush()
+    graphs = [event for event in events(tmp_path / "resumed") if event.HasField("graph_def")]
+    assert len(graphs) == 1
+
+
+# The table
+
+
+def test_the_table_grows_a_column_for_each_new_name(tmp_path):
+    logger = opened(tmp_path, CSV())
+    logger.log({"train/loss": 1.5}, step=1)
+    logger.flush()
+    logger.log({"train/loss": math.nan, "val/loss": math.inf}, step=2)
+    logger.log({"train/loss": 0.1}, step=3)
+    logger.close({"val/loss": math.inf, "test/loss": 0.25}, succeeded=True)
+    assert (tmp_path / "metrics.csv").read_text() == (
+        "step,train/loss,val/loss,test/loss\n1,1.5,,\n2,nan,inf,\n3,0.1,,\n3,,,0.25\n"
+    )
+    assert os.listdir(tmp_path) == ["metrics.csv"]
+
+
+def test_a_resumed_table_drops_the_rows_that_are_written_anew(tmp_path):
+    logger = opened(tmp_path, CSV())
+    for step in range(4):
+        logger.log({"train/loss": 1.0}, step=step)
+    logger.flush()
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("1,0.")  # and no more: the process was killed
+    logger = opened(tmp_path, CSV(), purge_step=2)
+    logger.log({"val/loss": 2.0}, step=2)
+    logger.flush()
+    assert [(row["step"], row["train/loss"], row["val/loss"]) for row in table(tmp_path)] == [
+        ("0", "1.0", ""),
+        ("1", "1.0", ""),
+        ("2", "", "2.0"),
+    ]
+
+
+def test_the_table_holds_few_rows_in_memory(tmp_path):
+    logger = opened(tmp_path, CSV(file="logs/table.csv"))
+    for step in range(1000):
+        logger.log({"train/loss": 1.0}, step=step)
+    assert len(table(tmp_path, "logs/table.csv")) == 768
+
+
+# Failure
+
+
+def test_a_full_disk_is_one_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(event_file, "next_path", lambda directory: Path("/dev/full"))
+    logger = Guarded(TensorBoard())
+    for _ in range(3):
+        run_through(logger, tmp_path)
+    (record,) = caplog.records
+    assert record.name == "dpframe" and record.levelno == logging.WARNING
+    assert "TensorBoard stopped" in record.message and "No space left" in record.message
+
+
+def test_files_that_may_not_grow_stop_their_loggers_and_nothing_else(tmp_path):
+    code = """
+import resource
+from dpframe.loggers import Guarded
+from dpframe.loggers.csv import CSV
+from dpframe.loggers.tensorboard import TensorBoard
+resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
+loggers = [Guarded(TensorBoard()), Guarded(CSV())]
+for logger in loggers:
+    logger.open(RUN, config="a: 1", hparams={}, purge_step=None)
+for step in range(1000):
+    for logger in loggers:
+        logger.log({"train/loss": 1.0}, step=step)
+        logger.flush()
+for logger in loggers:
+    logger.close({}, succeeded=True)
+print("trained")
+"""
+    process = start(
+        f"RUN = {str(tmp_path)!r}\n{code}", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    out, error = process.communicate()
+    assert (process.returncode, out) == (0, "trained\n")
+    assert [line.split()[0] for line in error.splitlines()] == ["TensorBoard", "CSV"]
+    assert len(curve(tmp_path, "train/loss")) > 10
+
+
+@pytest.mark.parametrize("method", ["open", "log", "graph", "flush", "close"])
+def test_a_logger_that_failed_is_not_called_again(tmp_path, method, caplog):
+    calls = []
+
+    class Failing(Logger):
+        def __getattribute__(self, name):
+            if name not in ("open", "log", "graph", "flush", "close"):
+                return super().__getattribute__(name)
+
+            def call(*args, **kwargs):
+                calls.append(name)
+                if name == method:
+                    raise ValueError("broken")
+
+            return call
+
+    logger = Guarded(Failing())
+    for _ in range(2):
+        run_through(logger, tmp_path)
+    order = ["open", "log", "graph", "flush", "close"]
+    assert calls == order[: order.index(method) + 1]
+    assert [record.message for record in caplog.records] == [
+        "Failing stopped: ValueError: broken; training goes on without it"
+    ]
+
+
+def test_guarded_passes_everything_on(tmp_path):
+    logger = Guarded(TensorBoard())
+    run_through(logger, tmp_path)
+    assert curve(tmp_path, "train/loss") == [(1, 1.0)]
+    assert curve(tmp_path, "test/loss") == [(1, 2.0)]
+    assert session_groups(tmp_path)[0].sessions[0].status == api_pb2.STATUS_SUCCESS
+
+
+# What is imported, and the menu
+
+
+def test_importing_the_loggers_imports_neither_torch_nor_tensorboard():
+    assert imported_by("import dpframe.loggers") & {"torch", "tensorboard", "numpy"} == set()
+    assert imported_by("import dpframe.loggers.csv") & {"torch", "tensorboard", "numpy"} == set()
+
+
+def test_the_tensorboard_logger_imports_no_more_than_its_records():
+    names = imported_by("import dpframe.loggers.tensorboard")
+    assert names & {"torch", "numpy", "tensorflow", "absl", "fsspec"} == set()
+    names = imported_by("import torch, dpframe.loggers.model_graph")
+    assert names & {"torch.utils.tensorboard", "torch.onnx", "torch._dynamo"} == set()
+
+
+@pytest.mark.parametrize(
+    "choice, kinds",
+    [
+        ("default", [TensorBoard, CSV]),
+        ("tensorboard", [TensorBoard]),
+        ("csv", [CSV]),
+        ("none", []),
+    ],
+)
+def test_every_choice_of_the_menu_builds(choice, kinds):
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose(overrides=[f"+logger={choice}"])
+    assert [type(instantiate(node)) for node in config.logger.values()] == kinds
+    assert (ROOT / "conf" / "logger" / f"{choice}.yaml").read_text().startswith("# ")
+
+
+# Writing and reading back
+
+
+def opened(
+    directory, logger=None, *, config="a: 1", hparams=None, purge_step=None, graph=True
+) -> Logger:
+    logger = logger or TensorBoard(graph=graph)
+    logger.open(str(directory), config=config, hparams=hparams or {}, purge_step=purge_step)
+    return logger
+
+
+def run_through(logger, directory):
+    opened(directory, logger)
+    logger.log({"train/loss": 1.0}, step=1)
+    logger.graph(nn.Linear(2, 2), torch.ones(1, 2))
+    logger.flush()
+    logger.close({"test/loss": 2.0}, succeeded=True)
+
+
+def event_path(directory):
+    (path,) = directory.glob("events*")
+    return path
+
+
+def events(directory):
+    paths = sorted(directory.glob("events*"))
+    return [event for path in paths for event in EventFileLoader(str(path)).Load()]
+
+
+def pending_events(logger, directory):
+    logger.flush()
+    return events(directory)
+
+
+def curve(directory, tag):
+    accumulator = EventAccumulator(str(directory)).Reload()
+    if tag not in accumulator.Tags()["scalars"]:
+        return []
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def data_provider(directory):
+    multiplexer = EventMultiplexer(tensor_size_guidance={"scalars": 1000})
+    multiplexer.AddRunsFromDirectory(str(directory)).Reload()
+    return MultiplexerDataProvider(multiplexer, str(directory))
+
+
+def shown_curve(directory, tag):
+    """As the web page gets it."""
+    provider = data_provider(directory)
+    found = provider.read_scalars(
+        RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000
+    )
+    return [(datum.step, datum.value) for datum in found["."][tag]]
+
+
+def session_groups(directory):
+    context = Context(TBContext(data_provider=data_provider(directory)))
+    statuses = [
+        api_pb2.STATUS_UNKNOWN,
+        api_pb2.STATUS_SUCCESS,
+        api_pb2.STATUS_FAILURE,
+        api_pb2.STATUS_RUNNING,
+    ]
+    request = api_pb2.ListSessionGroupsRequest(
+        allowed_statuses=statuses, start_index=0, slice_size=10
+    )
+    return list(Handler(RequestContext(), context, "", request).run().session_groups)
+
+
+def chart_layout(directory):
+    context = TBContext(data_provider=data_provider(directory), plugin_name_to_instance={})
+    return json.loads(CustomScalarsPlugin(context).layout_impl(RequestContext(), ""))
+
+
+def charts(directory):
+    (category,) = chart_layout(directory)["category"]
+    return {chart["title"]: chart["multiline"]["tag"][0] for chart in category["chart"]}
+
+
+def graph_of(directory, module, batch):
+    logger = opened(directory)
+    logger.graph(module, batch)
+    logger.flush()
+    nodes = EventAccumulator(str(directory)).Reload().Graph().node
+    assert len({node.name for node in nodes}) == len(nodes)
+    return {node.name: node for node in nodes}
+
+
+def sizes(node):
+    return [[dim.size for dim in shape.dim] for shape in node.attr["_output_shapes"].list.shape]
+
+
+def table(directory, file="metrics.csv"):
+    with (directory / file).open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def counted(monkeypatch, owner, name):
+    calls = []
+    real = getattr(owner, name)
+    monkeypatch.setattr(
+        owner, name, lambda *args, **kwargs: (calls.append(1), real(*args, **kwargs))[1]
+    )
+    return calls
+
+
+def python_calls(action):
+    calls = []
+    sys.setprofile(lambda frame, kind, argument: calls.append(1) if kind == "call" else None)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return len(calls)
+
+
+def start(code, **pipes):
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
+
+
+def imported_by(code):
+    process = start(f"{code}\nimport sys\nprint(*sys.modules)", stdout=subprocess.PIPE)
+    return set(process.communicate()[0].split())
