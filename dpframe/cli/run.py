@@ -13,7 +13,7 @@ from dpframe.cli.logs import logging_to
 from dpframe.data import DataModule
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
-from dpframe.strategies import Strategy
+from dpframe.strategies import Strategy, ranks  # noqa: F401  ranks counts threads when imported
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
 

@@ -47,6 +47,7 @@ class DDP(Strategy):
         }
         self.sync_batchnorm = sync_batchnorm
         self.timeout_seconds = timeout_seconds
+        self.module: Any = None
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun started them already."""
@@ -113,6 +114,10 @@ class DDP(Strategy):
         return values[0]
 
     def close(self) -> None:
+        if self.module is not None:
+            # The reducer goes first: were it the last to hold the process group, its destructor
+            # would join gloo's thread under the GIL, for which that thread may be waiting.
+            self.module.logger = self.module.reducer = None
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -17,6 +17,15 @@ from dpframe.errors import UserError
 SHUTDOWN_SECONDS = 5  # how long ranks get to end by themselves once one has failed
 
 
+def _native_threads() -> int:
+    return len(os.listdir("/proc/self/task")) if sys.platform == "linux" else 0
+
+
+# What importing torch and NumPy started: idle, and made to survive a fork. More than these are
+# the pools of a process that has computed something, and those do not survive one.
+NATIVE_THREADS = _native_threads()
+
+
 class Rank(NamedTuple):
     rank: int
     world_size: int
@@ -103,9 +112,9 @@ def _die_with(parent: int) -> None:
 
 def _fork_is_safe() -> bool:
     """A child of a process with other threads inherits locks that nobody will ever release."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or threading.active_count() > 1:
         return False
-    return threading.active_count() == 1 and len(os.listdir("/proc/self/task")) == 1
+    return _native_threads() <= min(NATIVE_THREADS, os.cpu_count() or 1)
 
 
 def _first_failure(failures: dict[int, Any]) -> Exception:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dpframe import lean, seeding
+from dpframe import checkpoint, lean, seeding
 from dpframe.callbacks.base import HOOKS, Callback
 from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
@@ -43,9 +43,10 @@ class Trainer:
         self.data = data
         self.strategy = strategy or Strategy()
         self.settings = settings or TrainerSettings()
-        self.callbacks = list(callbacks)
+        self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self.seed = seed
         self.run = run or Run()
+        self.mode = ""  # fit, validate, test or predict, once one of them runs
         self.report = Report(self.strategy.logger(list(loggers)), self.run)
         self.global_step = 0  # optimiser updates
         self.epoch = 0  # whole epochs done
@@ -53,6 +54,7 @@ class Trainer:
         self.rows_seen = 0
         self.seconds = 0.0
         self.metrics: dict[str, float] = {}
+        self.validated_step = -1  # whose val/ numbers `metrics` holds
         self.checkpoint: str | None = None
         self.should_stop = False
         self.stop_reason = ""
@@ -62,6 +64,7 @@ class Trainer:
     # ---- the four modes
 
     def fit(self, resume: dict[str, Any] | None = None) -> dict[str, float]:
+        self.mode = "fit"
         self._set_up_fit(resume)
         try:
             self._call("on_fit_start")
@@ -69,23 +72,26 @@ class Trainer:
                 self._train_epoch()
             self._call("on_fit_end")
         except BaseException as error:
-            self._call("on_exception", error)
             self.report.close(self.metrics, succeeded=False)
+            self._call("on_exception", error)
             raise
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
     def validate(self) -> dict[str, float]:
+        self.mode = "validate"
         self.metrics.update(self._evaluation("val", "validation_step").means_of("val"))
         self._call("on_validation_end")
         return self.metrics
 
     def test(self) -> dict[str, float]:
+        self.mode = "test"
         self.metrics.update(self._evaluation("test", "test_step").means_of("test"))
         self._call("on_test_end")
         return self.metrics
 
     def predict(self) -> Predictions | None:
+        self.mode = "predict"
         predictions = self._evaluation("predict", "predict_step").predictions()
         if predictions is not None:
             self._call("on_predict_end", predictions)
@@ -103,12 +109,12 @@ class Trainer:
         self._call("on_epoch_start")
         for batches in self._steps():
             self._train_step(batches)
-            for hook in self._hooks["on_step_end"]:
-                hook(self)
             if self.global_step % self._log_every == 0:
                 self._log_step()
+            for hook in self._hooks["on_step_end"]:
+                hook(self)
             if self._validates_steps and self.global_step % self._validates_steps == 0:
-                self._validate()
+                self.report.log(self._validate(), step=self.global_step)
             if self.should_stop or self.global_step == self.settings.max_steps:
                 self.should_stop = True
                 break
@@ -117,7 +123,9 @@ class Trainer:
     def _train_step(self, batches: list[Batch]) -> None:
         """One optimiser update, from `trainer.accumulate` global batches."""
         strategy = self.strategy
-        rows = sum(batch.rows for batch in batches)
+        rows = 0
+        for batch in batches:
+            rows += batch.rows
         of = rows / strategy.averaged_over
         weights: list[Any] = []
         for batch in batches:
@@ -160,30 +168,38 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         means = self.task.summarize(self.means.total())
-        self.metrics.update({f"train/{name}": value for name, value in means.items()})
+        measured = {f"train/{name}": value for name, value in means.items()}
+        self.metrics.update(measured)
         learning_rate = self.update.learning_rate
         is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
         if is_whole:
             self.epoch += 1
             self.batches_done = 0
             self.means.reset()
+        self._stop_on_time()
         self.should_stop = self.should_stop or self._is_done()
         every = self.settings.validate_every_epochs
         if self.has_validation and (self.should_stop or self.epoch % every == 0):
-            self._validate()
+            measured |= self._validate()
         if is_whole:
-            self.update.end_epoch(self.metrics)
-        numbers = {"lr": learning_rate, "epoch": float(self.epoch)}
-        self.report.log(self.metrics | numbers, step=self.global_step)
-        self.seconds = time.perf_counter() - self._began
-        self._stop_on_time()
+            is_stale = self.has_validation and self.validated_step != self.global_step
+            self.update.end_epoch(self.metrics, is_stale=is_stale)
+        measured |= {"lr": learning_rate, "epoch": float(self.epoch)}
+        self.report.log(measured, step=self.global_step)
+        self.seconds = self._seconds_before + time.perf_counter() - self._began
         self._call("on_epoch_end")
         self.report.flush()
 
-    def _validate(self) -> None:
-        self.metrics.update(self.validation.means_of("val"))
+    def _validate(self) -> dict[str, float]:
+        """The new numbers; none where this very step was validated before."""
+        if self.validated_step == self.global_step:
+            return {}
+        means = self.validation.means_of("val")
         self.step.train()
+        self.metrics.update(means)
+        self.validated_step = self.global_step
         self._call("on_validation_end")
+        return means
 
     def _is_done(self) -> bool:
         counts = (self.epoch, self.settings.max_epochs), (self.global_step, self.settings.max_steps)
@@ -199,7 +215,7 @@ class Trainer:
 
     def _set_up(self) -> None:
         if self.settings.deterministic:
-            torch.use_deterministic_algorithms(True)
+            seeding.refuse_nondeterminism(self.strategy.device)
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.task.to(self.strategy.device, self.precision.dtype)
@@ -233,6 +249,7 @@ class Trainer:
             # From here on every process draws its own random numbers, for dropout say.
             seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
         self.should_stop = self._is_done()
+        self._seconds_before = self.seconds
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.rows_seen
 
@@ -254,6 +271,8 @@ class Trainer:
         ends = [settings.max_steps, (settings.max_epochs or 0) * self.steps_per_epoch]
         self.total_steps = min((end for end in ends if end), default=0)
         self.task.steps_per_epoch, self.task.total_steps = self.steps_per_epoch, self.total_steps
+        by_step = settings.scheduler_every == "step"
+        self.task.scheduler_steps = -(-self.total_steps // (1 if by_step else self.steps_per_epoch or 1))
 
     def _dataset(self, kind: str) -> Any:
         dataset = getattr(self.data, f"{kind}_dataset")()
@@ -306,6 +325,14 @@ class Trainer:
         for hook in self._hooks[name]:
             hook(self, *args)
 
+    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
+        """By class, and a number for the second of a class."""
+        count: dict[str, int] = {}
+        for callback in self.callbacks:
+            kind = type(callback).__name__
+            count[kind] = count.get(kind, 0) + 1
+            yield (kind if count[kind] == 1 else f"{kind}-{count[kind]}"), callback
+
     def state_dict(self) -> dict[str, Any]:
         """All that decides the rest of training; every process calls it, the main one keeps it."""
         return {
@@ -317,15 +344,17 @@ class Trainer:
                 "epoch": self.epoch,
                 "batches_done": self.batches_done,
                 "rows_seen": self.rows_seen,
+                "seconds": self.seconds,
                 "means": self.means.state_dict(),
             },
             "metrics": dict(self.metrics),
-            "callbacks": {type(c).__name__: c.state_dict() for c in self.callbacks},
+            "callbacks": {name: c.state_dict() for name, c in self._named_callbacks()},
             "random": self.strategy.gather(seeding.random_state()),
         }
 
     def _resume(self, state: dict[str, Any]) -> int:
-        """Puts `state_dict`'s state back and returns its step; the task's weights are loaded."""
+        """Puts `state_dict`'s state back and returns its step."""
+        checkpoint.load_task(self.task, state)
         self.update.load_state_dict(state)
         progress = state["progress"]
         self.global_step = progress["global_step"]
@@ -334,9 +363,9 @@ class Trainer:
         self.rows_seen = progress["rows_seen"]
         self.means.load_state_dict(progress["means"])
         self.metrics = dict(state["metrics"])
-        for callback in self.callbacks:
-            kept = state["callbacks"].get(type(callback).__name__)
-            if kept:
+        self.seconds = progress["seconds"]
+        for name, callback in self._named_callbacks():
+            if kept := state["callbacks"].get(name):
                 callback.load_state_dict(kept)
         if len(state["random"]) == self.strategy.world_size:
             seeding.restore_random_state(state["random"][self.strategy.rank])

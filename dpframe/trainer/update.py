@@ -8,6 +8,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
+from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -93,8 +94,10 @@ class Update:
 
     def _reweigh(self, rows: int, weights: list[Any]) -> None:
         """From a mean over rows to one over weights: their sum is known only after the forwards."""
-        here = torch.stack([torch.as_tensor(w).detach().double().reshape(()) for w in weights])
-        total = self.strategy.reduce(here.sum().reshape(1))
+        here = torch.zeros((), dtype=torch.float64, device=self.strategy.device)
+        for weight in weights:  # numbers, and tensors on any replica's device
+            here = here + move(weight, here.device)
+        total = self.strategy.reduce(here.sum())
         for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_((rows / total).to(parameter.grad))
