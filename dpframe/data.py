@@ -2,7 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from functools import cached_property
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,13 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from dpframe import seeding
+from dpframe import orphans, seeding
 from dpframe.errors import UserError
 
 Shares = Callable[[Sequence], list[Sequence]]
 """A strategy's `shares`: a global batch's rows in, the shares of this process's replicas out."""
+Agree = Callable[[Any], Any]
+"""A strategy's `share`: the main process's value, in every process."""
 
 
 class DataModule:
@@ -97,9 +100,13 @@ class Loader:
         workers: int = 0,
         collate: Callable[[list], Any] = default_collate,
         pin_memory: bool = False,
+        rank: int = 0,
+        agree: Agree = lambda value: value,
     ) -> None:
-        self.order = _order(dataset, batch_size, shuffle=shuffle, seed=seed, sampler=sampler)
+        """By `rank`, each process's workers draw random numbers of their own."""
+        self.order = _order(dataset, batch_size, shuffle, seed, sampler, agree)
         self.seed = seed
+        self.rank = rank
         self._shares = shares
         tensors = None if _is_custom(collate) else tensors_of(dataset)
         self._source: _Tensors | _Rows | _Stream
@@ -118,11 +125,12 @@ class Loader:
 
     def epoch(self, epoch: int = 0, *, skip: int = 0, limit: int | None = None) -> Iterator[Batch]:
         """The batches [skip, limit) of an epoch; skipped rows are not read, but for a stream's."""
+        worker_seed = seeding.mix(self.seed, epoch, self.rank)
         if isinstance(self._source, _Stream):
-            return islice(self._source.batches(self.seed, epoch), skip, limit)
+            return islice(self._source.batches(worker_seed, self.seed, epoch), skip, limit)
         assert self.order is not None
         plan = _Plan(self.order.epoch(epoch), self._shares, skip, limit)
-        return self._source.batches(plan, self.seed, epoch)
+        return self._source.batches(plan, worker_seed)
 
 
 class _Plan:
@@ -133,10 +141,11 @@ class _Plan:
     ) -> None:
         self._batches = batches
         self._shares = shares
-        self._range = (skip, limit)
+        self.skip = skip
+        self._limit = limit
 
     def __iter__(self) -> Iterator[tuple[list[tuple[Tensor, int]], int]]:
-        for rows in islice(iter(self._batches), *self._range):
+        for rows in islice(iter(self._batches), self.skip, self._limit):
             # A replica with no row is lent the batch's first, with weight zero, so that all
             # replicas take part in every collective.
             shares: list[Any] = self._shares(rows)  # type: ignore[arg-type]
@@ -150,7 +159,7 @@ class _Tensors:
     def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self._tensors = tensors
 
-    def batches(self, plan: _Plan, seed: int, epoch: int) -> Iterator[Batch]:
+    def batches(self, plan: _Plan, worker_seed: int) -> Iterator[Batch]:
         tensors = self._tensors
         for local, total in plan:
             yield Batch(
@@ -165,32 +174,48 @@ class _Rows:
         self._sampler = _ShareSampler()
         self._generator = torch.Generator()
         self._loader = DataLoader(
-            dataset,
-            batch_sampler=self._sampler,
+            _Seeded(dataset),
+            batch_sampler=self._sampler,  # type: ignore[arg-type]
             collate_fn=collate,
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
             generator=self._generator,
+            worker_init_fn=_start_worker,
         )
 
-    def batches(self, plan: _Plan, seed: int, epoch: int) -> Iterator[Batch]:
-        self._sampler.plan = plan
-        self._generator.manual_seed(seeding.mix(seed, epoch))  # seeds the workers
+    def batches(self, plan: _Plan, worker_seed: int) -> Iterator[Batch]:
+        self._sampler.plan, self._sampler.seed = plan, worker_seed
+        self._generator.manual_seed(worker_seed)
         read = iter(self._loader)
         for local, total in plan:
             yield Batch([Share(next(read), n) for _, n in local], total)
 
 
 class _ShareSampler:
-    """The batch sampler behind a DataLoader: one list of row numbers a share."""
+    """The batch sampler behind a DataLoader: a seed and one list of row numbers a share."""
 
     plan: _Plan
+    seed: int
 
-    def __iter__(self) -> Iterator[list[int]]:
-        for local, _ in self.plan:
-            for rows, _ in local:
-                yield rows.tolist()
+    def __iter__(self) -> Iterator[tuple[int, list[int]]]:
+        for batch, (local, _) in enumerate(self.plan, self.plan.skip):
+            for share, (rows, _) in enumerate(local):
+                yield seeding.mix(self.seed, batch, share), rows.tolist()
+
+
+class _Seeded(Dataset):
+    """A worker draws by the share, whatever it read before: so a resumed run draws the same."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __getitems__(self, seed_and_rows: tuple[int, list[int]]) -> Any:
+        seed, rows = seed_and_rows
+        if get_worker_info() is not None:
+            seeding.seed_everything(seed)
+        read = getattr(self._dataset, "__getitems__", None)
+        return read(rows) if read else [self._dataset[row] for row in rows]
 
 
 class _Stream:
@@ -200,11 +225,15 @@ class _Stream:
         self._dataset = shares
         self._generator = torch.Generator()
         self._loader = DataLoader(
-            shares, batch_size=None, num_workers=workers, generator=self._generator
+            shares,
+            batch_size=None,
+            num_workers=workers,
+            generator=self._generator,
+            worker_init_fn=_start_worker,
         )
 
-    def batches(self, seed: int, epoch: int) -> Iterator[Batch]:
-        self._generator.manual_seed(seeding.mix(seed, epoch))
+    def batches(self, worker_seed: int, seed: int, epoch: int) -> Iterator[Batch]:
+        self._generator.manual_seed(worker_seed)
         self._dataset.seed = (seed, epoch)
         if hasattr(self._dataset.stream, "set_epoch"):
             self._dataset.stream.set_epoch(epoch)
@@ -234,19 +263,42 @@ class _StreamShares(IterableDataset):
         if worker:
             # A stream that shards itself by worker would shard twice: let it see one reader.
             torch.utils.data._utils.worker._worker_info = None
-            seeding.seed_everything(seeding.mix(*self.seed))
-        rows = iter(self.stream)
-        index = 0
-        while batch := list(islice(rows, self._batch_size)):
+        drawn = _Randomness(*self.seed)  # the stream's own, so that all its readers read the same
+        with drawn:
+            rows = iter(self.stream)
+        for index in count():
+            with drawn:
+                batch = list(islice(rows, self._batch_size))
+            if not batch:
+                return
             if index % workers == number:
                 yield self._local(batch), len(batch)
-            index += 1
 
     def _local(self, batch: list) -> list[tuple[Any, int]]:
         return [
             (self._collate(share or batch[:1]), len(share))
             for share in map(list, self._shares(batch))
         ]
+
+
+class _Randomness:
+    """Random numbers apart from everybody else's: each block goes on where the last one ended."""
+
+    def __init__(self, *seed: int) -> None:
+        with seeding.seeded(*seed):
+            self._inside = seeding.random_state()
+
+    def __enter__(self) -> None:
+        self._outside = seeding.random_state()
+        seeding.restore_random_state(self._inside)
+
+    def __exit__(self, *error: object) -> None:
+        self._inside = seeding.random_state()
+        seeding.restore_random_state(self._outside)
+
+
+def _start_worker(number: int) -> None:
+    orphans.die_with_parent()
 
 
 class _Order:
@@ -283,64 +335,83 @@ class _Slices:
 class _SamplerOrder:
     """A user's own sampler (rows) or batch sampler (lists of rows), in its own order."""
 
-    def __init__(self, sampler: Any, batch_size: int, rows: int, seed: int) -> None:
-        if isinstance(sampler, DistributedSampler):
-            raise UserError(
-                "train_sampler returned a DistributedSampler, which pads and splits by itself; "
-                "return the plain sampler: the strategy splits each global batch exactly"
-            )
-        if not hasattr(sampler, "__len__"):
-            raise UserError(
-                f"train_sampler returned a {type(sampler).__name__} without __len__: an endless "
-                "order can't be split exactly; give it a length"
-            )
+    def __init__(
+        self,
+        sampler: Any,
+        batch_size: int,
+        rows: int,
+        seed: int,
+        agree: Agree = lambda value: value,
+    ) -> None:
         self._sampler = sampler
         self._batch_size = batch_size
         self._rows = rows
         self._seed = seed
+        self._agree = agree
+        self._kept: tuple[int, list[Tensor]] = (-1, [])
+        self._length = _length_of(sampler)
 
-    @property
+    @cached_property
     def batches(self) -> int:
-        by_batch = self._yields_batches()
-        return len(self._sampler) if by_batch else -(-len(self._sampler) // self._batch_size)
-
-    def _yields_batches(self) -> bool:
-        with seeding.seeded(self._seed):
-            first = next(iter(self._sampler), None)
-        return isinstance(first, (list, tuple)) or (isinstance(first, Tensor) and first.ndim > 0)
+        return len(self.epoch(0))
 
     def epoch(self, epoch: int) -> list[Tensor]:
+        """Drawn once: a second look must not move a generator that the sampler may have."""
+        if self._kept[0] != epoch:
+            self._kept = epoch, [self._checked(batch) for batch in self._drawn(epoch)]
+        return self._kept[1]
+
+    def _drawn(self, epoch: int) -> list[Tensor]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        # Drawn under a seed of its own, so that every replica draws the same order.
+        # The draws of torch, NumPy and Python are the same in every process, and for what a
+        # sampler may draw besides, the main one's count.
         with seeding.seeded(self._seed, epoch):
-            drawn = list(self._sampler)
+            drawn = self._agree(list(islice(self._sampler, self._length + 1)))
+        if len(drawn) > self._length:
+            raise UserError(
+                f"train_sampler returned a {type(self._sampler).__name__} that goes on after its "
+                f"__len__ of {self._length}: an endless order can't be split; let it end there"
+            )
         if drawn and (isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0):
-            batches = [torch.as_tensor(batch) for batch in drawn]
-        else:
-            rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)
-            batches = list(_Slices(rows, self._batch_size))
-        return [self._checked(batch) for batch in batches if len(batch)]
+            return [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
+        rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)
+        return list(_Slices(rows, self._batch_size))
 
     def _checked(self, batch: Tensor) -> Tensor:
-        if int(batch.min()) < -self._rows or int(batch.max()) >= self._rows:
-            raise UserError(
-                f"train_sampler drew row {int(batch.max())} of a data set of {self._rows} rows"
-            )
+        for row in (int(batch.min()), int(batch.max())):
+            if not -self._rows <= row < self._rows:
+                raise UserError(f"train_sampler drew row {row} of a data set of {self._rows} rows")
         return batch % self._rows
 
 
+def _length_of(sampler: Any) -> int:
+    if isinstance(sampler, DistributedSampler) or isinstance(
+        getattr(sampler, "sampler", None), DistributedSampler
+    ):
+        raise UserError(
+            "train_sampler returned a DistributedSampler, which pads and splits by itself; "
+            "return the plain sampler: the strategy splits each global batch exactly"
+        )
+    try:
+        return len(sampler)
+    except TypeError:
+        raise UserError(
+            f"train_sampler returned a {type(sampler).__name__} without __len__: an endless "
+            "order can't be split exactly; give it a length"
+        ) from None
+
+
 def _order(
-    dataset: Dataset, batch_size: int, *, shuffle: bool, seed: int, sampler: Iterable | None
-) -> "_Order | _SamplerOrder | None":
+    dataset: Any, batch_size: int, shuffle: bool, seed: int, sampler: Iterable | None, agree: Agree
+) -> _Order | _SamplerOrder | None:
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise UserError("an IterableDataset has its own order; return None from train_sampler")
         return None
-    rows = len(dataset)  # type: ignore[arg-type]
     if sampler is not None:
-        return _SamplerOrder(sampler, batch_size, rows, seed)
-    return _Order(rows, batch_size, shuffle=shuffle, seed=seed)
+        return _SamplerOrder(sampler, batch_size, len(dataset), seed, agree)
+    return _Order(len(dataset), batch_size, shuffle=shuffle, seed=seed)
 
 
 def tensors_of(dataset: Dataset) -> tuple[Tensor, ...] | None:

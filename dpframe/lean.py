@@ -62,11 +62,11 @@ def no_dynamo_in_ddp(is_on: bool = True) -> Iterator[None]:
         yield
         return
     utils = SimpleNamespace(get_optimize_ddp_mode=lambda: "ddp_optimizer")
-    torch._dynamo = SimpleNamespace(utils=utils)  # type: ignore[attr-defined]
+    vars(torch)["_dynamo"] = SimpleNamespace(utils=utils)
     try:
         yield
     finally:
-        del torch._dynamo
+        del vars(torch)["_dynamo"]
 
 
 def _hooks(optimizer: Optimizer) -> tuple[dict, ...]:

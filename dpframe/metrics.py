@@ -8,6 +8,9 @@ from torch import Tensor
 
 from dpframe.errors import UserError
 
+Sums = dict[str, tuple[float, float]]
+"""By name: the weighted values' sum, and the weights'."""
+
 
 class Means:
     """Collects without waiting for the GPU; `window` and `total` read, and wait.
@@ -24,7 +27,8 @@ class Means:
         self._agree = agree
         self._names: list[str] = []
         self._kept: list[tuple[dict[str, Any], Any]] = []
-        self._totals: dict[str, tuple[float, float]] = {}
+        self._window: Sums = {}
+        self._totals: Sums = {}
 
     def add(self, measured: Iterable[tuple[int, dict[str, Any]]]) -> None:
         """One (rows, output) a replica; an output with a `weight` counts that instead of rows."""
@@ -33,29 +37,37 @@ class Means:
 
     def reset(self) -> None:
         self._kept.clear()
+        self._window.clear()
         self._totals.clear()
 
     def window(self) -> dict[str, float]:
         """The means since the last window, over all replicas."""
-        sums = self._summed()
-        for name, (value, weight) in sums.items():
-            before = self._totals.get(name, (0.0, 0.0))
-            self._totals[name] = (before[0] + value, before[1] + weight)
-        return _divided(sums)
+        self._collect()
+        means = _divided(self._window)
+        self._window.clear()
+        return means
 
     def total(self) -> dict[str, float]:
         """The means since the last reset, over all replicas."""
-        self.window()
+        self._collect()
         return _divided(self._totals)
 
-    def state_dict(self) -> dict[str, list[float]]:
-        self.window()
-        return {name: list(pair) for name, pair in self._totals.items()}
+    def state_dict(self) -> dict[str, dict[str, list[float]]]:
+        self._collect()
+        parts = {"window": self._window, "totals": self._totals}
+        return {part: {name: list(pair) for name, pair in parts[part].items()} for part in parts}
 
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
-        self._totals = {name: (value, weight) for name, (value, weight) in state.items()}
+    def load_state_dict(self, state: dict[str, dict[str, list[float]]]) -> None:
+        self._window = {name: (value, weight) for name, (value, weight) in state["window"].items()}
+        self._totals = {name: (value, weight) for name, (value, weight) in state["totals"].items()}
 
-    def _summed(self) -> dict[str, tuple[float, float]]:
+    def _collect(self) -> None:
+        for name, (value, weight) in self._summed().items():
+            for sums in (self._window, self._totals):
+                before = sums.get(name, (0.0, 0.0))
+                sums[name] = (before[0] + value, before[1] + weight)
+
+    def _summed(self) -> Sums:
         local = _weighted_sums(self._kept)
         self._kept.clear()
         while True:
@@ -111,5 +123,5 @@ def _is_zero(weight: Any) -> bool:
     return not isinstance(weight, Tensor) and weight == 0
 
 
-def _divided(sums: dict[str, tuple[float, float]]) -> dict[str, float]:
+def _divided(sums: Sums) -> dict[str, float]:
     return {name: value / weight for name, (value, weight) in sums.items() if weight}

@@ -1,5 +1,6 @@
 """Seeds Python, NumPy and torch, and derives seeds that depend on nothing but their numbers."""
 
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -26,6 +27,14 @@ def mix(*numbers: int) -> int:
     return state >> 1
 
 
+def refuse_nondeterminism(device: torch.device) -> None:
+    """From here on torch raises where it has no deterministic kernel for what it is asked."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matmul
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+
+
 def random_state() -> dict[str, object]:
     """The state of every generator, in plain containers that a checkpoint can hold."""
     version, internal, gauss = random.getstate()
@@ -34,7 +43,7 @@ def random_state() -> dict[str, object]:
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state_all()  # data_parallel draws on several
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, keys.tolist(), position, has_gauss, cached]
@@ -46,7 +55,8 @@ def restore_random_state(state: dict) -> None:
     random.setstate((version, tuple(internal), gauss))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(state["cuda"])
+        for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(device_state, index)
     if "numpy" in state and "numpy" in sys.modules:
         numpy = sys.modules["numpy"]
         name, keys, position, has_gauss, cached = state["numpy"]

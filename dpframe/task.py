@@ -20,8 +20,9 @@ Autocast = Callable[[], AbstractContextManager]
 class Task(nn.Module):
     """Override `training_step`; the rest has a default. Steps return what they measured."""
 
-    steps_per_epoch = 0  # both set by the Trainer before configure_optimizer
+    steps_per_epoch = 0  # all three set by the Trainer before configure_optimizer
     total_steps = 0
+    scheduler_steps = 0  # how often its scheduler will be stepped
 
     def __init__(
         self,
@@ -69,9 +70,14 @@ class Task(nn.Module):
         """`total_steps` for a scheduler that asks for it and was not given it (OneCycleLR)."""
         given = getattr(make_scheduler, "keywords", {})
         wanted = inspect.signature(make_scheduler).parameters
-        if "total_steps" in wanted and not {"total_steps", "epochs"} & set(given):
-            return {"total_steps": self.total_steps}
-        return {}
+        if "total_steps" not in wanted or {"total_steps", "epochs"} & set(given):
+            return {}
+        if not self.scheduler_steps:
+            raise UserError(
+                "task.scheduler needs total_steps, and nothing says how long training will be; "
+                "give trainer.max_steps or task.scheduler.total_steps"
+            )
+        return {"total_steps": self.scheduler_steps}
 
 
 class TrainStep(nn.Module):
@@ -134,12 +140,9 @@ class EvalStep(nn.Module):
 
 def loss_of(output: Any, task: Task) -> Tensor:
     """The loss of a training step's output, or one line that says what came instead."""
-    try:
-        loss = output["loss"]
-        if loss.ndim == 0 and loss.requires_grad:
-            return loss
-    except (TypeError, KeyError, AttributeError, IndexError):
-        pass
+    loss = output.get("loss") if isinstance(output, dict) else None
+    if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
+        return loss
     raise UserError(f"{type(task).__name__}.training_step returned {_describe(output)}")
 
 

@@ -39,7 +39,7 @@ class LeNet(dpframe.Task):
         logits = self.net(images)
         return {
             "loss": functional.cross_entropy(logits, labels),
-            "accuracy": (logits.argmax(dim=1) == labels).float().mean(),
+            "accuracy": (logits.argmax(dim=1) == labels).double().mean(),
         }
 
     def predict_step(self, batch: tuple[Tensor, ...]) -> Tensor:

@@ -3,10 +3,12 @@
     on_fit_start
     for epoch:   on_epoch_start
         for step:   forward, backward, optimizer.step()   on_step_end
-        validation  on_validation_end
+                    validation, every n steps             on_validation_end
+        validation, every n epochs                        on_validation_end
         on_epoch_end
     on_fit_end / on_exception
 
+Within a hook, callbacks run in the order of the config, but for those that say `runs_last`.
 `on_validation_end`, `on_test_end` and `on_predict_end` also end the modes of those names.
 Hooks run in every process; `trainer.strategy.is_main` tells the one that may print and write.
 """
@@ -30,6 +32,8 @@ HOOKS = (
 
 
 class Callback:
+    runs_last = False  # True: after all others, so that it sees what they decided
+
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Everything is built and placed; no step was taken yet."""
 

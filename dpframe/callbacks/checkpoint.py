@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Callback):
-    """`keep` is how many of the best are kept; the best of all is always `best.ckpt`."""
+    """`keep` is how many of the best are kept; the best of all is always `best.ckpt`.
+
+    The best are judged at the epochs of `every_n_epochs`, at validations within an epoch, and at
+    the end of training.
+    """
+
+    runs_last = True  # what the others decided at this hook belongs into the checkpoint
 
     def __init__(
         self,
@@ -35,21 +41,31 @@ class Checkpoint(Callback):
         self.keep = keep
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
-        self.kept: list[tuple[float, str]] = []  # the best first
+        self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
         self.saved_step = -1
+        self.judged_step = -1
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        if trainer.strategy.is_main:
+            checkpoint.sweep(_directory(trainer))
 
     def on_step_end(self, trainer: "Trainer") -> None:
         if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
             self._save_last(trainer)
 
+    def on_validation_end(self, trainer: "Trainer") -> None:
+        is_within_epoch = trainer.batches_done > 0  # at its end, on_epoch_end knows more
+        if is_within_epoch and trainer.mode == "fit" and self.monitor.is_of_validation:
+            self._judge(trainer)
+
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        if not self.every_n_epochs or trainer.epoch % self.every_n_epochs:
-            return
-        if self.keep and trainer.has_validation:
-            self._keep_if_good(trainer, self.monitor.value(trainer.metrics))
-        self._save_last(trainer)
+        if trainer.epoch % (self.every_n_epochs or 1) == 0:
+            self._judge(trainer)
+            if self.every_n_epochs:
+                self._save_last(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
+        self._judge(trainer)
         if trainer.global_step != self.saved_step:
             self._save_last(trainer)
 
@@ -64,22 +80,27 @@ class Checkpoint(Callback):
         self.saved_step = trainer.global_step
         self._save(trainer, "last.ckpt")
 
-    def _keep_if_good(self, trainer: "Trainer", value: float) -> None:
+    def _judge(self, trainer: "Trainer") -> None:
+        """Keeps this step's state if its metric is new and good."""
+        step = trainer.global_step
+        has_value = step == trainer.validated_step or not self.monitor.is_of_validation
+        if not self.keep or not has_value or step == self.judged_step:
+            return
+        self.judged_step = step
+        value = self.monitor.value(trainer.metrics)
         is_best = self.monitor.is_better(value)
-        sign = 1 if self.monitor.mode == "min" else -1
-        if is_best and self.keep == 1:
-            self.kept = [(value, "best.ckpt")]
+        if self.keep > 1 and value == value:  # NaN is none of the best
+            self._rank(trainer, value)
+        if is_best:
             self._save(trainer, "best.ckpt")
-            return
-        if self.keep == 1 or value != value:
-            return
+
+    def _rank(self, trainer: "Trainer", value: float) -> None:
+        sign = 1 if self.monitor.mode == "min" else -1
         name = f"epoch{trainer.epoch:04d}-step{trainer.global_step}.ckpt"
         ranked = sorted([*self.kept, (value, name)], key=lambda pair: sign * pair[0])
         self.kept, dropped = ranked[: self.keep], ranked[self.keep :]
         if (value, name) in self.kept:
             self._save(trainer, name)
-        if is_best:
-            self._save(trainer, "best.ckpt")
         for _, old in dropped:
             if trainer.strategy.is_main:
                 (_directory(trainer) / old).unlink(missing_ok=True)
@@ -87,9 +108,9 @@ class Checkpoint(Callback):
     def _save(self, trainer: "Trainer", name: str) -> None:
         state = trainer.state_dict()  # in every process: each gives its random state
         if trainer.strategy.is_main:
-            path = _directory(trainer) / name
-            checkpoint.save(state, path)
-            trainer.checkpoint = str(path)
+            checkpoint.save(state, _directory(trainer) / name)
+            best = "last.ckpt" if self.monitor.best is None else "best.ckpt"
+            trainer.checkpoint = str(_directory(trainer) / best)
 
 
 def _directory(trainer: "Trainer") -> Path:

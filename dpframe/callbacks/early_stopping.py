@@ -1,4 +1,4 @@
-"""Stops when a metric has not got better for some epochs."""
+"""Stops when a metric has not got better for some time."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
+    """`patience` counts validations, or epochs where `monitor` is a train/ metric."""
+
     def __init__(
         self,
         monitor: str = "val/loss",
@@ -19,25 +21,34 @@ class EarlyStopping(Callback):
     ) -> None:
         self.monitor = Monitor(monitor, mode, key="callbacks.early_stopping", min_delta=min_delta)
         self.patience = patience
-        self.epochs_without_progress = 0
+        self.times_without_progress = 0
+
+    def on_validation_end(self, trainer: "Trainer") -> None:
+        if self.monitor.is_of_validation and trainer.mode == "fit":
+            self._judge(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
+        if not (self.monitor.is_of_validation and trainer.has_validation):
+            self._judge(trainer)
+
+    def _judge(self, trainer: "Trainer") -> None:
         if self.monitor.is_better(self.monitor.value(trainer.metrics)):
-            self.epochs_without_progress = 0
+            self.times_without_progress = 0
             return
-        self.epochs_without_progress += 1
-        if self.epochs_without_progress >= self.patience:
+        self.times_without_progress += 1
+        if self.times_without_progress >= self.patience:
+            best = "NaN" if self.monitor.best is None else f"{self.monitor.best:.6g}"
+            times = "validations" if self.monitor.is_of_validation else "epochs"
             trainer.stop(
-                f"{self.monitor.name} has not got better than {self.monitor.best:.6g} "
-                f"for {self.patience} epochs"
+                f"{self.monitor.name} has not got better than {best} for {self.patience} {times}"
             )
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "best": self.monitor.best,
-            "epochs_without_progress": self.epochs_without_progress,
+            "times_without_progress": self.times_without_progress,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.monitor.best = state["best"]
-        self.epochs_without_progress = state["epochs_without_progress"]
+        self.times_without_progress = state["times_without_progress"]

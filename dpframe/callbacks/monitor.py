@@ -14,6 +14,7 @@ class Monitor:
         self.key = key
         self.min_delta = min_delta
         self.best: float | None = None
+        self.is_of_validation = name.startswith("val/")
 
     def value(self, metrics: dict[str, float]) -> float:
         if self.name not in metrics:

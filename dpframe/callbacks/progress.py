@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
+from dpframe.data import split
 from dpframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -42,18 +43,15 @@ class Progress(Callback):
             return
         total = trainer.settings.max_epochs
         of = f"/{total}" if total else ""
-        log.info(
-            "epoch %s%s  step %s  %s",
-            trainer.epoch,
-            of,
-            trainer.global_step,
-            _inline(trainer.metrics),
-            extra={"on_screen": self.bar is None},
-        )
-        if self.bar is not None:
-            self._draw(trainer)
+        metrics = _inline(trainer.metrics)
+        line = f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}"
+        log.info(line, extra={"on_screen": self.bar is None})
+        if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
+            print(line, flush=True)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
+        if self.bar is not None:
+            self._draw(trainer)
         self._stop_bar()
         if not trainer.strategy.is_main:
             return
@@ -70,7 +68,7 @@ class Progress(Callback):
         self._stop_bar()
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        if not hasattr(trainer, "step") and trainer.strategy.is_main:  # mode=validate
+        if trainer.mode == "validate" and trainer.strategy.is_main:
             print(table(trainer.metrics), flush=True)
 
     def on_test_end(self, trainer: "Trainer") -> None:
@@ -86,13 +84,18 @@ class Progress(Callback):
         self.bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f} steps"),
+            TextColumn("{task.completed:.0f}{task.fields[of]} steps"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[metrics]}"),
             auto_refresh=False,  # no thread: the loop redraws, at most ten times a second
         )
+        total = trainer.total_steps or None  # None: only the clock will end it
         self.line = self.bar.add_task(
-            "epoch 0", total=trainer.total_steps or None, completed=trainer.global_step, metrics=""
+            f"epoch {trainer.epoch}",
+            total=total,
+            completed=trainer.global_step,
+            of=f"/{total}" if total else "",
+            metrics="",
         )
         self.bar.start()
 
@@ -114,22 +117,28 @@ class Progress(Callback):
 
 def banner(trainer: "Trainer") -> str:
     strategy = trainer.strategy
-    batch = trainer.data.batch_size
-    share = -(-batch // strategy.replicas)
     rows = [
         ("recipe", f"{trainer.run.recipe}  ({type(trainer.task).__name__}, seed {trainer.seed})"),
         ("strategy", f"{strategy.name} on {_devices(strategy.devices)}"),
-        ("batch", f"batch {batch} = {strategy.replicas} replicas x {share}"),
+        ("step", _batch(trainer)),
         ("precision", trainer.settings.precision),
         ("run", trainer.run.directory),
-        ("dashboard", f"tensorboard --logdir {trainer.run.directory}"),
     ]
-    if strategy.replicas == 1:
-        rows[2] = ("batch", f"batch {batch} = 1 replica x {share}")
-    elif batch % strategy.replicas:
-        rows[2] = (rows[2][0], rows[2][1] + " (the last one less)")
+    if trainer.report.loggers:
+        rows.append(("dashboard", f"tensorboard --logdir {trainer.run.directory}"))
     facts = "\n".join(f"{name:<10} {value}" for name, value in rows)
     return f"{facts}\n\n{parameters(trainer)}\n"
+
+
+def _batch(trainer: "Trainer") -> str:
+    batch, replicas = trainer.data.batch_size, trainer.strategy.replicas
+    shares = [len(share) for share in split(range(batch), replicas)]
+    if len(set(shares)) == 1:
+        text = f"{replicas} replica{'s' if replicas > 1 else ''} x {shares[0]}"
+    else:
+        text = " + ".join(map(str, shares))
+    batches = trainer.settings.accumulate
+    return f"batch {batch} = {text}" + (f", {batches} batches a step" if batches > 1 else "")
 
 
 def parameters(trainer: "Trainer") -> str:

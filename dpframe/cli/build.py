@@ -1,13 +1,14 @@
 """Builds what `_target_` names, after checking that it is there and takes what it is given."""
 
-import importlib
 import inspect
-import pkgutil
 import traceback
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from dpframe.cli.locate import locate
+from dpframe.cli.refusal import first_line
+from dpframe.cli.settings import kind_of, shown
 from dpframe.errors import UserError, suggestion
 
 SPECIAL = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
@@ -22,7 +23,8 @@ def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
     try:
         made = instantiate(dict(node), _convert_="all")
     except Exception as error:
-        raise _own_error(error) from None
+        own = _own_error(error)
+        raise refused(own, {where: node}) or own from own.__cause__
     if kind is not None and not isinstance(made, kind):
         raise UserError(
             f"{where}._target_={node['_target_']} gives a {type(made).__name__}, "
@@ -31,8 +33,29 @@ def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
     return made
 
 
+def refused(error: Exception, nodes: Mapping[str, Any]) -> UserError | None:
+    """The line for what a constructor says about its own arguments, as Adam does about lr=-1.
+
+    None for an error from anywhere deeper: that is a bug, which wants its traceback.
+    """
+    if not isinstance(error, ValueError | RuntimeError):
+        return None
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    described = [found for where, node in nodes.items() for found in _described(node, where)]
+    for index, frame in enumerate(frames):
+        below = frames[index + 1 :]
+        if all(deeper.f_code.co_name in ("__init__", "__new__") for deeper in below):
+            for where, node, target in described:
+                if _runs(frame, target):
+                    return _refusal(error, where, node, target)
+    return None
+
+
 def check(node: Any, where: str, kind: type | None = None) -> None:
     """Refuses, before anything is called, a target or an argument that can't be right."""
+    if kind is not None and not (isinstance(node, Mapping) and node.get("_target_")):
+        given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
+        raise UserError(f"{given} has no _target_; name its class")
     if isinstance(node, Mapping):
         if "_target_" in node:
             target = locate(str(node["_target_"]), f"{where}._target_")
@@ -46,57 +69,6 @@ def check(node: Any, where: str, kind: type | None = None) -> None:
     elif isinstance(node, list):
         for index, value in enumerate(node):
             check(value, f"{where}[{index}]")
-
-
-def locate(path: str, where: str) -> Any:
-    """The class or function of a dotted path; an ImportError inside it is told as it was."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        module = _imported(".".join(parts[:length]), f"{where}={path}")
-        if module is None:
-            continue
-        found: Any = module
-        for index, name in enumerate(parts[length:], length):
-            if not hasattr(found, name):
-                raise UserError(
-                    f"{where}={path}: {'.'.join(parts[:index])} has no {name}; "
-                    f"{_suggest(name, _names(found))}"
-                )
-            found = getattr(found, name)
-        if not callable(found):
-            raise UserError(f"{where}={path} is a {type(found).__name__}, nothing to build from")
-        return found
-    raise UserError(f"{where}={path}: there is no module {parts[0]}; is its folder on PYTHONPATH?")
-
-
-def _suggest(name: str, names: list[str]) -> str:
-    found = suggestion(name, names)
-    return found if found.startswith("did") else "check its spelling"
-
-
-def _names(owner: Any) -> list[str]:
-    names = [name for name in dir(owner) if not name.startswith("_")]
-    if hasattr(owner, "__path__"):
-        names += [module.name for module in pkgutil.iter_modules(owner.__path__)]
-    return names
-
-
-def _imported(name: str, where: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            return None
-        raise UserError(_import_error(error, where)) from error
-    except Exception as error:
-        raise UserError(_import_error(error, where)) from error
-
-
-def _import_error(error: Exception, where: str) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    named = [f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename]
-    last = named[-1] if named else last
-    return f"{where}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
 
 
 def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
@@ -119,7 +91,9 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
                 raise UserError(f"{where}.{key} is missing; {name} needs it")
     hints = _hints(target)
     for key, value in given.items():
-        _check_type(value, hints.get(key), f"{where}.{key}")
+        has_no_default = key not in parameters or parameters[key].default is not None
+        if value is not None or has_no_default:
+            _check_type(value, hints.get(key), f"{where}.{key}")
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -131,16 +105,16 @@ def _hints(target: Any) -> dict[str, Any]:
 
 def _check_type(value: Any, hint: Any, where: str) -> None:
     """Only what is certain: a plain value where the annotation names other plain types."""
-    if hint is None or not isinstance(value, SCALARS):
+    if hint is None or not isinstance(value, (*SCALARS, type(None))):
         return
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     plain = [option for option in options if option in SCALARS]
-    if not plain or Any in options or type(value) in plain:
+    if not plain or Any in options or type(value) in options:
         return
     if float in plain and type(value) is int:
         return
     raise UserError(
-        f"{where}={value} is a {type(value).__name__}; "
+        f"{where}={shown(value)} is {kind_of(value)}; "
         f"give {' or '.join(_spoken(option) for option in options)}"
     )
 
@@ -157,4 +131,37 @@ def _own_error(error: Exception) -> Exception:
     while error.__cause__ is not None and type(error).__module__.startswith("hydra."):
         assert isinstance(error.__cause__, Exception)
         error = error.__cause__
+    if type(error).__module__.startswith("hydra."):
+        return UserError(first_line(error))
     return error
+
+
+def _described(node: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
+    """Every node below that names a target, with its key and what it names."""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield where, node, locate(str(node["_target_"]), where)
+        for name, value in node.items():
+            yield from _described(value, f"{where}.{name}")
+    elif isinstance(node, list):
+        for index, value in enumerate(node):
+            yield from _described(value, f"{where}[{index}]")
+
+
+def _runs(frame: types.FrameType, target: Any) -> bool:
+    if isinstance(target, type):
+        is_constructor = frame.f_code.co_name in ("__init__", "__new__")
+        return is_constructor and type(frame.f_locals.get("self")) is target
+    return frame.f_code is getattr(target, "__code__", None)
+
+
+def _refusal(error: Exception, where: str, node: Mapping[str, Any], target: Any) -> UserError:
+    said = first_line(error)
+    plain = {key: value for key, value in node.items() if isinstance(value, SCALARS)}
+    named = [key for key, value in plain.items() if key not in SPECIAL and str(value) in said]
+    if len(named) == 1:
+        return UserError(f"{where}.{named[0]}={plain[named[0]]}: {target.__name__} says: {said}")
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return UserError(
+        f"{where}: {target.__name__} says: {said} ({last.filename}, line {last.lineno})"
+    )

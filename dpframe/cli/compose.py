@@ -1,26 +1,34 @@
-"""Composes a run's config with Hydra, and says what is wrong with it in one line."""
+"""Composes a run's config with Hydra, before torch is imported."""
 
 import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra import compose, initialize_config_module
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from dpframe.cli.settings import TOP_LEVEL, RunSettings, checked
+from dpframe.cli import plugins
+from dpframe.cli.refusal import one_line, unresolved
+from dpframe.cli.settings import TOP_LEVEL, RunSettings, checked, refuse_values
+from dpframe.cli.start import start_file
 from dpframe.errors import UserError, suggestion
 
 CONFIG_NAME = "config"
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "experiment")
+NOT_OURS = ("hydra.job.chdir", "hydra.job.env_set", "hydra.callbacks", "hydra.output_subdir")
+LONGEST_NAME = 200  # bytes of a sweep's directory name; file systems end at 255
 
 
 @dataclass
@@ -34,27 +42,28 @@ class Composed:
     overrides: list[str]
     run_dir: str
     is_run_dir_given: bool
+    start: Path | None  # the checkpoint to begin with
 
 
 @contextmanager
-def hydra_over(config_dir: str | None) -> Iterator[Any]:
-    """Hydra with our configs and the user's folder on its search path."""
-    if config_dir is not None and not Path(config_dir).is_dir():
-        raise UserError(f"--config-dir={config_dir} is not a directory")
+def hydra_over(config_dir: str | None) -> Iterator[Hydra]:
+    """Hydra with our configs, the user's folder and the plugins' on its search path."""
+    version.setbase("1.3")
+    path = create_config_search_path("pkg://dpframe.conf")
+    folders = [] if config_dir is None else [("--config-dir", _readable(config_dir))]
+    folders += [(p.package, str(p.folder)) for p in plugins.installed() if p.folder is not None]
+    for owner, folder in folders:
+        path.prepend(owner, f"file://{folder}", anchor="schema")  # which has to be the last
+    OmegaConf.register_new_resolver("dirname", directory_name, replace=True)
     GlobalHydra.instance().clear()
-    with initialize_config_module("dpframe.conf", version_base="1.3", job_name="dpframe"):
-        yield GlobalHydra.instance().hydra
-
-
-def search_path(config_dir: str | None) -> list[str]:
-    """The override that puts a user's folder on Hydra's search path."""
-    if config_dir is None:
-        return []
-    return [f"hydra.searchpath=[file://{os.path.abspath(config_dir)}]"]
+    try:
+        yield Hydra.create_main_hydra2("dpframe", path)
+    finally:
+        GlobalHydra.instance().clear()
 
 
 def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Composed:
-    """The checked config, or a UserError. Torch is not imported."""
+    """The checked config, or a UserError."""
     with hydra_over(config_dir):
         config = raw(overrides, config_dir=config_dir)
         HydraConfig.instance().set_config(config)
@@ -64,48 +73,109 @@ def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Comp
 def from_hydra(config: DictConfig) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
     try:
+        plain = OmegaConf.to_container(job_only(config), resolve=True, throw_on_missing=True)
+        assert isinstance(plain, dict)
+        named: dict[str, Any] = {str(key): value for key, value in plain.items()}
+        settings = checked(named)
         run_dir = str(config.hydra.run.dir)
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
-        overrides = list(config.hydra.overrides.task)
-        job = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
-        plain = OmegaConf.to_container(job, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error)) from None
-    assert isinstance(plain, dict)
-    named: dict[str, Any] = {str(key): value for key, value in plain.items()}
+        refuse_values(OmegaConf.to_container(config, resolve=False))
+        raise unresolved(error, config) from None
     given = any(override.startswith("hydra.run.dir=") for override in config.hydra.overrides.hydra)
     return Composed(
         config=named,
-        settings=checked(named),
+        settings=settings,
         text=yaml.safe_dump(named, sort_keys=False, allow_unicode=True),
         hydra_text=hydra_text,
-        overrides=overrides,
+        overrides=list(config.hydra.overrides.task),
         run_dir=run_dir,
         is_run_dir_given=given,
+        start=start_file(settings, Path(run_dir).parent),
     )
 
 
-def raw(overrides: Sequence[str], *, config_dir: str | None) -> DictConfig:
+def raw(
+    overrides: Sequence[str], *, config_dir: str | None = None, mode: RunMode = RunMode.RUN
+) -> DictConfig:
     """What Hydra composes, hydra's own node included; its errors as one line."""
     _check_heads(overrides)
-    try:
-        return compose(
-            CONFIG_NAME, [*search_path(config_dir), *overrides], return_hydra_config=True
+    with explained(overrides):
+        config = _hydra().compose_config(
+            CONFIG_NAME, [with_path_quoted(override) for override in overrides], mode
         )
-    except MissingConfigException as error:
-        raise _unknown_option(error, overrides) from None
-    except ConfigCompositionException as error:
-        raise _unknown_key(error, overrides, config_dir) from None
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_first_line(error)) from None
-    except yaml.YAMLError as error:
-        raise UserError(_yaml_line(error)) from None
+    if mode is RunMode.RUN:
+        _refuse_shadowed(config, config_dir)
+        _name_recipe(config)
+    return config
+
+
+def explained(overrides: Sequence[str]) -> Any:
+    """What Hydra refuses inside is a UserError."""
+
+    def compose(others: list[str]) -> DictConfig:
+        return _hydra().compose_config(CONFIG_NAME, others, RunMode.RUN)
+
+    return one_line(overrides, compose, options_of)
 
 
 def job_only(config: DictConfig) -> DictConfig:
-    with open_dict(config):
-        del config["hydra"]
-    return config
+    job = config.copy()
+    with open_dict(job):
+        del job["hydra"]
+    job._set_parent(None)
+    return job
+
+
+def options_of(group: str) -> list[str]:
+    """The options of a group, in our configs and the user's folder."""
+    return sorted(set(_hydra().config_loader.get_group_options(group)))
+
+
+def groups() -> list[str]:
+    """Ours in our order, then the user's."""
+    found = set(_hydra().config_loader.list_groups("")) - {"hydra"}
+    return [*GROUPS, *sorted(found - set(GROUPS))]
+
+
+def directory_name(overrides: str) -> str:
+    """A sweep's overrides as the name of one directory: no slashes, and not too long."""
+    name = overrides.replace("/", "_").encode()
+    if len(name) > LONGEST_NAME:
+        name = name[:LONGEST_NAME] + "…".encode()
+    return name.decode(errors="ignore")
+
+
+def with_path_quoted(override: str) -> str:
+    """An existing file needs no quotes, though Hydra's grammar wants them round a = or a space."""
+    key, equals, value = override.partition("=")
+    if not equals or re.fullmatch(r"[\w./:+-]*", value, re.ASCII) or not _exists(value):
+        return override
+    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return f"{key}='{escaped}'"
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.lexists(path)
+    except ValueError:
+        return False
+
+
+def _hydra() -> Hydra:
+    hydra = GlobalHydra.instance().hydra
+    assert hydra is not None
+    return hydra
+
+
+def _readable(config_dir: str) -> str:
+    if not Path(config_dir).is_dir():
+        raise UserError(f"--config-dir={config_dir} is not a directory")
+    try:
+        os.listdir(config_dir)
+    except OSError as error:
+        raise UserError(f"--config-dir={config_dir} can't be read: {error.strerror}") from None
+    return os.path.abspath(config_dir)
 
 
 def _check_heads(overrides: Sequence[str]) -> None:
@@ -115,73 +185,36 @@ def _check_heads(overrides: Sequence[str]) -> None:
         if match is None or ("=" not in override and not override.startswith("~")):
             raise UserError(f"'{override}' is not an override; write key=value, as trainer.gpus=2")
         head = re.split(r"[./]", match.group(1))[0]
-        if head not in (*TOP_LEVEL, *GROUPS, "hydra"):
+        if head not in (*TOP_LEVEL, "hydra", *groups()):
             raise UserError(
-                f"{override}: there is no key '{head}'; {suggestion(head, [*TOP_LEVEL, *GROUPS])}"
+                f"{override}: there is no key '{head}'; {suggestion(head, [*TOP_LEVEL, *groups()])}"
+            )
+        if re.match(r"(recipe|strategy)=\[.*,", override):
+            raise UserError(f"{override}: a run has one {head}; -m {head}=ONE,OTHER runs each")
+        if match.group(1).startswith(NOT_OURS):
+            raise UserError(f"{override}: dpframe has no use for this; leave it out")
+
+
+def _refuse_shadowed(config: DictConfig, config_dir: str | None) -> None:
+    """Hydra takes the first file of a name, ours: a user's other one must not be passed over."""
+    for group, option in config.hydra.runtime.choices.items():
+        own = Path(config_dir, group, f"{option}.yaml") if config_dir is not None else Path()
+        packaged = files("dpframe.conf").joinpath(group, f"{option}.yaml")
+        if not own.is_file() and not packaged.is_file():
+            plugins.refuse_shared(group, option)
+        if own.is_file() and packaged.is_file() and own.read_bytes() != packaged.read_bytes():
+            raise UserError(
+                f"{group}={option} is both dpframe's and {own}; give yours a name of its own"
             )
 
 
-def _unknown_option(error: MissingConfigException, overrides: Sequence[str]) -> UserError:
-    missing = error.missing_cfg_file or ""
-    group, _, option = missing.rpartition("/")
-    options = list(error.options or [])
-    if not options:
-        return UserError(_first_line(error))
-    given = next((o for o in overrides if o.endswith(f"{group}={option}")), f"{group}={option}")
-    near = suggestion(option, options)
-    there = f" (there is: {', '.join(options)})" if near.startswith("did") else ""
-    return UserError(f"{given}: there is no such {group}; {near}{there}")
-
-
-def _unknown_key(error: Exception, overrides: Sequence[str], config_dir: str | None) -> UserError:
-    text = str(error)
-    if match := re.search(r"[Yy]ou must specify '(\w+)'", text):
-        return UserError(
-            f"{match[1]} is not given; say {match[1]}=NAME, one of: "
-            f"{', '.join(options_of(match[1], config_dir))} (see --help)"
-        )
-    match = re.search(r"Could not (?:override|append|delete)[^']*'([^'\n]+)'", text)
-    key = match[1] if match else ""
-    given = next((o for o in overrides if o.lstrip("+~").split("=")[0] == key), key)
-    groups = [o for o in overrides if o.split("=")[0] in GROUPS]
-    if not key or given in groups:
-        return UserError(_first_line(error))
-    node: Any = raw(groups, config_dir=config_dir)
-    *parents, leaf = key.split(".")
-    for depth, part in enumerate(parents):
-        if not isinstance(node, DictConfig) or part not in node:
-            where = ".".join(parents[: depth + 1])
-            return UserError(
-                f"{given}: there is no key {where}; {_near(node, part, parents[:depth])}"
-            )
-        node = node[part]
-    if isinstance(node, DictConfig) and leaf in node:
-        return UserError(f"{given}: {_first_line(error.__cause__ or error)}")
-    return UserError(f"{given}: there is no key {key}; {_near(node, leaf, parents)}")
-
-
-def _near(node: Any, name: str, parents: list[str]) -> str:
-    keys = [str(k) for k in node if k != "hydra"] if isinstance(node, DictConfig) else []
-    found = suggestion(name, keys)
-    prefix = ".".join(parents)
-    return found.replace("mean ", f"mean {prefix}.") if prefix and "mean" in found else found
-
-
-def options_of(group: str, config_dir: str | None) -> list[str]:
-    """The options of a group, in our configs and the user's folder."""
-    loader = GlobalHydra.instance().config_loader()
-    found = set(loader.get_group_options(group))
-    if config_dir is not None:
-        found |= {path.stem for path in Path(config_dir, group).glob("*.yaml")}
-    return sorted(found)
-
-
-def _yaml_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return f"{mark.name}, line {mark.line + 1}: {problem}" if mark else f"broken YAML: {problem}"
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return "; ".join(lines[:2]) if lines else type(error).__name__
+def _name_recipe(config: DictConfig) -> None:
+    """A recipe is called as its file where it doesn't say otherwise."""
+    for group in ("recipe", "experiment"):
+        node = config._get_node(group, validate_access=False)
+        if isinstance(node, DictConfig):
+            option = config.hydra.runtime.choices.get(group)
+            fault = "must begin with '# @package _global_'" if node else "has no keys in it"
+            raise UserError(f"{group}={option}: its file {fault}")
+    if "recipe" in config.hydra.runtime.choices and OmegaConf.is_missing(config, "recipe"):
+        config.recipe = config.hydra.runtime.choices["recipe"]

@@ -2,8 +2,10 @@
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
-from dpframe.cli.compose import GROUPS, hydra_over, options_of
+from dpframe.cli import plugins
+from dpframe.cli.compose import groups, hydra_over, options_of
 from dpframe.cli.settings import MODES
 
 USAGE = """\
@@ -16,7 +18,8 @@ KEYS = """\
 keys people set most
   trainer.max_epochs=100 trainer.max_steps=1000 trainer.gpus=4|[0,1,3]
   trainer.precision=32|64|bf16|fp16 trainer.accumulate=2 trainer.clip_norm=1.0
-  data.batch_size=512 data.workers=4 task.optimizer.lr=0.01 seed=1 checkpoint=FILE resume=last|DIR|FILE
+  data.batch_size=512 data.workers=4 task.optimizer.lr=0.01 seed=1
+  checkpoint=FILE resume=last|DIR|FILE hydra.run.dir=DIR
 """
 
 EXAMPLES = """\
@@ -26,6 +29,7 @@ examples
   dpframe recipe=shapes strategy=data_parallel trainer.gpus=3
   dpframe -m recipe=boston strategy=cpu,ddp task.optimizer.lr=0.01,0.001
   dpframe recipe=boston mode=test checkpoint=outputs/boston/…/checkpoints/best.ckpt
+  dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
 
 options
   -h, --help              this page
@@ -40,13 +44,13 @@ options
 
 def text(config_dir: str | None) -> str:
     with hydra_over(config_dir):
-        groups = [_group(group, config_dir) for group in GROUPS]
+        menus = [_group(group, config_dir) for group in groups()]
     modes = f"modes\n  mode={'|'.join(MODES)}    (fit is the default)\n"
-    return "\n".join([USAGE, modes, *groups, KEYS, EXAMPLES]).rstrip()
+    return "\n".join([USAGE, modes, *menus, KEYS, EXAMPLES]).rstrip()
 
 
 def _group(group: str, config_dir: str | None) -> str:
-    options = options_of(group, config_dir)
+    options = options_of(group)
     width = max((len(option) for option in options), default=0)
     lines = [
         f"  {group}={option:<{width}}  {_description(group, option, config_dir)}".rstrip()
@@ -59,7 +63,14 @@ def _description(group: str, option: str, config_dir: str | None) -> str:
     """The first comment of the option's file that is not for Hydra."""
     own = Path(config_dir, group, f"{option}.yaml") if config_dir else None
     file = own if own and own.exists() else files("dpframe.conf") / group / f"{option}.yaml"
-    if not file.is_file():
-        return ""
-    comments = [line[1:].strip() for line in file.read_text().splitlines() if line.startswith("#")]
+    if file.is_file():
+        return _first_comment(file)
+    bringing = plugins.bringing(group, option)
+    packages = ", ".join(plugin.package for plugin in bringing)
+    return f"{_first_comment(bringing[0].file(group, option))} ({packages})" if bringing else ""
+
+
+def _first_comment(file: Any) -> str:
+    lines = file.read_bytes().decode(errors="replace").splitlines()
+    comments = [line[1:].strip() for line in lines if line.startswith("#")]
     return next((line for line in comments if not line.startswith("@package")), "")

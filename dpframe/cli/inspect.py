@@ -1,40 +1,40 @@
-"""What Hydra shows by itself: a config, its own help, and the shell's completions."""
+"""What can be seen without a run: the config that would run, and Hydra's own help."""
 
 import argparse
 
-from omegaconf import OmegaConf
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from dpframe.cli.compose import CONFIG_NAME, composed, hydra_over, job_only, raw, search_path
+from dpframe.cli.compose import CONFIG_NAME, explained, from_hydra, hydra_over, raw
+from dpframe.cli.refusal import has, nearest
+from dpframe.cli.settings import shown
 from dpframe.errors import UserError
 
 
 def show(arguments: argparse.Namespace) -> None:
-    overrides = [*search_path(arguments.config_dir), *arguments.overrides]
-    if arguments.cfg == "job":
-        _show_job(arguments)
-        return
-    with hydra_over(arguments.config_dir) as hydra:
+    overrides = arguments.overrides
+    with hydra_over(arguments.config_dir) as hydra, explained(overrides):
         if arguments.cfg:
-            hydra.show_cfg(
-                CONFIG_NAME, overrides, arguments.cfg, arguments.package, arguments.resolve
-            )
-        elif arguments.shell_completion:
-            hydra.shell_completion(CONFIG_NAME, overrides)
+            config = raw(overrides, config_dir=arguments.config_dir)
+            HydraConfig.instance().set_config(config)
+            from_hydra(config)  # refuses what a run would
+            OmegaConf.set_readonly(config.hydra, None)
+            config = hydra.get_sanitized_cfg(config, arguments.cfg)
+            print(_yaml(config, arguments.package, arguments.resolve), end="")
         elif arguments.info:
             hydra.show_info(arguments.info, CONFIG_NAME, overrides)
         else:
-            from hydra._internal.utils import get_args_parser
-
             parser = get_args_parser()
             hydra.hydra_help(CONFIG_NAME, parser, parser.parse_args(["--hydra-help"]))
 
 
-def _show_job(arguments: argparse.Namespace) -> None:
-    composed(arguments.overrides, config_dir=arguments.config_dir)  # refuses what a run would
-    with hydra_over(arguments.config_dir):
-        config = job_only(raw(arguments.overrides, config_dir=arguments.config_dir))
-    if arguments.package:
-        config = OmegaConf.select(config, arguments.package)
-        if config is None:
-            raise UserError(f"--package={arguments.package}: the config has no such part")
-    print(OmegaConf.to_yaml(config, resolve=arguments.resolve), end="")
+def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
+    if resolve:
+        OmegaConf.resolve(config)
+    if package and not has(config, package):
+        raise UserError(f"--package={package}: there is no such part; {nearest(config, package)}")
+    part = OmegaConf.select(config, package) if package else config
+    if not isinstance(part, DictConfig | ListConfig):
+        return f"{shown(part)}\n"
+    return (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)

@@ -26,7 +26,8 @@ def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
 
 
 def _file(path: Path, rank: int) -> logging.Handler:
-    handler = logging.FileHandler(path, delay=True)  # opened to append: lines of ranks interleave
+    # Opened to append: the lines of the ranks interleave.
+    handler = logging.FileHandler(path, delay=True, encoding="utf-8", errors="replace")
     form = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(logging.Formatter(form))
     return handler

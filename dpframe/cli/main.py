@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dpframe import __version__
+from dpframe.cli import screen
 from dpframe.errors import UserError, suggestion
 
 
@@ -42,20 +43,20 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
 
 def main(given: Sequence[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
-    # A script that `python -m` starts sees its folder; the console script should, too.
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    screen.open_all()
     gc.disable()  # imports make a million objects and no garbage
     try:
+        _see_current_directory()
         code = _command(sys.argv[1:] if given is None else given)
+        sys.stdout.flush()  # a reader that has left is noticed here, not on the way out
     except UserError as error:
         code = _say(error)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # `dpframe … | head`: the reader has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+        screen.let_go()
+        code = 141  # as SIGPIPE's
     except Exception as error:
         show_failure(error)
         code = 1
@@ -63,19 +64,36 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
+def _see_current_directory() -> None:
+    """What `python -m` starts can import what is beside it; the console script should, too."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current directory is gone; go to another one") from None
+    if here not in sys.path and "" not in sys.path:
+        sys.path.insert(0, here)
+
+
 def _command(given: Sequence[str]) -> int:
     arguments = _arguments(given)
+    if (arguments.package or arguments.resolve) and not arguments.cfg:
+        raise UserError("--package and --resolve go with --cfg")
+    is_sweep = arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides
     if arguments.version:
         print(f"dpframe {__version__}")
     elif arguments.help:
         from dpframe.cli.help import text
 
         print(text(arguments.config_dir))
-    elif arguments.cfg or arguments.info or arguments.hydra_help or arguments.shell_completion:
+    elif arguments.shell_completion:
+        from dpframe.cli.completion import complete
+
+        complete(arguments)
+    elif arguments.cfg or arguments.info or arguments.hydra_help:
         from dpframe.cli.inspect import show
 
         show(arguments)
-    elif arguments.multirun:
+    elif is_sweep:
         from dpframe.cli.sweep import sweep
 
         return sweep(arguments.overrides, arguments.config_dir)
@@ -96,8 +114,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 def _say(error: UserError) -> int:
     """One line, once: ranks that torchrun started all find the same mistake."""
-    if int(os.environ.get("RANK", "0") or "0") == 0 or "dpframe.cli.run" in sys.modules:
-        print(f"dpframe: {error}", file=sys.stderr)
+    is_other = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"
+    if not is_other or "dpframe.cli.run" in sys.modules:
+        line = " ".join(str(error).splitlines())
+        print(f"dpframe: {line}", file=sys.stderr)
     return 2
 
 

@@ -1,15 +1,17 @@
 """Runs a composed config: in every process of the job, from building to summary.json."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from dpframe import checkpoint, seeding
 from dpframe.callbacks import Callback
-from dpframe.cli.build import build
+from dpframe.cli.build import build, check, refused
 from dpframe.cli.compose import Composed
+from dpframe.cli.directory import Directory
 from dpframe.cli.logs import logging_to
+from dpframe.cli.screen import goes_on_unread
+from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
@@ -20,8 +22,25 @@ from dpframe.trainer import Run, Trainer
 
 def run(job: Composed) -> dict[str, Any]:
     """The summary, from the main process; the strategy decides how many there are."""
+    check_targets(job)
+    if job.settings.mode == "verify":
+        from dpframe.cli.verify import verified  # the kit, which no other mode needs
+
+        return verified(job)
     strategy = build(job.config["strategy"], "strategy", Strategy)
     return strategy.launch(_work, job)
+
+
+def check_targets(job: Composed) -> None:
+    """Imports every class that the config names and looks at what it will be given."""
+    settings = job.settings
+    check(settings.strategy, "strategy", Strategy)
+    check(settings.task, "task", Task)
+    check(settings.data, "data", DataModule)
+    for name, node in settings.callbacks.items():
+        check(node or {}, f"callbacks.{name}", Callback if node is not None else None)
+    for name, node in settings.logger.items():
+        check(node or {}, f"logger.{name}", Logger if node is not None else None)
 
 
 def _work(job: Composed) -> dict[str, Any]:
@@ -30,14 +49,12 @@ def _work(job: Composed) -> dict[str, Any]:
     strategy = build(job.config["strategy"], "strategy", Strategy)
     strategy.setup()
     try:
-        state, resumed = _state(job)
+        state = checkpoint.load(job.start) if job.start is not None else None
         seeding.seed_everything(settings.seed)
         task = build(job.config["task"], "task", Task)
         data = build(job.config["data"], "data", DataModule)
-        callbacks = _several(job.config["callbacks"], "callbacks", Callback)
-        loggers = _several(job.config["logger"], "logger", Logger) if settings.mode == "fit" else []
-        if state is not None:
-            checkpoint.load_task(task, state, settings.checkpoint or settings.resume or "")
+        callbacks = _several(settings.callbacks, "callbacks", Callback)
+        loggers = _several(settings.logger, "logger", Logger) if settings.mode == "fit" else []
         trainer = Trainer(
             task,
             data,
@@ -48,25 +65,39 @@ def _work(job: Composed) -> dict[str, Any]:
             seed=settings.seed,
             run=Run(recipe=settings.recipe, config=job.config, config_text=job.text),
         )
-        made = _make_directory(job, resumed) if strategy.is_main else None
+        if state is not None:  # only now: the Trainer has made the weights 64 bits, or not
+            checkpoint.load_task(task, state, str(job.start))
+        directory = _directory(job)
+        made = directory.make(job) if strategy.is_main else None
         trainer.run.directory = strategy.share(made)
-        return _in_directory(trainer, job, state if settings.resume else None)
+        try:
+            return _in_directory(trainer, job, state if settings.resume else None)
+        except UserError:
+            if strategy.is_main and trainer.epoch <= 1 and trainer.checkpoint is None:
+                directory.unmake()  # nothing worth keeping yet: leave nothing behind
+            raise
     finally:
         strategy.close()
+
+
+def _directory(job: Composed) -> Directory:
+    resumed = resumed_directory(job.start) if job.settings.resume and job.start else None
+    return Directory(resumed or Path(job.run_dir), is_given=bool(resumed) or job.is_run_dir_given)
 
 
 def _in_directory(trainer: Trainer, job: Composed, resume: dict[str, Any] | None) -> dict[str, Any]:
     directory = Path(trainer.run.directory)
     try:
-        with logging_to(directory, rank=trainer.strategy.rank):
+        with goes_on_unread(), logging_to(directory, rank=trainer.strategy.rank):
             if job.settings.mode == "fit":
                 trainer.fit(resume)
             else:
                 _evaluate(trainer, job.settings.mode, directory)
-    except UserError:
-        if trainer.strategy.is_main and trainer.global_step == 0 and not job.is_run_dir_given:
-            shutil.rmtree(directory)  # nothing was trained: leave nothing behind
-        raise
+    except ValueError as error:  # a constructor that only the Trainer calls, as an optimiser's
+        said = refused(error, {"task": job.config["task"]})
+        if said is None:
+            raise
+        raise said from None
     summary = _summary(trainer, job)
     if trainer.strategy.is_main:
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
@@ -87,50 +118,6 @@ def _several(nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
     return [
         build(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None
     ]
-
-
-def _state(job: Composed) -> tuple[dict[str, Any] | None, Path | None]:
-    """The checkpoint to start from, and the run directory that a resumed run goes on in."""
-    settings = job.settings
-    if settings.resume is not None:
-        path = _resumed_file(settings.resume, Path(job.run_dir).parent)
-        directory = path.parent.parent if path.parent.name == "checkpoints" else None
-        return checkpoint.load(path), directory
-    if settings.checkpoint is not None:
-        return checkpoint.load(settings.checkpoint), None
-    return None, None
-
-
-def _resumed_file(resume: str, runs: Path) -> Path:
-    if resume == "last":
-        found = sorted(runs.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
-        return found[-1]
-    path = Path(resume)
-    return path / "checkpoints" / "last.ckpt" if path.is_dir() else path
-
-
-def _make_directory(job: Composed, resumed: Path | None) -> str:
-    """The run directory with its `.hydra/`; two runs of one second get one each."""
-    directory = resumed or Path(job.run_dir)
-    if resumed is None:
-        number = 1
-        while True:
-            try:
-                directory.mkdir(parents=True, exist_ok=job.is_run_dir_given)
-                break
-            except FileExistsError:
-                if job.is_run_dir_given:
-                    raise UserError(f"hydra.run.dir={directory} is a file") from None
-                number += 1
-                directory = Path(f"{job.run_dir}-{number}")
-    notes = directory / ".hydra"
-    notes.mkdir(exist_ok=True)
-    (notes / "config.yaml").write_text(job.text)
-    (notes / "hydra.yaml").write_text(job.hydra_text)
-    (notes / "overrides.yaml").write_text("".join(f"- {o}\n" for o in job.overrides) or "[]\n")
-    return str(directory)
 
 
 def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import TrainerSettings
 
-MODES = ("fit", "validate", "test", "predict")
+MODES = ("fit", "validate", "test", "predict", "verify")
 
 
 @dataclass
@@ -49,19 +49,50 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
     """The config as settings; a key or a type that does not fit is refused by its name."""
     _refuse_unknown("", config, RunSettings)
     for name in ("task", "data", "strategy"):
-        if not isinstance(config.get(name), Mapping) or "_target_" not in config[name]:
+        node = config.get(name)
+        if not isinstance(node, Mapping) or not node.get("_target_"):
             raise UserError(f"{name} has no _target_; a recipe names the class of its {name}")
-    trainer = _typed("trainer", config.get("trainer") or {}, TrainerSettings)
-    plain = {name: value for name, value in config.items() if name in ("mode", "seed")}
-    _typed("", plain, _Plain)
-    rest = {name: value for name, value in config.items() if name != "trainer"}
-    return RunSettings(trainer=trainer, **rest)
+    parts: dict[str, Any] = {
+        name: _mapping(name, config.get(name)) for name in ("callbacks", "logger", "vars")
+    }
+    _check_data(config["data"])
+    trainer = _typed("trainer", _mapping("trainer", config.get("trainer")), TrainerSettings)
+    plain = _typed("", {k: v for k, v in config.items() if k in vars(_Plain())}, _Plain)
+    rest: dict[str, Any] = {name: config[name] for name in ("task", "data", "strategy")}
+    return RunSettings(trainer=trainer, **rest, **parts, **vars(plain))
+
+
+def refuse_values(config: Any) -> None:
+    """A group that is one value makes every reference into it fail: say so first."""
+    for name in ("trainer", "callbacks", "logger", "vars"):
+        if not str(config.get(name)).startswith("${"):
+            _mapping(name, config.get(name))
 
 
 @dataclass
 class _Plain:
+    recipe: str = "unnamed"
     mode: str = "fit"
     seed: int = 0
+    checkpoint: str | None = None
+    resume: str | None = None
+
+
+def _mapping(name: str, value: Any) -> dict[str, Any]:
+    """A group that is null or `~` deleted is an empty one."""
+    if not isinstance(value, Mapping | None):
+        raise UserError(f"{name}={value} is one value; give its keys, as {name}.KEY=VALUE")
+    return dict(value or {})
+
+
+def _check_data(data: Mapping[str, Any]) -> None:
+    """The keys that every DataModule has, before torch is imported to find the class."""
+    for key, least in (("batch_size", 1), ("workers", 0)):
+        value = data.get(key, least)
+        if type(value) is not int:
+            raise UserError(f"data.{key}={shown(value)} is {kind_of(value)}; give a whole number")
+        if value < least:
+            raise UserError(f"data.{key}={value} is out of range; give {least} or more")
 
 
 def _typed(prefix: str, given: Mapping[str, Any], kind: type) -> Any:
@@ -69,13 +100,11 @@ def _typed(prefix: str, given: Mapping[str, Any], kind: type) -> Any:
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(given)))
     except OmegaConfBaseException as error:
-        key = ".".join(part for part in (prefix, error.full_key) if part)
-        value = given.get((error.full_key or "").split(".")[0])
-        wanted = {f.name: f.type for f in fields(kind)}.get(error.full_key or "")
-        name = getattr(wanted, "__name__", None) or str(wanted)
-        raise UserError(
-            f"{key}={value} is a {type(value).__name__}; give {_spoken(name)}"
-        ) from None
+        name = (error.full_key or "").split(".")[0]
+        key, value = (f"{prefix}.{name}" if prefix else name), given.get(name)
+        wanted = {f.name: f.type for f in fields(kind)}.get(name)
+        spoken = _spoken(getattr(wanted, "__name__", None) or str(wanted))
+        raise UserError(f"{key}={shown(value)} is {kind_of(value)}; give {spoken}") from None
 
 
 def _refuse_unknown(prefix: str, given: Mapping[str, Any], kind: type) -> None:
@@ -83,7 +112,21 @@ def _refuse_unknown(prefix: str, given: Mapping[str, Any], kind: type) -> None:
     for key in given:
         if key not in valid:
             where = f"{prefix}.{key}" if prefix else str(key)
-            raise UserError(f"{where} is not a key of the config; {suggestion(str(key), valid)}")
+            near = suggestion(str(key), valid)
+            near = near.replace("mean ", f"mean {prefix}.") if prefix else near
+            raise UserError(f"{where} is not a key of the config; {near}")
+
+
+def shown(value: Any) -> str:
+    """A value as it is typed."""
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def kind_of(value: Any) -> str:
+    kinds = {bool: "a truth value", int: "a whole number", float: "a fraction", str: "text"}
+    more = {type(None): "nothing", list: "a list", dict: "a group of keys"}
+    return (kinds | more).get(type(value)) or f"a {type(value).__name__}"
 
 
 def _spoken(type_name: str) -> str:

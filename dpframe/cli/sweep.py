@@ -1,64 +1,139 @@
 """A sweep: Hydra's sweeper names the points, each is checked first, then each is a run."""
 
+import gc
 import sys
-from typing import Any
+import time
+from pathlib import Path
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, open_dict
 
-from dpframe.cli.compose import CONFIG_NAME, from_hydra, hydra_over, raw, search_path
+from dpframe.cli.compose import (
+    CONFIG_NAME,
+    Composed,
+    explained,
+    from_hydra,
+    hydra_over,
+    raw,
+    with_path_quoted,
+)
+from dpframe.cli.refusal import first_line
 from dpframe.errors import UserError
 
 
 def sweep(overrides: list[str], config_dir: str | None) -> int:
-    """0, or the highest exit code of its runs: one that fails leaves the others running."""
+    """0 when every run finished, else 1: one that fails leaves the others running."""
+    began = time.time() - 1  # a file system's clock may lag a little
+    overrides = [with_path_quoted(override) for override in overrides]
     with hydra_over(config_dir) as hydra:
-        points = _points(overrides, hydra)
-        for point in points:
-            raw(point, config_dir=config_dir)
-        codes: dict[str, int] = {}
-
-        def job(config: DictConfig) -> float | None:
-            return _run_point(config, codes)
-
-        hydra.multirun(CONFIG_NAME, job, [*search_path(config_dir), *overrides])
-    failed = {name: code for name, code in codes.items() if code}
-    print(f"sweep: {len(codes) - len(failed)} of {len(codes)} runs finished", flush=True)
-    for name, code in failed.items():
-        print(f"sweep: failed with {code}: {name}", file=sys.stderr)
-    return max(codes.values(), default=0)
+        with explained(overrides):
+            shared = raw(overrides, config_dir=config_dir, mode=RunMode.MULTIRUN)
+            points = _points(overrides, hydra)
+        jobs = [_checked(point, config_dir) for point in points]
+        _check_targets(jobs)
+        gc.enable()  # main has disabled it for the imports
+        directory, more = _directory(shared, jobs, overrides)
+        try:
+            hydra.multirun(CONFIG_NAME, run_point, [*overrides, *more])
+        except HydraException as error:
+            raise UserError(first_line(error)) from None
+    return _report(directory, began)
 
 
-def _points(overrides: list[str], hydra: Any) -> list[list[str]]:
+def run_point(config: DictConfig) -> float | None:
+    """One run, in the directory that Hydra made for it; its validation loss, to optimise."""
+    from dpframe.cli.main import show_failure
+    from dpframe.cli.run import run
+
+    try:
+        with open_dict(config):
+            config.hydra = HydraConfig.instance().cfg.hydra  # type: ignore[union-attr]
+        job = from_hydra(config)
+        job.run_dir, job.is_run_dir_given = HydraConfig.get().runtime.output_dir, True
+        return run(job)["metrics"].get("val/loss")
+    except UserError as error:
+        print(f"dpframe: {error}", file=sys.stderr)
+    except Exception as error:
+        show_failure(error)
+    return None
+
+
+def _points(overrides: list[str], hydra: Hydra) -> list[list[str]]:
     """The override lists of a sweep over listed values; another sweeper draws its own."""
-    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     if any(override.startswith("hydra/sweeper=") for override in overrides):
         return []
     parsed = OverridesParser.create(hydra.config_loader).parse_overrides(overrides)
     return [point for batch in BasicSweeper.split_arguments(parsed, None) for point in batch]
 
 
-def _run_point(config: DictConfig, codes: dict[str, int]) -> float | None:
-    """One run, in the directory that Hydra made for it; its validation loss, to optimise."""
-    name = ",".join(HydraConfig.get().overrides.task)
-    codes[name] = 1
-    with_hydra: Any = HydraConfig.instance().cfg
+def _checked(point: list[str], config_dir: str | None) -> Composed:
+    config = raw(point, config_dir=config_dir)
+    HydraConfig.instance().set_config(config)
+    job = from_hydra(config)
+    job.run_dir = str(config.hydra.sweep.dir)
+    return job
+
+
+def _check_targets(jobs: list[Composed]) -> None:
+    from dpframe.cli.run import check_targets  # imports torch: now that the rest is good
+
+    for job in jobs:
+        check_targets(job)
+
+
+def _directory(
+    shared: DictConfig, jobs: list[Composed], overrides: list[str]
+) -> tuple[Path, list[str]]:
+    """One directory for all of the sweep, and the overrides that make Hydra use it."""
+    recipes = list(dict.fromkeys(job.settings.recipe for job in jobs))
+    with explained(overrides):
+        first = Path(jobs[0].run_dir if jobs else str(shared.hydra.sweep.dir))
+    if any(override.startswith("hydra.sweep.dir=") for override in overrides):
+        return _made(first, is_given=True), []
+    more = []
+    if len(recipes) > 1:
+        first = first.parent.with_name(",".join(recipes)) / first.name
+        more = ["hydra.job.config.override_dirname.exclude_keys=[]"]
+    directory = _made(first, is_given=False)
+    quoted = str(directory).replace("\\", "\\\\").replace("'", "\\'")
+    return directory, [*more, f"hydra.sweep.dir='{quoted}'"]
+
+
+def _made(first: Path, *, is_given: bool) -> Path:
+    """Two sweeps of one second get one each."""
+    directory, number = first, 1
     try:
-        job = from_hydra(DictConfig({**config, "hydra": with_hydra.hydra}))
-        job.run_dir, job.is_run_dir_given = HydraConfig.get().runtime.output_dir, True
-        from dpframe.cli.run import run
+        first.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                directory.mkdir(exist_ok=is_given)
+                return directory
+            except FileExistsError:
+                if is_given:
+                    raise
+                number += 1
+                directory = first.with_name(f"{first.name}-{number}")
+    except OSError as error:
+        raise UserError(
+            f"the sweep's directory {directory} can't be made: {error.strerror}; "
+            "name another by hydra.sweep.dir=DIR"
+        ) from None
 
-        summary = run(job)
-    except UserError as error:
-        codes[name] = 2
-        print(f"dpframe: {error}", file=sys.stderr)
-        return None
-    except Exception as error:
-        from dpframe.cli.main import show_failure
 
-        show_failure(error)
-        return None
-    codes[name] = 0
-    return summary["metrics"].get("val/loss")
+def _report(directory: Path, began: float) -> int:
+    """Told by the files, as a launcher may have run the points anywhere."""
+    runs = [notes.parent for notes in directory.rglob(".hydra") if _is_new(notes, began)]
+    failed = [run for run in runs if not _is_new(run / "summary.json", began)]
+    print(f"sweep: {len(runs) - len(failed)} of {len(runs)} runs finished", flush=True)
+    for run in sorted(failed):
+        print(f"sweep: failed: {run}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _is_new(path: Path, began: float) -> bool:
+    return path.exists() and path.stat().st_mtime >= began

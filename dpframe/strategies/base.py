@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from dpframe.data import Share, move
 from dpframe.loggers import Logger
@@ -83,6 +84,13 @@ class Strategy:
     def grad_sync(self, is_last: bool) -> None:
         """Before each micro-batch under accumulation: only the last one's gradients are shared."""
 
+    def weight_sync(self, is_read: bool) -> None:
+        """After each optimiser update; and, `is_read`, before something looks at the weights.
+
+        For strategies whose replicas have weights of their own in between: when a validation, a
+        checkpoint or the end of training looks at them, all replicas must have the same ones.
+        """
+
     def reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the processes, on every process."""
         return tensor
@@ -98,6 +106,13 @@ class Strategy:
     def logger(self, loggers: list[Logger]) -> list[Logger]:
         """The loggers that write in this process: the main one's, and nobody else's."""
         return loggers if self.is_main else []
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """What a checkpoint keeps of this strategy; every process calls it, the main one saves."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
+        """Called with the weights and the optimiser resumed; `state` is {} from other strategies."""
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""

@@ -96,7 +96,9 @@ class DDP(Strategy):
         return [split(rows, self.world_size)[self.rank]]
 
     def grad_sync(self, is_last: bool) -> None:
-        self.module.require_backward_grad_sync = is_last  # what `no_sync` sets, without its frames
+        # What `no_sync` sets, without its frames. A static graph can't be without: torch counts
+        # its backwards; gradients that are shared each time add up to the same.
+        self.module.require_backward_grad_sync = is_last or self.options["static_graph"]
 
     def reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)

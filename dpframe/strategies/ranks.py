@@ -1,6 +1,6 @@
 """Starts the ranks of a job through torch's elastic agent, and reports the one that failed."""
 
-import ctypes
+import faulthandler
 import json
 import logging
 import os
@@ -8,13 +8,21 @@ import signal
 import sys
 import tempfile
 import threading
+import time
+import traceback
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from dpframe import orphans
 from dpframe.errors import UserError
 
 SHUTDOWN_SECONDS = 5  # how long ranks get to end by themselves once one has failed
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+NOISY = ("torch.distributed", "torch.multiprocessing", "torch.distributed.elastic.agent.server.api")
+CUT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
 
 def _native_threads() -> int:
@@ -50,6 +58,9 @@ def this_rank() -> Rank:
     shown = " ".join(f"{name}={value or '(unset)'}" for name, value in given.items())
     if not all(value.isdigit() for value in given.values()):
         raise UserError(f"strategy=ddp was not launched and finds {shown}; start it by torchrun")
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise UserError(f"the environment has {shown} but no {name}; use torchrun, or unset it")
     here = Rank(*(int(given[name]) for name in names))
     if not (here.rank < here.world_size and here.local_rank < here.local_world_size):
         raise UserError(f"the environment contradicts itself: {shown}; unset it or use torchrun")
@@ -62,8 +73,10 @@ def launch(run: Callable[..., Any], args: tuple, *, count: int, uses_cuda: bool)
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory(prefix="dpframe_", ignore_cleanup_errors=True) as errors:
+    for noisy in NOISY:
+        logging.getLogger(noisy).setLevel(logging.CRITICAL)
+    folder = tempfile.TemporaryDirectory(prefix="dpframe_", ignore_cleanup_errors=True)
+    with folder as notes, _signals_as_found():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -75,39 +88,46 @@ def launch(run: Callable[..., Any], args: tuple, *, count: int, uses_cuda: bool)
             max_restarts=0,
             start_method="fork" if _fork_is_safe() and not uses_cuda else "spawn",
             shutdown_timeout=SHUTDOWN_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=errors),
+            logs_specs=DefaultLogsSpecs(log_dir=notes),
         )
         try:
-            return elastic_launch(config, _run_rank)(os.getpid(), run, args)[0]
+            return elastic_launch(config, _run_rank)(run, args)[0]
         except ChildFailedError as error:
-            failures = error.failures
+            ((rank, failure),) = error.failures.items()  # the first end that the agent saw
+            raise _cause(rank, failure, _notes(Path(notes))) from None
         except SignalException as error:
             sys.exit(128 + error.sigval)
-        raise _first_failure(failures)
 
 
-def _run_rank(parent: int, run: Callable[..., Any], args: tuple) -> Any:
-    """The first function of a rank: it dies with its parent, and leaves its traceback behind."""
-    _die_with(parent)
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+@contextmanager
+def _signals_as_found() -> Iterator[None]:
+    """The agent takes over four signals, and by way of a variable; it gives neither back."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
-    handler = get_error_handler()
-    handler.initialize()
+
+def _run_rank(run: Callable[..., Any], args: tuple) -> Any:
+    """The first function of a rank: it dies with its parent, and leaves a note of its error."""
+    orphans.die_with_parent()
+    # A fork brings the agent's handler along, which Python can't run inside a collective.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    faulthandler.enable()
     try:
         return run(*args)
-    except UserError as error:
-        handler.record_exception(error)
-        sys.exit(2)
     except Exception as error:
-        handler.record_exception(error)
-        sys.exit(1)
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it died before we could ask
-            os.kill(os.getpid(), signal.SIGKILL)
+        note = _noted(error)
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(note))
+        if note["is_echo"]:
+            # The agent ends this rank once it sees the one that cut the connection; it would
+            # not look for that one if this one ended first.
+            time.sleep(SHUTDOWN_SECONDS)
+        sys.exit(2 if isinstance(error, UserError) else 1)
 
 
 def _fork_is_safe() -> bool:
@@ -117,30 +137,52 @@ def _fork_is_safe() -> bool:
     return _native_threads() <= min(NATIVE_THREADS, os.cpu_count() or 1)
 
 
-def _first_failure(failures: dict[int, Any]) -> Exception:
+def _noted(error: Exception) -> dict[str, Any]:
+    message = f"{type(error).__name__}: {error}"
+    return {
+        "rank": int(os.environ["RANK"]),
+        "time": time.time_ns(),
+        "message": message,
+        "user_error": str(error) if isinstance(error, UserError) else None,
+        "traceback": "".join(traceback.format_exception(error)).rstrip(),
+        "is_echo": _is_about_peers(error) and any(words in message for words in CUT),
+    }
+
+
+def _is_about_peers(error: Exception) -> bool:
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo/transport" in str(error)
+
+
+def _notes(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks of the last attempt noted: first their own errors by time, then echoes."""
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.split("_")[1]))
+    notes = []
+    for path in attempts[-1].glob("*/error.json") if attempts else ():
+        with suppress(ValueError):  # it was killed while it wrote
+            notes.append(json.loads(path.read_text()))
+    return sorted(notes, key=lambda note: (note["is_echo"], note["time"]))
+
+
+def _cause(rank: int, failure: Any, notes: list[dict[str, Any]]) -> Exception:
     """The error of the rank that failed first; the others' are mostly echoes of it."""
-    ordered = sorted(failures.items(), key=lambda item: item[1].timestamp)
-    rank, failure = ordered[0]
-    lines = [f"rank {other} ended after it: {_brief(echo)}" for other, echo in ordered[1:]]
-    recorded = _recorded(failure)
-    if failure.exitcode == 2 and recorded:
-        return UserError(recorded["message"].removeprefix("UserError: "))
-    text = recorded["extraInfo"]["py_callstack"].rstrip() if recorded else _brief(failure)
+    if any(note["rank"] == rank for note in notes):
+        first, *rest = notes
+        if first["user_error"] is not None:
+            return UserError(first["user_error"])
+        rank, text = first["rank"], first["traceback"]
+    else:  # it had no time to note anything
+        rest, text = notes, _ended(failure)
+    lines = [f"rank {note['rank']} ended after it: {_brief(note)}" for note in rest]
     return RankFailed("\n".join([*lines, f"rank {rank} failed:", text]))
 
 
-def _recorded(failure: Any) -> dict[str, Any] | None:
-    try:
-        with open(failure.error_file) as file:
-            return json.load(file)["message"]
-    except (OSError, ValueError, KeyError):
-        return None
+def _brief(note: dict[str, Any]) -> str:
+    return "its connection was cut" if note["is_echo"] else note["message"].splitlines()[0]
 
 
-def _brief(failure: Any) -> str:
+def _ended(failure: Any) -> str:
     if failure.exitcode < 0:
         return f"killed by {signal.Signals(-failure.exitcode).name} (pid {failure.pid})"
-    recorded = _recorded(failure)
-    if recorded:
-        return recorded["message"].splitlines()[0]
     return f"left with exit code {failure.exitcode} (pid {failure.pid})"

@@ -27,22 +27,31 @@ class Evaluation:
         limit_batches: int | None,
     ) -> None:
         self.task = task
+        self.step_name = step
         self.loader = loader
         self.strategy = strategy
         self.limit_batches = limit_batches
         self.step = strategy.wrap(EvalStep(task, step, autocast), training=False)
         self.means = means_over(strategy)
 
+    @torch.no_grad()
     def means_of(self, kind: str) -> dict[str, float]:
         """The exact means over all rows, as `val/loss`, `val/mae` …"""
         self.means.reset()
         for _, measured in self._batches():
+            for _, output in measured:
+                if not isinstance(output, dict):
+                    raise UserError(
+                        f"{type(self.task).__name__}.{self.step_name} returned "
+                        f"{type(output).__name__}; return a dict of what was measured"
+                    )
             self.means.add(measured)
         means = self.task.summarize(self.means.total())
         if not means:
             raise UserError(f"{kind}: the data set gave no rows, or the step measured nothing")
         return {f"{kind}/{name}": value for name, value in means.items()}
 
+    @torch.no_grad()
     def predictions(self) -> Predictions | None:
         """Every row's output in dataset order, on the main process; None elsewhere."""
         here = [[(rows, on_cpu(output)) for rows, output in part] for _, part in self._batches()]
@@ -52,9 +61,8 @@ class Evaluation:
     def _batches(self) -> Any:
         module: nn.Module = self.step.eval()
         to_device = self.strategy.to_device
-        with torch.no_grad():
-            for batch in self.loader.epoch(limit=self.limit_batches):
-                yield batch.rows, module(to_device(batch.shares))
+        for batch in self.loader.epoch(limit=self.limit_batches):
+            yield batch.rows, module(to_device(batch.shares))
 
 
 def means_over(strategy: Strategy) -> Means:
@@ -71,4 +79,6 @@ def on_cpu(value: Any) -> Any:
         return {name: on_cpu(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [on_cpu(part) for part in value]
+    if hasattr(value, "__array__"):  # NumPy's: what is kept has to load without running code
+        return torch.as_tensor(value)
     return value

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from dpframe import checkpoint, lean, seeding
+from dpframe import lean, seeding
 from dpframe.callbacks.base import HOOKS, Callback
 from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task, TrainStep
+from dpframe.trainer import state
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.precision import Precision
 from dpframe.trainer.predictions import Predictions
@@ -70,6 +71,7 @@ class Trainer:
             self._call("on_fit_start")
             while not self.should_stop:
                 self._train_epoch()
+            self.strategy.weight_sync(is_read=True)
             self._call("on_fit_end")
         except BaseException as error:
             self.report.close(self.metrics, succeeded=False)
@@ -138,6 +140,8 @@ class Trainer:
                 weights += [output["weight"] if here else 0.0 for here, output in measured]
         wants_norm = (self.global_step + 1) % self._log_every == 0
         self.update.step(rows, weights, wants_norm=wants_norm)
+        if self._syncs_weights:
+            strategy.weight_sync(is_read=False)
         self.global_step += 1
         self.batches_done += len(batches)
         self.rows_seen += rows
@@ -186,7 +190,7 @@ class Trainer:
             self.update.end_epoch(self.metrics, is_stale=is_stale)
         measured |= {"lr": learning_rate, "epoch": float(self.epoch)}
         self.report.log(measured, step=self.global_step)
-        self.seconds = self._seconds_before + time.perf_counter() - self._began
+        self._read_clock()
         self._call("on_epoch_end")
         self.report.flush()
 
@@ -194,6 +198,7 @@ class Trainer:
         """The new numbers; none where this very step was validated before."""
         if self.validated_step == self.global_step:
             return {}
+        self.strategy.weight_sync(is_read=True)
         means = self.validation.means_of("val")
         self.step.train()
         self.metrics.update(means)
@@ -210,6 +215,9 @@ class Trainer:
         limit = self.settings.max_seconds
         if limit is not None and self.strategy.share(time.perf_counter() - self._began > limit):
             self.stop(f"trainer.max_seconds={limit:g} are over")
+
+    def _read_clock(self) -> None:
+        self.seconds = self._seconds_before + time.perf_counter() - self._began
 
     # ---- set up, once
 
@@ -241,9 +249,12 @@ class Trainer:
             self.step = self.strategy.wrap(step, training=True)
         self.means = means_over(self.strategy)
         self._accumulates = settings.accumulate > 1
+        self._syncs_weights = type(self.strategy).weight_sync is not Strategy.weight_sync
         self._log_every = settings.log_every
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
-        self.report.open(purge_step=None if resume is None else self._resume(resume) + 1)
+        if resume is not None:
+            state.restore(self, resume)
+        self.report.open(purge_step=None if resume is None else self.global_step + 1)
         if resume is None:
             self._draw_graph()
             # From here on every process draws its own random numbers, for dropout say.
@@ -271,8 +282,8 @@ class Trainer:
         ends = [settings.max_steps, (settings.max_epochs or 0) * self.steps_per_epoch]
         self.total_steps = min((end for end in ends if end), default=0)
         self.task.steps_per_epoch, self.task.total_steps = self.steps_per_epoch, self.total_steps
-        by_step = settings.scheduler_every == "step"
-        self.task.scheduler_steps = -(-self.total_steps // (1 if by_step else self.steps_per_epoch or 1))
+        per_call = 1 if settings.scheduler_every == "step" else self.steps_per_epoch or 1
+        self.task.scheduler_steps = -(-self.total_steps // per_call)
 
     def _dataset(self, kind: str) -> Any:
         dataset = getattr(self.data, f"{kind}_dataset")()
@@ -303,6 +314,8 @@ class Trainer:
             workers=self.data.workers,
             collate=self.data.collate,
             pin_memory=self.strategy.device.type == "cuda",
+            rank=self.strategy.rank,
+            agree=self.strategy.share,
         )
 
     def _draw_graph(self) -> None:
@@ -315,7 +328,7 @@ class Trainer:
                 if batch is not None:
                     self.report.graph(self.task, batch)
 
-    # ---- hooks and state
+    # ---- hooks
 
     def _overridden(self, name: str) -> list[Callable[..., None]]:
         stock = getattr(Callback, name)
@@ -325,48 +338,8 @@ class Trainer:
         for hook in self._hooks[name]:
             hook(self, *args)
 
-    def _named_callbacks(self) -> Iterator[tuple[str, Callback]]:
-        """By class, and a number for the second of a class."""
-        count: dict[str, int] = {}
-        for callback in self.callbacks:
-            kind = type(callback).__name__
-            count[kind] = count.get(kind, 0) + 1
-            yield (kind if count[kind] == 1 else f"{kind}-{count[kind]}"), callback
-
     def state_dict(self) -> dict[str, Any]:
         """All that decides the rest of training; every process calls it, the main one keeps it."""
-        return {
-            "recipe": self.run.recipe,
-            "task": self.task.state_dict(),
-            **self.update.state_dict(),
-            "progress": {
-                "global_step": self.global_step,
-                "epoch": self.epoch,
-                "batches_done": self.batches_done,
-                "rows_seen": self.rows_seen,
-                "seconds": self.seconds,
-                "means": self.means.state_dict(),
-            },
-            "metrics": dict(self.metrics),
-            "callbacks": {name: c.state_dict() for name, c in self._named_callbacks()},
-            "random": self.strategy.gather(seeding.random_state()),
-        }
-
-    def _resume(self, state: dict[str, Any]) -> int:
-        """Puts `state_dict`'s state back and returns its step."""
-        checkpoint.load_task(self.task, state)
-        self.update.load_state_dict(state)
-        progress = state["progress"]
-        self.global_step = progress["global_step"]
-        self.epoch = progress["epoch"]
-        self.batches_done = progress["batches_done"]
-        self.rows_seen = progress["rows_seen"]
-        self.means.load_state_dict(progress["means"])
-        self.metrics = dict(state["metrics"])
-        self.seconds = progress["seconds"]
-        for name, callback in self._named_callbacks():
-            if kept := state["callbacks"].get(name):
-                callback.load_state_dict(kept)
-        if len(state["random"]) == self.strategy.world_size:
-            seeding.restore_random_state(state["random"][self.strategy.rank])
-        return self.global_step
+        self._read_clock()
+        self.strategy.weight_sync(is_read=True)
+        return state.of(self)

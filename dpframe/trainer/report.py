@@ -1,5 +1,6 @@
 """What a run tells its loggers: its config, its numbers, its model."""
 
+import logging
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -12,6 +13,8 @@ from dpframe.loggers import Guarded, Logger
 from dpframe.loggers.base import Scalar
 from dpframe.task import Task
 from dpframe.trainer.evaluation import on_cpu
+
+log = logging.getLogger("dpframe")
 
 
 @dataclass
@@ -41,7 +44,11 @@ class Report:
 
     def graph(self, task: Task, batch: Batch) -> None:
         """Drawn from a copy, so that nothing of it can reach training."""
-        module = Predict(deepcopy(task).cpu())
+        try:
+            module = Predict(deepcopy(task).cpu())
+        except Exception as error:  # it holds an open file, say
+            log.warning("no model graph: %s can't be copied: %s", type(task).__name__, error)
+            return
         for logger in self.loggers:
             logger.graph(module, on_cpu(batch.shares[0].batch))
 

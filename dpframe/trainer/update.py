@@ -26,8 +26,8 @@ class Update:
         self.strategy = strategy
         self.settings = settings
         self.scaler = scaler
-        self.parameters = [p for p in task.parameters() if p.requires_grad]
-        if not self.parameters:
+        self.parameters = list(task.parameters())  # one that is frozen may thaw later
+        if not any(parameter.requires_grad for parameter in self.parameters):
             raise UserError(f"{type(task).__name__} has no parameter to train")
         if settings.lean and not settings.compile:
             lean.prepare()
@@ -75,17 +75,22 @@ class Update:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        self.optimizer.zero_grad()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None  # as zero_grad does, less the calls that profile it
         if self.schedules_steps:
             self.scheduler.step()
 
-    def end_epoch(self, metrics: dict[str, float]) -> None:
+    def end_epoch(self, metrics: dict[str, float], *, is_stale: bool) -> None:
+        """`is_stale`: the val/ numbers are those of an earlier epoch."""
         if self.scheduler is None or self.schedules_steps:
             return
         if not self.is_plateau:
             self.scheduler.step()
             return
         name = self.settings.plateau_monitor
+        if is_stale and name.startswith("val/"):
+            return
         if name not in metrics:
             raise UserError(
                 f"trainer.plateau_monitor={name} is not measured; {suggestion(name, metrics)}"
@@ -104,14 +109,27 @@ class Update:
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "kinds": self._kinds(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, kind in self._kinds().items():
+            if state["kinds"][name] != kind:
+                raise UserError(
+                    f"resume: that run's {name} was {state['kinds'][name]}, this config's is "
+                    f"{kind}; use checkpoint=FILE to start anew from its weights"
+                )
         self.optimizer.load_state_dict(state["optimizer"])
         for name in ("scheduler", "scaler"):
             part = getattr(self, name)
             if part is not None and state[name] is not None:
                 part.load_state_dict(state[name])
+
+    def _kinds(self) -> dict[str, str | None]:
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": self.scheduler and type(self.scheduler).__name__,
+        }

@@ -1,0 +1,62 @@
+"""A run's directory with its `.hydra/`: made once all is checked, unmade if nothing was trained."""
+
+import shutil
+from pathlib import Path
+
+from dpframe.cli.compose import Composed
+from dpframe.errors import UserError
+
+UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # bytes that are no text stay as given
+
+
+class Directory:
+    """One that was given is used as it is; else two runs of one second get one each."""
+
+    def __init__(self, path: Path, *, is_given: bool) -> None:
+        self.path = path
+        self.is_given = is_given
+        self.is_made = False
+        self.made_parents: list[Path] = []  # the innermost first
+
+    def make(self, job: Composed) -> str:
+        try:
+            self._make()
+            notes = self.path / ".hydra"
+            notes.mkdir(exist_ok=True)
+            overrides = "".join(f"- {override}\n" for override in job.overrides) or "[]\n"
+            (notes / "config.yaml").write_text(job.text, **UTF8)
+            (notes / "hydra.yaml").write_text(job.hydra_text, **UTF8)
+            (notes / "overrides.yaml").write_text(overrides, **UTF8)
+        except OSError as error:
+            self.unmake()
+            raise UserError(
+                f"the run directory {self.path} can't be made: {error.strerror}; "
+                "name another by hydra.run.dir=DIR"
+            ) from None
+        return str(self.path)
+
+    def unmake(self) -> None:
+        """Removes what `make` made, and nothing that was there before."""
+        if self.is_made:
+            shutil.rmtree(self.path, ignore_errors=True)
+        for directory in self.made_parents:
+            try:
+                directory.rmdir()
+            except OSError:
+                return  # another run is in it
+
+    def _make(self) -> None:
+        self.made_parents = [parent for parent in self.path.parents if not parent.exists()]
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        number, first = 1, self.path
+        while not self.is_made:
+            try:
+                self.path.mkdir()
+                self.is_made = True
+            except FileExistsError:
+                if self.is_given and self.path.is_dir():
+                    return
+                if self.is_given:
+                    raise
+                number += 1
+                self.path = first.with_name(f"{first.name}-{number}")

@@ -1,0 +1,87 @@
+"""Installed packages that bring options: an entry point names the package's config folder.
+
+    [project.entry-points."dpframe.plugins"]
+    localsgd = "dpframe_localsgd.conf"
+
+The folder joins Hydra's search path, after dpframe's own and the user's `--config-dir`: what is
+nearer wins. Nothing of a package is imported before one of its options is asked for.
+"""
+
+from functools import cache
+from importlib import metadata, util
+from pathlib import Path
+from typing import NamedTuple
+
+from dpframe.errors import UserError
+
+GROUP = "dpframe.plugins"
+
+
+class Plugin(NamedTuple):
+    package: str  # its name and version
+    module: str  # the dotted path of its config folder
+    folder: Path | None  # None: there is no such folder
+
+    def file(self, group: str, option: str) -> Path | None:
+        path = self.folder and self.folder / group / f"{option}.yaml"
+        return path if path and path.is_file() else None
+
+
+@cache
+def installed() -> tuple[Plugin, ...]:
+    """By the packages' names; of two versions of a package, the one that Python would import."""
+    found: dict[tuple[str, str], Plugin] = {}
+    for package in metadata.distributions():
+        for module in _modules(package):
+            plugin = Plugin(f"{package.name} {package.version}", module, _folder(module))
+            found.setdefault((package.name.lower(), module), plugin)
+    return tuple(found[key] for key in sorted(found))
+
+
+def bringing(group: str, option: str) -> list[Plugin]:
+    return [plugin for plugin in installed() if plugin.file(group, option)]
+
+
+def refuse_shared(group: str, option: str) -> None:
+    """Two packages with one name: neither is meant more than the other."""
+    plugins = bringing(group, option)
+    if len(plugins) > 1:
+        names = " and ".join(plugin.package for plugin in plugins)
+        raise UserError(
+            f"{group}={option} is in {names}; uninstall one, or copy the file that you mean, "
+            f"{plugins[0].file(group, option)} say, into your --config-dir"
+        )
+
+
+def without_folder() -> str:
+    """What to add where an option is unknown: it may have been in a folder that is gone."""
+    gone = [f"{p.package} has no folder {p.module}" for p in installed() if p.folder is None]
+    return f"; the package {', '.join(gone)}: install it again" if gone else ""
+
+
+def origin_of(module: str) -> str:
+    """' of PACKAGE VERSION', where the module is part of a plugin, to go into an error."""
+    top = module.split(".")[0]
+    return next((f" of {p.package}" for p in installed() if p.module.split(".")[0] == top), "")
+
+
+def _modules(package: metadata.Distribution) -> list[str]:
+    try:
+        text = package.read_text("entry_points.txt") or ""
+        if GROUP not in text or not (package.name and package.version):  # cheaper than parsing all
+            return []
+        return [point.value for point in package.entry_points.select(group=GROUP)]
+    except Exception:
+        return []  # a broken package is not ours to report, and no reason to stop
+
+
+def _folder(module: str) -> Path | None:
+    """Only the package is looked for: to find what is in it, Python would import it."""
+    top, *rest = module.split(".")
+    try:
+        spec = util.find_spec(top)
+    except Exception:
+        return None
+    places = (spec.submodule_search_locations or []) if spec else []
+    folders = (Path(place, *rest) for place in places)
+    return next((folder for folder in folders if folder.is_dir()), None)

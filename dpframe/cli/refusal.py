@@ -1,0 +1,202 @@
+"""Says in one line what Hydra, OmegaConf or YAML refused: what, got, try."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import yaml
+from hydra.errors import (
+    ConfigCompositionException,
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+)
+
+from dpframe.cli import plugins
+from dpframe.errors import UserError, suggestion
+
+OPEN = ("task", "data", "callbacks", "logger", "strategy", "vars")  # where a user adds keys
+
+
+@contextmanager
+def one_line(
+    overrides: Sequence[str], compose: Callable[[list[str]], DictConfig], options: Callable
+) -> Iterator[None]:
+    """Turns what goes wrong inside into a UserError. `compose` gives the config that a run without
+    some overrides has, and `options` the options of a group: where to look for the nearest name."""
+    try:
+        yield
+    except UserError:
+        raise
+    except MissingConfigException as error:
+        raise _unknown_option(error, overrides, options) from None
+    except OverrideParseException as error:
+        raise _unreadable(error) from None
+    except ConfigCompositionException as error:
+        raise _not_composed(error, overrides, compose, options) from None
+    except yaml.YAMLError as error:
+        raise UserError(_yaml_line(error)) from None
+    except (KeyboardInterrupt, MemoryError):
+        raise
+    except RecursionError:
+        raise UserError("the config files name each other in a circle") from None
+    except Exception as error:
+        raise _no_option(error, overrides, options) or UserError(_nothing_better(error)) from None
+
+
+def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
+    """A `${…}` that leads nowhere, or a `???` that nobody filled in."""
+    key = error.full_key or ""
+    missing = re.search(r"Interpolation key '([^']+)' not found", str(error))
+    if isinstance(error, InterpolationKeyError) and missing:
+        try_this = nearest(config, missing[1])
+        return UserError(f"{key}=${{{missing[1]}}}: there is no key {missing[1]}; {try_this}")
+    if isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError):
+        key = str(error).splitlines()[0].rpartition(": ")[2]
+        return UserError(f"{key} is not given; say {key}=VALUE")
+    return UserError(f"{key}: {first_line(error)}")
+
+
+def nearest(config: Any, key: str) -> str:
+    """'did you mean trainer.gpus?' for `trainer.gpu`; for a known part, what is in it."""
+    node, known = config, ""
+    for part in key.split("."):
+        names = [str(k) for k in node] if isinstance(node, DictConfig) else []
+        if part not in names or known + part == key:
+            break
+        node, known = node._get_node(part, validate_access=False), f"{known}{part}."
+    if known and not isinstance(node, DictConfig | ListConfig) and node._value() is not None:
+        return f"{known[:-1]} is one value, with nothing in it"
+    if isinstance(node, ListConfig):
+        return f"{known[:-1]} is a list; give all of it, as {known[:-1]}=[…]"
+    found = suggestion(part, (name for name in names if name != "hydra"))
+    if not found.startswith("did") and key.split(".")[0] in OPEN:
+        return f"+{key}=… adds it"
+    return found.replace("mean ", f"mean {known}")
+
+
+def has(config: DictConfig, key: str) -> bool:
+    """Whether there is such a key, be it null or ???."""
+    parent, _, leaf = key.rpartition(".")
+    node = OmegaConf.select(config, parent) if parent else config
+    return isinstance(node, DictConfig) and leaf in node._content  # type: ignore[operator]
+
+
+def first_line(error: BaseException) -> str:
+    """What it says, up to the first full line of it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def _unknown_option(
+    error: MissingConfigException, overrides: Sequence[str], options: Callable
+) -> UserError:
+    loaded = re.search(r"Could not load '([^']+)'", str(error))
+    group, _, option = (error.missing_cfg_file or (loaded[1] if loaded else "")).rpartition("/")
+    names = list(error.options or options(group))
+    if not names or not group:
+        return UserError(first_line(error))
+    near = suggestion(option, names)
+    there = f" (there is: {', '.join(names)})" if near.startswith("did") else ""
+    given = [o for o in overrides if re.match(rf"\+*{re.escape(group)}(@[^=]*)?=", o)]
+    source = re.match(r"In '([^']+)'", str(error))
+    is_typed = any(option in o.partition("=")[2] for o in given)
+    is_known = source is not None and source[1] != "config" and not is_typed
+    where = f"in {source[1]}.yaml, " if source and is_known else ""
+    gone = plugins.without_folder()
+    return UserError(f"{where}{group}={option}: there is no such {group}; {near}{there}{gone}")
+
+
+def _unreadable(error: OverrideParseException) -> UserError:
+    key, _, value = error.override.partition("=")
+    problem = next(
+        (
+            line
+            for line in map(str.strip, error.message.splitlines())
+            if line.strip("^ ") and not re.match("Error parsing|See http|LexerNo", line)
+        ),
+        "an odd character",
+    )
+    try_this = f"""if that is text, quote it: "{key}='{value}'\""""
+    if set(value) & set("\"'\\"):
+        try_this = "check its quotes"
+    return UserError(f"{error.override}: can't be read ({problem}); {try_this}")
+
+
+def _not_composed(
+    error: Exception, overrides: Sequence[str], compose: Callable, options: Callable
+) -> UserError:
+    text = str(error)
+    if match := re.search(r"[Yy]ou must specify '([\w/@.]+)'", text):
+        there = ", ".join(options(match[1]))
+        return UserError(
+            f"{match[1]} is not given; say {match[1]}=NAME, one of: {there} (see --help)"
+        )
+    if match := re.search(r"Ambiguous value for argument '(.+)'", text):
+        key, _, value = match[1].partition("=")
+        return UserError(
+            f"{match[1]}: several values are a sweep, which needs -m; for one list write "
+            f"{key}=[{value}], for one text \"{key}='{value}'\""
+        )
+    if match := re.search(r"already at '([^']+)'|Multiple values for ([^.]+)\.", text):
+        key = match[1] or match[2]
+        return UserError(f"{key} has a value already; write {key}=… without the +")
+    key = getattr(error.__cause__, "full_key", None) or _key_in(text)
+    given = max((o for o in overrides if _is_under(key, o)), key=_depth, default="")
+    if not given:
+        return UserError(_nothing_better(error))
+    config = compose([o for o in overrides if "." not in o.split("=")[0] and o != given])
+    if "[" in key or "@" in key or has(config, key):
+        return UserError(f"{given}: {first_line(error.__cause__ or error)}")
+    return UserError(f"{given}: there is no key {key}; {nearest(config, key)}")
+
+
+def _key_in(text: str) -> str:
+    match = re.search(r"Could not (?:override|append|delete)[^']*'([^'\n=]+)", text)
+    return match[1] if match else ""
+
+
+def _depth(override: str) -> int:
+    return override.split("=")[0].count(".")
+
+
+def _is_under(key: str, override: str) -> bool:
+    """Whether the override can be why Hydra speaks of this key."""
+    given = override.lstrip("+~").split("=")[0]
+    dotted = re.sub(r"\[(\w+)\]", r".\1", key)
+    return bool(key) and (f"{dotted}.".startswith(f"{given}.") or given.startswith(f"{dotted}."))
+
+
+def _no_option(error: Exception, overrides: Sequence[str], options: Callable) -> UserError | None:
+    """For `strategy=null`, which Hydra tells as a ValueError without a name."""
+    if "Config group override must be" not in str(error):
+        return None
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        is_name = re.search(r"[^\W\d]", value) and value not in ("null", "true", "false")
+        if not is_name and re.fullmatch(r"\w+", key) and (there := options(key)):
+            return UserError(f"{override}: name one {key}; there is: {', '.join(there)}")
+    return None
+
+
+def _nothing_better(error: BaseException) -> str:
+    line = first_line(error)
+    if isinstance(error, OmegaConfBaseException | HydraException):
+        return line
+    return f"the config can't be composed: {line}"
+
+
+def _yaml_line(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"{mark.name}, line {mark.line + 1}: {problem}" if mark else f"broken YAML: {problem}"

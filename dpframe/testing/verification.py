@@ -1,0 +1,123 @@
+"""Runs a strategy and the reference, and compares: the whole of `mode=verify`."""
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+
+from dpframe import seeding
+from dpframe.errors import UserError
+from dpframe.strategies import ranks
+from dpframe.strategies.base import Strategy
+from dpframe.testing import notes
+from dpframe.testing.checks import chosen, judged, needed
+from dpframe.testing.course import Recipe
+from dpframe.testing.evidence import Evidence
+from dpframe.testing.found import TOLERANCE, counted
+from dpframe.testing.leftovers import Leftovers
+from dpframe.testing.measure import Plan, measure
+from dpframe.testing.report import Finding, Report
+
+GIVE_UP_SECONDS = 300.0
+
+
+def verify(
+    strategy: Callable[[], Strategy],
+    *,
+    recipe: Recipe | None = None,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    give_up_seconds: float = GIVE_UP_SECONDS,
+) -> Report:
+    """`strategy` and the recipe's parts are made in every process: by a class or a function.
+
+    The job starts before this process computes anything, so that its ranks may be forked.
+    """
+    if ranks.is_rank():
+        raise UserError("mode=verify starts its own ranks; leave torchrun out")
+    names = chosen(only, skip)
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="dpframe_verify_") as folder:
+        plan = Plan(strategy, recipe, needed(names), Path(folder), os.getpid(), give_up_seconds)
+        try:
+            with seeding.seeded(0):  # what was drawn before goes on as if nothing had been
+                return _report(plan, names)
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _report(plan: Plan, names: list[str]) -> Report:
+    before, began = Leftovers(), time.monotonic()
+    made = plan.strategy()
+    returned, failure = None, None
+    try:
+        returned = made.launch(measure, plan)
+    except Exception as error:
+        failure = error
+    seconds = time.monotonic() - began
+    kept = notes.read(plan.directory)
+    if isinstance(failure, UserError) and not any("facts" in note for note in kept):
+        raise failure  # it was asked for what it can't do, which is no fault of its
+    torch.set_num_threads(1)  # no pool of threads: the next job's ranks may be forked, too
+    evidence = Evidence(plan, kept, returned, before.found(), failure is not None)
+    findings = [judged(name, evidence) for name in names]
+    if failure is None:
+        return Report(_title(plan, made, evidence), findings, _remarks(evidence))
+    cause = _broken(evidence, failure, has_hung=seconds >= plan.give_up_seconds)
+    cause = "; ".join(filter(None, (cause, judged("launch", evidence).cause)))
+    launch = Finding("launch", "the whole job", "broke off", False, cause)
+    findings = [launch, *(finding for finding in findings if finding.check != "launch")]
+    return Report(_title(plan, made, evidence), findings, _remarks(evidence), _traceback(failure))
+
+
+def _title(plan: Plan, made: Strategy, evidence: Evidence) -> str:
+    what = f"verify {plan.recipe.name if plan.recipe else 'nothing but the kit'}"
+    if not evidence.notes:
+        return f"{what} on {made.name}"
+    replicas = counted(evidence.replicas, "replica")
+    places = f"{replicas} in {counted(evidence.processes, 'process')}"
+    devices = ", ".join(dict.fromkeys(evidence.main["facts"]["devices"]))
+    return (
+        f"{what} on {evidence.main['facts']['strategy']}: {places} on {devices}; float64, "
+        f"tolerance {TOLERANCE:g}"
+    )
+
+
+def _remarks(evidence: Evidence) -> list[str]:
+    recipe = evidence.plan.recipe
+    if recipe is None or not evidence.has("recipe"):
+        return []
+    remarks = []
+    if evidence.separable.reason:
+        remarks.append(
+            f"{recipe.name} is left out of the curves: {evidence.separable.reason}; "
+            "the kit's own network stands in for it"
+        )
+    if evidence.separable.others:
+        names = ", ".join(sorted(evidence.separable.others))
+        remarks.append(f"{recipe.name}'s {names}: no mean over rows, so it is not compared")
+    return remarks
+
+
+def _broken(evidence: Evidence, failure: Exception, *, has_hung: bool) -> str:
+    """Where the job broke off: at the first measure that some process did not end."""
+    began = {note.get("began", "setup") for note in evidence.notes}
+    order = ("setup", *evidence.plan.measures, "close")
+    where = next((name for name in order if name in began), "launch")
+    if has_hung:
+        return (
+            f"{where} did not end within {evidence.plan.give_up_seconds:g} seconds; where each "
+            "process hung is on stderr"
+        )
+    lines = [line for line in str(failure).splitlines() if line.strip()]
+    return f"broke off in {where}: {lines[-1].strip() if lines else type(failure).__name__}"
+
+
+def _traceback(failure: Exception) -> str:
+    if isinstance(failure, ranks.RankFailed):
+        return str(failure)  # carries the rank's own
+    return "".join(traceback.format_exception(failure)).rstrip()

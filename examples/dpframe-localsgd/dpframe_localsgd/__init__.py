@@ -1,0 +1,1 @@
+"""Local SGD, a strategy for dpframe."""

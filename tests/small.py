@@ -1,0 +1,153 @@
+"""A network that trains in milliseconds, its data, and a Trainer over them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
+from dpframe.callbacks.base import HOOKS
+from dpframe.trainer import Run
+
+SGD = partial(torch.optim.SGD, lr=0.05)
+Adam = partial(torch.optim.Adam, lr=0.01)
+
+
+class Small(Task):
+    def __init__(
+        self, optimizer: Any = SGD, scheduler: Any = None, *, dropout: float = 0.0, width: int = 8
+    ) -> None:
+        layers = nn.Linear(3, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 1)
+        super().__init__(nn.Sequential(*layers), optimizer, scheduler)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        error = self.net(x)[:, 0] - y
+        return {"loss": error.square().mean(), "mae": error.abs().mean()}
+
+    def predict_step(self, batch: list[Tensor]) -> Tensor:
+        return self.net(batch[0])
+
+
+class Scripted(Small):
+    """Its val/score is what the test says, epoch by epoch."""
+
+    def __init__(self, scores: list[float]) -> None:
+        super().__init__()
+        self.scores = scores
+
+    def summarize(self, means):
+        return means if self.training else {**means, "score": self.scores.pop(0)}
+
+
+class Rows(DataModule):
+    """`rows` of a sum with some noise; as many again are held out."""
+
+    def __init__(
+        self, rows: int = 20, batch_size: int = 4, *, val: bool = True, shuffle: bool = True
+    ) -> None:
+        super().__init__(batch_size, shuffle=shuffle)
+        generator = torch.Generator().manual_seed(7)
+        x = torch.randn(2 * rows, 3, generator=generator)
+        y = x.sum(dim=1) + 0.1 * torch.randn(2 * rows, generator=generator)
+        self.train, self.held_out = (
+            TensorDataset(x[:rows], y[:rows]),
+            TensorDataset(x[rows:], y[rows:]),
+        )
+        self.has_val = val
+
+    def train_dataset(self) -> Dataset:
+        return self.train
+
+    def val_dataset(self) -> Dataset | None:
+        return self.held_out if self.has_val else None
+
+    def test_dataset(self) -> Dataset:
+        return self.held_out
+
+
+class Hooks(Callback):
+    """Writes down (hook, step) for all hooks, or calls a function at one."""
+
+    def __init__(self, **at: Callable[[Trainer], Any]) -> None:
+        self.at = at
+        self.seen: list[tuple[str, int]] = []
+
+    def steps(self, hook: str) -> list[int]:
+        return [step for name, step in self.seen if name == hook]
+
+
+def _noted(hook: str) -> Callable[..., None]:
+    def note(self: Hooks, trainer: Trainer, *args: Any) -> None:
+        self.seen.append((hook, trainer.global_step))
+        if hook in self.at:
+            self.at[hook](trainer)
+
+    return note
+
+
+for _hook in HOOKS:
+    setattr(Hooks, _hook, _noted(_hook))
+
+
+def trainer(
+    task: Task | None = None,
+    data: DataModule | None = None,
+    *,
+    make: Callable[[], Task] = Small,
+    callbacks: Any = (),
+    loggers: list[Logger] | None = None,
+    strategy: Strategy | None = None,
+    seed: int = 0,
+    directory: Any = ".",
+    **settings: Any,
+) -> Trainer:
+    seeding.seed_everything(seed)
+    return Trainer(
+        task or make(),
+        data or Rows(),
+        strategy=strategy,
+        settings=TrainerSettings(**{"max_epochs": 2, "threads": 1, **settings}),
+        callbacks=callbacks,
+        loggers=loggers or [],
+        seed=seed,
+        run=Run(directory=str(directory)),
+    )
+
+
+def fitted(*args: Any, resume: dict[str, Any] | None = None, **settings: Any) -> Trainer:
+    made = trainer(*args, **settings)
+    made.fit(resume)
+    return made
+
+
+class Grabbed(torch.optim.SGD):
+    """Remembers the gradients that it was given."""
+
+    def __init__(self, parameters: Any, lr: float = 0.05) -> None:
+        super().__init__(parameters, lr=lr)
+        self.seen: list[Tensor] = []
+
+    def step(self, closure: Any = None) -> None:
+        parameters = self.param_groups[0]["params"]
+        self.seen.append(torch.cat([p.grad.flatten() for p in parameters]))
+        super().step()
+
+
+def gradients(**settings) -> list[Tensor]:
+    made = fitted(make=lambda: Small(Grabbed), **{"max_epochs": 1, **settings})
+    return made.update.optimizer.seen
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Bit for bit, through dicts and lists."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return bool(one == other) or (one != one and other != other)

@@ -1,0 +1,187 @@
+"""What a config names is looked at before it is called, and told in one line where it is wrong."""
+
+import sys
+
+import pytest
+from command import write
+
+from dpframe.callbacks.base import Callback
+from dpframe.cli.build import build, check, refused
+from dpframe.cli.locate import locate
+from dpframe.errors import UserError
+
+OWN = """
+class Typed:
+    def __init__(self, count: int, name: str = "x", rate: float | None = None, old: int = None):
+        self.count = count
+
+
+class Strict:
+    def __init__(self, width=1):
+        if width < 1:
+            raise ValueError(f"width {width} is too small")
+
+
+class Narrow(Strict):
+    def __init__(self, width=1, depth=1):
+        super().__init__(width)
+
+
+class Buggy:
+    def __init__(self, width=1):
+        self.helper(width)
+
+    def helper(self, width):
+        try:
+            {}["missing"]
+        except KeyError as cause:
+            raise ValueError(f"width {width}") from cause
+
+
+def function(width):
+    raise RuntimeError("no width will do")
+
+
+VALUE = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    files = {
+        "own.py": OWN,
+        "pack/__init__.py": "",
+        "pack/good.py": "class Thing: pass\n",
+        "pack/typo.py": "import math\nfrom collections import OrderedDic\n",
+        "pack/deep.py": "import math\n\nimport pack.typo\n",
+        "pack/absent.py": "\nimport nowhere_to_be_found\n",
+        "pack/syntax.py": "x = 1\ndef f(:\n",
+        "pack/bug.py": "1 / 0\n",
+    }
+    yield write(tmp_path, files)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("own", "pack")]:
+        del sys.modules[name]
+
+
+def said(call, *arguments) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "line"),
+    [
+        ("own.Typd", "task._target_=own.Typd: own has no Typd; did you mean Typed?"),
+        ("pack.goo.Thing", "task._target_=pack.goo.Thing: pack has no goo; did you mean good?"),
+        ("pack.good.Thing.x", "pack.good.Thing has no x; check its spelling"),
+        ("pakc.good.Thing", "there is no module pakc; did you mean pack?"),
+        ("qqqqqqqq.Thing", "there is no module qqqqqqqq; is its folder on PYTHONPATH?"),
+        ("own.VALUE", "own.VALUE is a int, nothing to build from"),
+        ("own", "own is a module, nothing to build from"),
+        ("own..Typed", "is no dotted path; write package.module.Class"),
+        ("", "is no dotted path; write package.module.Class"),
+    ],
+)
+def test_a_misspelt_target_names_the_nearest(path, line, own):
+    assert line in said(locate, path, "task._target_")
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "file", "line"),
+    [
+        ("typo", "ImportError: cannot import name 'OrderedDic'", "typo.py", 2),
+        ("deep", "ImportError: cannot import name 'OrderedDic'", "typo.py", 2),
+        ("absent", "No module named 'nowhere_to_be_found'", "absent.py", 2),
+        ("syntax", "SyntaxError: invalid syntax", "syntax.py", 2),
+    ],
+)
+def test_an_import_error_inside_a_module_tells_its_file_and_line(module, error, file, line, own):
+    text = said(locate, f"pack.{module}.Thing", "task._target_")
+    assert error in text
+    assert text.endswith(f"({own / 'pack' / file}, line {line})")
+
+
+def test_a_bug_that_runs_on_import_stays_an_exception(own):
+    with pytest.raises(ZeroDivisionError):
+        locate("pack.bug.Thing", "task._target_")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({}, "x.count is missing; Typed needs it"),
+        ({"count": 1, "nmae": "y"}, "x.nmae: Typed takes no such argument; did you mean name?"),
+        ({"count": "two"}, "x.count=two is text; give a whole number"),
+        ({"count": 1.0}, "x.count=1.0 is a fraction; give a whole number"),
+        ({"count": True}, "x.count=true is a truth value; give a whole number"),
+        ({"count": None}, "x.count=null is nothing; give a whole number"),
+        ({"count": 1, "rate": "a"}, "x.rate=a is text; give a number or null"),
+        ({"count": 1, "name": 3}, "x.name=3 is a whole number; give text"),
+    ],
+)
+def test_an_argument_that_does_not_fit_is_told_by_its_key(arguments, line, own):
+    assert said(check, {"_target_": "own.Typed", **arguments}, "x") == line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"count": 1}, {"count": 1, "rate": 2}, {"count": 1, "rate": None}, {"count": 1, "old": None}],
+)
+def test_an_argument_that_fits_is_built(arguments, own):
+    assert build({"_target_": "own.Typed", **arguments}, "x").count == 1
+
+
+def test_a_partial_and_positional_arguments_need_not_be_whole(own):
+    check({"_target_": "own.Typed", "_partial_": True}, "x")
+    assert build({"_target_": "own.Typed", "_args_": [4]}, "x").count == 4
+
+
+def test_a_nested_node_is_told_by_its_whole_key(own):
+    node = {"_target_": "own.Strict", "width": [{"_target_": "own.Typed", "cuont": 1}]}
+    assert said(check, node, "task").startswith("task.width[0].cuont: Typed takes no such")
+
+
+def test_what_is_not_of_the_kind_is_refused(own):
+    line = said(check, {"_target_": "own.Typed", "count": 1}, "callbacks.x", Callback)
+    assert line == "callbacks.x._target_=own.Typed is not a dpframe Callback"
+    assert (
+        said(check, 5, "callbacks.x", Callback) == "callbacks.x=5 has no _target_; name its class"
+    )
+    assert said(check, {"a": 1}, "callbacks.x", Callback) == (
+        "callbacks.x has no _target_; name its class"
+    )
+
+
+def test_what_a_constructor_says_of_its_arguments_is_one_line(own):
+    line = said(build, {"_target_": "own.Strict", "width": -7}, "task.net")
+    assert line == "task.net.width=-7: Strict says: width -7 is too small"
+    inner = {"_target_": "own.Narrow", "width": -7, "depth": 7}
+    line = said(build, {"_target_": "own.Strict", "width": inner}, "task")
+    assert line == "task.width: Narrow says: width -7 is too small " + line[line.index("(") :]
+    assert "own.py, line 10)" in line
+    assert "no width will do" in said(build, {"_target_": "own.function", "width": 1}, "x")
+
+
+def test_a_bug_below_a_constructor_keeps_its_traceback_and_cause(own):
+    with pytest.raises(ValueError, match="width 1") as caught:
+        build({"_target_": "own.Buggy", "width": 1}, "x")
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert "helper" in [entry.name for entry in caught.traceback]
+
+
+def test_what_a_partial_says_when_it_is_called_is_told_by_its_key(own):
+    node = {"_target_": "own.Typed", "count": {"_target_": "own.Strict", "_partial_": True}}
+    make = build(node, "task").count
+    for arguments, line in (((-3,), "task.count: Strict says: width -3"), (("a",), None)):
+        try:
+            make(*arguments)
+        except Exception as error:
+            told = refused(error, {"task": node})
+            assert told is None if line is None else str(told).startswith(line)
+
+
+def test_what_hydra_forbids_is_one_line(own):
+    assert "os.remove" in said(build, {"_target_": "os.remove", "path": "own.py"}, "strategy")

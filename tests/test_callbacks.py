@@ -1,0 +1,311 @@
+"""Callbacks: the order of hooks, ends by a metric, a run that fails, and what is on screen."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from recorded import Recorder
+from small import Hooks, Rows, Scripted, Small, fitted, trainer
+
+from dpframe import Callback, UserError
+from dpframe.callbacks import base
+from dpframe.callbacks.base import HOOKS
+from dpframe.callbacks.early_stopping import EarlyStopping
+from dpframe.callbacks.progress import Progress, banner
+from dpframe.strategies.data_parallel import DataParallel
+
+# Hooks
+
+
+def test_hooks_come_in_the_order_that_is_documented():
+    hooks = Hooks()
+    fitted(data=Rows(8), callbacks=[hooks], max_epochs=2, validate_every_steps=1)
+    epoch = ["on_epoch_start", *["on_step_end", "on_validation_end"] * 2, "on_epoch_end"]
+    assert [hook for hook, _ in hooks.seen] == ["on_fit_start", *epoch, *epoch, "on_fit_end"]
+
+
+def test_the_epochs_end_validates_after_the_steps_and_before_its_hook():
+    hooks = Hooks()
+    fitted(data=Rows(8), callbacks=[hooks], max_epochs=1)
+    assert [hook for hook, _ in hooks.seen][-4:] == [
+        "on_step_end",
+        "on_validation_end",
+        "on_epoch_end",
+        "on_fit_end",
+    ]
+
+
+def test_the_documentation_names_every_hook_in_the_code():
+    documented = set(re.findall(r"on_\w+", base.__doc__))
+    assert documented == set(HOOKS)
+    assert {name for name in vars(Callback) if name.startswith("on_")} == set(HOOKS)
+
+
+@pytest.mark.parametrize("mode", ["validate", "test", "predict"])
+def test_each_other_mode_has_its_own_hook(mode):
+    hooks = Hooks()
+    one = trainer(callbacks=[hooks])
+    getattr(one, mode)()
+    ends = {"validate": "on_validation_end", "test": "on_test_end", "predict": "on_predict_end"}
+    assert hooks.seen == [(ends[mode], 0)]
+    assert one.mode == mode
+
+
+def test_only_overridden_hooks_are_called(monkeypatch):
+    class Counts(Callback):
+        steps = 0
+
+        def on_step_end(self, trainer):
+            self.steps += 1
+
+    def refuse(self, *args):
+        raise AssertionError("a hook that nobody overrode was called")
+
+    for name in HOOKS:
+        monkeypatch.setattr(Callback, name, refuse)
+    counts = Counts()
+    fitted(callbacks=[counts, Callback()])
+    assert counts.steps == 10
+
+
+def test_a_callback_that_runs_last_sees_what_the_others_decided():
+    seen = []
+
+    class Last(Callback):
+        runs_last = True
+
+        def on_step_end(self, trainer):
+            seen.append(trainer.should_stop)
+
+    stops = Hooks(on_step_end=lambda t: t.global_step == 2 and t.stop("enough"))
+    fitted(callbacks=[Last(), stops])
+    assert seen == [False, True]
+
+
+class Broken(Exception):
+    pass
+
+
+class Fails(Recorder):
+    def close(self, metrics, *, succeeded):
+        self.succeeded = succeeded
+
+
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_step_end", "on_epoch_end", "on_fit_end"])
+def test_a_failure_reaches_on_exception_and_closes_the_loggers_as_failed(hook):
+    def fail(trainer):
+        raise Broken
+
+    caught, logger = [], Fails()
+
+    class Notes(Callback):
+        def on_exception(self, trainer, error):
+            caught.append(type(error))
+
+    with pytest.raises(Broken):
+        fitted(callbacks=[Notes(), Hooks(**{hook: fail})], loggers=[logger])
+    assert caught == [Broken]
+    assert logger.succeeded is False
+
+
+def test_a_failing_on_exception_leaves_no_logger_open():
+    def fail(trainer):
+        raise Broken
+
+    logger = Fails()
+    with pytest.raises(Broken):
+        fitted(callbacks=[Hooks(on_step_end=fail, on_exception=fail)], loggers=[logger])
+    assert logger.succeeded is False
+
+
+def test_a_run_that_ends_well_closes_its_loggers_as_succeeded():
+    logger = Fails()
+    fitted(loggers=[logger])
+    assert logger.succeeded is True
+
+
+# Early stopping
+
+
+def stopped(scores: list[float], **given) -> object:
+    settings = {name: given.pop(name) for name in list(given) if name.startswith("validate")}
+    stopping = EarlyStopping("val/score", **given)
+    return fitted(Scripted(scores), callbacks=[stopping], max_epochs=6, **settings)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    "scores, given, epochs",
+    [
+        ([3, 2, 1, 1, 1, 0], {"patience": 2}, 5),
+        ([3, 2, 4, 1, 4, 0], {"patience": 2}, 6),
+        ([1, 2, 1, 1, 9, 9], {"patience": 2, "mode": "max"}, 4),
+        ([3, 2.9, 2.8, 2.7, 2, 1], {"patience": 3, "min_delta": 0.5}, 4),
+        ([NAN, NAN, 1, 1, 1, 1], {"patience": 2}, 2),
+        ([2, NAN, 1, 1, 1, 1], {"patience": 2}, 5),
+    ],
+)
+def test_early_stopping_ends_when_the_metric_stays_for_its_patience(scores, given, epochs):
+    assert stopped(list(scores), **given).epoch == epochs
+
+
+def test_early_stopping_says_why():
+    reason = stopped([3.0, 1.25, 2.0, 2.0], patience=2).stop_reason
+    assert reason == "val/score has not got better than 1.25 for 2 validations"
+
+
+def test_early_stopping_counts_validations_not_epochs_between_them():
+    assert stopped([1.0, 2.0, 3.0], patience=2, validate_every_epochs=2).epoch == 6
+
+
+def test_early_stopping_within_an_epoch_ends_it():
+    one = stopped([1.0, 2.0, 3.0], patience=2, validate_every_steps=1)
+    assert (one.global_step, one.epoch) == (3, 0)
+
+
+def test_early_stopping_by_a_train_metric_needs_no_validation():
+    one = fitted(
+        data=Rows(val=False),
+        callbacks=[EarlyStopping("train/loss", patience=1, min_delta=1e9)],
+        max_epochs=9,
+    )
+    assert one.epoch == 2
+
+
+def test_early_stopping_without_the_metric_is_refused():
+    with pytest.raises(UserError, match="^callbacks.early_stopping.monitor=val/loss is not meas"):
+        fitted(data=Rows(val=False), callbacks=[EarlyStopping()])
+
+
+# On screen
+
+
+def lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def banner_of(replicas: int, batch_size: int, **settings) -> list[str]:
+    strategy = DataParallel(replicas, accelerator="cpu")
+    strategy.setup()
+    return lines(banner(trainer(data=Rows(batch_size=batch_size), strategy=strategy, **settings)))
+
+
+@pytest.mark.parametrize(
+    "replicas, batch_size, said",
+    [
+        (4, 128, "batch 128 = 4 replicas x 32"),
+        (1, 128, "batch 128 = 1 replica x 128"),
+        (4, 30, "batch 30 = 8 + 8 + 8 + 6"),
+        (8, 10, "batch 10 = 2 + 2 + 2 + 2 + 2 + 0 + 0 + 0"),
+    ],
+)
+def test_the_banner_says_what_each_replica_gets_of_the_batch(replicas, batch_size, said):
+    assert f"step       {said}" in banner_of(replicas, batch_size)
+
+
+def test_the_banner_says_how_many_batches_make_a_step():
+    said = "step       batch 8 = 2 replicas x 4, 3 batches a step"
+    assert said in banner_of(2, 8, accumulate=3)
+
+
+def test_the_banner_counts_the_parameters_by_layer():
+    assert banner_of(1, 4)[-5:] == [
+        "layer  kind    shapes  parameters",
+        "-----  ------  ------  ----------",
+        "net.0  Linear  8x3 8   32",
+        "net.3  Linear  1x8 1   9",
+        "total                  41",
+    ]
+
+
+def test_a_shared_parameter_counts_once():
+    task = Small()
+    task.again = task.net[0]
+    text = banner(trainer(task))
+    assert re.search(r"^total +41$", text, re.MULTILINE)
+
+
+PRINTS = """
+import sys
+from dpframe.callbacks.progress import Progress
+from small import Small, fitted, Rows
+fitted(callbacks=[Progress()], **eval(sys.argv[1]))
+"""
+HERE = Path(__file__).parent
+
+
+def test_over_a_pipe_there_is_a_line_an_epoch_and_a_table_at_the_end():
+    command = [sys.executable, "-c", PRINTS, "{'max_epochs': 3}"]
+    out = subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True).stdout
+    assert "\x1b" not in out and "\r" not in out
+    epochs = [line for line in lines(out) if line.startswith("epoch")]
+    assert [line.split("  ")[:2] for line in epochs] == [
+        ["epoch 1/3", "step 5"],
+        ["epoch 2/3", "step 10"],
+        ["epoch 3/3", "step 15"],
+    ]
+    assert all(re.search(r"train/loss \S+ .*val/loss \S+", line) for line in epochs)
+    assert [line.split()[0] for line in lines(out)[-7:-1]] == [
+        "metric",
+        "----------",
+        "train/loss",
+        "train/mae",
+        "val/loss",
+        "val/mae",
+    ]
+    assert re.fullmatch(r"15 steps in \d+\.\d\d s, [\d,]+ samples/s", lines(out)[-1])
+
+
+@pytest.mark.parametrize(
+    "settings, of",
+    [("{'max_epochs': 3}", "15/15"), ("{'max_epochs': None, 'max_seconds': .01}", r"\d+")],
+)
+def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(settings, of):
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    command = [sys.executable, "-c", PRINTS, settings]
+    process = subprocess.Popen(command, cwd=HERE, stdout=terminal, env=environment)
+    os.close(terminal)
+    out = read_all(main)
+    assert process.wait() == 0
+    assert "━" in out
+    assert re.search(rf"━ *(\x1b\[[\d;]*m)*{of} steps", re.sub(r"\x1b\[[\d;]*m", "", out))
+    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", out)
+    assert not re.search(r"^epoch \d+(/\d+)?  step", plain, re.MULTILINE)
+    assert re.search(r"^\d+ steps in .* samples/s\s*$", plain, re.MULTILINE)
+
+
+def read_all(descriptor: int) -> str:
+    """Until the other end of the terminal is closed, which Linux tells by an error."""
+    parts = []
+    while True:
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except OSError:
+            part = b""
+        if not part:
+            os.close(descriptor)
+            return b"".join(parts).decode()
+        parts.append(part)
+
+
+def test_a_bar_may_be_switched_off_and_nothing_else():
+    assert Progress(False).has_bar is False
+    with pytest.raises(UserError, match="^callbacks.progress.bar=maybe is not one of auto, true"):
+        Progress("maybe")
+
+
+def test_the_modes_print_their_numbers_once(capsys):
+    one = trainer(callbacks=[Progress()])
+    one.validate()
+    assert capsys.readouterr().out.count("val/loss") == 1
+    one.test()
+    assert capsys.readouterr().out.count("test/loss") == 1
+    one.predict()
+    assert capsys.readouterr().out == "predicted    5 batches\n"

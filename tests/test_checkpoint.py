@@ -1,0 +1,264 @@
+"""Checkpoints: whole or not at all, read without running code, and a resume that loses nothing."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Hooks, Rows, Scripted, Small, fitted, is_same, trainer
+
+from dpframe import Callback, UserError, checkpoint
+from dpframe.callbacks.checkpoint import Checkpoint
+
+# Written whole or not at all
+
+
+class Halfway(Exception):
+    pass
+
+
+def test_a_crash_while_saving_leaves_the_previous_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "last.ckpt"
+    checkpoint.save({"task": {"w": torch.ones(2)}}, path)
+
+    def half(state, file):
+        file.write(b"PK half of a checkpoint")
+        raise Halfway
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(Halfway):
+        checkpoint.save({"task": {"w": torch.zeros(2)}}, path)
+    assert torch.equal(checkpoint.load(path)["task"]["w"], torch.ones(2))
+    assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_what_a_killed_process_left_half_written_is_swept_away(tmp_path):
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / ".last.ckpt.123.part").write_bytes(b"half")
+    fitted(callbacks=[Checkpoint()], directory=tmp_path)
+    assert sorted(file.name for file in folder.iterdir()) == ["best.ckpt", "last.ckpt"]
+
+
+def test_an_object_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
+    class Keeps(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"moment": {"at": Path("here")}}
+
+    with pytest.raises(
+        UserError, match=r"can't hold callbacks.Keeps.moment.at, a pathlib\.\w*Path;"
+    ):
+        fitted(callbacks=[Keeps(), Checkpoint()], directory=tmp_path)
+
+
+# Read without running code; a wrong file is one line
+
+
+class Fires:
+    def __reduce__(self):
+        return (print, ("ran",))
+
+
+def written(path: Path, content: Any) -> None:
+    torch.save(content, path) if not isinstance(content, bytes) else path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (b"", "can't be read: File is not a zip file"),
+        (b"rubbish" * 99, "can't be read: File is not a zip file"),
+        ({"format": 1, "task": Fires()}, "can't be read: Weights only load failed"),
+        ({"weights": 1}, "is not a dpframe checkpoint"),
+        ([1, 2], "is not a dpframe checkpoint"),
+        ({"format": 99, "task": {}}, "has format 99, this dpframe reads 1; upgrade dpframe"),
+    ],
+)
+def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path, capsys, content, said):
+    path = tmp_path / "a.ckpt"
+    written(path, content)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(path)
+    assert str(caught.value).startswith(f"checkpoint={path} {said}")
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match="no.ckpt: there is no such file$"):
+        checkpoint.load(tmp_path / "no.ckpt")
+
+
+def test_one_flipped_bit_and_a_cut_end_are_noticed(tmp_path):
+    path, weight = tmp_path / "a.ckpt", torch.arange(100.0)
+    checkpoint.save({"task": {"w": weight}}, path)
+    whole = path.read_bytes()
+    at = whole.index(weight.numpy().tobytes()) + 50
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.raises(UserError, match="can't be read: .* is damaged"):
+        checkpoint.load(path)
+    path.write_bytes(whole[:-40])
+    with pytest.raises(UserError, match="can't be read: "):
+        checkpoint.load(path)
+
+
+class Deeper(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = torch.nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize(
+    "saved, here, said",
+    [
+        (Small(width=9), Small(), "Small: net.0.weight has size (9, 3) there and (8, 3) here"),
+        (Small(), Deeper(), "Deeper: it has no more.weight"),
+        (Deeper(), Small(), "Small: it has more.weight, which is not here"),
+    ],
+)
+def test_another_architecture_is_told_by_its_first_difference(saved, here, said):
+    before = {name: value.clone() for name, value in here.state_dict().items()}
+    with pytest.raises(UserError) as caught:
+        checkpoint.load_task(here, {"task": saved.state_dict()}, "a.ckpt")
+    assert str(caught.value) == f"checkpoint=a.ckpt does not fit this recipe's {said}"
+    assert is_same(here.state_dict(), before)
+
+
+# What is kept
+
+
+def kept(directory: Path) -> list[str]:
+    return sorted(file.name for file in (directory / "checkpoints").iterdir())
+
+
+SCORES = [3.0, 1.0, math.nan, 2.0, 5.0, 4.0]  # of epochs 1 to 6
+
+
+def run_scripted(directory: Path, scores: list[float] = SCORES, **given) -> Any:
+    keeper = Checkpoint(monitor="val/score", **given)
+    return fitted(
+        Scripted(list(scores)), callbacks=[keeper], directory=directory, max_epochs=len(scores)
+    )
+
+
+@pytest.mark.parametrize("mode, best", [("min", 2), ("max", 5)])
+def test_best_follows_the_metric_down_or_up_and_never_to_nan(tmp_path, mode, best):
+    one = run_scripted(tmp_path, mode=mode)
+    state = checkpoint.load(tmp_path / "checkpoints" / "best.ckpt")
+    assert state["progress"]["epoch"] == best
+    assert one.checkpoint == str(tmp_path / "checkpoints" / "best.ckpt")
+    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "mode, names",
+    [
+        ("min", ["0001-step5", "0002-step10", "0004-step20"]),
+        ("max", ["0001-step5", "0005-step25", "0006-step30"]),
+    ],
+)
+def test_keep_3_keeps_the_three_best_beside_best_and_last(tmp_path, mode, names):
+    run_scripted(tmp_path, mode=mode, keep=3)
+    assert kept(tmp_path) == ["best.ckpt", *(f"epoch{name}.ckpt" for name in names), "last.ckpt"]
+
+
+def test_keep_0_keeps_only_the_last(tmp_path):
+    one = run_scripted(tmp_path, keep=0)
+    assert kept(tmp_path) == ["last.ckpt"]
+    assert one.checkpoint == str(tmp_path / "checkpoints" / "last.ckpt")
+
+
+def test_raising_keep_on_a_resume_never_deletes_best(tmp_path):
+    run_scripted(tmp_path, [3.0])
+    state = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")
+    keeper = Checkpoint(monitor="val/score", keep=2)
+    task = Scripted([2.0, 1.0, 0.5])
+    fitted(task, callbacks=[keeper], directory=tmp_path, max_epochs=4, resume=state)
+    assert kept(tmp_path) == [
+        "best.ckpt",
+        "epoch0003-step15.ckpt",
+        "epoch0004-step20.ckpt",
+        "last.ckpt",
+    ]
+    best = checkpoint.load(tmp_path / "checkpoints" / "best.ckpt")
+    assert best["progress"]["epoch"] == 4
+
+
+def saved_steps(monkeypatch, keeper: Checkpoint, **settings) -> list[tuple[str, int]]:
+    saves = []
+
+    def save(state, path):
+        saves.append((path.stem, state["progress"]["global_step"]))
+
+    monkeypatch.setattr(checkpoint, "save", save)
+    fitted(callbacks=[keeper], max_epochs=3, **settings)
+    return saves
+
+
+@pytest.mark.parametrize(
+    "given, settings, steps",
+    [
+        ({"every_n_epochs": 2}, {}, [10, 15]),
+        ({"every_n_epochs": None, "every_n_steps": 4}, {}, [4, 8, 12, 15]),
+        ({"every_n_epochs": None}, {"max_steps": 7}, [7]),
+    ],
+)
+def test_last_is_written_every_n_steps_or_epochs_and_at_the_end(
+    monkeypatch, given, settings, steps
+):
+    saves = saved_steps(monkeypatch, Checkpoint(keep=0, **given), **settings)
+    assert saves == [("last", step) for step in steps]
+
+
+def test_best_is_judged_at_validations_within_an_epoch(monkeypatch):
+    saves = saved_steps(monkeypatch, Checkpoint(every_n_epochs=None), validate_every_steps=2)
+    best = [step for name, step in saves if name == "best"]
+    assert best and {step % 5 for step in best} - {0}
+    assert sorted(set(best)) == best  # never twice at one step
+
+
+def test_an_epoch_without_a_validation_is_not_judged(tmp_path):
+    one = fitted(
+        callbacks=[Checkpoint()], directory=tmp_path, max_epochs=3, validate_every_epochs=2
+    )
+    assert one.epoch == 3
+    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
+
+
+def test_best_by_a_train_metric_needs_no_validation(tmp_path):
+    fitted(data=Rows(val=False), callbacks=[Checkpoint("train/loss")], directory=tmp_path)
+    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
+
+
+def test_without_validation_only_the_last_is_kept(tmp_path):
+    fitted(data=Rows(val=False), callbacks=[Checkpoint()], directory=tmp_path)
+    assert kept(tmp_path) == ["last.ckpt"]
+
+
+def test_a_monitor_that_is_not_measured_is_refused_with_the_nearest_name(tmp_path):
+    with pytest.raises(UserError) as caught:
+        fitted(callbacks=[Checkpoint("val/los")], directory=tmp_path)
+    assert str(caught.value) == (
+        "callbacks.checkpoint.monitor=val/los is not measured; did you mean val/loss?"
+    )
+
+
+@pytest.mark.parametrize("precision", ["32", "64"])
+def test_best_gives_its_validation_loss_again(tmp_path, precision):
+    make = lambda: Small(partial(torch.optim.SGD, lr=0.4))  # noqa: E731  too large: it wanders
+    hooks = Hooks(on_epoch_end=lambda t: losses.append(t.metrics["val/loss"]))
+    losses: list[float] = []
+    fitted(
+        make=make,
+        callbacks=[hooks, Checkpoint()],
+        directory=tmp_path,
+        max_epochs=8,
+        precision=precision,
+    )
+    assert min(losses) != losses[-1]
+    other = trainer(make=make, seed=5, precision=precision)
+    best = tmp_path / "checkpoints" / "best.ckpt"
+    checkpoint.load_task(other.task, checkpoint.load(best), best)
+    assert other.test()["test/loss"] == min(losses)

@@ -1,0 +1,332 @@
+"""A mistake is one line on stderr, exit code 2, and leaves nothing behind; help is quick."""
+
+import shutil
+import subprocess
+import sys
+
+from command import ROOT, attempts, dpframe, environment, write
+
+BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
+
+# What is typed after `recipe=boston`, and what the one line has to say.
+BEFORE_TORCH = {
+    "recipe=bostn": "did you mean boston?",
+    "recip=boston": "did you mean recipe?",
+    "strategy=dpp": "strategy=dpp: there is no such strategy; did you mean ddp?",
+    "logger=tensorbord": "did you mean tensorboard?",
+    "experiment=debgu": "did you mean debug?",
+    "strategy=null": "name one strategy; there is: auto, cpu",
+    "strategy=[cpu,ddp]": "-m strategy=ONE,OTHER",
+    "+strategy=cpu": "strategy has a value already; write strategy=… without the +",
+    "trainer.max_epoch=3": "did you mean trainer.max_epochs?",
+    "+trainer.max_epoch=3": "did you mean trainer.max_epochs?",
+    "++trainer.max_epoch=3": "did you mean trainer.max_epochs?",
+    "~trainer.max_epoch": "did you mean trainer.max_epochs?",
+    "trainr.max_epochs=3": "did you mean trainer?",
+    "+foo=1": "there is no key 'foo'",
+    "vars.mine=1": "+vars.mine=… adds it",
+    "+trainer.max_epochs=3": "write trainer.max_epochs=… without the +",
+    "trainer.max_epochs.x=3": "trainer.max_epochs is one value",
+    "trainer.max_epochs=ten": "trainer.max_epochs=ten is text; give a whole number or null",
+    "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 is a fraction; give a whole number",
+    "trainer.max_epochs=0": "trainer.max_epochs=0 is out of range; give 1 or more",
+    "trainer.max_epochs=null": "training would never end",
+    "trainer.precision=16": "is not one of 32, 64, bf16, fp16; did you mean fp16?",
+    "trainer.accelerator=gpu": "is not one of auto, cpu, cuda",
+    "trainer.deterministic=maybe": "give true or false",
+    "trainer.gpus=[0,0]": "list of different ids",
+    "trainer.gpus=-1": "trainer.gpus=-1 is neither",
+    "trainer.gpus=two": "trainer.gpus=two is neither",
+    "trainer.gpus=0": "use strategy=cpu",
+    "trainer.gpus=1.5": "neither a count",
+    "trainer.gpus=true": "neither a count",
+    "trainer.gpus=${trainer.gpu}": "no key trainer.gpu; did you mean trainer.gpus?",
+    "trainer.clip_norm=nan": "trainer.clip_norm=nan is out of range; give more than 0",
+    "data.batch_size=0": "data.batch_size=0 is out of range; give 1 or more",
+    "data.batch_size=1.5": "data.batch_size=1.5 is a fraction; give a whole number",
+    "data.batch_size=null": "data.batch_size=null is nothing; give a whole number",
+    "data.workers=-1": "data.workers=-1 is out of range; give 0 or more",
+    "data.batch_sise=3": "did you mean data.batch_size?",
+    "task.optimizer.l=1": "did you mean task.optimizer.lr?",
+    "task.scheduler._target_=x": "+task.scheduler._target_=… adds it",
+    "task.net._args_.9.bias=1": "task.net._args_.9.bias=1: list index out of range",
+    "callbacks.chekpoint.keep=1": "did you mean callbacks.checkpoint?",
+    "strategy.timeout_seconds=3": "there is no key strategy.timeout_seconds",
+    "task=5": "task has no _target_",
+    "~task": "task has no _target_",
+    "~data": "data has no _target_",
+    "~strategy": "strategy has no _target_",
+    "~trainer": "there is no key trainer.gpus",
+    "mode=tset": "mode=tset is not one of fit, validate, test, predict",
+    "seed=-1": "seed=-1 is out of range",
+    "seed=abc": "seed=abc is text; give a whole number",
+    "seed=${nosuch:1}": "seed: Unsupported interpolation type nosuch",
+    "checkpoint=missing.ckpt": "checkpoint=missing.ckpt: there is no such file",
+    "checkpoint=.": "is a directory; name a file in it",
+    "checkpoint=a=b": "if that is text, quote it: \"checkpoint='a=b'\"",
+    "checkpoint=été": "if that is text, quote it",
+    "checkpoint='": "check its quotes",
+    "resume=last": "resume=last: there is no run with a checkpoint in outputs/boston",
+    "resume=missing": "resume=missing: there is no such file",
+    "task.optimizer.lr=1,2": "several values are a sweep, which needs -m",
+    "hydra.run.dri=x": "did you mean hydra.run.dir?",
+    "hydra.job.chdir=true": "dpframe has no use for this",
+    "trainer": "'trainer' is not an override; write key=value",
+    "--hlp": "there is no option --hlp; did you mean --help?",
+    "--package=trainer": "go with --cfg",
+    "--cfg=jub": "choose from",
+    "--config-dir=missing": "--config-dir=missing is not a directory",
+}
+
+WITH_TORCH = {
+    "task._target_=dpframe.recipes.boston.Bostn": "boston has no Bostn; did you mean Boston?",
+    "task._target_=dpframe.recipes.bostn.Boston": "dpframe.recipes has no bostn; did you mean b",
+    "task.optimizer._target_=torch.optim.Adm": "torch.optim has no Adm; did you mean Adam?",
+    "task.optimizer._target_=torch.optm.Adam": "torch has no optm; did you mean optim?",
+    "task.optimizer._target_=torh.optim.Adam": "no module torh; did you mean torch?",
+    "task.optimizer._target_=torch": "nothing to build from",
+    "task.optimizer._target_=": "is no dotted path",
+    "task._target_=torch.nn.Linear": "is not a dpframe Task",
+    "+strategy.gpu=3": "auto takes no such argument; did you mean gpus?",
+    "~task.net": "task.net is missing; Boston needs it",
+    "task.optimizer.lr=abc": "task.optimizer.lr=abc is text; give a number",
+    "task.optimizer.lr=-1": "task.optimizer.lr=-1: Adam says: Invalid learning rate: -1",
+    "+task.optimizer.betas=[5,2]": "task.optimizer: Adam says: Invalid beta parameter",
+    "callbacks.checkpoint=5": "callbacks.checkpoint=5 has no _target_; name its class",
+    "callbacks.checkpoint.mode=mni": "callbacks.checkpoint.mode=mni is not one of min, max",
+    "data.file=missing.csv": "cannot read missing.csv",
+    "checkpoint=text.ckpt": "checkpoint=text.ckpt can't be read",
+    "hydra.run.dir=text.ckpt": "the run directory text.ckpt can't be made: File exists",
+    "hydra.run.dir=text.ckpt/x": "can't be made",
+    "trainer.gpus=2 strategy=cpu": "strategy=cpu is one replica",
+    "trainer.gpus=999 strategy=ddp trainer.accelerator=cpu": "trainer.max_replicas_per_core=8",
+}
+
+RECIPES = {
+    "empty": ("", "recipe=empty: its file has no keys in it"),
+    "nopackage": ("task: {}\n", "its file must begin with '# @package _global_'"),
+    "notask": ("# @package _global_\nrecipe: x\n", "task has no _target_"),
+    "broken": (BOSTON + "data: [1\n", "broken.yaml, line "),
+    "tab": (BOSTON + "\tdata: 1\n", "tab.yaml, line "),
+    "twice": ("# @package _global_\nrecipe: a\nrecipe: b\n", "found duplicate key recipe"),
+    "typo": (BOSTON + "trainer: {max_epoch: 3}\n", "did you mean trainer.max_epochs?"),
+    "top": (BOSTON + "trianer: {max_epochs: 3}\n", "did you mean trainer?"),
+    "kind": (BOSTON + "trainer: {max_epochs: ten}\n", "trainer.max_epochs=ten is text"),
+    "scalar": (BOSTON + "trainer: 3\n", "trainer=3 is one value; give its keys"),
+    "range": (BOSTON + "data: {workers: -1}\n", "data.workers=-1 is out of range"),
+    "nowhere": (BOSTON + "seed: ${data.batchsize}\n", "did you mean data.batch_size?"),
+    "unfilled": (BOSTON + "vars:\n  s: ???\n", "vars.s is not given; say vars.s=VALUE"),
+    "parent": ("# @package _global_\ndefaults:\n  - bosten\n", "in recipe/parent.yaml, recipe=bos"),
+    "circle": ("# @package _global_\ndefaults:\n  - circle\n", "name each other in a circle"),
+    "lenet": (BOSTON, "both dpframe's and"),
+    "strategy": (BOSTON.replace("- _", "- override /strategy: dpp\n  - _"), "did you mean ddp?"),
+}
+
+
+def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
+    lines = [["recipe=boston", *line.split(" ")] for line in BEFORE_TORCH]
+    lines[0] = ["recipe=bostn"]
+    done, heavy = attempts(lines, tmp_path)
+    assert_refused(dict(zip(BEFORE_TORCH.items(), done, strict=True)), files=[])
+    assert heavy == []
+
+
+def test_a_mistake_in_what_a_target_names_is_one_line(tmp_path):
+    write(tmp_path, {"text.ckpt": "no checkpoint"})
+    lines = [["recipe=boston", *line.split(" ")] for line in WITH_TORCH]
+    done, _ = attempts(lines, tmp_path)
+    assert_refused(dict(zip(WITH_TORCH.items(), done, strict=True)), files=["text.ckpt"])
+
+
+def test_a_mistake_in_a_users_yaml_is_one_line_before_torch_is_imported(tmp_path):
+    write(
+        tmp_path / "mine" / "recipe", {f"{name}.yaml": text for name, (text, _) in RECIPES.items()}
+    )
+    lines = [["--config-dir=mine", f"recipe={name}"] for name in RECIPES]
+    done, heavy = attempts(lines, tmp_path)
+    said = {(name, says): one for (name, (_, says)), one in zip(RECIPES.items(), done, strict=True)}
+    assert_refused(said, files=["mine"])
+    assert heavy == []
+
+
+def assert_refused(said, *, files):
+    wrong = {}
+    for (line, says), done in said.items():
+        is_one_line = done.err.startswith("dpframe: ") and done.err.count("\n") == 1
+        is_quiet = done.out == "" and done.files == files
+        if not (done.code == 2 and is_one_line and is_quiet and says in done.err):
+            wrong[line] = (says, done)
+    assert wrong == {}
+
+
+def test_odd_strings_never_end_in_a_traceback(tmp_path):
+    values = ["", " ", "=", "==", "'", '"', "\\", "[", "]", "{", "}", "[,]", "{:}", "(", ")", "$"]
+    values += ["${", "${}", "${a", "${oc.env:}", "${oc.env:NO}", "???", "null", "~", "true", "nan"]
+    values += [
+        "-inf",
+        "1e999",
+        "0x",
+        "9" * 40,
+        "a b",
+        "a,b",
+        "a=b",
+        "é",
+        "日本",
+        "\U0001f600",
+        "\t",
+    ]
+    values += [
+        "\n",
+        "%s",
+        "{0}",
+        "*",
+        "../..",
+        "@",
+        "a@b",
+        "#",
+        ";",
+        "`ls`",
+        "choice(1,2)",
+        "sort(",
+    ]
+    lines = [["recipe=boston", f"{key}={value}"] for value in values for key in ("seed", "trainer")]
+    lines += [["recipe=boston", f"data.file={value}"] for value in values]
+    heads = ["", "=", "+", "++", "~", "~~", "+=", "a.b.c=1", "..=1", ".=1", "trainer..x=1", "/=1"]
+    heads += [
+        "@=1",
+        "hydra=1",
+        "hydra.=1",
+        "hydra/launcher=no",
+        "~hydra",
+        "~recipe",
+        "recipe@x=boston",
+    ]
+    heads += [
+        "trainer@data=default",
+        "+trainer@x.y=default",
+        "trainer.gpus.0=1",
+        "task.net._args_.x=1",
+    ]
+    heads += [
+        "hydra.searchpath=[file://no]",
+        "hydra.searchpath=no",
+        "hydra.mode=no",
+        "seed",
+        "-x",
+        "-",
+    ]
+    heads += [
+        "--",
+        "---",
+        "-m=3",
+        "--cfg=",
+        "-cd",
+        "--info=no",
+        "\x00",
+        "seed=\x00",
+        "vars=[1]",
+        "vars=1",
+    ]
+    lines += [["recipe=boston", head] for head in heads] + [[head] for head in heads]
+    done, heavy = attempts([[*line, "--cfg=job"] for line in lines], tmp_path)
+    wrong = [
+        (line, one)
+        for line, one in zip(lines, done, strict=True)
+        if not (one.code == 0 or (one.code == 2 and one.err.count("\n") == 1))
+        or one.files
+        or "Traceback" in one.err
+    ]
+    assert wrong == []
+    assert heavy == []
+
+
+# What is shown without a run
+
+
+def test_help_a_typo_completion_and_cfg_import_nothing_heavy(tmp_path):
+    lines = [["--help"], ["recipe=bostn"], ["recipe=boston", "--cfg=job", "--resolve"], ["--info"]]
+    lines += [["--version"], ["-sc", "install=bash"], ["-sc", "install=fish"], ["--hydra-help"]]
+    lines += [["-m", "recipe=boston", "seed=1,abc"]]
+    done, heavy = attempts(lines, tmp_path)
+    assert [one.code for one in done] == [0, 2, 0, 2, 0, 0, 0, 0, 2]
+    assert heavy == []
+
+
+def test_hydra_is_not_imported_for_a_mistake_in_the_options(tmp_path):
+    code = "import sys; from dpframe.cli import main\ntry: main(sys.argv[1:])\n"
+    code += "except SystemExit as left: print(left.code, 'hydra' in sys.modules)"
+    for word, code_and_hydra in (("--version", "0 False"), ("--hlp", "2 False")):
+        words = [sys.executable, "-c", code, word]
+        done = subprocess.run(
+            words, capture_output=True, text=True, env=environment(), cwd=tmp_path
+        )
+        assert done.stdout.endswith(code_and_hydra + "\n")
+
+
+def test_help_lists_modes_groups_and_the_users_own_options(tmp_path):
+    write(tmp_path / "mine", {"recipe/mine.yaml": "# My own.\n", "net/small.yaml": "# Few.\n"})
+    (plain, own), _ = attempts([["--help"], ["--help", "--config-dir=mine"]], tmp_path)
+    for words in ("mode=fit|validate|test|predict", "  strategy=ddp ", "  logger=csv ", "examples"):
+        assert words in plain.out
+    assert "mine" not in plain.out.replace("mine|", "")
+    assert "recipe=mine    My own." in own.out
+    assert "net=small  Few." in own.out
+
+
+def test_cfg_shows_what_would_run(tmp_path):
+    job, part, leaf, resolved, hydra = attempts(
+        [
+            ["recipe=boston", "--cfg=job"],
+            ["recipe=boston", "--cfg=job", "--package=trainer"],
+            ["recipe=boston", "--cfg=job", "-p", "trainer.clip_norm"],
+            ["recipe=boston", "-c", "job", "-p", "strategy", "--resolve", "trainer.gpus=3"],
+            ["recipe=boston", "-c", "hydra", "-p", "hydra.sweep"],
+        ],
+        tmp_path,
+    )[0]
+    assert job.out.startswith("recipe: boston\n") and "hydra:" not in job.out
+    assert "gpus: ${trainer.gpus}" in job.out
+    assert part.out.startswith("# @package trainer\nmax_epochs: 100\n")
+    assert leaf.out == "null\n"
+    assert "gpus: 3" in resolved.out
+    assert "dir: multirun/${recipe}/" in hydra.out
+
+
+def test_a_users_own_module_recipe_and_group(tmp_path):
+    write(
+        tmp_path,
+        {
+            "own.py": "import dpframe.recipes.boston as b\nclass Own(b.Boston): pass\n",
+            "mine/recipe/own.yaml": BOSTON
+            + "task: {_target_: own.Own}\ntrainer: {max_epochs: 1}\n",
+            "mine/net/small.yaml": "# @package task.net\n_target_: torch.nn.Linear\n"
+            "in_features: 13\nout_features: 1\n_args_: []\n",
+        },
+    )
+    done = dpframe("--config-dir=mine", "recipe=own", "+net=small", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "(Own, seed 0)" in done.stdout and "1x13 1" in done.stdout
+
+
+def test_an_exception_in_user_code_is_a_traceback_and_exit_code_1(tmp_path):
+    own = "import dpframe.recipes.boston as b\nclass Own(b.Boston):\n"
+    own += "    def training_step(self, batch):\n        raise KeyError('a bug')\n"
+    write(tmp_path, {"own.py": own})
+    done = dpframe("recipe=boston", "task._target_=own.Own", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback") and done.stderr.endswith("KeyError: 'a bug'\n")
+
+
+def test_without_an_installation_the_repository_is_enough(tmp_path):
+    copy = tmp_path / "dpframe"
+    shutil.copytree(ROOT / "dpframe", copy / "dpframe")
+    shutil.copytree(ROOT / "conf", copy / "conf")
+    code = "import dpframe, dpframe.conf; print(dpframe.__file__, dpframe.conf.__file__)"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=copy, env=environment(PYTHONPATH="")
+    )
+    assert done.stdout.split() == [
+        str(copy / "dpframe/__init__.py"),
+        str(copy / "conf/__init__.py"),
+    ]

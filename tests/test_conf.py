@@ -1,0 +1,125 @@
+"""Every YAML under conf/ is composed and built, and says all that its class takes."""
+
+import inspect
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from dpframe.callbacks import Callback
+from dpframe.cli.build import build
+from dpframe.cli.compose import GROUPS, composed
+from dpframe.cli.locate import locate
+from dpframe.cli.run import check_targets
+from dpframe.data import DataModule
+from dpframe.loggers import Logger
+from dpframe.strategies import Strategy
+from dpframe.task import Task
+from dpframe.trainer.settings import TrainerSettings
+
+CONF = Path(__file__).resolve().parent.parent / "conf"
+FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml"))
+OPTIONS = [file.split("/") for file in FILES if not file.startswith("hydra/")]
+BUILT = [pair for pair in OPTIONS if pair[0] in ("strategy", "callbacks", "logger")]
+
+
+def test_every_folder_is_a_group():
+    assert {group for group, _ in OPTIONS} == set(GROUPS)
+    assert {path.name for path in CONF.iterdir()} - set(GROUPS) <= {
+        "__init__.py",
+        "__pycache__",
+        "config.yaml",
+        "hydra",
+    }
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_option_is_composed_and_built(group, option):
+    recipe = [] if group == "recipe" else ["recipe=boston"]
+    job = composed([*recipe, f"{group}={option}"])
+    check_targets(job)
+    settings = job.settings
+    assert isinstance(build(settings.strategy, "strategy"), Strategy)
+    assert isinstance(build(settings.task, "task"), Task)
+    assert isinstance(build(settings.data, "data"), DataModule)
+    for kind, nodes in ((Callback, settings.callbacks), (Logger, settings.logger)):
+        for name, node in nodes.items():
+            assert node is None or isinstance(build(node, name), kind)
+
+
+def test_every_pair_of_recipe_and_experiment_composes():
+    for recipe in (option for group, option in OPTIONS if group == "recipe"):
+        for experiment in (option for group, option in OPTIONS if group == "experiment"):
+            assert composed([f"recipe={recipe}", f"experiment={experiment}"]).settings
+
+
+def test_another_program_can_compose_from_the_package():
+    with initialize_config_module("dpframe.conf", version_base="1.3"):
+        config = compose("config", ["recipe=boston", "strategy=ddp", "trainer.gpus=4"])
+    assert config.strategy.gpus == 4
+    assert "hydra" not in config
+
+
+def test_trainer_default_equals_the_settings_defaults_key_by_key():
+    written = yaml.safe_load((CONF / "trainer" / "default.yaml").read_text())
+    assert written == asdict(TrainerSettings())
+
+
+def test_every_trainer_key_has_its_comment():
+    lines = (CONF / "trainer" / "default.yaml").read_text().splitlines()
+    assert [line for line in lines if "#" not in line] == []
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_file_begins_with_what_it_is(file):
+    lines = (CONF / f"{file}.yaml").read_text().splitlines()
+    first = next(line for line in lines if not line.startswith("# @package"))
+    assert re.fullmatch(r"# [A-Z0-9].+[.?]", first), first
+
+
+@pytest.mark.parametrize(
+    ("group", "option"),
+    [pair for pair in OPTIONS if pair[0] in ("strategy", "callbacks", "logger")],
+)
+def test_a_node_lists_every_option_of_its_class_with_its_default(group, option):
+    config = composed(["recipe=boston", f"{group}={option}"]).config[group]
+    nodes = [config] if group == "strategy" else [node for node in config.values() if node]
+    for node in nodes:
+        target = locate(node["_target_"], group)
+        parameters = inspect.signature(target).parameters
+        assert {**node}.keys() - {"_target_"} == parameters.keys(), node["_target_"]
+        differ = {k: v for k, v in node.items() if k in parameters and v != parameters[k].default}
+        assert differ == {}, f"{node['_target_']}: the file and the class have other defaults"
+
+
+def test_a_strategy_takes_the_trainers_keys():
+    for option in (option for group, option in OPTIONS if group == "strategy"):
+        node = OmegaConf.load(CONF / "strategy" / f"{option}.yaml")
+        for key in ("gpus", "accelerator", "max_replicas_per_core"):
+            assert OmegaConf.to_container(node)[key] == f"${{trainer.{key}}}", option
+
+
+def test_a_recipe_may_set_any_other_group(tmp_path):
+    text = "# @package _global_\ndefaults:\n  - boston\n  - override /strategy: ddp\n"
+    text += "  - override /callbacks: none\n  - _self_\nstrategy: {timeout_seconds: 5}\n"
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "own.yaml").write_text(text)
+    job = composed(["recipe=own"], config_dir=str(tmp_path))
+    assert job.config["strategy"]["_target_"].endswith("DDP")
+    assert job.config["strategy"]["timeout_seconds"] == 5
+    assert job.config["callbacks"]["checkpoint"] is None
+    typed = composed(["recipe=own", "strategy=cpu"], config_dir=str(tmp_path))
+    assert typed.config["strategy"]["_target_"].endswith("CPU")
+
+
+def test_a_recipe_without_a_name_is_called_as_its_file(tmp_path):
+    text = (CONF / "recipe" / "boston.yaml").read_text().replace("recipe: boston\n", "")
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "own.yaml").write_text(text)
+    job = composed(["recipe=own"], config_dir=str(tmp_path))
+    assert job.settings.recipe == "own"
+    assert job.run_dir.startswith("outputs/own/")

@@ -1,0 +1,65 @@
+"""A run's directory: one each, made when all is checked, unmade when nothing was trained."""
+
+import os
+import subprocess
+import sys
+
+from command import dpframe, environment, write
+
+
+def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
+    same = "hydra.run.dir=outputs/boston/now"  # what both seconds would have been called
+    conf = write(tmp_path / "mine", {"experiment/now.yaml": "# @package _global_\n"})
+    text = f"# @package _global_\nhydra: {{run: {{dir: {same.partition('=')[2]}}}}}\n"
+    write(conf, {"experiment/now.yaml": text})
+    words = ["recipe=boston", "trainer.max_epochs=1", "--config-dir=mine", "experiment=now"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "dpframe", *words],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+        )
+        for _ in range(2)
+    ]
+    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    made = sorted(path.parent.name for path in tmp_path.glob("outputs/boston/*/summary.json"))
+    assert made == ["now", "now-2"]
+
+
+def test_a_given_directory_is_used_as_it_is_and_files_need_no_quotes(tmp_path):
+    words = (
+        "recipe=boston",
+        "trainer.max_epochs=1",
+        "hydra.run.dir=a b=c,é",
+        "+vars.name='ü, =\"'",
+    )
+    assert "quote it" in dpframe(*words, cwd=tmp_path).stderr
+    words = ("recipe=boston", "trainer.max_epochs=1", "hydra.run.dir='a b=c,é'", *words[3:])
+    first = dpframe(*words, cwd=tmp_path)
+    assert (first.returncode, os.listdir(tmp_path)) == (0, ["a b=c,é"])
+    best = "a b=c,é/checkpoints/best.ckpt"
+    done = dpframe("recipe=boston", "mode=test", f"checkpoint={best}", cwd=tmp_path)
+    assert done.returncode == 0 and "test/loss" in done.stdout
+
+
+def test_a_directory_that_cant_be_written_is_one_line():
+    words = ("recipe=boston", "trainer.max_epochs=1")
+    done = dpframe(*words, cwd="/proc")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "can't be made" in done.stderr
+
+
+def test_a_current_directory_that_is_gone_is_one_line(tmp_path):
+    line = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m dpframe"
+    words = ["bash", "-c", line]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment())
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+
+
+def test_nothing_is_left_of_a_run_that_is_refused_in_its_first_epoch(tmp_path):
+    (tmp_path / "outputs").mkdir()  # was there before: stays
+    done = dpframe("recipe=boston", "callbacks.checkpoint.monitor=val/los", cwd=tmp_path)
+    assert done.returncode == 2 and "did you mean val/loss?" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["outputs"]

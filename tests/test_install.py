@@ -1,0 +1,182 @@
+"""The command works from a wheel, from an editable installation, and from the repository alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from command import CLEAN, write
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ("dpframe", "conf", "recipes", "pyproject.toml", "README.md", "LICENSE")
+RUN = ("recipe=boston", "trainer.max_epochs=1", "strategy=cpu")
+
+
+class Environment:
+    """A virtual environment that sees this one's packages, but none of its .pth files."""
+
+    def __init__(self, directory: Path) -> None:
+        venv.create(directory, symlinks=True)
+        self.python = directory / "bin" / "python"
+        where = sysconfig.get_path("purelib", vars={"base": str(directory)})
+        self.packages = Path(where)
+        (self.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def install(self, *words: str) -> None:
+        pip = (sys.executable, "-m", "pip", f"--python={self.python}", "install")
+        run(*pip, "--quiet", "--no-deps", "--no-index", "--no-build-isolation", *words)
+
+    def __call__(self, *words: str, cwd: Path) -> str:
+        """What `python …` or a command of this environment prints."""
+        program = self.python.with_name(words[0]) if words[0] == "dpframe" else self.python
+        return run(program, *words[words[0] == "dpframe" :], cwd=cwd)
+
+
+def run(*words: object, cwd: Path | None = None) -> str:
+    dropped = (*CLEAN, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    given = [str(word) for word in words]
+    done = subprocess.run(given, cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """A copy: building writes into it."""
+    copy = tmp_path_factory.mktemp("repository")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in SOURCES:
+        source = ROOT / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(
+            source, copy / name, **({"ignore": ignored} if source.is_dir() else {})
+        )
+    return copy
+
+
+@pytest.fixture(scope="module")
+def wheel(repository, tmp_path_factory):
+    """Built from the sdist, as an installer does where there is no wheel."""
+    made = tmp_path_factory.mktemp("made")
+    backend = "from setuptools import build_meta; build_meta.build_{}({!r})"
+    run(sys.executable, "-c", backend.format("sdist", str(made)), cwd=repository)
+    (sdist,) = made.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(made, filter="data")
+    unpacked = made / sdist.name.removesuffix(".tar.gz")
+    run(sys.executable, "-c", backend.format("wheel", str(made)), cwd=unpacked)
+    (built,) = made.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    environment = Environment(tmp_path_factory.mktemp("installed"))
+    environment.install(str(wheel))
+    return environment
+
+
+def test_the_wheel_carries_every_module_config_and_table_and_nothing_else(wheel):
+    inside = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    wanted = {f"dpframe/{path}" for path in files("dpframe", "*.py")} | {"dpframe/py.typed"}
+    wanted |= {f"dpframe/conf/{path}" for path in (*files("conf", "*.yaml"), "__init__.py")}
+    wanted |= {f"dpframe/recipes/{path}" for path in (*files("recipes", "*.py"), "data/boston.csv")}
+    wanted |= {"dpframe/recipes/data/digits.csv.gz"}
+    assert wanted - inside == set()
+    assert {name.split("/")[0] for name in inside} == {"dpframe"}
+    assert not [name for name in inside if "__pycache__" in name or "/tests/" in name]
+
+
+def files(folder, pattern):
+    return {str(path.relative_to(ROOT / folder)) for path in (ROOT / folder).rglob(pattern)}
+
+
+def test_nothing_called_conf_or_recipes_is_at_the_top(installed):
+    names = {path.name for path in installed.packages.iterdir()}
+    assert not names & {"conf", "recipes", "tests", "benchmarks"}
+    assert "dpframe" in names
+
+
+@pytest.mark.parametrize("command", [("dpframe",), ("-m", "dpframe")])
+def test_a_wheel_runs_in_an_empty_directory(command, installed, tmp_path):
+    code = "import dpframe, dpframe.conf, dpframe.recipes as r; print(dpframe.__file__, r.__file__)"
+    for file in installed("-c", code, cwd=tmp_path).split():
+        assert Path(file).is_relative_to(installed.packages), "another dpframe is in front"
+    assert "strategy=ddp" in installed(*command, "--help", cwd=tmp_path)
+    assert "val/loss" in installed(*command, *RUN, cwd=tmp_path)
+    assert len(list(tmp_path.glob("outputs/boston/*/summary.json"))) == 1
+
+
+def test_a_wheel_has_the_digits_and_the_ranks(installed, tmp_path):
+    words = ("recipe=lenet", "experiment=debug", "strategy=ddp", "trainer.gpus=2")
+    assert "2 replicas" in installed("dpframe", *words, "trainer.accelerator=cpu", cwd=tmp_path)
+
+
+def test_another_program_composes_from_an_installed_package(installed, tmp_path):
+    code = """
+from hydra import compose, initialize
+from hydra.core.global_hydra import GlobalHydra
+
+with initialize(version_base="1.3", config_path="pkg://dpframe.conf"):
+    print(compose("config", ["recipe=boston", "strategy=ddp"]).strategy._target_)
+"""
+    code = code.replace(
+        'initialize(version_base="1.3", config_path="pkg://dpframe.conf")', "made()"
+    )
+    made = """
+from contextlib import contextmanager
+from hydra import initialize_config_module
+
+@contextmanager
+def made():
+    with initialize_config_module("dpframe.conf", version_base="1.3"):
+        yield
+"""
+    assert installed("-c", made + code, cwd=tmp_path) == "dpframe.strategies.ddp.DDP\n"
+    write(tmp_path, {"config/mine.yaml": "defaults:\n  - config\n  - _self_\nseed: 5\n"})
+    app = """
+import hydra
+
+@hydra.main(version_base="1.3", config_path="config", config_name="mine")
+def main(config):
+    print(config.recipe, config.seed)
+
+main()
+"""
+    write(tmp_path, {"app.py": app})
+    search = "hydra.searchpath=[pkg://dpframe.conf]"
+    words = ("app.py", search, "recipe=boston", "hydra.run.dir=.", "hydra.output_subdir=null")
+    assert installed(*words, cwd=tmp_path) == "boston 5\n"
+
+
+@pytest.mark.parametrize("command", [("dpframe",), ("-m", "dpframe")])
+def test_a_module_in_the_current_directory_is_a_target(command, installed, tmp_path):
+    own = "import dpframe.recipes.boston as boston\nclass Own(boston.Boston): pass\n"
+    write(tmp_path, {"own.py": own})
+    for strategy in ("strategy=cpu", "strategy=ddp"):
+        words = ("task._target_=own.Own", strategy, "trainer.accelerator=cpu")
+        assert "(Own, seed 0)" in installed(*command, *RUN[:2], *words, cwd=tmp_path)
+
+
+def test_an_editable_installation_runs_anywhere(repository, tmp_path_factory):
+    environment = Environment(tmp_path_factory.mktemp("editable"))
+    environment.install("--editable", str(repository))
+    empty = tmp_path_factory.mktemp("empty")
+    file = environment("-c", "import dpframe; print(dpframe.__file__)", cwd=empty).strip()
+    assert Path(file) == repository / "dpframe" / "__init__.py"
+    assert "val/loss" in environment("dpframe", *RUN, cwd=empty)
+
+
+def test_a_repository_runs_without_an_installation(repository, tmp_path_factory):
+    bare = Environment(tmp_path_factory.mktemp("bare"))
+    file = bare("-c", "import dpframe; print(dpframe.__file__)", cwd=repository).strip()
+    assert Path(file) == repository / "dpframe" / "__init__.py"
+    assert "val/loss" in bare(
+        "-m", "dpframe", *RUN, f"hydra.run.dir={bare.packages}/x", cwd=repository
+    )

@@ -1,0 +1,160 @@
+"""Runs that compile nothing never import torch._dynamo, and lose nothing by it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+STOCK = [
+    name
+    for name in dir(torch.optim)
+    if isinstance(getattr(torch.optim, name), type)
+    and issubclass(getattr(torch.optim, name), torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS", "SparseAdam", "Muon")
+]
+
+# Each runs in an interpreter of its own: once dynamo is imported, lean leaves everything stock.
+TRAINED = """
+import sys, torch
+from torch import nn
+from dpframe import lean
+
+def trained(name, is_lean):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    if is_lean:
+        lean.prepare()
+    optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.01)
+    step = lean.step_of(optimizer) if is_lean else optimizer.step
+    for number in range(5):
+        net(torch.randn(8, 3)).square().mean().backward()
+        step()
+        optimizer.zero_grad()
+    return net.state_dict(), optimizer.state_dict()
+
+names = sys.argv[1:]
+lean_results = [trained(name, True) for name in names]
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+for name, (weights, state) in zip(names, lean_results):
+    stock_weights, stock_state = trained(name, False)
+    assert all(torch.equal(weights[key], stock_weights[key]) for key in stock_weights), name
+    assert weights.keys() == stock_weights.keys()
+    torch.testing.assert_close(state, stock_state, rtol=0, atol=0)
+print("equal", len(names))
+"""
+
+HOOKED = """
+import sys, torch
+from dpframe import lean
+
+lean.prepare()
+weight = torch.nn.Parameter(torch.ones(1))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+step = lean.step_of(optimizer)
+calls = []
+optimizer.register_step_post_hook(lambda *args: calls.append(1))
+weight.sum().backward()
+step()
+print("hooks", len(calls))
+"""
+
+COMPILED = """
+import sys, torch
+from dpframe import lean
+
+lean.prepare()
+net = torch.nn.Linear(2, 1)
+step = lean.step_of(torch.optim.SGD(net.parameters(), lr=0.1))
+net(torch.ones(1, 2)).sum().backward()
+step()
+assert "torch._dynamo" not in sys.modules
+print("compiled", tuple(torch.compile(net, backend="eager")(torch.ones(1, 2)).shape))
+"""
+
+
+def python(code: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_stock_optimiser_steps_alike_to_the_bit() -> None:
+    assert len(STOCK) >= 11
+    assert python(TRAINED, *STOCK) == f"equal {len(STOCK)}"
+
+
+def test_a_hook_registered_after_the_fact_is_called() -> None:
+    assert python(HOOKED) == "hooks 1"
+
+
+def test_torch_compile_still_works_in_a_lean_process() -> None:
+    assert python(COMPILED) == "compiled (1, 1)"
+
+
+def test_an_optimiser_of_the_users_own_keeps_its_step() -> None:
+    from dpframe import lean
+
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):  # type: ignore[no-untyped-def]
+            return super().step(closure)
+
+    optimizer = Mine([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert lean.step_of(optimizer) == optimizer.step
+
+
+RUN = """
+import sys
+from dpframe.cli import main
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    assert end.code == 0, end.code
+print("dynamo", "torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_imported"), [("trainer.lean=true", False), ("trainer.lean=false", True)]
+)
+def test_a_plain_run_imports_dynamo_only_when_told_to(
+    setting: str, is_imported: bool, tmp_path: Path
+) -> None:
+    run_dir = f"hydra.run.dir={tmp_path / 'run'}"
+    told = python(RUN, "recipe=boston", "trainer.max_epochs=2", setting, run_dir)
+    assert told.splitlines()[-1] == f"dynamo {is_imported}"
+
+
+RANK = """
+import sys, torch
+import dpframe.strategies.ranks
+from dpframe.strategies.ddp import DDP
+from dpframe import lean
+
+def work():
+    strategy = DDP(gpus=2, accelerator="cpu")
+    strategy.setup()
+    lean.prepare()
+    with lean.no_dynamo_in_ddp():
+        net = strategy.wrap(torch.nn.Linear(2, 1), training=True)
+    net(torch.ones(1, 2)).sum().backward()
+    strategy.close()
+    return "torch._dynamo" in sys.modules
+
+if __name__ == "__main__":
+    print("dynamo", DDP(gpus=2, accelerator="cpu").launch(work))
+"""
+
+
+def test_a_rank_of_ddp_does_not_import_dynamo(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.strip() == "dynamo False", done.stderr

@@ -1,0 +1,196 @@
+"""What a batch costs besides the maths: frames, Python calls, and waits for the device."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import SGD, Rows, Small, fitted
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import dpframe
+from dpframe import Callback, Strategy, Trainer, TrainerSettings
+from dpframe.recipes.boston import Boston, BostonData
+
+HOUSE = str(Path(dpframe.__file__).parent)
+
+# Frames
+
+
+class Looks(Small):
+    """Notes which of our frames are between `fit` and its training_step, outermost first."""
+
+    def training_step(self, batch: Any) -> Any:
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            is_comprehension = frame.f_code.co_name == "<listcomp>"  # no frame from Python 3.12 on
+            if frame.f_code.co_filename.startswith(HOUSE) and not is_comprehension:
+                file = Path(frame.f_code.co_filename).relative_to(HOUSE)
+                frames.append(f"{file}: {frame.f_code.co_qualname}")
+            frame = frame.f_back
+        inside = takewhile(lambda name: name != "trainer/loop.py: Trainer.fit", frames)
+        if self.training:
+            self.crossed = ["trainer/loop.py: Trainer.fit", *reversed(list(inside))]
+        return super().training_step(batch)
+
+
+def crossed(strategy: Strategy) -> list[str]:
+    strategy.setup()
+    try:
+        return fitted(Looks(), strategy=strategy, max_steps=1).task.crossed
+    finally:
+        strategy.close()
+
+
+def crossed_in(name: str) -> list[str]:
+    """In a process that has computed nothing, as a run's is."""
+    from dpframe.strategies.cpu import CPU
+    from dpframe.strategies.data_parallel import DataParallel
+    from dpframe.strategies.ddp import DDP
+
+    kinds = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}
+    strategy = kinds[name](None if name == "cpu" else 2, accelerator="cpu")
+    return strategy.launch(crossed, strategy)
+
+
+FRAMES = [
+    "trainer/loop.py: Trainer.fit",
+    "trainer/loop.py: Trainer._train_epoch",
+    "trainer/loop.py: Trainer._train_step",
+    "task.py: TrainStep.forward",
+]
+REPLICAS = "strategies/data_parallel.py: Replicas.forward"
+
+
+@pytest.mark.parametrize(
+    "name, frames",
+    [
+        ("cpu", FRAMES),
+        ("ddp", FRAMES),
+        ("data_parallel", [*FRAMES[:3], REPLICAS, FRAMES[3]]),
+    ],
+)
+def test_a_batch_crosses_four_frames_in_two_files(name, frames):
+    assert elsewhere(f"crossed_in({name!r})") == frames
+
+
+def elsewhere(call: str) -> Any:
+    code = f"import json, test_loop_budget as t; print(json.dumps(t.{call}))"
+    process = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+# Calls
+
+BATCHES = 20
+OWN_BUDGET = 20  # calls of dpframe's own functions a batch, the recipe's among them
+BUDGET = 156  # all Python calls a batch, with torch's; Lightning 2.6 makes 483
+
+
+class CountsCalls(Callback):
+    """From the end of one step to the end of another: data, forward, backward, update, hooks."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.global_step == 10:
+            sys.setprofile(self.note)
+        if trainer.global_step == 10 + BATCHES:
+            sys.setprofile(None)
+
+    def note(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            self.calls[frame.f_code.co_filename] += 1
+
+
+class Training(BostonData):
+    def val_dataset(self) -> None:  # type: ignore[override]
+        return None
+
+
+def calls_a_batch() -> tuple[float, float]:
+    net = nn.Sequential(
+        nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)
+    )
+    counts = CountsCalls()
+    Trainer(
+        Boston(net, partial(torch.optim.Adam, lr=0.01)),
+        Training(batch_size=8),
+        settings=TrainerSettings(max_epochs=1, max_steps=40),
+        callbacks=[counts],
+    ).fit()
+    houses = (HOUSE, str(Path(HOUSE).parent / "recipes"))
+    own = sum(count for file, count in counts.calls.items() if file.startswith(houses))
+    return own / BATCHES, sum(counts.calls.values()) / BATCHES
+
+
+def test_a_batch_keeps_its_budget_of_python_calls():
+    own, every = elsewhere("calls_a_batch()")
+    print(f"CALLS A BATCH: {own:.1f} of ours, {every:.1f} in all; Lightning 483")
+    assert 10 < own <= OWN_BUDGET  # a count of next to nothing would have missed them
+    assert 100 < every <= BUDGET
+
+
+# Waits
+
+
+class Reads(TorchFunctionMode):
+    """Notes at which step a tensor was turned into a number, which waits for a GPU."""
+
+    WAIT = {"item", "tolist", "__float__", "__int__", "__bool__", "__index__", "numpy", "nonzero"}
+    WAIT |= {"cpu", "__format__", "__repr__"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 1
+        self.steps: list[int] = []
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        if getattr(function, "__name__", "") in self.WAIT:
+            self.steps.append(self.step)
+        return function(*args, **(kwargs or {}))
+
+
+class Weighted(Small):
+    def training_step(self, batch: Any) -> Any:
+        return {**super().training_step(batch), "weight": batch[1].abs().sum()}
+
+
+@pytest.mark.parametrize("task", [Small, Weighted])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulate": 2}, {"clip_norm": 0.1}, {"clip_value": 0.1}, {"precision": "bf16"}],
+    ids=lambda settings: next(iter(settings), "plain"),
+)
+def test_nothing_is_read_between_log_steps(task, settings):
+    reads = Reads()
+
+    class Steps(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            reads.step = trainer.global_step + 1
+
+    with reads:
+        fitted(
+            task(SGD),  # stock Adam reads its own step counter, which is on the CPU
+            Rows(40, 2, val=False),
+            callbacks=[Steps()],
+            max_epochs=1,
+            max_steps=10,
+            log_every=4,
+            **settings,
+        )
+    assert {4, 8} <= set(reads.steps) <= {4, 8, 11}  # 11: the epoch's end, after step 10

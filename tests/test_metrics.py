@@ -1,0 +1,119 @@
+"""Means over rows: exact, whatever the batches and replicas, and over weights where given."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from dpframe import UserError
+from dpframe.metrics import Means
+
+SQUARES = [float(n * n) for n in range(10)]
+
+
+def means() -> Means:
+    return Means(lambda tensor: tensor, lambda names: names)
+
+
+def measured(rows: list[float], **more: Any) -> tuple[int, dict[str, Any]]:
+    return len(rows), {"loss": torch.tensor(rows).mean(), **more}
+
+
+@pytest.mark.parametrize("cuts", [[4, 8], [3], [1, 9], []])
+def test_uneven_shares_give_the_mean_over_rows(cuts):
+    one = means()
+    for start, end in zip([0, *cuts], [*cuts, 10], strict=True):
+        one.add([measured(SQUARES[start:end])])
+    assert one.total() == {"loss": pytest.approx(28.5, rel=1e-7)}
+
+
+def test_the_mean_of_the_means_of_three_replicas_would_be_wrong():
+    shares = [SQUARES[:4], SQUARES[4:8], SQUARES[8:]]
+    one = means()
+    one.add([measured(share) for share in shares])
+    assert one.total()["loss"] == pytest.approx(28.5, rel=1e-7)
+    naive = sum(sum(share) / len(share) for share in shares) / 3
+    assert naive == pytest.approx(35.8, abs=0.05)
+
+
+def test_a_weight_counts_instead_of_the_rows():
+    one = means()
+    one.add([(2, {"loss": torch.tensor(1.0), "weight": torch.tensor(6.0)})])
+    one.add([(8, {"loss": torch.tensor(5.0), "weight": 2})])
+    assert one.total() == {"loss": (6 * 1 + 2 * 5) / 8}
+
+
+def test_a_lent_row_counts_nothing_even_where_it_is_nan():
+    one = means()
+    one.add([(3, {"loss": torch.tensor(2.0)}), (0, {"loss": torch.tensor(math.nan)})])
+    one.add([(0, {"loss": torch.tensor(math.inf), "weight": torch.tensor(9.0)})])
+    assert one.total() == {"loss": 2.0}
+
+
+def test_a_window_is_since_the_last_window_and_the_total_is_all():
+    one = means()
+    one.add([measured([1.0, 1.0])])
+    assert one.window() == {"loss": 1.0}
+    one.add([measured([4.0])])
+    assert one.window() == {"loss": 4.0}
+    assert one.window() == {}
+    assert one.total() == {"loss": 2.0}
+    one.reset()
+    assert one.total() == {}
+
+
+def test_a_metric_counts_only_where_it_was_measured():
+    one = means()
+    one.add([(1, {"loss": 1.0}), (3, {"loss": 5.0, "found": 2.0})])
+    assert one.total() == {"loss": 4.0, "found": 2.0}
+
+
+def test_the_state_goes_on_where_it_was_to_the_bit():
+    whole, first, second = means(), means(), means()
+    parts = [measured([0.1 * n, 0.7]) for n in range(6)]
+    for part in parts[:3]:
+        whole.add([part])
+        first.add([part])
+    whole.window()
+    second.load_state_dict(first.state_dict())
+    for part in parts[3:]:
+        whole.add([part])
+        second.add([part])
+    assert second.total() == whole.total()
+
+
+def test_sums_are_in_64_bits():
+    one = means()
+    one.add([(1, {"loss": torch.tensor(1e8)})] + [(1, {"loss": torch.tensor(1.0)})] * 100)
+    assert one.total()["loss"] == (1e8 + 100) / 101
+
+
+def test_the_names_of_all_processes_are_agreed_on_once():
+    """Two processes, one of which measures a name that the other does not."""
+    agreed: list[list[str]] = []
+
+    def agree(names: list[str]) -> list[str]:
+        agreed.append(names)
+        return sorted({*names, "there"})
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        if len(tensor) == 1 + 2 * 2:  # loss and there: the other has there = 3, over one row
+            other = torch.tensor([0.0, 0.0, 0.0, 3.0, 1.0], dtype=torch.float64)
+            return tensor + other
+        return tensor
+
+    one = Means(reduce, agree)
+    one.add([(1, {"loss": 7.0})])
+    assert one.window() == {"loss": 7.0, "there": 3.0}
+    one.add([(1, {"loss": 9.0})])
+    assert one.window() == {"loss": 9.0, "there": 3.0}
+    assert agreed == [["loss"]]
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2, 2)])
+def test_a_metric_of_several_numbers_is_refused_by_its_name(value):
+    one = means()
+    one.add([(3, {"loss": torch.tensor(1.0), "errors": value})])
+    with pytest.raises(UserError, match="^a step returned 'errors' with more than one number; re"):
+        one.total()

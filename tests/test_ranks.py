@@ -1,0 +1,287 @@
+"""Real processes: how ranks start, how torchrun's join, and how each kind of fault ends the job."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import faulty
+import pytest
+import torch
+from conftest import descendants, remaining
+
+from dpframe import UserError, checkpoint
+from dpframe.strategies import ranks
+from dpframe.strategies.ddp import DDP
+
+TESTS = Path(__file__).resolve().parent
+FAULT_SECONDS = 10
+BOSTON = ["recipe=boston", "trainer.max_epochs=2", "logger=none"]
+
+# Faults
+
+
+def faulty_command(folder: Path, *overrides: str) -> list[str]:
+    (folder / "recipe").mkdir(exist_ok=True)
+    (folder / "recipe" / "faulty.yaml").write_text(faulty.CONFIG)
+    given = ["recipe=faulty", "strategy=ddp", "callbacks=none", "logger=none", *overrides]
+    return [sys.executable, "-m", "dpframe", f"--config-dir={folder}", *given]
+
+
+def faulty_environment(**more: str) -> dict[str, str]:
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+def broken(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
+    """A job that ends within 10 seconds of its fault, with nothing of it left then."""
+    before = set(descendants())
+    done = subprocess.run(
+        faulty_command(folder, *overrides),
+        cwd=folder,
+        env=faulty_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    left = set(descendants()) - before
+    noted = [float(path.read_text()) for path in folder.glob("fault-*")]
+    assert noted, done.stderr
+    assert time.time() - min(noted) < FAULT_SECONDS
+    assert not left
+    return done
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_has_its_traceback_last_on_stderr(tmp_path, rank):
+    done = broken(tmp_path, "trainer.gpus=2", f"task.fault=raise {rank}")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[-1] == f"ValueError: broken in rank {rank}"
+    assert f"rank {rank} failed:" in lines
+    assert lines.index(f"rank {rank} failed:") < lines.index("Traceback (most recent call last):")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_one_traceback_is_shown_where_every_rank_raises(tmp_path):
+    done = broken(tmp_path, "trainer.gpus=2", "task.fault=raise all")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("ValueError: broken in rank ")
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "workers", "said"),
+    [
+        ("kill 0", 2, "killed by SIGKILL"),
+        ("kill 1", 0, "killed by SIGKILL"),
+        ("leave 1", 0, "left with exit code 7"),
+    ],
+)
+def test_a_rank_that_is_killed_is_named(tmp_path, fault, workers, said):
+    done = broken(tmp_path, "trainer.gpus=2", f"task.fault={fault}", f"data.workers={workers}")
+    assert done.returncode == 1
+    *_, name, last = done.stderr.splitlines()
+    assert name == f"rank {fault[-1]} failed:"
+    assert last.startswith(said)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["1", "all"])
+def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(tmp_path, rank):
+    done = broken(
+        tmp_path, "trainer.gpus=2", "trainer.accelerator=cpu", f"task.fault=refuse {rank}"
+    )
+    assert (done.returncode, done.stderr) == (2, "dpframe: the data is wrong; mend it\n")
+
+
+def test_the_exception_of_a_data_worker_ends_the_job_with_the_workers_traceback(tmp_path):
+    done = broken(tmp_path, "trainer.gpus=2", "data.fault=worker 1", "data.workers=2")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "LookupError: row 60 is broken"
+    assert "Original Traceback" in done.stderr
+
+
+def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
+    done = broken(tmp_path, "trainer.gpus=2", "task.fault=hang 1", "strategy.timeout_seconds=3")
+    assert done.returncode == 1
+    assert "rank 0 failed:" in done.stderr
+    assert "Timed out waiting 3000ms" in done.stderr.splitlines()[-1]
+
+
+@contextmanager
+def hanging(folder: Path, fault: str) -> Iterator[subprocess.Popen]:
+    """A job of two ranks, each with two data workers, that all wait."""
+    command = faulty_command(folder, "trainer.gpus=2", f"task.fault={fault} all", "data.workers=2")
+    said = (folder / "said").open("w")
+    with (
+        said,
+        subprocess.Popen(
+            command, cwd=folder, env=faulty_environment(), stdout=said, stderr=said
+        ) as job,
+    ):
+        try:
+            while len(list(folder.glob("fault-*"))) < 2:
+                assert job.poll() is None
+                time.sleep(0.02)
+            yield job
+        finally:
+            job.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "fault"),
+    [
+        (signal.SIGKILL, -9, "ignore"),
+        (signal.SIGTERM, 143, "hang"),
+        (signal.SIGINT, 130, "hang"),
+    ],
+)
+def test_a_signal_to_the_parent_leaves_no_rank_and_no_worker(tmp_path, number, code, fault):
+    before = set(descendants())
+    with hanging(tmp_path, fault) as job:
+        assert len(set(descendants()) - before) >= 1 + 2 + 4
+        started = time.monotonic()
+        job.send_signal(number)
+        assert job.wait(timeout=FAULT_SECONDS) == code, (tmp_path / "said").read_text()
+        assert not remaining(lambda: set(descendants()) - before, named=str)
+        assert time.monotonic() - started < FAULT_SECONDS
+
+
+# Starting
+
+
+def kind_of_process() -> str:
+    import multiprocessing
+
+    return type(multiprocessing.current_process()).__name__
+
+
+STARTS = """
+import sys, threading
+import torch
+from dpframe.strategies import ranks
+from dpframe.strategies.ddp import DDP
+from test_ranks import kind_of_process
+
+if __name__ == "__main__":
+    if sys.argv[1] == "thread":
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+    if sys.argv[1] == "computed":
+        torch.set_num_threads(4)
+        torch.ones(512, 512) @ torch.ones(512, 512)
+        torch.ones(2**20).add_(1)
+    print(ranks._fork_is_safe(), DDP(2, "cpu").launch(kind_of_process), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        ("fresh", "True ForkProcess"),
+        ("thread", "False SpawnProcess"),
+        ("computed", "False SpawnProcess"),
+    ],
+)
+def test_a_process_with_threads_spawns_its_ranks_and_a_fresh_one_forks_them(tmp_path, state, said):
+    (tmp_path / "starts.py").write_text(STARTS)
+    done = subprocess.run(
+        [sys.executable, "starts.py", state],
+        cwd=tmp_path,
+        env=faulty_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.strip() == said, done.stderr
+
+
+def value_of_the_rank(value: int) -> tuple[str, int]:
+    return os.environ["RANK"], value
+
+
+def test_launch_returns_the_value_of_the_main_process_and_puts_everything_back():
+    before = signal.getsignal(signal.SIGINT), dict(os.environ)
+    assert DDP(2, "cpu").launch(value_of_the_rank, 5) == ("0", 5)
+    assert (signal.getsignal(signal.SIGINT), dict(os.environ)) == before
+
+
+# torchrun
+
+
+def run_in(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env=faulty_environment(**environment),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def last_weights(folder: Path) -> dict[str, Any]:
+    (found,) = folder.glob("outputs/boston/*/checkpoints/last.ckpt")  # one run, one directory
+    return checkpoint.load(found)["task"]
+
+
+def test_torchrun_gives_the_weights_of_our_own_launch_in_one_directory(tmp_path):
+    folders = {name: tmp_path / name for name in ("ours", "torchrun", "cpu")}
+    for folder in folders.values():
+        folder.mkdir()
+    given = [*BOSTON, "trainer.precision='64'"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "-m", "dpframe"]
+    done = [
+        run_in(folders["ours"], "dpframe", *given, "strategy=ddp", "trainer.gpus=2"),
+        run_in(folders["torchrun"], *torchrun, *given, "strategy=ddp"),
+        run_in(folders["cpu"], "dpframe", *given, "strategy=cpu"),
+    ]
+    assert [one.returncode for one in done] == [0, 0, 0], [one.stderr for one in done]
+    ours, theirs, single = (last_weights(folder) for folder in folders.values())
+    assert ours.keys() == theirs.keys() == single.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+        torch.testing.assert_close(tensor, single[name], rtol=1e-12, atol=1e-14)
+
+
+def test_a_wrong_config_under_torchrun_is_told_once(tmp_path):
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "-m", "dpframe"]
+    done = run_in(tmp_path, *torchrun, *BOSTON, "strategy=ddp", "trainer.max_epoch=3")
+    assert done.returncode != 0
+    assert done.stderr.count("dpframe: ") == 1
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "the environment contradicts itself: RANK=5"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "finds RANK=x WORLD_SIZE=2"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "2"}, "contradicts itself"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "contradicts itself"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "no MASTER_ADDR"),
+    ],
+)
+def test_ranks_that_contradict_themselves_are_refused(monkeypatch, environment, said):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=said) as error:
+        ranks.this_rank()
+    assert "\n" not in str(error.value)
+
+
+def test_a_contradiction_is_one_line_of_the_command(tmp_path):
+    done = run_in(tmp_path, "dpframe", *BOSTON, "strategy=ddp", RANK="5", WORLD_SIZE="2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("dpframe: the environment ")
+    assert done.stderr.count("\n") == 1
+    done = run_in(tmp_path, "dpframe", *BOSTON, "trainer.max_epoch=3", RANK="x")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1

@@ -1,0 +1,221 @@
+"""A resumed run ends where it would have ended, to the bit."""
+
+import random
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import small
+import torch
+from recorded import Recorder
+from small import Hooks, Rows, Scripted, Small, fitted, is_same
+from test_numbers import NoisyRows
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+
+from dpframe import Callback, UserError, checkpoint, seeding
+from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.callbacks.early_stopping import EarlyStopping
+
+HALVES = partial(StepLR, step_size=2, gamma=0.5)
+
+
+class Draws(Rows):
+    """Rows with noise from all of the main process's generators."""
+
+    def collate(self, rows):
+        x, y = super().collate(rows)
+        return [x + torch.randn_like(x) + random.random(), y]
+
+
+STEPWISE = {"scheduler_every": "step"}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "epochs": (HALVES, {}),
+    "one_cycle": (partial(OneCycleLR, max_lr=0.1), STEPWISE),
+    "plateau": (partial(ReduceLROnPlateau, patience=0), {"plateau_monitor": "train/loss"}),
+    "fp16": (None, {"precision": "fp16"}),
+    "float64": (None, {"precision": "64"}),
+}
+
+
+def long_run(case: str, callbacks: list[Callback], resume: Any = None, **settings) -> Any:
+    scheduler, more = CASES[case]
+    seeding.seed_everything(0 if resume is None else 1)  # the checkpoint decides, not the start
+    built = Small(small.Adam, scheduler, dropout=0.4)
+    return fitted(
+        task=built,
+        data=Draws(26, 4),  # seven batches, the last of two rows
+        callbacks=callbacks,
+        max_epochs=4,
+        accumulate=2,
+        log_every=3,
+        resume=resume,
+        **{**more, **settings},
+    )
+
+
+def comparable(one: Any) -> dict[str, Any]:
+    state = one.state_dict()
+    del state["progress"]["seconds"]
+    return state
+
+
+# An epoch has four steps: 4 and 8 are at ends of epochs.
+POINTS = [(case, step) for case in CASES for step in (6, 8)]
+POINTS += [(case, step) for case in ("epochs", "one_cycle") for step in (1, 4, 15)]
+
+
+@pytest.mark.parametrize("case, step", POINTS)
+def test_a_resume_ends_in_the_same_state_to_the_bit(tmp_path, case, step):
+    class Takes(Callback):
+        runs_last = True
+
+        def on_step_end(self, trainer):
+            if trainer.global_step == step and trainer.batches_done < 7:
+                checkpoint.save(trainer.state_dict(), tmp_path / "a.ckpt")
+
+        def on_epoch_end(self, trainer):
+            if trainer.global_step == step:
+                checkpoint.save(trainer.state_dict(), tmp_path / "a.ckpt")
+
+    whole = long_run(case, [Takes(), EarlyStopping(patience=50)])
+    state = checkpoint.load(tmp_path / "a.ckpt")
+    again = long_run(case, [Takes(), EarlyStopping(patience=50)], state)
+    assert whole.global_step == again.global_step == 16
+    assert is_same(comparable(again), comparable(whole))
+
+
+def test_a_resume_from_last_ckpt_within_an_epoch_ends_with_the_same_weights(tmp_path):
+    keepers = partial(Checkpoint, every_n_epochs=None, every_n_steps=5)
+    whole = long_run("epochs", [keepers()], directory=tmp_path / "whole")
+    long_run("epochs", [keepers()], directory=tmp_path / "cut", max_steps=12)
+    state = checkpoint.load(tmp_path / "cut" / "checkpoints" / "last.ckpt")
+    assert (state["progress"]["global_step"], state["progress"]["epoch"]) == (12, 3)
+    again = long_run("epochs", [keepers()], state, directory=tmp_path / "cut")
+    assert is_same(again.task.state_dict(), whole.task.state_dict())
+    assert is_same(again.metrics, whole.metrics)
+
+
+def test_a_run_that_dies_within_an_epoch_goes_on_from_its_last_ckpt(tmp_path):
+    class Dies(Exception):
+        pass
+
+    def die(trainer):
+        if trainer.global_step == 7:
+            raise Dies
+
+    keepers = partial(Checkpoint, every_n_steps=2)
+    whole = long_run("epochs", [keepers()], directory=tmp_path / "whole")
+    with pytest.raises(Dies):
+        long_run("epochs", [keepers(), Hooks(on_step_end=die)], directory=tmp_path / "dies")
+    state = checkpoint.load(tmp_path / "dies" / "checkpoints" / "last.ckpt")
+    assert state["progress"]["global_step"] == 6
+    assert state["progress"]["batches_done"] == 4
+    again = long_run("epochs", [keepers()], state, directory=tmp_path / "dies")
+    assert is_same(again.task.state_dict(), whole.task.state_dict())
+    best = (
+        checkpoint.load(tmp_path / name / "checkpoints" / "best.ckpt") for name in ("whole", "dies")
+    )
+    assert is_same(*(one["task"] for one in best))
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_workers_that_draw_random_numbers_are_resumed_too(step):
+    taken: dict[str, Any] = {}
+    at = "on_epoch_end" if step == 5 else "on_step_end"
+    takes = Hooks(
+        **{at: lambda t: t.global_step == step and taken.update(deepcopy(t.state_dict()))}
+    )
+    whole = fitted(data=NoisyRows(2), callbacks=[takes])
+    again = fitted(data=NoisyRows(2), callbacks=[Hooks()], resume=taken)
+    assert is_same(again.task.state_dict(), whole.task.state_dict())
+
+
+def test_early_stopping_counts_on_after_a_resume(tmp_path):
+    def stopping(patience: int = 3) -> list[Callback]:
+        # The checkpoint is named first, and still sees what early stopping decided.
+        return [Checkpoint(monitor="val/score"), EarlyStopping("val/score", patience=patience)]
+
+    scores = [1.0, 2.0, 3.0, 4.0, 5.0]
+    fitted(Scripted(scores[:2]), callbacks=stopping(), directory=tmp_path, max_epochs=2)
+    state = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")
+    again = fitted(
+        Scripted(scores[2:]), callbacks=stopping(), directory=tmp_path, max_epochs=9, resume=state
+    )
+    assert again.epoch == 4
+
+
+def test_two_callbacks_of_one_class_keep_their_own_states():
+    stopping = [EarlyStopping("val/loss", patience=9), EarlyStopping("train/loss", patience=9)]
+    state = fitted(callbacks=stopping).state_dict()["callbacks"]
+    again = [EarlyStopping("val/loss", patience=9), EarlyStopping("train/loss", patience=9)]
+    one = fitted(callbacks=stopping)
+    fitted(callbacks=again, resume=one.state_dict())
+    assert [s["best"] for s in state.values()] == [c.monitor.best for c in again]
+    assert again[0].monitor.best != again[1].monitor.best
+
+
+def test_seconds_and_rows_are_counted_over_all_of_a_runs_parts():
+    first = fitted(max_epochs=1)
+    again = fitted(max_epochs=2, resume=first.state_dict())
+    assert again.rows_seen == 2 * first.rows_seen
+    assert again.seconds > first.seconds
+
+
+def test_a_run_that_is_done_is_resumed_to_no_further_step():
+    done = fitted()
+    again = fitted(resume=done.state_dict())
+    assert (again.global_step, again.metrics) == (done.global_step, done.metrics)
+    assert is_same(again.task.state_dict(), done.task.state_dict())
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        (
+            {"seed": 1},
+            "resume: that run had seed=0, this one has seed=1, and would read other rows",
+        ),
+        (
+            {"data": Rows(20, 5)},
+            "resume: that run had data.batch_size=4, this one has data.batch_si",
+        ),
+        (
+            {"make": partial(Small, small.Adam)},
+            "resume: that run's optimizer was SGD, this config's",
+        ),
+        (
+            {"make": partial(Small, scheduler=partial(StepLR, step_size=1))},
+            "resume: that run's scheduler was None, this config's is StepLR; use checkpoint=FILE",
+        ),
+        (
+            {"make": partial(Small, width=9)},
+            "the checkpoint does not fit this recipe's Small: net.0",
+        ),
+    ],
+)
+def test_a_resume_that_could_not_go_on_alike_is_refused(changed, said):
+    state = fitted(max_steps=2).state_dict()
+    with pytest.raises(UserError) as caught:
+        fitted(resume=state, **changed)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("step", [2, 3])  # log_every is 3: within a window, and at its end
+def test_a_resume_logs_what_would_have_been_logged(step):
+    def log_of(resume: Any = None) -> list:
+        recorder = Recorder()
+        hooks = Hooks(
+            on_step_end=lambda t: t.global_step == step and taken.append(deepcopy(t.state_dict()))
+        )
+        long_run("epochs", [hooks], resume, loggers=[recorder])
+        return recorder.log_
+
+    def take(trainer):
+        if trainer.global_step == step:
+            taken.append(deepcopy(trainer.state_dict()))
+
+    taken: list[Any] = []
+    whole = log_of()
+    again = log_of(taken[0])
+    assert again == [entry for entry in whole if entry[0] > step]

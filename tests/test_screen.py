@@ -1,0 +1,75 @@
+"""No reader, no terminal, no disk, no unicode: none of it ends a run or shows a traceback."""
+
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from command import environment
+
+
+def test_a_run_and_the_streams_it_may_find(tmp_path):
+    run = f"{sys.executable} -m dpframe recipe=boston trainer.max_epochs=3"
+    ended = f"{sys.executable} -m dpframe recipe=boston trainer.max_epochs=3 callbacks=none"
+    lines = [
+        f"{run} | head -1",
+        f"{run} <&- >&- 2>&-",
+        f"{run} > /dev/full",
+        f"{ended} < /dev/null",
+    ]
+    for line in lines:
+        done = shell(f"set -o pipefail; {line}", tmp_path)
+        assert (done.returncode, done.stderr) == (0, ""), line
+    summaries = list(tmp_path.glob("outputs/boston/*/summary.json"))
+    assert len(summaries) == len(lines), "the reader left, the run went on"
+
+
+def test_help_over_a_pipe_and_without_unicode(tmp_path):
+    command = f"{sys.executable} -m dpframe"
+    piped = shell(f"{command} --help | head -1; echo ${{PIPESTATUS[0]}}", tmp_path)
+    assert piped.stderr == "" and piped.stdout.splitlines()[-1] in ("0", "141")
+    for ascii_only in ("PYTHONIOENCODING=ascii", "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"):
+        done = shell(f"{ascii_only} {command} --help", tmp_path)
+        assert done.returncode == 0 and "[key=value ?]" in done.stdout
+        refused = shell(f"{ascii_only} {command} recipe=$'\\xff'", tmp_path)
+        assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+def shell(line, directory):
+    words = ["bash", "-c", line]
+    return subprocess.run(words, capture_output=True, text=True, cwd=directory, env=environment())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see torch being imported")
+def test_ctrl_c_while_torch_is_imported_is_130_without_a_traceback(tmp_path):
+    with training(tmp_path) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "libtorch" not in maps.read_text():
+            time.sleep(0.01)
+        assert_interrupted(process)
+
+
+def test_ctrl_c_while_training_is_130_without_a_traceback(tmp_path):
+    with training(tmp_path) as process:
+        assert any(line.startswith("epoch 3/") for line in process.stdout)
+        assert_interrupted(process)
+
+
+@contextmanager
+def training(directory):
+    words = [sys.executable, "-m", "dpframe", "recipe=boston", "trainer.max_epochs=1000000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, cwd=directory, env=environment(), **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def assert_interrupted(process):
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "\ninterrupted\n")

@@ -1,0 +1,397 @@
+"""The conformance kit passes what is exact, and fails each planted bug with its cause."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from dpframe import Strategy, TrainerSettings, UserError
+from dpframe.strategies.cpu import CPU
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single_gpu import SingleGPU
+from dpframe.testing import Recipe, check_strategy, verify
+from dpframe.testing.checks import CHECKS
+from dpframe.testing.tasks import Small, Table
+
+TWO = {"gpus": 2, "accelerator": "cpu"}
+THREE = {"gpus": 3, "accelerator": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def put_away() -> Iterator[None]:
+    yield
+    for left in planted.LEFT:
+        if isinstance(left, subprocess.Popen):
+            left.kill()
+            left.wait()
+        else:
+            left.close()
+    planted.LEFT.clear()
+    os.environ.pop("MASTER_ADDR", None)
+
+
+# What is exact
+
+
+@pytest.mark.parametrize(
+    ("strategy", "arguments"),
+    [
+        (Strategy, {"accelerator": "cpu"}),
+        (CPU, {}),
+        (SingleGPU, {"accelerator": "cpu"}),
+        (DataParallel, TWO),
+        (DataParallel, THREE),
+        (DDP, TWO),
+        (DDP, THREE),
+    ],
+)
+def test_the_strategies_pass_every_check(strategy, arguments):
+    report = check_strategy(strategy, recipe="boston", **arguments)
+    assert report.passed
+    assert [finding.check for finding in report.findings] == list(CHECKS)
+    void = {finding.check for finding in report.findings if finding.passed is None}
+    assert void == (set() if strategy is DDP else {"gradient_sync"})
+    assert "8 of boston" in report["weights"].compared
+
+
+def test_a_strategy_is_found_by_its_name():
+    report = check_strategy("data_parallel", recipe="boston", overrides=["seed=4"], **THREE)
+    assert "boston on DataParallel: 3 replicas in 1 process" in report.title
+
+
+@pytest.mark.gpu
+def test_a_gpu_passes_every_check():
+    assert check_strategy(SingleGPU, recipe="lenet", gpus=1, accelerator="cuda").passed
+    assert check_strategy(DDP, recipe="boston", gpus=1, accelerator="cuda").passed
+
+
+def test_random_numbers_and_threads_are_left_as_they_were():
+    torch.manual_seed(5)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    check_strategy(CPU, only=["weights"])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+
+
+# What errs, and how
+
+OTHER_WEIGHTS = {"weights", "loss_curve", "metrics", "accumulation", "few_rows", "weighted"}
+PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
+    "MeanOfMeans": (
+        THREE,
+        OTHER_WEIGHTS,
+        "weights: the kit's network ends with other weights, most in .*: it is what the mean of "
+        "the replicas' means gives, not the mean over all rows",
+    ),
+    "Padded": (
+        TWO,
+        OTHER_WEIGHTS | {"rows_once", "validation", "predict_order"},
+        "rows_once: of a batch of 9 rows the shares have 5 5: the shares are padded to one size, "
+        "row 0 counts twice",
+    ),
+    "Unshared": (
+        TWO,
+        OTHER_WEIGHTS | {"rows_once", "gradient_sync"},
+        "weights: rank 1 ends with other weights than rank 0 .* it is what the main process's own "
+        "rows give: the gradients are not shared",
+    ),
+    "SaysSummed": (
+        TWO,
+        OTHER_WEIGHTS,
+        "weights: .* it is what 1/2 of the gradient gives: the replicas' gradients are averaged, "
+        "and averaged_over says that they are summed",
+    ),
+    "SaysAveraged": (
+        THREE,
+        OTHER_WEIGHTS,
+        "weights: .* it is what 3 times the gradient gives: the replicas' gradients are summed, "
+        "and averaged_over says that they are averaged",
+    ),
+    "Rounds": (
+        {"accelerator": "cpu"},
+        OTHER_WEIGHTS,
+        r"loss_curve: the kit's network: apart first in step/loss at step 2: 3\.\d+, not 3\.\d+",
+    ),
+    "Averages": (
+        TWO,
+        {"collectives", "weighted"},
+        r"collectives: reduce gave \[1.5\] in rank 0, not \[3.0\]: reduce is the sum",
+    ),
+    "KeepsToItself": (
+        TWO,
+        {"launch", "collectives", "loss_curve", "metrics", "validation", "accumulation"},
+        "validation: of 0² to 9² the mean is 28.5; it gave 6, the mean of the main process's own "
+        "rows: `reduce` does not sum over the processes",
+    ),
+    "EvenMeans": (
+        THREE,
+        {"loss_curve", "metrics", "validation", "accumulation"},
+        "validation: of 0² to 9² the mean is 28.5; it gave 35.8333, the mean of the replicas' "
+        "means, not the mean over all rows",
+    ),
+    "LogsEverywhere": (
+        TWO,
+        {"logged_once"},
+        "logged_once: step/loss of step 1 was logged 2 times, by 2 processes: `logger` must give "
+        "the loggers back in the main process alone",
+    ),
+    "NeverQuiet": (
+        TWO,
+        {"gradient_sync"},
+        r"gradient_sync: the gradients were shared 3 times in one update: grad_sync\(False\) has "
+        "no effect",
+    ),
+    "Backwards": (
+        TWO,
+        {"collectives", "predict_order"},
+        "predict_order: 10 rows came as 2 3 0 1 6 7 4 5 9 8: shares have to keep the batch's order",
+    ),
+    "ForgetsToReturn": (
+        {"accelerator": "cpu"},
+        {"launch"},
+        "launch: launch did not return what `run` returned in the main process",
+    ),
+    "WrapsInPlace": (
+        {"accelerator": "cpu"},
+        {"checkpoint"},
+        "checkpoint: it has net.module.0.weight in place of net.0.weight: wrap must leave the task",
+    ),
+    "ForgetsItsState": (
+        {"accelerator": "cpu"},
+        {"checkpoint"},
+        "checkpoint: an epoch, a checkpoint and a second epoch end .* apart from two epochs",
+    ),
+    "LeavesProcess": (
+        {"accelerator": "cpu"},
+        {"shutdown"},
+        r"shutdown: left behind: process \d+: .*sleep\(600\), in the process that launched",
+    ),
+    "LeavesThreadInRanks": (
+        TWO,
+        {"shutdown"},
+        r"shutdown: left behind: thread watcher, in rank 0 after close\(\); thread watcher, in rank",
+    ),
+    "LeavesPort": (
+        {"accelerator": "cpu"},
+        {"shutdown"},
+        r"shutdown: left behind: port \d+, in the",
+    ),
+    "LeavesGroup": (TWO, {"shutdown"}, "shutdown: left behind: process group, in rank 0 after"),
+    "LeavesVariable": (
+        {"accelerator": "cpu"},
+        {"shutdown"},
+        "shutdown: left behind: environment variable MASTER_ADDR",
+    ),
+    "Breaks": (TWO, {"launch"}, "launch: broke off in collectives: ValueError: a cable was cut"),
+    "AllMain": (
+        TWO,
+        {"launch"},
+        "launch: broke off .*; is_main is true in the ranks 0 1; it has to",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_fails_its_checks_with_the_cause(name):
+    arguments, failed, cause = PLANTED[name]
+    report = verify(partial(getattr(planted, name), **arguments))
+    print(f"PLANTED {name}: {report}")
+    assert {finding.check for finding in report.failed} == failed
+    assert re.search(f"^FAIL {cause}", str(report), re.MULTILINE)
+
+
+def test_a_rank_that_hangs_is_ended_and_reported():
+    report = verify(partial(planted.Hangs, **TWO), give_up_seconds=5)
+    assert {finding.check for finding in report.failed} == {"launch"}
+    assert "collectives did not end within 5 seconds" in report["launch"].cause
+
+
+def test_check_strategy_raises_with_the_table_and_the_causes():
+    with pytest.raises(AssertionError) as caught:
+        check_strategy(planted.SaysAveraged, only=["weights", "checkpoint"], **TWO)
+    lines = str(caught.value).splitlines()
+    assert re.search(r"^weights .* FAIL$", lines[4]) and re.search(
+        r"^checkpoint .* pass$", lines[5]
+    )
+    assert lines[-2].startswith("FAIL weights: ") and lines[-1] == "1 of 2 checks passed"
+
+
+def test_a_check_that_is_skipped_is_no_fail():
+    report = check_strategy(planted.WrapsInPlace, accelerator="cpu", skip=["checkpoint"])
+    assert [finding.check for finding in report.findings] == [
+        c for c in CHECKS if c != "checkpoint"
+    ]
+
+
+def test_an_unknown_check_is_refused():
+    with pytest.raises(UserError, match="there is no check weigths; did you mean weights"):
+        check_strategy(CPU, only=["weigths"])
+
+
+def test_what_a_strategy_refuses_is_no_fail_of_its():
+    with pytest.raises(UserError, match="strategy=cpu is one replica"):
+        check_strategy(CPU, gpus=2)
+
+
+# Recipes whose curves can't be compared
+
+
+class Normed(Small):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.net.insert(1, layer)
+
+
+class Noisy(Small):
+    def training_step(self, batch: list[torch.Tensor]) -> dict[str, Any]:
+        return super().training_step([batch[0] + torch.randn_like(batch[0]), *batch[1:]])
+
+
+class Largest(Small):
+    """Measures something that is no mean."""
+
+    def training_step(self, batch: list[torch.Tensor]) -> dict[str, Any]:
+        return {**super().training_step(batch), "largest": self._error(batch).abs().max()}
+
+
+@pytest.mark.parametrize(
+    ("task", "note"),
+    [
+        (partial(Normed, nn.Dropout(0.1)), "net.1 is a Dropout, which draws other masks"),
+        (partial(Normed, nn.BatchNorm1d(8)), "net.1 is a BatchNorm1d: other shares have other"),
+        (Noisy, "the loss of its first 8 rows is .* in one batch and .* in two"),
+    ],
+)
+def test_a_recipe_that_differs_by_share_is_left_out_and_says_so(task, note):
+    report = check_strategy(DataParallel, recipe=Recipe("mine", task, Table), **THREE)
+    assert re.match(f"mine is left out of the curves: {note}", report.notes[0])
+    assert "mine" not in report["weights"].compared
+
+
+@pytest.mark.parametrize("task", [partial(Normed, nn.Dropout(0.0)), partial(Normed, nn.Identity())])
+def test_a_recipe_whose_dropout_is_zero_is_compared(task):
+    report = check_strategy(DataParallel, recipe=Recipe("mine", task, Table), **THREE)
+    assert report.notes == [] and "8 of mine" in report["weights"].compared
+
+
+def test_a_metric_that_is_no_mean_is_left_out_and_the_rest_compared():
+    report = check_strategy(DataParallel, recipe=Recipe("mine", Largest, Table), **THREE)
+    assert report.notes == ["mine's largest: no mean over rows, so it is not compared"]
+    assert "8 of mine" in report["metrics"].compared
+
+
+# Settings and data that are part of the maths
+
+
+class Stream(IterableDataset):
+    def __init__(self) -> None:
+        table = Table()
+        table.setup()
+        self.rows = table.train
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.rows)
+
+
+class StreamData(Table):
+    def train_dataset(self) -> Any:
+        return Stream()
+
+    def val_dataset(self) -> None:
+        return None
+
+
+class Scheduled(Small):
+    def configure_optimizer(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.total_steps)
+
+
+class Plateaued(Small):
+    def configure_optimizer(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        return optimizer, torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+@pytest.mark.parametrize(
+    ("task", "data", "settings"),
+    [
+        (Scheduled, Table, {"scheduler_every": "step", "accumulate": 3, "clip_norm": 0.5}),
+        (Plateaued, Table, {"clip_value": 0.1}),
+        (Small, StreamData, {}),
+    ],
+)
+def test_clipping_schedules_accumulation_and_streams_are_compared(task, data, settings):
+    recipe = Recipe("mine", task, data, TrainerSettings(**settings), seed=3)
+    only = ["weights", "loss_curve", "metrics"]
+    assert check_strategy(DataParallel, recipe=recipe, only=only, **THREE).passed
+
+
+# At the command line
+
+
+def dpframe(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    command = [sys.executable, "-m", "dpframe", "mode=verify", *arguments]
+    return subprocess.run(command, cwd=cwd, env=here, capture_output=True, text=True)
+
+
+def test_mode_verify_prints_the_table(tmp_path):
+    done = dpframe("recipe=boston", "strategy=ddp", "trainer.gpus=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("verify boston on DDP: 2 replicas in 2 processes on cpu; float64")
+    assert [line.split()[0] for line in lines[3:-2]] == list(CHECKS)
+    assert all(line.endswith("  pass") for line in lines[3:-2])
+    assert lines[-1] == f"{len(CHECKS)} of {len(CHECKS)} checks passed"
+    assert list(tmp_path.iterdir()) == []  # it leaves no run directory
+
+
+def test_mode_verify_of_a_recipe_that_trains_nothing_uses_the_kits_own(tmp_path):
+    done = dpframe("recipe=shapes", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "note: shapes is left out of the curves: it trains nothing; the kit's" in done.stdout
+
+
+def test_mode_verify_ends_with_1_where_a_check_fails(tmp_path):
+    folder = tmp_path / "mine" / "strategy"
+    folder.mkdir(parents=True)
+    node = "_target_: planted.SaysAveraged\ngpus: ${trainer.gpus}\naccelerator: cpu\n"
+    (folder / "planted.yaml").write_text(node)
+    arguments = ["recipe=boston", "strategy=planted", "trainer.gpus=2"]
+    done = dpframe("--config-dir", "mine", *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "boston ends with other weights" in done.stdout
+    assert "averaged_over says that they are averaged" in done.stdout
+    assert done.stderr == ""
+
+
+def test_a_sweep_verifies_each_and_counts_those_that_fail(tmp_path):
+    folder = tmp_path / "mine" / "strategy"
+    folder.mkdir(parents=True)
+    (folder / "planted.yaml").write_text("_target_: planted.ForgetsToReturn\n")
+    strategies = "strategy=cpu,planted"
+    done = dpframe("--config-dir", "mine", "-m", "recipe=shapes", strategies, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "sweep: 1 of 2 runs finished" in done.stdout
+    kept = sorted(path.read_text().splitlines()[-1] for path in tmp_path.rglob("verify.txt"))
+    assert kept == ["13 of 14 checks passed", "14 of 14 checks passed"]
+
+
+@pytest.mark.parametrize("argument", ["checkpoint=a.ckpt", "resume=last"])
+def test_mode_verify_refuses_a_start(tmp_path, argument):
+    (tmp_path / "a.ckpt").touch()
+    done = dpframe("recipe=boston", argument, cwd=tmp_path)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1

@@ -1,0 +1,302 @@
+"""The loop: when it validates, logs and ends, what an update is, and users' mistakes."""
+
+from itertools import count
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from recorded import Recorder, logs_apart
+from small import Hooks, Rows, Small, fitted, gradients, trainer
+
+from dpframe import Callback, DataModule, TrainerSettings, UserError
+from dpframe.trainer import loop
+
+# The four modes
+
+
+def test_fit_validate_test_and_predict_work_on_one_trainer():
+    one = trainer()
+    fit = dict(one.fit())
+    assert {"train/loss", "train/mae", "val/loss", "val/mae"} == fit.keys()
+    assert one.validate()["val/loss"] == fit["val/loss"]
+    assert one.test()["test/loss"] == fit["val/loss"]  # the same rows
+    assert torch.equal(one.predict().joined(), one.task.net(one.data.held_out.tensors[0]))
+
+
+def test_evaluation_turns_dropout_off_and_training_turns_it_on_again():
+    seen = []
+
+    class Watched(Small):
+        def training_step(self, batch):
+            seen.append((self.training, torch.is_grad_enabled()))
+            return super().training_step(batch)
+
+    fitted(Watched(), Rows(8), validate_every_steps=1, max_epochs=1)
+    assert seen == [(True, True), *[(False, False)] * 2] * 2
+    assert torch.is_grad_enabled()
+
+
+def test_a_validation_step_that_returns_no_dict_is_named():
+    class Bare(Small):
+        def validation_step(self, batch):
+            return None
+
+    with pytest.raises(UserError, match=r"^Bare.validation_step returned NoneType; return a dict"):
+        trainer(Bare()).validate()
+
+
+# When it ends
+
+
+@pytest.mark.parametrize(
+    "ends, epochs, steps",
+    [
+        ({"max_epochs": 3}, 3, 15),
+        ({"max_epochs": 3, "max_steps": 7}, 1, 7),
+        ({"max_epochs": 1, "max_steps": 7}, 1, 5),
+        ({"max_epochs": None, "max_steps": 10}, 2, 10),
+    ],
+)
+def test_epochs_or_steps_end_training_whichever_come_first(ends, epochs, steps):
+    one = fitted(**ends)
+    assert (one.epoch, one.global_step) == (epochs, steps)
+    assert one.validated_step == steps  # however it ends, it ends validated
+
+
+@pytest.mark.parametrize("log_every, steps", [(1, 3), (50, 5)])
+def test_seconds_end_training_at_a_log_step_or_an_epochs_end(monkeypatch, log_every, steps):
+    clock, moments = SimpleNamespace(now=0.0), count()
+    read = lambda: clock.now + 1e-6 * next(moments)  # noqa: E731
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=read))
+
+    def tick(trainer):
+        clock.now += 1
+
+    one = fitted(
+        callbacks=[Hooks(on_step_end=tick)],
+        max_epochs=None,
+        max_seconds=1.5,
+        log_every=log_every,
+        validate_every_epochs=100,
+    )
+    assert one.global_step == steps
+    assert one.stop_reason == "trainer.max_seconds=1.5 are over"
+    assert one.validated_step == steps
+
+
+def test_a_callback_stops_training_after_its_step():
+    one = fitted(callbacks=[Hooks(on_step_end=lambda t: t.global_step == 3 and t.stop("enough"))])
+    assert (one.global_step, one.epoch, one.stop_reason) == (3, 0, "enough")
+
+
+def test_a_stop_at_the_last_batch_of_an_epoch_ends_the_epoch():
+    one = fitted(callbacks=[Hooks(on_step_end=lambda t: t.global_step == 5 and t.stop("enough"))])
+    assert (one.global_step, one.epoch, one.batches_done) == (5, 1, 0)
+
+
+# When it validates and logs
+
+
+def test_validation_comes_every_n_epochs_and_at_the_end():
+    hooks = Hooks()
+    fitted(callbacks=[hooks], max_epochs=5, validate_every_epochs=2)
+    assert hooks.steps("on_validation_end") == [10, 20, 25]
+
+
+def test_validation_comes_every_n_steps_and_never_twice_at_one():
+    hooks, recorder = Hooks(), Recorder()
+    fitted(callbacks=[hooks], loggers=[recorder], validate_every_steps=2, max_epochs=2)
+    assert hooks.steps("on_validation_end") == [2, 4, 5, 6, 8, 10]
+    logged = [step for step, scalars in recorder.log_ if "val/loss" in scalars]
+    assert logged == [2, 4, 5, 6, 8, 10]
+
+
+def test_an_epoch_logs_no_numbers_of_an_earlier_validation():
+    recorder = Recorder()
+    fitted(loggers=[recorder], max_epochs=4, validate_every_epochs=2)
+    epochs = [(step, "val/loss" in scalars) for step, scalars in recorder.log_]
+    assert epochs == [(5, False), (10, True), (15, False), (20, True)]
+
+
+def test_step_numbers_are_means_since_the_last_log_step():
+    recorder, losses = Recorder(), []
+
+    class Watched(Small):
+        def training_step(self, batch):
+            measured = super().training_step(batch)
+            if self.training:
+                losses.append(float(measured["loss"].detach()))
+            return measured
+
+    fitted(Watched(), loggers=[recorder], log_every=2, max_epochs=1)
+    logged = {step: s["step/loss"] for step, s in recorder.log_ if "step/loss" in s}
+    assert logged == {2: sum(losses[:2]) / 2, 4: sum(losses[2:4]) / 2}
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_a_hook_that_takes_the_state_leaves_the_step_numbers_whole(every):
+    recorder, disturbed = Recorder(), Recorder()
+    fitted(loggers=[recorder], log_every=2)
+    hooks = Hooks(on_step_end=lambda t: t.global_step % every == 0 and t.state_dict())
+    fitted(loggers=[disturbed], log_every=2, callbacks=[hooks])
+    assert logs_apart(disturbed.log_, recorder.log_) < 1e-15
+
+
+def test_limits_count_batches():
+    hooks = Hooks()
+    one = fitted(callbacks=[hooks], limit_train_batches=2, limit_eval_batches=3, max_epochs=2)
+    assert one.global_step == 4
+    x, y = (column[:12] for column in one.data.held_out.tensors)
+    error = one.task.net(x).detach()[:, 0] - y
+    assert one.metrics["val/loss"] == pytest.approx(float(error.square().mean()), rel=1e-6)
+
+
+# What an update is
+
+
+def test_a_step_is_one_update_and_the_tail_is_one_too():
+    one = fitted(accumulate=2, max_epochs=2)
+    assert (one.global_step, one.steps_per_epoch, one.total_steps) == (6, 3, 6)
+    assert len(gradients(accumulate=2)) == 3
+
+
+def test_max_steps_counts_updates_not_batches():
+    hooks = Hooks()
+    one = fitted(callbacks=[hooks], accumulate=2, max_steps=2)
+    assert (one.global_step, one.batches_done, one.rows_seen) == (2, 4, 16)
+
+
+def test_clipping_by_norm_bounds_the_norm_and_keeps_the_direction():
+    seeds = {"limit_train_batches": 1}
+    (free,), (clipped,) = gradients(**seeds), gradients(**seeds, clip_norm=0.5)
+    assert free.norm() > 0.5
+    assert clipped.norm() == pytest.approx(0.5, rel=1e-5)
+    assert torch.allclose(clipped, free * (0.5 / free.norm()))
+
+
+def test_clipping_by_value_bounds_each_number():
+    (free,) = gradients(limit_train_batches=1)
+    (clipped,) = gradients(limit_train_batches=1, clip_value=0.1)
+    assert free.abs().max() > 0.1
+    assert torch.equal(clipped, free.clamp(-0.1, 0.1))
+
+
+def test_no_gradient_is_left_over_for_the_next_step():
+    left = []
+
+    class Looks(Callback):
+        def on_step_end(self, trainer):
+            left.append([p.grad for p in trainer.task.parameters()])
+
+    fitted(callbacks=[Looks()], max_epochs=1)
+    assert left == [[None] * 4] * 5
+
+
+def test_a_parameter_that_thaws_during_training_is_clipped_and_trained():
+    def thaw(trainer):
+        if trainer.global_step == 2:
+            trainer.task.net[0].requires_grad_(True)
+
+    class Frozen(Small):
+        def configure_optimizer(self):
+            return torch.optim.SGD(self.parameters(), lr=1.0)
+
+    task = Frozen()
+    task.net[0].requires_grad_(False)
+    before = task.net[0].weight.detach().clone()
+    fitted(task, callbacks=[Hooks(on_step_end=thaw)], max_epochs=1, clip_norm=1e-3)
+    moved = float((task.net[0].weight.detach() - before).norm())
+    assert 0 < moved <= 3 * 1.01e-3  # three steps of at most the clipped norm
+
+
+# Users' mistakes, each one line
+
+
+WANTED = 'return {"loss": scalar tensor, **metrics}'
+
+
+@pytest.mark.parametrize(
+    "returned, said",
+    [
+        (lambda loss: None, f"NoneType; {WANTED}"),
+        (lambda loss: loss, f"Tensor; {WANTED}"),
+        (lambda loss: {}, f"a dict without 'loss' (it has nothing); {WANTED}"),
+        (lambda loss: {"mse": loss}, f"a dict without 'loss' (it has mse); {WANTED}"),
+        (lambda loss: {"loss": 1.0}, f"a loss that is a float, not a tensor; {WANTED}"),
+        (
+            lambda loss: {"loss": loss.repeat(4)},
+            "a loss of shape (4,); reduce it to a scalar, with loss.mean() say",
+        ),
+        (
+            lambda loss: {"loss": loss.detach()},
+            "a loss without a gradient; compute it from the output, without .detach() or .item()",
+        ),
+    ],
+)
+def test_a_training_step_that_returns_something_else_is_told_what(returned, said):
+    class Mistaken(Small):
+        def training_step(self, batch):
+            return returned(super().training_step(batch)["loss"])
+
+    with pytest.raises(UserError) as caught:
+        fitted(Mistaken())
+    assert str(caught.value) == f"Mistaken.training_step returned {said}"
+
+
+def no_optimizer() -> Any:
+    return Small(optimizer=None)
+
+
+def text_for_optimizer() -> Any:
+    task = Small()
+    task.configure_optimizer = lambda: "adam"
+    return task
+
+
+def nothing_to_train() -> Any:
+    return Small().requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    "make, data, said",
+    [
+        (no_optimizer, Rows(), "Small has no optimiser; give task.optimizer or write configure_"),
+        (text_for_optimizer, Rows(), "Small.configure_optimizer gave a str; give an optimiser"),
+        (nothing_to_train, Rows(), "Small has no parameter to train"),
+        (Small, Rows(0, val=False), "Rows.train_dataset() gave no rows"),
+        (Small, DataModule(), "DataModule.train_dataset() gives no data set; write it"),
+    ],
+)
+def test_a_fit_that_cannot_start_says_why_in_one_line(make, data, said):
+    with pytest.raises(UserError) as caught:
+        fitted(make(), data)
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"precision": "fp8"}, "trainer.precision=fp8 is not one of 32, 64, bf16, fp16"),
+        ({"accumulate": 0}, "trainer.accumulate=0 is out of range; give 1 or more"),
+        ({"clip_norm": 0.0}, "trainer.clip_norm=0.0 is out of range; give more than 0"),
+        ({"max_epochs": None}, "trainer.max_epochs, max_steps and max_seconds are all null"),
+    ],
+)
+def test_settings_refuse_what_makes_no_sense(given, said):
+    with pytest.raises(UserError) as caught:
+        TrainerSettings(**given)
+    assert str(caught.value).startswith(said)
+
+
+def test_the_trainer_sees_one_thread_for_a_small_model_and_leaves_a_large_one_alone():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        trainer(Small(width=20_000), threads=None)
+        assert torch.get_num_threads() == 2
+        trainer(Small(), threads=None)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
