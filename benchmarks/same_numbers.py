@@ -77,7 +77,9 @@ def train(recipe: str, strategy: str, replicas: int, epochs: int) -> Metrics:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr}")
-        return json.loads(Path(directory, "summary.json").read_text())["metrics"]
+        summary = json.loads(Path(directory, "summary.json").read_text())
+    assert summary["replicas"] == replicas, summary
+    return summary["metrics"]
 
 
 def largest_difference(metrics: Metrics, expected: Metrics) -> float:

@@ -68,7 +68,8 @@ def fit(
         if val is not None:
             numbers |= {f"val/{k}": v for k, v in summarize(means(net, per_row, val)).items()}
         is_whole = start + accumulate >= len(order)
-        log.append((step, {**numbers, "lr": rate(optimizer), "epoch": float(epoch + is_whole)}))
+        progress = {"progress/lr": rate(optimizer), "progress/epoch": float(epoch + is_whole)}
+        log.append((step, {**numbers, **progress}))
         if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
             scheduler.step(numbers["val/loss"])
         elif scheduler is not None and scheduler_every == "epoch":

@@ -54,14 +54,6 @@ class Unshared(DDP):
     def grad_sync(self, is_last: bool) -> None: ...
 
 
-class SaysSummed(DDP):
-    """DDP averages, and this forgets to say so."""
-
-    def setup(self) -> None:
-        super().setup()
-        self.averaged_over = 1
-
-
 class SaysAveraged(DataParallel):
     """Replicas of one process are summed, and this says that they are averaged."""
 
@@ -77,11 +69,11 @@ class Averages(DDP):
         return super().reduce(tensor) / self.world_size
 
 
-class KeepsToItself(DDP):
-    """Measures its own rows."""
+class SharesTheMains(DDP):
+    """The main process's numbers in place of the sum."""
 
     def reduce(self, tensor: Tensor) -> Tensor:
-        return tensor
+        return self.share(tensor)
 
 
 class EvenMeans(DataParallel):
@@ -194,23 +186,10 @@ class LeavesPort(Strategy):
         LEFT.append(socket.create_server(("127.0.0.1", 0)))
 
 
-class LeavesGroup(DDP):
-    def close(self) -> None: ...
-
-
 class LeavesVariable(Strategy):
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         os.environ["MASTER_ADDR"] = "127.0.0.1"
         return run(*args)
-
-
-class Breaks(DDP):
-    """In rank 1 and in the middle of things."""
-
-    def gather(self, value: Any) -> list[Any]:
-        if self.rank == 1:
-            raise ValueError("a cable was cut")
-        return super().gather(value)
 
 
 class Hangs(DDP):

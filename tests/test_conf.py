@@ -81,10 +81,7 @@ def test_every_file_begins_with_what_it_is(file):
     assert re.fullmatch(r"# [A-Z0-9].+[.?]", first), first
 
 
-@pytest.mark.parametrize(
-    ("group", "option"),
-    [pair for pair in OPTIONS if pair[0] in ("strategy", "callbacks", "logger")],
-)
+@pytest.mark.parametrize(("group", "option"), BUILT)
 def test_a_node_lists_every_option_of_its_class_with_its_default(group, option):
     config = composed(["recipe=boston", f"{group}={option}"]).config[group]
     nodes = [config] if group == "strategy" else [node for node in config.values() if node]

@@ -119,26 +119,6 @@ def test_a_wheel_has_the_digits_and_the_ranks(installed, tmp_path):
 
 
 def test_another_program_composes_from_an_installed_package(installed, tmp_path):
-    code = """
-from hydra import compose, initialize
-from hydra.core.global_hydra import GlobalHydra
-
-with initialize(version_base="1.3", config_path="pkg://dpframe.conf"):
-    print(compose("config", ["recipe=boston", "strategy=ddp"]).strategy._target_)
-"""
-    code = code.replace(
-        'initialize(version_base="1.3", config_path="pkg://dpframe.conf")', "made()"
-    )
-    made = """
-from contextlib import contextmanager
-from hydra import initialize_config_module
-
-@contextmanager
-def made():
-    with initialize_config_module("dpframe.conf", version_base="1.3"):
-        yield
-"""
-    assert installed("-c", made + code, cwd=tmp_path) == "dpframe.strategies.ddp.DDP\n"
     write(tmp_path, {"config/mine.yaml": "defaults:\n  - config\n  - _self_\nseed: 5\n"})
     app = """
 import hydra
@@ -177,6 +157,5 @@ def test_a_repository_runs_without_an_installation(repository, tmp_path_factory)
     bare = Environment(tmp_path_factory.mktemp("bare"))
     file = bare("-c", "import dpframe; print(dpframe.__file__)", cwd=repository).strip()
     assert Path(file) == repository / "dpframe" / "__init__.py"
-    assert "val/loss" in bare(
-        "-m", "dpframe", *RUN, f"hydra.run.dir={bare.packages}/x", cwd=repository
-    )
+    words = (*RUN, f"hydra.run.dir={bare.packages}/run")
+    assert "val/loss" in bare("-m", "dpframe", *words, cwd=repository)

@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-TALKATIVE = '''
+TALKATIVE = """
 import logging
 import dpframe
 
 class Talkative(dpframe.Callback):
     def on_fit_start(self, trainer):
         logging.getLogger("mine").info("hello from rank %s", trainer.strategy.rank)
-'''
+"""
 RECIPE = """
 # @package _global_
 defaults:

@@ -85,7 +85,9 @@ def test_the_state_goes_on_where_it_was_to_the_bit():
 
 def test_sums_are_in_64_bits():
     one = means()
-    one.add([(1, {"loss": torch.tensor(1e8)})] + [(1, {"loss": torch.tensor(1.0)})] * 100)
+    weight = torch.tensor(1.0)
+    one.add([(1, {"loss": torch.tensor(1e8), "weight": weight})])
+    one.add([(1, {"loss": weight, "weight": weight})] * 100)
     assert one.total()["loss"] == (1e8 + 100) / 101
 
 

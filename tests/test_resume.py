@@ -133,7 +133,6 @@ def test_workers_that_draw_random_numbers_are_resumed_too(step):
 
 def test_early_stopping_counts_on_after_a_resume(tmp_path):
     def stopping(patience: int = 3) -> list[Callback]:
-        # The checkpoint is named first, and still sees what early stopping decided.
         return [Checkpoint(monitor="val/score"), EarlyStopping("val/score", patience=patience)]
 
     scores = [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -143,6 +142,21 @@ def test_early_stopping_counts_on_after_a_resume(tmp_path):
         Scripted(scores[2:]), callbacks=stopping(), directory=tmp_path, max_epochs=9, resume=state
     )
     assert again.epoch == 4
+
+
+def test_a_checkpoint_holds_what_callbacks_after_it_decided_at_the_same_hook(tmp_path):
+    class Counts(Callback):
+        epochs = 0
+
+        def on_epoch_end(self, trainer):
+            self.epochs += 1
+
+        def state_dict(self):
+            return {"epochs": self.epochs}
+
+    fitted(callbacks=[Checkpoint(), Counts()], directory=tmp_path)
+    state = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")
+    assert state["callbacks"]["Counts"] == {"epochs": 2}
 
 
 def test_two_callbacks_of_one_class_keep_their_own_states():

@@ -19,7 +19,7 @@ def rates(recorder: Recorder, name: str) -> list[float]:
     return [scalars[name] for _, scalars in recorder.log_ if name in scalars]
 
 
-def logged(scheduler, name: str = "lr", **settings) -> list[float]:
+def logged(scheduler, name: str = "progress/lr", **settings) -> list[float]:
     recorder = Recorder()
     fitted(make=lambda: Small(scheduler=scheduler), loggers=[recorder], **settings)
     return rates(recorder, name)

@@ -7,12 +7,17 @@ The folder joins Hydra's search path, after dpframe's own and the user's `--conf
 nearer wins. Nothing of a package is imported before one of its options is asked for.
 """
 
+import sys
 from functools import cache
-from importlib import metadata, util
+from glob import escape, iglob
+from importlib import util
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dpframe.errors import UserError
+
+if TYPE_CHECKING:
+    from importlib.metadata import Distribution
 
 GROUP = "dpframe.plugins"
 
@@ -30,6 +35,10 @@ class Plugin(NamedTuple):
 @cache
 def installed() -> tuple[Plugin, ...]:
     """By the packages' names; of two versions of a package, the one that Python would import."""
+    if not _is_any():
+        return ()
+    from importlib import metadata  # a tenth of the time of --help: only if needed
+
     found: dict[tuple[str, str], Plugin] = {}
     for package in metadata.distributions():
         for module in _modules(package):
@@ -65,7 +74,21 @@ def origin_of(module: str) -> str:
     return next((f" of {p.package}" for p in installed() if p.module.split(".")[0] == top), "")
 
 
-def _modules(package: metadata.Distribution) -> list[str]:
+def _is_any() -> bool:
+    """Whether an installed package speaks of plugins."""
+    patterns = (f"{escape(place or '.')}/*-info/entry_points.txt" for place in sys.path)
+    files = (Path(file) for pattern in patterns for file in iglob(pattern))
+    return any(GROUP in _text(file) for file in files)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _modules(package: "Distribution") -> list[str]:
     try:
         text = package.read_text("entry_points.txt") or ""
         if GROUP not in text or not (package.name and package.version):  # cheaper than parsing all

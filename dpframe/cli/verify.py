@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
+from omegaconf import OmegaConf
 
 from dpframe.cli.build import build
 from dpframe.cli.compose import Composed
@@ -33,7 +33,8 @@ def verified(job: Composed) -> dict[str, Any]:
     print(report, flush=True)
     if job.is_run_dir_given:
         _keep(report, job)
-    if not report.passed and HydraConfig.get().mode != RunMode.MULTIRUN:
+    is_alone = OmegaConf.is_missing(HydraConfig.get().job, "num")
+    if not report.passed and is_alone:
         sys.exit(1)
     return {"metrics": {}}
 

@@ -53,7 +53,7 @@ def shutdown(evidence: Evidence) -> Found:
     here = [f"{one}, in the process that launched the job" for one in evidence.left]
     for note in evidence.notes:
         rank, left = note["facts"]["rank"], note["leftovers"]
-        stays = [one for one in left if one not in evidence.left and not one.startswith("port")]
+        stays = [one for one in left if not one.startswith("port")]
         here += [f"{one}, in rank {rank} after close()" for one in stays]
     cause = f"left behind: {'; '.join(here)}" if here else ""
     return Found("processes, threads, ports, process group", f"{len(here)} left", cause)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-GRACE_SECONDS = 3.0  # for what is on its way out
+GRACE_SECONDS = 2.0  # for what is on its way out
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 PROC = Path("/proc")
 

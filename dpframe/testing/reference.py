@@ -98,7 +98,8 @@ class _Loop:
             numbers = {**self.task.summarize(window.means()), "lr": self._rate, "grad_norm": norm}
             self.log.append((self.step, _named("step", numbers)))
         numbers = _named("train", self.task.summarize(whole.means())) | self._validated()
-        self.log.append((self.step, {**numbers, "lr": self._rate, "epoch": epoch + 1.0}))
+        progress = {"progress/lr": self._rate, "progress/epoch": epoch + 1.0}
+        self.log.append((self.step, numbers | progress))
         self._end_epoch(numbers)
 
     def _updates(self, epoch: int) -> list[list[Tensor]]:

@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -51,27 +52,49 @@ def verify(
 
 
 def _report(plan: Plan, names: list[str]) -> Report:
-    before, began = Leftovers(), time.monotonic()
+    before = Leftovers()
     made = plan.strategy()
-    returned, failure = None, None
-    try:
-        returned = made.launch(measure, plan)
-    except Exception as error:
-        failure = error
-    seconds = time.monotonic() - began
-    kept = notes.read(plan.directory)
-    if isinstance(failure, UserError) and not any("facts" in note for note in kept):
-        raise failure  # it was asked for what it can't do, which is no fault of its
+    returned, failure = _launched(made, plan)
     torch.set_num_threads(1)  # no pool of threads: the next job's ranks may be forked, too
-    evidence = Evidence(plan, kept, returned, before.found(), failure is not None)
+    has_failed = failure is not None
+    evidence = Evidence(plan, notes.read(plan.directory), returned, before.found(), has_failed)
     findings = [judged(name, evidence) for name in names]
-    if failure is None:
-        return Report(_title(plan, made, evidence), findings, _remarks(evidence))
-    cause = _broken(evidence, failure, has_hung=seconds >= plan.give_up_seconds)
-    cause = "; ".join(filter(None, (cause, judged("launch", evidence).cause)))
-    launch = Finding("launch", "the whole job", "broke off", False, cause)
-    findings = [launch, *(finding for finding in findings if finding.check != "launch")]
-    return Report(_title(plan, made, evidence), findings, _remarks(evidence), _traceback(failure))
+    if failure is not None:
+        cause = "; ".join(
+            filter(None, (_broken(evidence, failure), judged("launch", evidence).cause))
+        )
+        launch = Finding("launch", "the whole job", "broke off", False, cause)
+        findings = [launch, *(finding for finding in findings if finding.check != "launch")]
+    details = failure.details if failure is not None else ""
+    return Report(_title(plan, made, evidence), findings, _remarks(evidence), details)
+
+
+class Failure(NamedTuple):
+    """What an exception said: itself it would keep the job's frames, threads and all, alive."""
+
+    brief: str
+    details: str
+    has_hung: bool
+
+
+def _launched(made: Strategy, plan: Plan) -> tuple[object, Failure | None]:
+    began = time.monotonic()
+    try:
+        return made.launch(measure, plan), None
+    except Exception as error:
+        has_begun = any("facts" in note for note in notes.read(plan.directory))
+        if isinstance(error, UserError) and not has_begun:
+            raise  # it was asked for what it can't do, which is no fault of its
+        has_hung = time.monotonic() - began >= plan.give_up_seconds
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        brief = lines[-1] if lines else type(error).__name__
+        return None, Failure(brief, _traceback(error), has_hung)
+
+
+def _traceback(error: Exception) -> str:
+    if isinstance(error, ranks.RankFailed):
+        return str(error)  # carries the rank's own
+    return "".join(traceback.format_exception(error)).rstrip()
 
 
 def _title(plan: Plan, made: Strategy, evidence: Evidence) -> str:
@@ -103,21 +126,14 @@ def _remarks(evidence: Evidence) -> list[str]:
     return remarks
 
 
-def _broken(evidence: Evidence, failure: Exception, *, has_hung: bool) -> str:
+def _broken(evidence: Evidence, failure: Failure) -> str:
     """Where the job broke off: at the first measure that some process did not end."""
     began = {note.get("began", "setup") for note in evidence.notes}
     order = ("setup", *evidence.plan.measures, "close")
     where = next((name for name in order if name in began), "launch")
-    if has_hung:
+    if failure.has_hung:
         return (
             f"{where} did not end within {evidence.plan.give_up_seconds:g} seconds; where each "
             "process hung is on stderr"
         )
-    lines = [line for line in str(failure).splitlines() if line.strip()]
-    return f"broke off in {where}: {lines[-1].strip() if lines else type(failure).__name__}"
-
-
-def _traceback(failure: Exception) -> str:
-    if isinstance(failure, ranks.RankFailed):
-        return str(failure)  # carries the rank's own
-    return "".join(traceback.format_exception(failure)).rstrip()
+    return f"broke off in {where}: {failure.brief}"

@@ -188,7 +188,7 @@ class Trainer:
         if is_whole:
             is_stale = self.has_validation and self.validated_step != self.global_step
             self.update.end_epoch(self.metrics, is_stale=is_stale)
-        measured |= {"lr": learning_rate, "epoch": float(self.epoch)}
+        measured |= {"progress/lr": learning_rate, "progress/epoch": float(self.epoch)}
         self.report.log(measured, step=self.global_step)
         self._read_clock()
         self._call("on_epoch_end")
@@ -254,7 +254,7 @@ class Trainer:
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
         if resume is not None:
             state.restore(self, resume)
-        self.report.open(purge_step=None if resume is None else self.global_step + 1)
+        self.report.open(self.strategy, purge_step=None if resume is None else self.global_step + 1)
         if resume is None:
             self._draw_graph()
             # From here on every process draws its own random numbers, for dropout say.

@@ -11,10 +11,12 @@ from torch import nn
 from dpframe.data import Batch
 from dpframe.loggers import Guarded, Logger
 from dpframe.loggers.base import Scalar
+from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.evaluation import on_cpu
 
 log = logging.getLogger("dpframe")
+TELLING = ("max_epochs", "max_steps", "precision", "accumulate", "clip_norm", "clip_value")
 
 
 @dataclass
@@ -32,13 +34,14 @@ class Report:
         self.loggers: list[Logger] = [Guarded(logger) for logger in loggers]
         self.run = run
 
-    def open(self, *, purge_step: int | None) -> None:
+    def open(self, strategy: Strategy, *, purge_step: int | None) -> None:
         run = self.run
+        facts: dict[str, Scalar] = {"strategy": strategy.name, "replicas": strategy.replicas}
         for logger in self.loggers:
             logger.open(
                 run.directory,
                 config=run.config_text,
-                hparams=flat(run.config),
+                hparams=facts | hyperparameters(run.config),
                 purge_step=purge_step,
             )
 
@@ -76,13 +79,23 @@ class Predict(nn.Module):
         return self.task.predict_step(batch)
 
 
+def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:
+    """What decides the curve, by its key: the task, the data and a few of the trainer's settings."""
+    kept = {name: part for name in ("task", "data") if (part := config.get(name))}
+    trainer = config.get("trainer", {})
+    kept["trainer"] = {name: trainer[name] for name in TELLING if name in trainer}
+    return flat(kept) | {name: config[name] for name in ("recipe", "seed") if name in config}
+
+
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Scalar]:
-    """`{"task": {"optimizer": {"lr": 0.01}}}` as `{"task.optimizer.lr": 0.01}`."""
+    """`{"task": {"optimizer": {"_target_": "torch.optim.Adam", "lr": 0.01}}}` as
+    `{"task.optimizer": "Adam", "task.optimizer.lr": 0.01}`; nulls and lists are left out."""
     numbers: dict[str, Scalar] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
+            if "_target_" in value and prefix:
+                numbers[f"{prefix}{name}"] = str(value["_target_"]).rpartition(".")[2]
             numbers |= flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            plain = isinstance(value, (int, float, str, bool))
-            numbers[f"{prefix}{name}"] = value if plain else str(value)
+        elif isinstance(value, (int, float, str, bool)) and not name.startswith("_"):
+            numbers[f"{prefix}{name}"] = value
     return numbers

@@ -1,0 +1,73 @@
+"""The benchmarks run, and the one that compares numbers fails when they differ."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+CPU = {"train/loss": 2.0, "val/loss": 0.0}
+
+
+@pytest.fixture
+def same_numbers(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    return pytest.importorskip("same_numbers")
+
+
+def test_same_numbers_prints_a_row_a_run_and_succeeds(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, FOLDER / "same_numbers.py", "--recipe", "boston", "--epochs", "1"]
+        + ["--strategy", "data_parallel", "--replicas", "3"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [line.split(" | ")[:3] for line in done.stdout.splitlines() if "boston |" in line]
+    assert rows == [["| boston", "cpu", "1"], ["| boston", "data_parallel", "3"]]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("metrics", "code"),
+    [
+        (CPU, 0),
+        (CPU | {"train/loss": 2.0 * (1 + 1e-13)}, 0),
+        (CPU | {"train/loss": 2.0 * (1 + 3e-12)}, 1),
+        (CPU | {"val/loss": 1e-300}, 1),
+        (CPU | {"train/loss": math.nan}, 1),
+        (CPU | {"val/mae": 1.0}, 1),
+        ({"train/loss": 2.0, "val/mae": 0.0}, 1),
+    ],
+    ids=["equal", "rounding", "a digit", "not zero", "nan", "one more", "another name"],
+)
+def test_a_planted_difference_fails(
+    same_numbers: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    metrics: dict[str, float],
+    code: int,
+) -> None:
+    def train(recipe: str, strategy: str, replicas: int, epochs: int) -> dict[str, float]:
+        return metrics if (recipe, strategy, replicas) == ("lenet", "ddp", 4) else CPU
+
+    monkeypatch.setattr(same_numbers, "train", train)
+    assert same_numbers.main([]) == code
+    printed = capsys.readouterr()
+    assert printed.out.count("\n| boston |") == printed.out.count("\n| lenet |") == 7
+    assert printed.err == ("more than 1e-12 from cpu: lenet ddp x 4\n" if code else "")
+
+
+def test_a_run_that_fails_is_told_with_its_command(same_numbers: ModuleType) -> None:
+    with pytest.raises(SystemExit, match=r"recipe=boston strategy=cpu (.|\n)*ended with 2"):
+        same_numbers.train("boston", "cpu", 2, 1)
+
+
+def test_least_squares_is_what_the_split_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    boston_rmse = pytest.importorskip("boston_rmse")
+    assert boston_rmse.least_squares_error() == pytest.approx(4.493, abs=5e-4)
