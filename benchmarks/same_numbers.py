@@ -97,7 +97,7 @@ def relative(value: float, expected: float) -> float:
 
 
 def line(row: Row) -> str:
-    losses = [f"{row.metrics[name]:.9g}" for name in ("train/loss", "val/loss")]
+    losses = [f"{row.metrics.get(name, math.nan):.9g}" for name in ("train/loss", "val/loss")]
     difference = f"{row.difference:.0e}" if row.difference else "0"
     return f"| {' | '.join([row.recipe, row.strategy, str(row.replicas), *losses, difference])} |"
 

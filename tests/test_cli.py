@@ -116,6 +116,7 @@ RECIPES = {
     "range": (BOSTON + "data: {workers: -1}\n", "data.workers=-1 is out of range"),
     "nowhere": (BOSTON + "seed: ${data.batchsize}\n", "did you mean data.batch_size?"),
     "unfilled": (BOSTON + "vars:\n  s: ???\n", "vars.s is not given; say vars.s=VALUE"),
+    "referred": (BOSTON + "seed: ${vars.s}\nvars:\n  s: ???\n", "vars.s is not given; say"),
     "parent": ("# @package _global_\ndefaults:\n  - bosten\n", "in recipe/parent.yaml, recipe=bos"),
     "circle": ("# @package _global_\ndefaults:\n  - circle\n", "name each other in a circle"),
     "lenet": (BOSTON, "both dpframe's and"),

@@ -33,7 +33,7 @@ def faulty_command(folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, "-m", "dpframe", f"--config-dir={folder}", *given]
 
 
-def faulty_environment(**more: str) -> dict[str, str]:
+def environment(**more: str) -> dict[str, str]:
     paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
 
@@ -44,7 +44,7 @@ def broken(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
     done = subprocess.run(
         faulty_command(folder, *overrides),
         cwd=folder,
-        env=faulty_environment(),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -122,7 +122,7 @@ def hanging(folder: Path, fault: str) -> Iterator[subprocess.Popen]:
     with (
         said,
         subprocess.Popen(
-            command, cwd=folder, env=faulty_environment(), stdout=said, stderr=said
+            command, cwd=folder, env=environment(TMPDIR=str(folder)), stdout=said, stderr=said
         ) as job,
     ):
         try:
@@ -193,7 +193,7 @@ def test_a_process_with_threads_spawns_its_ranks_and_a_fresh_one_forks_them(tmp_
     done = subprocess.run(
         [sys.executable, "starts.py", state],
         cwd=tmp_path,
-        env=faulty_environment(),
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=60,
@@ -214,11 +214,11 @@ def test_launch_returns_the_value_of_the_main_process_and_puts_everything_back()
 # torchrun
 
 
-def run_in(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess:
+def run_in(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
-        env=faulty_environment(**environment),
+        env=environment(**variables),
         capture_output=True,
         text=True,
         timeout=120,
@@ -258,7 +258,7 @@ def test_a_wrong_config_under_torchrun_is_told_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("variables", "said"),
     [
         ({"RANK": "5", "WORLD_SIZE": "2"}, "the environment contradicts itself: RANK=5"),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "finds RANK=x WORLD_SIZE=2"),
@@ -267,10 +267,10 @@ def test_a_wrong_config_under_torchrun_is_told_once(tmp_path):
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": ""}, "no MASTER_ADDR"),
     ],
 )
-def test_ranks_that_contradict_themselves_are_refused(monkeypatch, environment, said):
+def test_ranks_that_contradict_themselves_are_refused(monkeypatch, variables, said):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
-    for name, value in environment.items():
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=said) as error:
         ranks.this_rank()

@@ -4,6 +4,7 @@ import argparse
 import gc
 import os
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
@@ -11,6 +12,8 @@ from typing import NoReturn
 from dpframe import __version__
 from dpframe.cli import screen
 from dpframe.errors import UserError, suggestion
+
+RANK_0_SECONDS = 5  # how long the other ranks wait for it to say what is wrong
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,11 +116,13 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _say(error: UserError) -> int:
-    """One line, once: ranks that torchrun started all find the same mistake."""
+    """One line, once: ranks that torchrun started all find the same mistake in the config."""
     is_other = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"
-    if not is_other or "dpframe.cli.run" in sys.modules:
-        line = " ".join(str(error).splitlines())
-        print(f"dpframe: {line}", file=sys.stderr)
+    if is_other and "dpframe.cli.run" not in sys.modules:
+        # Torchrun ends all ranks with the first that leaves: let that be the one that speaks.
+        time.sleep(RANK_0_SECONDS)
+    line = " ".join(str(error).splitlines())
+    print(f"dpframe: {line}", file=sys.stderr)
     return 2
 
 

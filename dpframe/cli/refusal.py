@@ -60,7 +60,8 @@ def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
         try_this = nearest(config, missing[1])
         return UserError(f"{key}=${{{missing[1]}}}: there is no key {missing[1]}; {try_this}")
     if isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError):
-        key = str(error).splitlines()[0].rpartition(": ")[2]
+        named = str(error).splitlines()[0].rpartition(": ")[2]
+        key = named if isinstance(error, InterpolationToMissingValueError) else key or named
         return UserError(f"{key} is not given; say {key}=VALUE")
     return UserError(f"{key}: {first_line(error)}")
 

@@ -112,7 +112,7 @@ class Strategy:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
-        """Called with the weights and the optimiser resumed; `state` is {} from other strategies."""
+        """After the weights and the optimiser; `state` is {} from other strategies."""
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""

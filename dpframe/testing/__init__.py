@@ -1,4 +1,4 @@
-"""The conformance kit: does a strategy change the numbers, lose a row or leave something behind?
+"""The conformance kit: whether a strategy changes numbers, loses rows or leaves things behind.
 
 In a plugin's own tests:
 

@@ -55,7 +55,7 @@ def _comparable(names: Iterable[str], others: frozenset[str]) -> set[str]:
     """Where some metric is no mean over rows, what `summarize` makes of it is none either."""
     if not others:
         return set(names)
-    kept = {"loss", "lr", "grad_norm", "epoch"}
+    kept = {"loss", "lr", "grad_norm"}
     return {name for name in names if name.rpartition("/")[2] in kept - others}
 
 

@@ -49,12 +49,10 @@ def collectives(evidence: Evidence) -> Found:
 
 
 def shutdown(evidence: Evidence) -> Found:
-    """A rank's ports end with it: torch's DDP keeps its group's until then."""
     here = [f"{one}, in the process that launched the job" for one in evidence.left]
     for note in evidence.notes:
-        rank, left = note["facts"]["rank"], note["leftovers"]
-        stays = [one for one in left if not one.startswith("port")]
-        here += [f"{one}, in rank {rank} after close()" for one in stays]
+        rank = note["facts"]["rank"]
+        here += [f"{one}, in rank {rank} after close()" for one in note["leftovers"]]
     cause = f"left behind: {'; '.join(here)}" if here else ""
     return Found("processes, threads, ports, process group", f"{len(here)} left", cause)
 

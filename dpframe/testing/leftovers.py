@@ -15,20 +15,24 @@ PROC = Path("/proc")
 class Leftovers:
     """Remembers what there is when made; `found` says what has come since and stays."""
 
-    def __init__(self) -> None:
-        self.before = set(_present())
+    def __init__(self, *, with_ports: bool) -> None:
+        self.with_ports = with_ports
+        self.before = self._present()
 
     def found(self) -> list[str]:
         deadline = time.monotonic() + GRACE_SECONDS
-        while (new := sorted(set(_present()) - self.before)) and time.monotonic() < deadline:
+        while (new := sorted(self._present() - self.before)) and time.monotonic() < deadline:
             time.sleep(0.02)
         return new
+
+    def _present(self) -> set[str]:
+        ports = _listened_at() if self.with_ports else ()
+        return {*_present(), *(f"port {port}" for port in ports)}
 
 
 def _present() -> Iterator[str]:
     yield from (_described(pid) for pid in _descendants())
     yield from (f"thread {thread.name}" for thread in threading.enumerate())
-    yield from (f"port {port}" for port in _listened_at())
     yield from (f"environment variable {n}" for n in RANK_VARIABLES if n in os.environ)
     distributed = sys.modules.get("torch.distributed")  # nobody imported it: nobody used it
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from dpframe import lean
 from dpframe.data import move, permutation
 from dpframe.task import Task
 from dpframe.testing.course import Course
@@ -75,6 +76,7 @@ class _Loop:
         self.train: Any = self.data.train_dataset()
         self.parameters = [p for p in self.task.parameters() if p.requires_grad]
         self.optimizer, self.scheduler = self._made()
+        self._step = lean.step_of(self.optimizer)  # the stock step, less a second of imports
         self.log: Log = []
         self.step = 0
 
@@ -98,8 +100,7 @@ class _Loop:
             numbers = {**self.task.summarize(window.means()), "lr": self._rate, "grad_norm": norm}
             self.log.append((self.step, _named("step", numbers)))
         numbers = _named("train", self.task.summarize(whole.means())) | self._validated()
-        progress = {"progress/lr": self._rate, "progress/epoch": epoch + 1.0}
-        self.log.append((self.step, numbers | progress))
+        self.log.append((self.step, numbers))
         self._end_epoch(numbers)
 
     def _updates(self, epoch: int) -> list[list[Tensor]]:
@@ -130,7 +131,7 @@ class _Loop:
             if gradient is not None and largest is not None:
                 gradient = gradient.clamp(-largest, largest)
             parameter.grad = gradient
-        self.optimizer.step()
+        self._step()
         if self.scheduler is not None and self._is_each_step:
             self.scheduler.step()
         return norm
@@ -167,6 +168,7 @@ class _Loop:
         self.task.steps_per_epoch, self.task.total_steps = steps, steps * self.course.epochs
         by_step = self.settings.scheduler_every == "step"
         self.task.scheduler_steps = self.task.total_steps if by_step else self.course.epochs
+        lean.prepare()
         made = self.task.configure_optimizer()
         return made if isinstance(made, tuple) else (made, None)
 

@@ -52,7 +52,7 @@ def verify(
 
 
 def _report(plan: Plan, names: list[str]) -> Report:
-    before = Leftovers()
+    before = Leftovers(with_ports=True)
     made = plan.strategy()
     returned, failure = _launched(made, plan)
     torch.set_num_threads(1)  # no pool of threads: the next job's ranks may be forked, too

@@ -80,7 +80,7 @@ class Predict(nn.Module):
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:
-    """What decides the curve, by its key: the task, the data and a few of the trainer's settings."""
+    """What decides the curve, by its key: the task, the data and some of the trainer's settings."""
     kept = {name: part for name in ("task", "data") if (part := config.get(name))}
     trainer = config.get("trainer", {})
     kept["trainer"] = {name: trainer[name] for name in TELLING if name in trainer}
