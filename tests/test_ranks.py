@@ -257,6 +257,20 @@ def test_a_wrong_config_under_torchrun_is_told_once(tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+def test_the_other_ranks_of_torchrun_let_the_main_one_speak_first(monkeypatch):
+    from dpframe.cli import main as command
+
+    events: list[str] = []
+    monkeypatch.setattr(time, "sleep", lambda seconds: events.append(f"waits {seconds}"))
+    monkeypatch.setattr(sys.stderr, "write", events.append)
+    monkeypatch.delitem(sys.modules, "dpframe.cli.run", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert sys.modules[command.__module__]._say(UserError("wrong")) == 2
+    assert "".join(events) == "dpframe: wrong\nwaits 5dpframe: wrong\n"
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [

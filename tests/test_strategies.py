@@ -364,3 +364,19 @@ def seen_by_torch(strategy: DDP, options: dict[str, bool]) -> dict[str, bool]:
 @once
 def results() -> dict[Any, Any]:
     return DDP(2, "cpu").launch(in_a_rank)
+
+
+@pytest.mark.parametrize("kind", [Strategy, CPU, SingleGPU, DataParallel])
+def test_one_process_refuses_to_be_one_of_torchruns(kind: type, monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="one of WORLD_SIZE=2; use strategy=ddp"):
+        kind().launch(lambda: None)
+
+
+def test_auto_joins_the_ranks_that_torchrun_started(monkeypatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert type(auto()).__name__ == "DDP"
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert type(auto(accelerator="cpu")) is CPU

@@ -140,7 +140,8 @@ from hydra.core.config_store import ConfigStore
 
 class Backwards(BasicSweeper):
     def sweep(self, arguments):
-        return super().sweep([*arguments, "seed=2,1"])
+        listed = [word for word in arguments if "interval" not in word]
+        return super().sweep([*listed, "seed=2,1"])
 
 
 class Counting(BasicLauncher):
@@ -170,7 +171,8 @@ store(group="hydra/launcher", name="own", node=Launcher, provider="own")
 def test_a_sweeper_and_a_launcher_of_another_package(tmp_path):
     write(tmp_path, PLUGINS)
     chosen = ("hydra/sweeper=own", "hydra/launcher=own")
-    words = ("-m", "recipe=boston", "trainer.max_epochs=1", *chosen)
+    drawn = "task.optimizer.lr=interval(0.01,0.02)"  # more than Hydra's own sweeper can
+    words = ("-m", "recipe=boston", "trainer.max_epochs=1", drawn, *chosen)
     done = dpframe(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "launching 2" in done.stdout and "sweep: 2 of 2 runs finished" in done.stdout

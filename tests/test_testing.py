@@ -243,6 +243,12 @@ def test_what_a_strategy_refuses_is_no_fail_of_its():
         check_strategy(CPU, gpus=2)
 
 
+@pytest.mark.parametrize("given", [{"strategy": "ddp"}, {"strategy": CPU, "overrides": ["seed=1"]}])
+def test_names_need_a_recipe_to_look_them_up_by(given):
+    with pytest.raises(UserError, match="give recipe=NAME"):
+        check_strategy(**given)
+
+
 # Recipes whose curves can't be compared
 
 

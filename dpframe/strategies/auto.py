@@ -1,7 +1,8 @@
-"""The default: several GPUs when asked for, else the one GPU there is, else the CPU."""
+"""The default: ddp under torchrun or for several GPUs, else the one GPU there is, or the CPU."""
 
 import torch
 
+from dpframe.strategies import ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.cpu import CPU
 from dpframe.strategies.devices import Gpus
@@ -10,7 +11,7 @@ from dpframe.strategies.single_gpu import SingleGPU
 
 def auto(gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8) -> Strategy:
     count = len(gpus) if isinstance(gpus, list) else gpus or 0
-    if count > 1:
+    if count > 1 or ranks.are_several():
         from dpframe.strategies.ddp import DDP  # imports torch.distributed: only when used
 
         return DDP(gpus, accelerator, max_replicas_per_core)

@@ -1,5 +1,6 @@
 """The simplest strategy, complete as it stands: one process, one device. Override what differs."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpframe.data import Share, move
+from dpframe.errors import UserError
 from dpframe.loggers import Logger
+from dpframe.strategies import ranks
 from dpframe.strategies.devices import Gpus, choose
 
 
@@ -51,6 +54,11 @@ class Strategy:
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Calls `run(*args)` in every process of the job and returns the main one's value."""
+        if ranks.are_several():
+            raise UserError(
+                f"{self.name} is one process, but this is one of WORLD_SIZE="
+                f"{os.environ['WORLD_SIZE']}; use strategy=ddp, or start it without torchrun"
+            )
         return run(*args)
 
     def setup(self) -> None:

@@ -49,6 +49,11 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def are_several() -> bool:
+    """Whether torchrun, say, started this process as one of several."""
+    return is_rank() and os.environ["WORLD_SIZE"] not in ("", "0", "1")
+
+
 def this_rank() -> Rank:
     """What torchrun and our own agent put into the environment, checked."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -32,20 +32,20 @@ def check_strategy(
 
     What is given has to be importable by its name: not a lambda, and no class of a function.
     """
-    if isinstance(strategy, str):
-        overrides = [f"strategy={strategy}", *overrides]
+    job = None
     if isinstance(recipe, str):
-        overrides = [f"recipe={recipe}", *overrides]
-    make: Callable[[], Strategy]
-    if isinstance(strategy, str) or isinstance(recipe, str):
-        if not isinstance(recipe, str):
-            raise UserError("a strategy's name is looked up in a config, which needs a recipe=NAME")
-        job = composed(overrides, config_dir=config_dir)
+        named = [f"strategy={strategy}"] if isinstance(strategy, str) else []
+        job = composed([f"recipe={recipe}", *named, *overrides], config_dir=config_dir)
         recipe = recipe_of(job)
-    if isinstance(strategy, str):
+    elif overrides or config_dir:
+        raise UserError("overrides and config_dir are of a recipe's config; give recipe=NAME")
+    make: Callable[[], Strategy]
+    if not isinstance(strategy, str):
+        make = partial(strategy, **arguments)
+    elif job is not None:
         make = strategy_of(job, arguments)
     else:
-        make = partial(strategy, **arguments)
+        raise UserError(f"strategy={strategy} is looked up in a recipe's config; give recipe=NAME")
     report = verify(make, recipe=recipe, only=only, skip=skip, give_up_seconds=give_up_seconds)
     if not report.passed:
         raise AssertionError(f"\n{report}")

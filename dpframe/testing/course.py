@@ -81,7 +81,7 @@ def accumulating() -> Course:
 
 
 def few_rows(replicas: int) -> Course:
-    return Course(KIT, batch_size=max(1, replicas - 1))
+    return Course(KIT, batch_size=min(max(1, replicas - 1), Course.batch_size))
 
 
 def weighted() -> Course:

@@ -136,4 +136,5 @@ def _state_cause(evidence: Evidence) -> str:
 
 
 def _is_close(one: list[float], other: list[float]) -> bool:
-    return all(abs(a - b) <= 1e-9 * max(1.0, abs(b)) for a, b in zip(one, other, strict=True))
+    near = (abs(a - b) <= 1e-9 * max(1.0, abs(b)) for a, b in zip(one, other, strict=False))
+    return len(one) == len(other) and all(near)

@@ -60,9 +60,8 @@ def _report(plan: Plan, names: list[str]) -> Report:
     evidence = Evidence(plan, notes.read(plan.directory), returned, before.found(), has_failed)
     findings = [judged(name, evidence) for name in names]
     if failure is not None:
-        cause = "; ".join(
-            filter(None, (_broken(evidence, failure), judged("launch", evidence).cause))
-        )
+        causes = _broken(evidence, failure), judged("launch", evidence).cause
+        cause = "; ".join(filter(None, causes))
         launch = Finding("launch", "the whole job", "broke off", False, cause)
         findings = [launch, *(finding for finding in findings if finding.check != "launch")]
     details = failure.details if failure is not None else ""
@@ -136,4 +135,6 @@ def _broken(evidence: Evidence, failure: Failure) -> str:
             f"{where} did not end within {evidence.plan.give_up_seconds:g} seconds; where each "
             "process hung is on stderr"
         )
+    if evidence.has("leftovers"):
+        return f"after close() a process did not come to its end: {failure.brief}"
     return f"broke off in {where}: {failure.brief}"
