@@ -356,7 +356,7 @@ def test_the_table_grows_a_column_for_each_new_name(tmp_path):
     logger.log({"train/loss": 0.1}, step=3)
     logger.close({"val/loss": math.inf, "test/loss": 0.25}, succeeded=True)
     assert (tmp_path / "metrics.csv").read_text() == (
-        "step,train/loss,val/loss,test/loss\n1,1.5,,\n2,nan,inf,\n3,0.1,,\n3,,,0.25\n"
+        "step,train/loss,val/loss,test/loss\n1,1.5,,\n2,nan,inf,\n3,0.1,,0.25\n"
     )
     assert os.listdir(tmp_path) == ["metrics.csv"]
 
@@ -614,3 +614,12 @@ def start(code, **pipes):
 def imported_by(code):
     process = start(f"{code}\nimport sys\nprint(*sys.modules)", stdout=subprocess.PIPE)
     return set(process.communicate()[0].split())
+
+
+def test_csv_has_one_row_for_a_step_that_is_logged_twice(tmp_path: Path) -> None:
+    logger = CSV()
+    logger.open(str(tmp_path), config="", hparams={}, purge_step=None)
+    logger.log({"step/loss": 1.0}, step=4)
+    logger.log({"train/loss": 2.0}, step=4)
+    logger.close({}, succeeded=True)
+    assert (tmp_path / "metrics.csv").read_text() == "step,step/loss,train/loss\n4,1.0,2.0\n"

@@ -1,4 +1,4 @@
-"""The CSV logger writes a wide table: a row for each call, a column for each name."""
+"""The CSV logger writes a wide table: a row for each step, a column for each name."""
 
 import csv
 import io
@@ -30,7 +30,10 @@ class CSV(Logger):
             self._continue_table(purge_step)
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
-        self._rows.append({**scalars, "step": step})
+        if self._rows and self._rows[-1]["step"] == step:
+            self._rows[-1].update(scalars)  # a log step that also ends its epoch is one row
+        else:
+            self._rows.append({**scalars, "step": step})
         self._logged.update(scalars)
         self._last_step = step
         if len(self._rows) >= ROWS_IN_MEMORY:
