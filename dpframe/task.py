@@ -31,6 +31,11 @@ class Task(nn.Module):
         scheduler: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__()
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise UserError(
+                f"{type(self).__name__} was given an optimiser; give what makes one, as "
+                "functools.partial(torch.optim.SGD, lr=0.1): it is made where the weights will be"
+            )
         if net is not None:
             self.net = net
         self.make_optimizer = optimizer

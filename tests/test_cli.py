@@ -331,3 +331,9 @@ def test_without_an_installation_the_repository_is_enough(tmp_path):
         str(copy / "dpframe/__init__.py"),
         str(copy / "conf/__init__.py"),
     ]
+
+
+def test_a_test_of_untrained_weights_says_so(tmp_path):
+    done = dpframe("recipe=boston", "mode=test", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no checkpoint=FILE is given: these are the numbers of untrained weights" in done.stdout

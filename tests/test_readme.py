@@ -84,10 +84,27 @@ def test_what_can_be_written_can_be_run(written):
     assert len(ran) >= len([name for name in files_of(page) if name.endswith(".yaml")])
 
 
+def test_the_python_that_the_readme_shows_trains(tmp_path):
+    for name in ("mine/lines.py", "fit_lines.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(files_of("README.md")[name])
+    ended = subprocess.run(
+        [sys.executable, "fit_lines.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert re.match(r"{'train/loss': \d.*'val/loss': \d", ended.stdout)
+
+
 def test_every_command_that_is_shown_composes(written):
     folder, page = written
     (folder / "outputs/boston/1/checkpoints").mkdir(parents=True)
-    (folder / "outputs/boston/1/checkpoints/best.ckpt").touch()
+    for name in ("best", "last"):
+        (folder / f"outputs/boston/1/checkpoints/{name}.ckpt").touch()
     for line in commands_of(page):
         words = line.replace("…", "1").replace("-m ", "").split()
         points = [word.split(",")[0] if is_sweep(word) else word for word in words]

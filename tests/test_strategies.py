@@ -380,3 +380,9 @@ def test_auto_joins_the_ranks_that_torchrun_started(monkeypatch) -> None:
     assert type(auto()).__name__ == "DDP"
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert type(auto(accelerator="cpu")) is CPU
+
+
+@pytest.mark.parametrize("kind", [Strategy, SingleGPU])
+def test_one_replica_refuses_to_be_several_in_one_line(kind: type) -> None:
+    with pytest.raises(UserError, match="trainer.gpus=2 but .* is one replica"):
+        kind(gpus=2).setup()

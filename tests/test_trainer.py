@@ -9,7 +9,7 @@ import torch
 from recorded import Recorder, logs_apart
 from small import Hooks, Rows, Small, fitted, gradients, trainer
 
-from dpframe import Callback, DataModule, TrainerSettings, UserError
+from dpframe import Callback, DataModule, Task, TrainerSettings, UserError
 from dpframe.trainer import loop
 
 # The four modes
@@ -300,3 +300,9 @@ def test_the_trainer_sees_one_thread_for_a_small_model_and_leaves_a_large_one_al
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_an_optimiser_in_place_of_what_makes_one_is_refused_in_one_line() -> None:
+    net = torch.nn.Linear(1, 1)
+    with pytest.raises(UserError, match="was given an optimiser; give what makes one"):
+        Task(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))

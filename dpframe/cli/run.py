@@ -1,6 +1,7 @@
 """Runs a composed config: in every process of the job, from building to summary.json."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
 from dpframe.cli.logs import logging_to
 from dpframe.cli.screen import goes_on_unread
+from dpframe.cli.settings import RunSettings
 from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
 from dpframe.errors import UserError
@@ -18,6 +20,8 @@ from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, ranks  # noqa: F401  ranks counts threads when imported
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
+
+log = logging.getLogger("dpframe")
 
 
 def run(job: Composed) -> dict[str, Any]:
@@ -92,7 +96,7 @@ def _in_directory(trainer: Trainer, job: Composed, resume: dict[str, Any] | None
             if job.settings.mode == "fit":
                 trainer.fit(resume)
             else:
-                _evaluate(trainer, job.settings.mode, directory)
+                _evaluate(trainer, job.settings, directory)
     except ValueError as error:  # a constructor that only the Trainer calls, as an optimiser's
         said = refused(error, {"task": job.config["task"]})
         if said is None:
@@ -104,9 +108,11 @@ def _in_directory(trainer: Trainer, job: Composed, resume: dict[str, Any] | None
     return summary
 
 
-def _evaluate(trainer: Trainer, mode: str, directory: Path) -> None:
-    if mode != "predict":
-        getattr(trainer, mode)()
+def _evaluate(trainer: Trainer, settings: RunSettings, directory: Path) -> None:
+    if settings.mode != "predict":
+        if settings.checkpoint is None:
+            log.warning("no checkpoint=FILE is given: these are the numbers of untrained weights")
+        getattr(trainer, settings.mode)()
         return
     predictions = trainer.predict()
     if predictions is not None:

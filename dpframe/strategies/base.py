@@ -63,7 +63,12 @@ class Strategy:
 
     def setup(self) -> None:
         """Takes this process's device, and joins the others."""
-        (self.device,) = self.choose_devices(default=1)
+        devices = self.choose_devices(default=1)
+        if len(devices) > 1:
+            raise UserError(
+                f"trainer.gpus={self.gpus} but {self.name} is one replica; use trainer.gpus=1"
+            )
+        self.device = devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 

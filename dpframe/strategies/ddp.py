@@ -52,6 +52,10 @@ class DDP(Strategy):
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun started them already."""
         if ranks.is_rank():
+            here = ranks.this_rank()
+            if here.rank == 0:
+                places = self.choose_devices(default=here.local_world_size)
+                announce(rehearsal(places, self.gpus, self.accelerator, kind="gloo ranks"))
             return run(*args)
         devices = self.choose_devices(default=None)
         announce(rehearsal(devices, self.gpus, self.accelerator, kind="gloo ranks"))

@@ -1,5 +1,6 @@
 """The loop: `fit` -> `_train_epoch` -> `_train_step` -> the task. The rest is built before it."""
 
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -23,6 +24,7 @@ from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
 
 SMALL_MODEL = 50_000  # parameters
+log = logging.getLogger("dpframe")
 
 
 class Trainer:
@@ -254,6 +256,7 @@ class Trainer:
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
         if resume is not None:
             state.restore(self, resume)
+            log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
         self.report.open(self.strategy, purge_step=None if resume is None else self.global_step + 1)
         if resume is None:
             self._draw_graph()
