@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from command import dpframe, environment, write
+from command import dpframe, environment, exit_codes_of_two_at_once, write
 
 
 def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
@@ -13,16 +13,7 @@ def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
     text = f"# @package _global_\nhydra: {{run: {{dir: {same.partition('=')[2]}}}}}\n"
     write(conf, {"experiment/now.yaml": text})
     words = ["recipe=boston", "trainer.max_epochs=1", "--config-dir=mine", "experiment=now"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dpframe", *words],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-        )
-        for _ in range(2)
-    ]
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    assert exit_codes_of_two_at_once(*words, cwd=tmp_path) == [0, 0]
     made = sorted(path.parent.name for path in tmp_path.glob("outputs/boston/*/summary.json"))
     assert made == ["now", "now-2"]
 

@@ -1,12 +1,10 @@
 """A sweep checks every point before the first one runs; then each is a run with its directory."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 import yaml
-from command import attempts, dpframe, environment, write
+from command import attempts, dpframe, exit_codes_of_two_at_once, write
 
 from dpframe.cli.compose import directory_name
 
@@ -104,16 +102,7 @@ def test_two_sweeps_of_one_second_get_a_directory_each(tmp_path):
     text = "# @package _global_\nhydra: {sweep: {dir: multirun/now}}\n"
     write(tmp_path / "mine", {"experiment/now.yaml": text})
     words = ["-m", "recipe=boston", "trainer.max_epochs=1", "--config-dir=mine", "experiment=now"]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "dpframe", *words],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-        )
-        for _ in range(2)
-    ]
-    assert [process.wait(timeout=100) for process in processes] == [0, 0]
+    assert exit_codes_of_two_at_once(*words, cwd=tmp_path) == [0, 0]
     made = sorted(path.parent.parent.name for path in tmp_path.glob("multirun/*/0_*/summary.json"))
     assert made == ["now", "now-2"]
 
