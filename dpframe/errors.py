@@ -1,11 +1,29 @@
-"""What a user did wrong, in one line: what, what was given, what to do."""
+"""How a run ends early: a user's mistake, a failure of the machine or the numbers, a signal."""
 
+import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 
 class UserError(Exception):
-    """Ends the run with its one line and exit code 2; any other exception is a bug of ours."""
+    """Ends the run with its one line; any exception that is none of these is a bug of ours."""
+
+    exit_code = 2
+
+
+class Failure(UserError):
+    """One line too, where no config is wrong: a full disk, a loss that is not a number."""
+
+    exit_code = 1
+
+
+class Interrupted(BaseException):
+    """A signal ends the run, in every process after the same step."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+        self.exit_code = 128 + number
 
 
 def suggestion(given: str, valid: Iterable[str]) -> str:

@@ -123,7 +123,7 @@ def _say(error: UserError) -> int:
         time.sleep(RANK_0_SECONDS)
     line = " ".join(str(error).splitlines())
     print(f"dpframe: {line}", file=sys.stderr)
-    return 2
+    return error.exit_code
 
 
 def show_failure(error: Exception) -> None:
