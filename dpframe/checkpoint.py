@@ -1,32 +1,71 @@
 """Checkpoints: plain containers, written whole or not at all, read without running code."""
 
 import os
-import zipfile
+import shutil
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dpframe.errors import UserError
+from dpframe import seal
+from dpframe.errors import Failure, UserError
 
-FORMAT = 1
+FORMAT = 2
 PLAIN = (int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)
 
 
-def save(state: dict[str, Any], path: Path) -> None:
+class Writer:
+    """Saves on a thread of its own, one state at a time; a failure is raised by the next call."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def save(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path] = ()) -> None:
+        """Returns once `state` is copied; `drop` is removed when the new files are there."""
+        self.wait()
+        _refuse_objects(state, "")
+        copy = _copied(state, {})
+        self._thread = threading.Thread(
+            target=self._work, args=(copy, paths, drop), name="dpframe checkpoint"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _work(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path]) -> None:
+        try:
+            save(state, *paths)
+            for old in drop:
+                old.unlink(missing_ok=True)
+        except BaseException as error:
+            self._failure = error
+
+
+def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """Written beside its target, synced, then renamed over it: a reader sees the old or the new."""
     _refuse_objects(state, "")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    _refuse_nan(state, path)
     try:
-        with part.open("wb") as file:
-            torch.save({"format": FORMAT, **state}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
-    _sync_directory(path.parent)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, lambda part: _write_sealed(state, part))
+        for copy in copies:
+            _write(copy, lambda part: shutil.copyfile(path, part))
+        _sync_directory(path.parent)
+    except OSError as error:
+        kept = "; the one before it is kept" if path.exists() else ""
+        raise Failure(
+            f"the checkpoint {path} can't be written: {error.strerror or error}{kept}"
+        ) from error
 
 
 def sweep(directory: Path) -> None:
@@ -37,32 +76,86 @@ def sweep(directory: Path) -> None:
 
 def load(path: str | Path) -> dict[str, Any]:
     """Always `weights_only`: a checkpoint from a stranger can't run code here."""
-    if not Path(path).is_file():
+    path = Path(path)
+    if not path.is_file():
         raise UserError(f"checkpoint={path}: there is no such file")
+    wrong = seal.flaw(path)
+    if wrong:
+        raise UserError(f"checkpoint={path} can't be used: {wrong}{seal.instead_of(path)}")
     try:
-        damaged = zipfile.ZipFile(path).testzip()  # torch.load takes a flipped bit for a number
-        if damaged is not None:
-            raise zipfile.BadZipFile(f"{damaged} in it is damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(f"checkpoint={path} can't be read: {cause[:160]}") from error
     if not isinstance(state, dict) or "task" not in state or "format" not in state:
         raise UserError(f"checkpoint={path} is not a dpframe checkpoint")
-    if state["format"] > FORMAT:
+    if state["format"] != FORMAT:
+        what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
         raise UserError(
-            f"checkpoint={path} has format {state['format']}, this dpframe reads {FORMAT}; "
-            "upgrade dpframe"
+            f"checkpoint={path} has format {state['format']}, this dpframe reads {FORMAT}; {what}"
         )
-    return state
+    return state | {"file": str(path)}
 
 
-def load_task(task: torch.nn.Module, state: dict[str, Any], path: str | Path = "") -> None:
+def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:
+    what = f"checkpoint={state['file']}" if "file" in state else "the checkpoint"
     mismatch = _first_mismatch(task.state_dict(), state["task"])
     if mismatch:
-        what = f"checkpoint={path}" if path else "the checkpoint"
         raise UserError(f"{what} does not fit this recipe's {type(task).__name__}: {mismatch}")
+    name = _first_nan(state)
+    if name:
+        raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
     task.load_state_dict(state["task"])
+
+
+def _write(path: Path, write: Any) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        write(part)
+        with part.open("rb") as file:
+            os.fsync(file.fileno())
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _write_sealed(state: dict[str, Any], part: Path) -> None:
+    with part.open("wb") as file:
+        sealing = seal.Sealing(file)
+        try:
+            torch.save({"format": FORMAT, **state}, sealing)  # type: ignore[arg-type]
+        except RuntimeError as error:  # torch's for what went wrong in `write`
+            raise error.__cause__ or error.__context__ or error from None
+        sealing.close()
+
+
+def _copied(value: Any, seen: dict[Any, Tensor]) -> Any:
+    """What training goes on to change is copied, to the CPU; tied weights stay tied."""
+    if isinstance(value, Tensor):
+        key = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
+        if key not in seen or not value.numel():
+            seen[key] = value.detach().to("cpu", copy=True)
+        return seen[key]
+    if isinstance(value, dict):
+        return {name: _copied(part, seen) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(part, seen) for part in value)
+    return value
+
+
+def _refuse_nan(state: dict[str, Any], path: Path) -> None:
+    name = _first_nan(state)
+    if name:
+        kept = "; the one before it is kept" if path.exists() else ""
+        raise Failure(f"{name} is no longer a number, so {path} is not written{kept}")
+
+
+def _first_nan(state: dict[str, Any]) -> str:
+    """An infinity may be meant, as in a mask."""
+    for name, value in state.get("task", {}).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            return name
+    return ""
 
 
 def _first_mismatch(wanted: dict[str, Any], given: dict[str, Any]) -> str:
@@ -84,7 +177,7 @@ def _refuse_objects(value: Any, where: str) -> None:
     elif isinstance(value, (list, tuple, set)):
         for part in value:
             _refuse_objects(part, where)
-    elif not (isinstance(value, torch.Tensor) or type(value) in PLAIN):
+    elif not (isinstance(value, Tensor) or type(value) in PLAIN):
         kind = f"{type(value).__module__}.{type(value).__name__}"
         raise UserError(
             f"a checkpoint can't hold {where}, a {kind}; give numbers, text, tensors and "

@@ -1,6 +1,8 @@
 """Checkpoints: whole or not at all, read without running code, and a resume that loses nothing."""
 
+import io
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +11,9 @@ import pytest
 import torch
 from small import Hooks, Rows, Scripted, Small, fitted, is_same, trainer
 
-from dpframe import Callback, UserError, checkpoint
+from dpframe import Callback, UserError, checkpoint, seal
 from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.errors import Failure
 
 # Written whole or not at all
 
@@ -61,28 +64,42 @@ class Fires:
         return (print, ("ran",))
 
 
-def written(path: Path, content: Any) -> None:
-    torch.save(content, path) if not isinstance(content, bytes) else path.write_bytes(content)
+def sealed(content: Any) -> bytes:
+    """As a stranger may seal it: a hash tells of damage, it is no signature."""
+    file = io.BytesIO()
+    sealing = seal.Sealing(file)
+    torch.save(content, sealing)
+    sealing.close()
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
     "content, said",
     [
-        (b"", "can't be read: File is not a zip file"),
-        (b"rubbish" * 99, "can't be read: File is not a zip file"),
-        ({"format": 1, "task": Fires()}, "can't be read: Weights only load failed"),
-        ({"weights": 1}, "is not a dpframe checkpoint"),
-        ([1, 2], "is not a dpframe checkpoint"),
-        ({"format": 99, "task": {}}, "has format 99, this dpframe reads 1; upgrade dpframe"),
+        (b"", "can't be used: it is empty; there is no good one beside it"),
+        (b"rubbish" * 99, "can't be used: its seal is missing: it is cut short, or no checkpoint"),
+        (sealed({"task": {}})[:-1], "can't be used: its seal is missing: it is cut short"),
+        (sealed({"format": 2, "task": Fires()}), "can't be read: Weights only load failed"),
+        (sealed({"weights": 1}), "is not a dpframe checkpoint"),
+        (sealed([1, 2]), "is not a dpframe checkpoint"),
+        (sealed({"format": 99, "task": {}}), "has format 99, this dpframe reads 2; upgrade dpf"),
     ],
 )
 def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path, capsys, content, said):
     path = tmp_path / "a.ckpt"
-    written(path, content)
+    path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         checkpoint.load(path)
     assert str(caught.value).startswith(f"checkpoint={path} {said}")
     assert "\n" not in str(caught.value)
+    assert capsys.readouterr().out == ""
+
+
+def test_weights_only_can_not_be_turned_off_by_the_environment(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    (tmp_path / "a.ckpt").write_bytes(sealed({"format": 2, "task": Fires()}))
+    with pytest.raises(UserError, match="can't be read"):
+        checkpoint.load(tmp_path / "a.ckpt")
     assert capsys.readouterr().out == ""
 
 
@@ -91,17 +108,47 @@ def test_a_missing_file_is_named(tmp_path):
         checkpoint.load(tmp_path / "no.ckpt")
 
 
-def test_one_flipped_bit_and_a_cut_end_are_noticed(tmp_path):
-    path, weight = tmp_path / "a.ckpt", torch.arange(100.0)
-    checkpoint.save({"task": {"w": weight}}, path)
+def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
+    path, bad = tmp_path / "a.ckpt", tmp_path / "bad.ckpt"
+    checkpoint.save({"task": {"w": torch.arange(4.0)}}, path)
     whole = path.read_bytes()
-    at = whole.index(weight.numpy().tobytes()) + 50
-    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-    with pytest.raises(UserError, match="can't be read: .* is damaged"):
-        checkpoint.load(path)
-    path.write_bytes(whole[:-40])
-    with pytest.raises(UserError, match="can't be read: "):
-        checkpoint.load(path)
+    assert seal.flaw(path) == ""
+    for at in range(len(whole)):
+        bad.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        assert seal.flaw(bad), at
+        bad.write_bytes(whole[:at])
+        assert seal.flaw(bad), at
+
+
+def test_the_error_about_a_bad_checkpoint_names_the_newest_good_one(tmp_path):
+    for number, name in enumerate(["epoch0001-step5", "best", "last"]):
+        checkpoint.save({"task": {}}, tmp_path / f"{name}.ckpt")
+        os.utime(tmp_path / f"{name}.ckpt", (number, number))
+    last = tmp_path / "last.ckpt"
+    last.write_bytes(last.read_bytes()[:-300])
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(last)
+    assert str(caught.value).endswith(f"; the newest good one there is {tmp_path / 'best.ckpt'}")
+
+
+@pytest.mark.parametrize("action", ["save", "load"])
+def test_weights_that_are_not_numbers_are_neither_saved_nor_loaded(tmp_path, action):
+    path = tmp_path / "last.ckpt"
+    good = {"w": torch.ones(2), "mask": torch.tensor([0.0, -math.inf])}
+    checkpoint.save({"task": good}, path)
+    bad = {"task": {**good, "w": torch.tensor([1.0, math.nan])}}
+    if action == "save":
+        with pytest.raises(
+            Failure, match=r"w is no longer a number, .*; the one before it is kept"
+        ):
+            checkpoint.save(bad, path)
+        assert torch.equal(checkpoint.load(path)["task"]["w"], torch.ones(2))
+    else:
+        module = torch.nn.Module()
+        module.w, module.mask = torch.nn.Parameter(good["w"]), torch.nn.Parameter(good["mask"])
+        with pytest.raises(UserError, match="weights that are not numbers, in w"):
+            checkpoint.load_task(module, bad)
+        assert torch.equal(module.w, torch.ones(2))
 
 
 class Deeper(Small):
@@ -121,7 +168,7 @@ class Deeper(Small):
 def test_another_architecture_is_told_by_its_first_difference(saved, here, said):
     before = {name: value.clone() for name, value in here.state_dict().items()}
     with pytest.raises(UserError) as caught:
-        checkpoint.load_task(here, {"task": saved.state_dict()}, "a.ckpt")
+        checkpoint.load_task(here, {"task": saved.state_dict(), "file": "a.ckpt"})
     assert str(caught.value) == f"checkpoint=a.ckpt does not fit this recipe's {said}"
     assert is_same(here.state_dict(), before)
 
@@ -247,7 +294,7 @@ def test_a_monitor_that_is_not_measured_is_refused_with_the_nearest_name(tmp_pat
 
 @pytest.mark.parametrize("precision", ["32", "64"])
 def test_best_gives_its_validation_loss_again(tmp_path, precision):
-    make = lambda: Small(partial(torch.optim.SGD, lr=0.4))  # noqa: E731  too large: it wanders
+    make = lambda: Small(partial(torch.optim.SGD, lr=0.25))  # noqa: E731  too large: it wanders
     hooks = Hooks(on_epoch_end=lambda t: losses.append(t.metrics["val/loss"]))
     losses: list[float] = []
     fitted(
@@ -260,5 +307,5 @@ def test_best_gives_its_validation_loss_again(tmp_path, precision):
     assert min(losses) != losses[-1]
     other = trainer(make=make, seed=5, precision=precision)
     best = tmp_path / "checkpoints" / "best.ckpt"
-    checkpoint.load_task(other.task, checkpoint.load(best), best)
+    checkpoint.load_task(other.task, checkpoint.load(best))
     assert other.test()["test/loss"] == min(losses)

@@ -1,22 +1,26 @@
 """Keeps `last.ckpt`, and `best.ckpt` by a metric, in the run directory."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpframe import checkpoint
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
-from dpframe.errors import UserError
+from dpframe.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
+
+log = logging.getLogger("dpframe")
+LAST, BEST = "last.ckpt", "best.ckpt"
 
 
 class Checkpoint(Callback):
     """`keep` is how many of the best are kept; the best of all is always `best.ckpt`.
 
     The best are judged at the epochs of `every_n_epochs`, at validations within an epoch, and at
-    the end of training.
+    the end of training. Files are written on a thread of their own while training goes on.
     """
 
     runs_last = True  # what the others decided at this hook belongs into the checkpoint
@@ -28,6 +32,7 @@ class Checkpoint(Callback):
         keep: int = 1,
         every_n_epochs: int | None = 1,
         every_n_steps: int | None = None,
+        every_n_minutes: float | None = None,
     ) -> None:
         for name, value in {
             "every_n_epochs": every_n_epochs,
@@ -35,39 +40,58 @@ class Checkpoint(Callback):
         }.items():
             if value is not None and value < 1:
                 raise UserError(f"callbacks.checkpoint.{name}={value}; give 1 or more, or null")
+        if every_n_minutes is not None and not every_n_minutes > 0:
+            raise UserError(
+                f"callbacks.checkpoint.every_n_minutes={every_n_minutes}; give more than 0, or null"
+            )
         if keep < 0:
             raise UserError(f"callbacks.checkpoint.keep={keep}; give 0 or more")
         self.monitor = Monitor(monitor, mode, key="callbacks.checkpoint")
         self.keep = keep
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
+        self.seconds_between = None if every_n_minutes is None else 60 * every_n_minutes
         self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
         self.saved_step = -1
+        self.saved_clock = 0.0
         self.judged_step = -1
+        self.writer = checkpoint.Writer()
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
             checkpoint.sweep(_directory(trainer))
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if self.every_n_steps and trainer.global_step % self.every_n_steps == 0:
-            self._save_last(trainer)
+        is_due = self.every_n_steps and trainer.global_step % self.every_n_steps == 0
+        if is_due or self._is_time(trainer):
+            self._save(trainer, [LAST])
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         is_within_epoch = trainer.batches_done > 0  # at its end, on_epoch_end knows more
         if is_within_epoch and trainer.mode == "fit" and self.monitor.is_of_validation:
-            self._judge(trainer)
+            self._save(trainer, *self._judged(trainer))
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if trainer.epoch % (self.every_n_epochs or 1) == 0:
-            self._judge(trainer)
-            if self.every_n_epochs:
-                self._save_last(trainer)
+            names, dropped = self._judged(trainer)
+            self._save(trainer, [*names, LAST] if self.every_n_epochs else names, dropped)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        self._judge(trainer)
-        if trainer.global_step != self.saved_step:
-            self._save_last(trainer)
+        names, dropped = self._judged(trainer)
+        self._save(
+            trainer, names if trainer.global_step == self.saved_step else [*names, LAST], dropped
+        )
+        self.writer.wait()
+
+    def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        if isinstance(error, Interrupted):
+            self._save(trainer, [LAST] if trainer.global_step != self.saved_step else [])
+            self.writer.wait()
+            return
+        try:
+            self.writer.wait()
+        except Exception as second:  # not in the place of what ended the run
+            log.warning("%s", second)
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.monitor.best, "kept": [list(pair) for pair in self.kept]}
@@ -76,41 +100,46 @@ class Checkpoint(Callback):
         self.monitor.best = state["best"]
         self.kept = [(value, name) for value, name in state["kept"]]
 
-    def _save_last(self, trainer: "Trainer") -> None:
-        self.saved_step = trainer.global_step
-        self._save(trainer, "last.ckpt")
+    def _is_time(self, trainer: "Trainer") -> bool:
+        """By a clock that is the same in all processes."""
+        seconds = self.seconds_between
+        return seconds is not None and trainer.clock - self.saved_clock >= seconds
 
-    def _judge(self, trainer: "Trainer") -> None:
-        """Keeps this step's state if its metric is new and good."""
+    def _judged(self, trainer: "Trainer") -> tuple[list[str], list[str]]:
+        """The files that this step's state belongs into, and those that it pushes out."""
         step = trainer.global_step
         has_value = step == trainer.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
-            return
+            return [], []
         self.judged_step = step
         value = self.monitor.value(trainer.metrics)
         is_best = self.monitor.is_better(value)
-        if self.keep > 1 and value == value:  # NaN is none of the best
-            self._rank(trainer, value)
-        if is_best:
-            self._save(trainer, "best.ckpt")
+        names, dropped = self._ranked(trainer, value)
+        return ([*names, BEST] if is_best else names), dropped
 
-    def _rank(self, trainer: "Trainer", value: float) -> None:
+    def _ranked(self, trainer: "Trainer", value: float) -> tuple[list[str], list[str]]:
+        if self.keep == 1 or value != value:  # NaN is none of the best
+            return [], []
         sign = 1 if self.monitor.mode == "min" else -1
         name = f"epoch{trainer.epoch:04d}-step{trainer.global_step}.ckpt"
         ranked = sorted([*self.kept, (value, name)], key=lambda pair: sign * pair[0])
-        self.kept, dropped = ranked[: self.keep], ranked[self.keep :]
-        if (value, name) in self.kept:
-            self._save(trainer, name)
-        for _, old in dropped:
-            if trainer.strategy.is_main:
-                (_directory(trainer) / old).unlink(missing_ok=True)
+        self.kept, out = ranked[: self.keep], [old for _, old in ranked[self.keep :]]
+        return ([name] if name not in out else []), [old for old in out if old != name]
 
-    def _save(self, trainer: "Trainer", name: str) -> None:
+    def _save(self, trainer: "Trainer", names: list[str], dropped: list[str] | None = None) -> None:
+        if not names:
+            return
+        if LAST in names:
+            self.saved_step, self.saved_clock = trainer.global_step, trainer.clock
         state = trainer.state_dict()  # in every process: each gives its random state
         if trainer.strategy.is_main:
-            checkpoint.save(state, _directory(trainer) / name)
-            best = "last.ckpt" if self.monitor.best is None else "best.ckpt"
-            trainer.checkpoint = str(_directory(trainer) / best)
+            trainer.report.flush()  # the curve goes as far as the checkpoint, whatever happens
+            folder = _directory(trainer)
+            self.writer.save(
+                state, [folder / name for name in names], [folder / old for old in dropped or []]
+            )
+            best = LAST if self.monitor.best is None else BEST
+            trainer.checkpoint = str(folder / best)
 
 
 def _directory(trainer: "Trainer") -> Path:

@@ -23,6 +23,9 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.times_without_progress = 0
 
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        self._stop_if_due(trainer)  # a resumed run may have stopped already
+
     def on_validation_end(self, trainer: "Trainer") -> None:
         if self.monitor.is_of_validation and trainer.mode == "fit":
             self._judge(trainer)
@@ -36,6 +39,9 @@ class EarlyStopping(Callback):
             self.times_without_progress = 0
             return
         self.times_without_progress += 1
+        self._stop_if_due(trainer)
+
+    def _stop_if_due(self, trainer: "Trainer") -> None:
         if self.times_without_progress >= self.patience:
             best = "NaN" if self.monitor.best is None else f"{self.monitor.best:.6g}"
             times = "validations" if self.monitor.is_of_validation else "epochs"

@@ -69,13 +69,12 @@ def _work(job: Composed) -> dict[str, Any]:
             seed=settings.seed,
             run=Run(recipe=settings.recipe, config=job.config, config_text=job.text),
         )
-        if state is not None:  # only now: the Trainer has made the weights 64 bits, or not
-            checkpoint.load_task(task, state, str(job.start))
+        _prepare(trainer, job, state)
         directory = _directory(job)
         made = directory.make(job) if strategy.is_main else None
         trainer.run.directory = strategy.share(made)
         try:
-            return _in_directory(trainer, job, state if settings.resume else None)
+            return _in_directory(trainer, job)
         except UserError:
             if strategy.is_main and trainer.epoch <= 1 and trainer.checkpoint is None:
                 directory.unmake()  # nothing worth keeping yet: leave nothing behind
@@ -89,19 +88,31 @@ def _directory(job: Composed) -> Directory:
     return Directory(resumed or Path(job.run_dir), is_given=bool(resumed) or job.is_run_dir_given)
 
 
-def _in_directory(trainer: Trainer, job: Composed, resume: dict[str, Any] | None) -> dict[str, Any]:
-    directory = Path(trainer.run.directory)
+def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> None:
+    """All that can be refused is, before there is a run directory."""
+    settings = job.settings
+    if state is not None and settings.resume is None:
+        # Only now: the Trainer has made the weights 64 bits, or not.
+        checkpoint.load_task(trainer.task, state)
+    if settings.mode != "fit":
+        return
+    resume = state if settings.resume is not None else None
     try:
-        with goes_on_unread(), logging_to(directory, rank=trainer.strategy.rank):
-            if job.settings.mode == "fit":
-                trainer.fit(resume)
-            else:
-                _evaluate(trainer, job.settings, directory)
+        trainer.prepare(resume, resume_anyway=settings.resume_anyway)
     except ValueError as error:  # a constructor that only the Trainer calls, as an optimiser's
         said = refused(error, {"task": job.config["task"]})
         if said is None:
             raise
         raise said from None
+
+
+def _in_directory(trainer: Trainer, job: Composed) -> dict[str, Any]:
+    directory = Path(trainer.run.directory)
+    with goes_on_unread(), logging_to(directory, rank=trainer.strategy.rank):
+        if job.settings.mode == "fit":
+            trainer.fit()
+        else:
+            _evaluate(trainer, job.settings, directory)
     summary = _summary(trainer, job)
     if trainer.strategy.is_main:
         (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")

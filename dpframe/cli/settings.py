@@ -26,6 +26,7 @@ class RunSettings:
     seed: int = 0
     checkpoint: str | None = None
     resume: str | None = None
+    resume_anyway: bool = False
     vars: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +77,7 @@ class _Plain:
     seed: int = 0
     checkpoint: str | None = None
     resume: str | None = None
+    resume_anyway: bool = False
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:

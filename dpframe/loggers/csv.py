@@ -19,6 +19,7 @@ class CSV(Logger):
         self._rows: list[dict[str, Any]] = []
         self._logged: set[str] = set()
         self._last_step = 0
+        self._written: tuple[dict[str, Any], int] = ({}, 0)  # the last row, and where it begins
 
     def open(
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
@@ -30,6 +31,8 @@ class CSV(Logger):
             self._continue_table(purge_step)
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
+        if not self._rows and self._written[0].get("step") == step:
+            self._take_back()
         if self._rows and self._rows[-1]["step"] == step:
             self._rows[-1].update(scalars)  # a log step that also ends its epoch is one row
         else:
@@ -46,9 +49,19 @@ class CSV(Logger):
         added = [name for name in names if name not in self._columns]
         if added:
             self._widen(added)
+        *rows, last = [_text([[row.get(n, "") for n in self._columns]]) for row in self._rows]
         with self._path.open("a", newline="", encoding="utf-8") as file:
-            file.write(_text([row.get(name, "") for name in self._columns] for row in self._rows))
+            file.write("".join(rows))
+            begin = file.tell()
+            file.write(last)
+        self._written = self._rows[-1], begin
         self._rows.clear()
+
+    def _take_back(self) -> None:
+        """More numbers for a step whose row is on disk already."""
+        row, begin = self._written
+        os.truncate(self._path, begin)
+        self._rows, self._written = [row], ({}, 0)
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         missing = {name: value for name, value in metrics.items() if name not in self._logged}

@@ -15,7 +15,7 @@ from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task, TrainStep
-from dpframe.trainer import state
+from dpframe.trainer import feed, fingerprint, state
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.precision import Precision
 from dpframe.trainer.predictions import Predictions
@@ -29,6 +29,14 @@ log = logging.getLogger("dpframe")
 
 class Trainer:
     """Trains a task on data where the strategy says. `metrics` holds the newest of each name."""
+
+    train_dataset: Any  # all of these once `prepare` has run
+    train_loader: Loader
+    has_validation: bool
+    validation: Evaluation
+    batches_per_epoch: int | None  # None: a stream's, which nobody knows
+    steps_per_epoch: int  # 0 where that is unknown
+    total_steps: int
 
     def __init__(
         self,
@@ -58,6 +66,8 @@ class Trainer:
         self.seconds = 0.0
         self.metrics: dict[str, float] = {}
         self.validated_step = -1  # whose val/ numbers `metrics` holds
+        self.ended_step = 0  # the last one of an epoch, or of training, that is wholly done
+        self.clock = 0.0  # seconds of training as of the last look: the same in all processes
         self.checkpoint: str | None = None
         self.should_stop = False
         self.stop_reason = ""
@@ -66,11 +76,17 @@ class Trainer:
 
     # ---- the four modes
 
-    def fit(self, resume: dict[str, Any] | None = None) -> dict[str, float]:
-        self.mode = "fit"
-        self._set_up_fit(resume)
+    def fit(
+        self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False
+    ) -> dict[str, float]:
+        """Goes on with the checkpoint `resume`; `anyway`: even if it can't go on exactly."""
+        if self.mode != "fit":
+            self.prepare(resume, resume_anyway=resume_anyway)
+        self._begin()
         try:
             self._call("on_fit_start")
+            if self._resumed is not None:
+                self._catch_up()
             while not self.should_stop:
                 self._train_epoch()
             self.strategy.weight_sync(is_read=True)
@@ -84,19 +100,19 @@ class Trainer:
 
     def validate(self) -> dict[str, float]:
         self.mode = "validate"
-        self.metrics.update(self._evaluation("val", "validation_step").means_of("val"))
+        self.metrics.update(feed.evaluation(self, "val", "validation_step").means_of("val"))
         self._call("on_validation_end")
         return self.metrics
 
     def test(self) -> dict[str, float]:
         self.mode = "test"
-        self.metrics.update(self._evaluation("test", "test_step").means_of("test"))
+        self.metrics.update(feed.evaluation(self, "test", "test_step").means_of("test"))
         self._call("on_test_end")
         return self.metrics
 
     def predict(self) -> Predictions | None:
         self.mode = "predict"
-        predictions = self._evaluation("predict", "predict_step").predictions()
+        predictions = feed.evaluation(self, "predict", "predict_step").predictions()
         if predictions is not None:
             self._call("on_predict_end", predictions)
         return predictions
@@ -118,7 +134,7 @@ class Trainer:
             for hook in self._hooks["on_step_end"]:
                 hook(self)
             if self._validates_steps and self.global_step % self._validates_steps == 0:
-                self.report.log(self._validate(), step=self.global_step)
+                self._validate()
             if self.should_stop or self.global_step == self.settings.max_steps:
                 self.should_stop = True
                 break
@@ -173,30 +189,44 @@ class Trainer:
         self._stop_on_time()
 
     def _end_epoch(self) -> None:
+        """Changes nothing before the validation is over: a run that ends in it validates again."""
         means = self.task.summarize(self.means.total())
         measured = {f"train/{name}": value for name, value in means.items()}
         self.metrics.update(measured)
         learning_rate = self.update.learning_rate
         is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
+        self._stop_on_time()
+        epochs = self.epoch + is_whole
+        is_last = self.should_stop or self._is_done(epochs)
+        every = self.settings.validate_every_epochs
+        validated: dict[str, float] = {}
+        if self.has_validation and (is_last or epochs % every == 0):
+            validated = self._measure_validation()
         if is_whole:
-            self.epoch += 1
+            self.epoch = epochs
             self.batches_done = 0
             self.means.reset()
-        self._stop_on_time()
-        self.should_stop = self.should_stop or self._is_done()
-        every = self.settings.validate_every_epochs
-        if self.has_validation and (self.should_stop or self.epoch % every == 0):
-            measured |= self._validate()
+        self.should_stop = is_last
+        if validated:
+            self._call("on_validation_end")
         if is_whole:
             is_stale = self.has_validation and self.validated_step != self.global_step
             self.update.end_epoch(self.metrics, is_stale=is_stale)
+        measured |= validated
         measured |= {"progress/lr": learning_rate, "progress/epoch": float(self.epoch)}
         self.report.log(measured, step=self.global_step)
         self._read_clock()
+        self.ended_step = self.global_step
         self._call("on_epoch_end")
         self.report.flush()
 
-    def _validate(self) -> dict[str, float]:
+    def _validate(self) -> None:
+        means = self._measure_validation()
+        if means:
+            self._call("on_validation_end")
+            self.report.log(means, step=self.global_step)
+
+    def _measure_validation(self) -> dict[str, float]:
         """The new numbers; none where this very step was validated before."""
         if self.validated_step == self.global_step:
             return {}
@@ -205,11 +235,17 @@ class Trainer:
         self.step.train()
         self.metrics.update(means)
         self.validated_step = self.global_step
-        self._call("on_validation_end")
         return means
 
-    def _is_done(self) -> bool:
-        counts = (self.epoch, self.settings.max_epochs), (self.global_step, self.settings.max_steps)
+    def _catch_up(self) -> None:
+        """What was still to come after the step of the checkpoint that this run goes on from."""
+        if self._validates_steps and self.global_step % self._validates_steps == 0:
+            self._validate()
+        if self.should_stop and self.ended_step != self.global_step:
+            self._end_epoch()
+
+    def _is_done(self, epochs: int) -> bool:
+        counts = (epochs, self.settings.max_epochs), (self.global_step, self.settings.max_steps)
         return any(limit is not None and count >= limit for count, limit in counts)
 
     def _stop_on_time(self) -> None:
@@ -240,9 +276,12 @@ class Trainer:
         elif sum(p.numel() for p in self.task.parameters()) < SMALL_MODEL:
             torch.set_num_threads(1)
 
-    def _set_up_fit(self, resume: dict[str, Any] | None) -> None:
+    def prepare(self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
+        """What `fit` begins with, and may refuse: nothing is written, no hook called."""
+        self.mode = "fit"
+        self._resumed = resume
         settings = self.settings
-        self._set_up_data()
+        feed.set_up(self)
         self.update = Update(self.task, self.strategy, settings, self.precision.scaler())
         step = TrainStep(self.task, self.precision.autocast)
         if settings.compile:
@@ -254,82 +293,24 @@ class Trainer:
         self._syncs_weights = type(self.strategy).weight_sync is not Strategy.weight_sync
         self._log_every = settings.log_every
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
+        self.fingerprint = fingerprint.of(self)
         if resume is not None:
-            state.restore(self, resume)
+            state.restore(self, resume, anyway=resume_anyway)
+        self.should_stop = self._is_done(self.epoch)
+
+    def _begin(self) -> None:
+        if self._resumed is not None:
             log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
-        self.report.open(self.strategy, purge_step=None if resume is None else self.global_step + 1)
-        if resume is None:
-            self._draw_graph()
+            logged = self._resumed["progress"]["logged"]
+            self.report.reopen(self.strategy, logged, step=self.global_step)
+        else:
+            self.report.open(self.strategy)
+            feed.draw_graph(self)
             # From here on every process draws its own random numbers, for dropout say.
             seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
-        self.should_stop = self._is_done()
         self._seconds_before = self.seconds
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.rows_seen
-
-    def _set_up_data(self) -> None:
-        settings = self.settings
-        dataset = self._dataset("train")
-        self.train_loader = self._loader(
-            dataset, shuffle=self.data.shuffle, sampler=self.data.train_sampler(dataset)
-        )
-        self.has_validation = self.data.val_dataset() is not None
-        if self.has_validation:
-            self.validation = self._evaluation("val", "validation_step")
-        # How long training will be, where that can be known: schedulers and bars ask.
-        batches = self.train_loader.batches
-        if batches is not None and settings.limit_train_batches is not None:
-            batches = min(batches, settings.limit_train_batches)
-        self.batches_per_epoch = batches
-        self.steps_per_epoch = -(-(batches or 0) // settings.accumulate)
-        ends = [settings.max_steps, (settings.max_epochs or 0) * self.steps_per_epoch]
-        self.total_steps = min((end for end in ends if end), default=0)
-        self.task.steps_per_epoch, self.task.total_steps = self.steps_per_epoch, self.total_steps
-        per_call = 1 if settings.scheduler_every == "step" else self.steps_per_epoch or 1
-        self.task.scheduler_steps = -(-self.total_steps // per_call)
-
-    def _dataset(self, kind: str) -> Any:
-        dataset = getattr(self.data, f"{kind}_dataset")()
-        if dataset is None:
-            raise UserError(
-                f"{type(self.data).__name__}.{kind}_dataset() gives no data set; write it"
-            )
-        return dataset
-
-    def _evaluation(self, kind: str, step: str) -> Evaluation:
-        return Evaluation(
-            self.task,
-            step,
-            self._loader(self._dataset(kind)),
-            self.strategy,
-            autocast=self.precision.autocast,
-            limit_batches=self.settings.limit_eval_batches,
-        )
-
-    def _loader(self, dataset: Any, *, shuffle: bool = False, sampler: Any = None) -> Loader:
-        return Loader(
-            dataset,
-            batch_size=self.data.batch_size,
-            shares=self.strategy.shares,
-            shuffle=shuffle,
-            seed=self.seed,
-            sampler=sampler,
-            workers=self.data.workers,
-            collate=self.data.collate,
-            pin_memory=self.strategy.device.type == "cuda",
-            rank=self.strategy.rank,
-            agree=self.strategy.share,
-        )
-
-    def _draw_graph(self) -> None:
-        """For the loggers of the main process, where a batch more costs next to nothing."""
-        is_cheap = self.data.workers == 0 and self.train_loader.batches is not None
-        has_predict = type(self.task).predict_step is not Task.predict_step
-        if self.report.loggers and is_cheap and has_predict:
-            with seeding.seeded(self.seed):
-                batch = next(self.train_loader.epoch(), None)
-                if batch is not None:
-                    self.report.graph(self.task, batch)
 
     # ---- hooks
 

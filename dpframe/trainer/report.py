@@ -33,8 +33,15 @@ class Report:
     def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
         self.loggers: list[Logger] = [Guarded(logger) for logger in loggers]
         self.run = run
+        self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
 
-    def open(self, strategy: Strategy, *, purge_step: int | None) -> None:
+    def reopen(self, strategy: Strategy, scalars: dict[str, float], *, step: int) -> None:
+        """Goes on after `step`, which has had these numbers so far: what else there is goes."""
+        self.open(strategy, purge_step=step)
+        if scalars:
+            self.log(scalars, step=step)
+
+    def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:
         run = self.run
         facts: dict[str, Scalar] = {"strategy": strategy.name, "replicas": strategy.replicas}
         for logger in self.loggers:
@@ -56,6 +63,8 @@ class Report:
             logger.graph(module, on_cpu(batch.shares[0].batch))
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
+        before = self.last[1] if self.last[0] == step else {}
+        self.last = step, before | scalars
         for logger in self.loggers:
             logger.log(scalars, step=step)
 

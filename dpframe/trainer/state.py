@@ -1,29 +1,43 @@
 """A Trainer's state as plain containers, and back: a resumed run goes on as if nothing happened."""
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from dpframe import checkpoint, seeding
 from dpframe.callbacks.base import Callback
 from dpframe.errors import UserError
+from dpframe.trainer import fingerprint
 
 if TYPE_CHECKING:
     from dpframe.trainer.loop import Trainer
 
-COUNTERS = ("global_step", "epoch", "batches_done", "rows_seen", "seconds")
+COUNTERS = (
+    "global_step",
+    "epoch",
+    "batches_done",
+    "rows_seen",
+    "seconds",
+    "validated_step",
+    "ended_step",
+)
+NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
+log = logging.getLogger("dpframe")
 
 
 def of(trainer: "Trainer") -> dict[str, Any]:
     strategy = trainer.strategy
+    logged_step, logged = trainer.report.last
     return {
         "recipe": trainer.run.recipe,
-        "order": _order(trainer),
+        "fingerprint": trainer.fingerprint,
         "task": trainer.task.state_dict(),
         **trainer.update.state_dict(),
         "strategy": {strategy.name: strategy.state_dict(trainer.update.optimizer)},
         "progress": {
             **{name: getattr(trainer, name) for name in COUNTERS},
             "means": trainer.means.state_dict(),
+            "logged": dict(logged) if logged_step == trainer.global_step else {},
         },
         "metrics": dict(trainer.metrics),
         "callbacks": {name: one.state_dict() for name, one in _named(trainer.callbacks)},
@@ -31,10 +45,23 @@ def of(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def restore(trainer: "Trainer", state: dict[str, Any]) -> None:
-    _check_order(trainer, state)
+def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) -> None:
+    """`anyway`: also where the rest can't be what it would have been."""
+    missing = [name for name in NEEDED if name not in state]
+    if missing:
+        raise UserError(
+            f"resume={state.get('file', '')} has no {' and no '.join(missing)}; "
+            "use checkpoint=FILE to start anew from its weights"
+        )
+    there, here = state["fingerprint"], trainer.fingerprint
+    changes = fingerprint.differences(there, here)
+    if changes and not anyway:
+        raise UserError(
+            f"resume: this run is not the one that it would go on with: {'; '.join(changes)}; "
+            "give back what there was, or resume_anyway=true"
+        )
     checkpoint.load_task(trainer.task, state)
-    trainer.update.load_state_dict(state)
+    trainer.update.load_state_dict(state, there, here)
     strategy = trainer.strategy
     kept_of_it = state.get("strategy", {}).get(strategy.name, {})
     strategy.load_state_dict(kept_of_it, trainer.update.optimizer)
@@ -49,22 +76,11 @@ def restore(trainer: "Trainer", state: dict[str, Any]) -> None:
         seeding.restore_random_state(state["random"][strategy.rank])
     else:  # other ranks than there were draw other dropout; all else goes on
         seeding.seed_everything(seeding.mix(trainer.seed, strategy.rank, trainer.global_step))
-
-
-def _order(trainer: "Trainer") -> dict[str, int]:
-    """What decides which rows come next."""
-    return {"seed": trainer.seed, "data.batch_size": trainer.data.batch_size}
-
-
-def _check_order(trainer: "Trainer", state: dict[str, Any]) -> None:
-    is_within_epoch = state["progress"]["batches_done"] > 0
-    for key, here in _order(trainer).items():
-        there = state["order"][key]
-        if there != here and (key == "seed" or is_within_epoch):
-            raise UserError(
-                f"resume: that run had {key}={there}, this one has {key}={here}, and would read "
-                f"other rows; give {key}={there}"
-            )
+    if changes:
+        # As many rows of the epoch are skipped as were read, or a part of a batch less.
+        sizes = there["data.batch_size"], here["data.batch_size"]
+        trainer.batches_done = trainer.batches_done * sizes[0] // sizes[1]
+        log.warning("resumed with changes: %s", "; ".join(changes))
 
 
 def _named(callbacks: list[Callback]) -> Iterator[tuple[str, Callback]]:

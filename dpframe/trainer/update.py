@@ -107,29 +107,48 @@ class Update:
             if parameter.grad is not None:
                 parameter.grad.mul_((rows / total).to(parameter.grad))
 
+    def kinds(self) -> dict[str, str | None]:
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "scheduler": self.scheduler and type(self.scheduler).__name__,
+            "scheduler's steps": getattr(self.scheduler, "total_steps", None),
+        }
+
     def state_dict(self) -> dict[str, Any]:
         return {
-            "kinds": self._kinds(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, kind in self._kinds().items():
-            if state["kinds"][name] != kind:
-                raise UserError(
-                    f"resume: that run's {name} was {state['kinds'][name]}, this config's is "
-                    f"{kind}; use checkpoint=FILE to start anew from its weights"
-                )
-        self.optimizer.load_state_dict(state["optimizer"])
-        for name in ("scheduler", "scaler"):
-            part = getattr(self, name)
-            if part is not None and state[name] is not None:
-                part.load_state_dict(state[name])
+    def load_state_dict(
+        self, state: dict[str, Any], there: dict[str, Any], here: dict[str, Any]
+    ) -> None:
+        """What is of another kind than it was `there` begins anew."""
+        is_same = {name: there[name] == kind for name, kind in self.kinds().items()}
+        defaults = dict(self.optimizer.defaults)
+        if is_same["optimizer"]:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None and is_same["scheduler"] and is_same["scheduler's steps"]:
+            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        for name, value in defaults.items():
+            if any(
+                key.endswith(f"optimizer.{name}") and there.get(key) != here.get(key)
+                for key in {*there, *here}
+            ):
+                self._set(name, value)
 
-    def _kinds(self) -> dict[str, str | None]:
-        return {
-            "optimizer": type(self.optimizer).__name__,
-            "scheduler": self.scheduler and type(self.scheduler).__name__,
-        }
+    def _set(self, name: str, value: Any) -> None:
+        """A changed setting of the optimiser; a schedule goes on in proportion to the new rate."""
+        for index, group in enumerate(self.optimizer.param_groups):
+            if name != "lr":
+                group[name] = value
+                continue
+            factor = value / group.get("initial_lr", group["lr"])
+            group["lr"] = group["lr"] * factor
+            if "initial_lr" in group:
+                group["initial_lr"] = value
+            if getattr(self.scheduler, "base_lrs", None):
+                self.scheduler.base_lrs[index] = value

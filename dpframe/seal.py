@@ -1,0 +1,81 @@
+"""A seal at a checkpoint's end: the hash of all that is before it, as the comment of its zip file.
+
+Every zip reader skips a comment, so torch and others read a sealed file as any other.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import BinaryIO
+
+MARK = b"dpframe sha256 "
+LENGTH = len(MARK) + 64
+HEAD = LENGTH.to_bytes(2, "little") + MARK  # a zip file without a comment ends with its length, 0
+BLOCK = 1 << 20
+
+
+class Sealing:
+    """A file to write to once from start to end; `close` adds the seal."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hash = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self._hash.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.seek(-2, os.SEEK_END)
+        self._file.write(HEAD + self._hash.hexdigest().encode())
+        self._file.flush()
+
+
+def flaw(path: Path) -> str:
+    """What is wrong with a sealed file, or '' if it is as it was written."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            if size < LENGTH + 2:
+                return "it is empty" if size == 0 else "it is cut short, or no checkpoint"
+            file.seek(-LENGTH - 2, os.SEEK_END)
+            seal = file.read()
+            if not seal.startswith(HEAD):
+                return "its seal is missing: it is cut short, or no checkpoint of dpframe's"
+            found = _hash_before(file, size - LENGTH - 2)
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if seal == HEAD + found.encode() else "it is damaged: its hash is another one"
+
+
+def newest_good(directory: Path) -> Path | None:
+    """The checkpoint that was written last, of those that are whole."""
+    found = sorted(directory.glob("*.ckpt"), key=_age)
+    return next((path for path in found if not flaw(path)), None)
+
+
+def instead_of(path: Path) -> str:
+    """To end an error about a bad checkpoint with."""
+    good = newest_good(path.parent)
+    return f"; the newest good one there is {good}" if good else "; there is no good one beside it"
+
+
+def _age(path: Path) -> tuple[int, bool]:
+    return -path.stat().st_mtime_ns, path.name != "last.ckpt"
+
+
+def _hash_before(file: BinaryIO, end: int) -> str:
+    """Of the content as it was hashed: with the two bytes that the seal's length has taken."""
+    found, left = hashlib.sha256(), end
+    file.seek(0)
+    while left:
+        block = file.read(min(left, BLOCK))
+        if not block:
+            raise OSError(0, "it is cut short")
+        found.update(block)
+        left -= len(block)
+    found.update(b"\0\0")
+    return found.hexdigest()
