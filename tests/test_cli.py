@@ -95,7 +95,7 @@ WITH_TORCH = {
     "callbacks.checkpoint=5": "callbacks.checkpoint=5 has no _target_; name its class",
     "callbacks.checkpoint.mode=mni": "callbacks.checkpoint.mode=mni is not one of min, max",
     "data.file=missing.csv": "cannot read missing.csv",
-    "checkpoint=text.ckpt": "checkpoint=text.ckpt can't be read",
+    "checkpoint=text.ckpt": "checkpoint=text.ckpt can't be used",
     "hydra.run.dir=text.ckpt": "the run directory text.ckpt can't be made: File exists",
     "hydra.run.dir=text.ckpt/x": "can't be made",
     "trainer.gpus=2 strategy=cpu": "strategy=cpu is one replica",

@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.cli import plugins
 from dpframe.cli.refusal import one_line, unresolved
+from dpframe.cli.resumed import with_saved
 from dpframe.cli.settings import TOP_LEVEL, RunSettings, checked, refuse_values
 from dpframe.cli.start import start_file
 from dpframe.errors import UserError, suggestion
@@ -64,9 +65,13 @@ def hydra_over(config_dir: str | None) -> Iterator[Hydra]:
 
 def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Composed:
     """The checked config, or a UserError."""
+
+    def runs() -> Path:
+        _set(config := raw(overrides, config_dir=config_dir))
+        return Path(str(config.hydra.run.dir)).parent
+
     with hydra_over(config_dir):
-        config = raw(overrides, config_dir=config_dir)
-        HydraConfig.instance().set_config(config)
+        _set(config := raw(with_saved(overrides, runs), config_dir=config_dir))
         return from_hydra(config)
 
 
@@ -117,6 +122,11 @@ def explained(overrides: Sequence[str]) -> Any:
         return _hydra().compose_config(CONFIG_NAME, others, RunMode.RUN)
 
     return one_line(overrides, compose, options_of)
+
+
+def _set(config: DictConfig) -> None:
+    """What `${hydra:…}` and the run's directory refer to."""
+    HydraConfig.instance().set_config(config)
 
 
 def job_only(config: DictConfig) -> DictConfig:

@@ -1,7 +1,11 @@
 """A run's directory with its `.hydra/`: made once all is checked, unmade if nothing was trained."""
 
+import os
 import shutil
+import socket
+import sys
 from pathlib import Path
+from typing import IO
 
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
@@ -17,13 +21,16 @@ class Directory:
         self.is_given = is_given
         self.is_made = False
         self.made_parents: list[Path] = []  # the innermost first
+        self._lock: IO[str] | None = None
 
     def make(self, job: Composed) -> str:
         try:
             self._make()
             notes = self.path / ".hydra"
             notes.mkdir(exist_ok=True)
+            self._take(notes / "lock")
             overrides = "".join(f"- {override}\n" for override in job.overrides) or "[]\n"
+            _keep_older(notes / "config.yaml", job.text)
             (notes / "config.yaml").write_text(job.text, **UTF8)
             (notes / "hydra.yaml").write_text(job.hydra_text, **UTF8)
             (notes / "overrides.yaml").write_text(overrides, **UTF8)
@@ -37,6 +44,7 @@ class Directory:
 
     def unmake(self) -> None:
         """Removes what `make` made, and nothing that was there before."""
+        self.release()
         if self.is_made:
             shutil.rmtree(self.path, ignore_errors=True)
         for directory in self.made_parents:
@@ -44,6 +52,11 @@ class Directory:
                 directory.rmdir()
             except OSError:
                 return  # another run is in it
+
+    def release(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def _make(self) -> None:
         self.made_parents = [parent for parent in self.path.parents if not parent.exists()]
@@ -60,3 +73,34 @@ class Directory:
                     raise
                 number += 1
                 self.path = first.with_name(f"{first.name}-{number}")
+
+    def _take(self, path: Path) -> None:
+        """The kernel lets go of the lock when its owner ends, however that ends."""
+        if sys.platform == "win32":
+            return
+        import fcntl
+
+        self._lock = path.open("a+")
+        try:
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.seek(0)
+            owner = self._lock.read().strip()
+            self.release()
+            raise UserError(
+                f"the run directory {self.path} is in use by {owner or 'another process'}; "
+                "end that run first, or name another directory by hydra.run.dir=DIR"
+            ) from None
+        self._lock.truncate(0)
+        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock.flush()
+
+
+def _keep_older(path: Path, text: str) -> None:
+    """A resumed run may have another config: the one that it was begun with stays beside it."""
+    if not path.is_file() or path.read_text(**UTF8) == text:
+        return
+    number = 1
+    while (older := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(older)

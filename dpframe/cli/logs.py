@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -27,10 +27,26 @@ def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
 
 def _file(path: Path, rank: int) -> logging.Handler:
     # Opened to append: the lines of the ranks interleave.
-    handler = logging.FileHandler(path, delay=True, encoding="utf-8", errors="replace")
+    handler = _File(path, delay=True, encoding="utf-8", errors="replace")
     form = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(logging.Formatter(form))
     return handler
+
+
+class _File(logging.FileHandler):
+    """A full disk costs the run its log, and one line on the screen."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        logging.getLogger().removeHandler(self)
+        logging.getLogger("dpframe").warning(
+            "%s can't be written: %s; training goes on without it",
+            self.baseFilename,
+            sys.exc_info()[1],
+        )
+
+    def close(self) -> None:
+        with suppress(OSError):  # what could not be written before can't be now
+            super().close()
 
 
 def _screen() -> logging.Handler:

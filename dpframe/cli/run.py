@@ -15,7 +15,7 @@ from dpframe.cli.screen import goes_on_unread
 from dpframe.cli.settings import RunSettings
 from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
-from dpframe.errors import UserError
+from dpframe.errors import Failure, UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, ranks  # noqa: F401  ranks counts threads when imported
 from dpframe.task import Task
@@ -79,6 +79,8 @@ def _work(job: Composed) -> dict[str, Any]:
             if strategy.is_main and trainer.epoch <= 1 and trainer.checkpoint is None:
                 directory.unmake()  # nothing worth keeping yet: leave nothing behind
             raise
+        finally:
+            directory.release()
     finally:
         strategy.close()
 
@@ -115,8 +117,16 @@ def _in_directory(trainer: Trainer, job: Composed) -> dict[str, Any]:
             _evaluate(trainer, job.settings, directory)
     summary = _summary(trainer, job)
     if trainer.strategy.is_main:
-        (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        _write(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
+        path.write_text(text)
+    except OSError as error:
+        raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error
 
 
 def _evaluate(trainer: Trainer, settings: RunSettings, directory: Path) -> None:
@@ -147,6 +157,7 @@ def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:
         "devices": strategy.devices,
         "epochs": trainer.epoch,
         "steps": trainer.global_step,
+        "skipped_steps": trainer.skipped_steps,
         "samples_per_second": trainer.rows_seen / seconds if seconds else 0.0,
         "seconds": seconds,
         "metrics": trainer.metrics,

@@ -1,7 +1,10 @@
 """Which checkpoint a run starts from: found before torch is imported, once for all ranks."""
 
+import sys
+from functools import cache
 from pathlib import Path
 
+from dpframe import seal
 from dpframe.cli.settings import RunSettings
 from dpframe.errors import UserError
 
@@ -9,10 +12,23 @@ from dpframe.errors import UserError
 def start_file(settings: RunSettings, runs: Path) -> Path | None:
     """What `resume` or `checkpoint` names; `runs` is where this recipe's runs are."""
     if settings.resume is not None:
-        return _resumed_file(settings.resume, runs)
+        return resumed_file(settings.resume, runs)
     if settings.checkpoint is not None:
         return _file("checkpoint", Path(settings.checkpoint))
     return None
+
+
+def resumed_file(resume: str, runs: Path) -> Path:
+    """`last`, a run's directory or a file; of a run, its newest checkpoint that is whole."""
+    if resume == "last":
+        found = sorted(runs.glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        if not found:
+            raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
+        return _newest_good(found[-1].parent, "resume=last")
+    path = Path(resume).expanduser()
+    if path.is_dir():
+        return _newest_good(path / "checkpoints", f"resume={resume}")
+    return _file("resume", path)
 
 
 def resumed_directory(start: Path) -> Path | None:
@@ -20,16 +36,17 @@ def resumed_directory(start: Path) -> Path | None:
     return start.parent.parent if start.parent.name == "checkpoints" else None
 
 
-def _resumed_file(resume: str, runs: Path) -> Path:
-    if resume == "last":
-        found = sorted(runs.glob("*/checkpoints/last.ckpt"), key=lambda path: path.stat().st_mtime)
-        if not found:
-            raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
-        return found[-1]
-    path = Path(resume).expanduser()
-    if path.is_dir():
-        return _file("resume", path / "checkpoints" / "last.ckpt")
-    return _file("resume", path)
+@cache  # composing asks twice, and a file is read whole each time
+def _newest_good(directory: Path, given: str) -> Path:
+    there = list(directory.glob("*.ckpt"))
+    if not there:
+        raise UserError(f"{given}: there is no checkpoint in {directory}")
+    last, good = directory / "last.ckpt", seal.newest_good(directory)
+    if good is None:
+        raise UserError(f"{given}: no checkpoint in {directory} is whole: {seal.flaw(there[0])}")
+    if good != last and last.exists():
+        print(f"dpframe: {last}: {seal.flaw(last)}; going on from {good}", file=sys.stderr)
+    return good
 
 
 def _file(key: str, path: Path) -> Path:

@@ -14,9 +14,10 @@ from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
-from dpframe.task import Task, TrainStep
+from dpframe.task import Measured, Task, TrainStep
 from dpframe.trainer import feed, fingerprint, state
 from dpframe.trainer.evaluation import Evaluation, means_over
+from dpframe.trainer.nonfinite import LossGuard
 from dpframe.trainer.precision import Precision
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.report import Report, Run
@@ -63,6 +64,7 @@ class Trainer:
         self.epoch = 0  # whole epochs done
         self.batches_done = 0  # of the epoch at hand
         self.rows_seen = 0
+        self.skipped_steps = 0  # left out by trainer.on_nonfinite=skip
         self.seconds = 0.0
         self.metrics: dict[str, float] = {}
         self.validated_step = -1  # whose val/ numbers `metrics` holds
@@ -148,16 +150,26 @@ class Trainer:
             rows += batch.rows
         of = rows / strategy.averaged_over
         weights: list[Any] = []
-        for batch in batches:
+        all_measured: list[Measured] = []
+        is_left_out = False
+        for index, batch in enumerate(batches, self.batches_done):
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
             loss, measured = self.step(strategy.to_device(batch.shares), of)
+            if self.guard.refuses(self, measured, index):
+                is_left_out = True
+                break
             self.update.backward(loss)
-            self.means.add(measured)
+            all_measured += measured
             if "weight" in measured[0][1]:
                 weights += [output["weight"] if here else 0.0 for here, output in measured]
-        wants_norm = (self.global_step + 1) % self._log_every == 0
-        self.update.step(rows, weights, wants_norm=wants_norm)
+        if is_left_out:
+            self.update.skip()
+            self.skipped_steps += 1
+        else:
+            self.means.add(all_measured)
+            wants_norm = (self.global_step + 1) % self._log_every == 0
+            self.update.step(rows, weights, wants_norm=wants_norm)
         if self._syncs_weights:
             strategy.weight_sync(is_read=False)
         self.global_step += 1
@@ -176,6 +188,7 @@ class Trainer:
     # ---- the ends of steps and epochs
 
     def _log_step(self) -> None:
+        self.guard.read(self)
         means = self.task.summarize(self.means.window())  # waits for the GPU
         now = time.perf_counter()
         scalars = {f"step/{name}": value for name, value in means.items()}
@@ -190,6 +203,7 @@ class Trainer:
 
     def _end_epoch(self) -> None:
         """Changes nothing before the validation is over: a run that ends in it validates again."""
+        self.guard.read(self)
         means = self.task.summarize(self.means.total())
         measured = {f"train/{name}": value for name, value in means.items()}
         self.metrics.update(measured)
@@ -221,6 +235,7 @@ class Trainer:
         self.report.flush()
 
     def _validate(self) -> None:
+        self.guard.read(self)
         means = self._measure_validation()
         if means:
             self._call("on_validation_end")
@@ -293,14 +308,17 @@ class Trainer:
         self._syncs_weights = type(self.strategy).weight_sync is not Strategy.weight_sync
         self._log_every = settings.log_every
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
+        self.guard = LossGuard(self.strategy, settings.on_nonfinite)
         self.fingerprint = fingerprint.of(self)
         if resume is not None:
-            state.restore(self, resume, anyway=resume_anyway)
+            self._changes = state.restore(self, resume, anyway=resume_anyway)
         self.should_stop = self._is_done(self.epoch)
 
     def _begin(self) -> None:
         if self._resumed is not None:
             log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
+            if self._changes:
+                log.warning("not all is as it was: %s", "; ".join(self._changes))
             logged = self._resumed["progress"]["logged"]
             self.report.reopen(self.strategy, logged, step=self.global_step)
         else:
@@ -324,6 +342,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that decides the rest of training; every process calls it, the main one keeps it."""
+        self.guard.read(self)
         self._read_clock()
         self.strategy.weight_sync(is_read=True)
         return state.of(self)

@@ -8,6 +8,7 @@ from dpframe.errors import UserError, suggestion
 PRECISIONS = ("32", "64", "bf16", "fp16")
 ACCELERATORS = ("auto", "cpu", "cuda")
 INTERVALS = ("epoch", "step")
+ON_NONFINITE = ("stop", "skip")
 
 
 @dataclass
@@ -25,6 +26,7 @@ class TrainerSettings:
     plateau_monitor: str = "val/loss"
     validate_every_epochs: int = 1
     validate_every_steps: int | None = None
+    on_nonfinite: str = "stop"
     log_every: int = 50
     limit_train_batches: int | None = None
     limit_eval_batches: int | None = None
@@ -38,6 +40,7 @@ class TrainerSettings:
         self._refuse_unknown("precision", PRECISIONS)
         self._refuse_unknown("accelerator", ACCELERATORS)
         self._refuse_unknown("scheduler_every", INTERVALS)
+        self._refuse_unknown("on_nonfinite", ON_NONFINITE)
         for key in ("accumulate", "log_every", "max_replicas_per_core", "validate_every_epochs"):
             self._refuse_below(key, 1)
         for key in (

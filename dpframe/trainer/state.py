@@ -1,6 +1,5 @@
 """A Trainer's state as plain containers, and back: a resumed run goes on as if nothing happened."""
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ COUNTERS = (
     "seconds",
     "validated_step",
     "ended_step",
+    "skipped_steps",
 )
 NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
-log = logging.getLogger("dpframe")
 
 
 def of(trainer: "Trainer") -> dict[str, Any]:
@@ -45,8 +44,9 @@ def of(trainer: "Trainer") -> dict[str, Any]:
     }
 
 
-def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) -> None:
-    """`anyway`: also where the rest can't be what it would have been."""
+def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) -> list[str]:
+    """What is not as it would have been; refused, unless `anyway`."""
+    notes = []
     missing = [name for name in NEEDED if name not in state]
     if missing:
         raise UserError(
@@ -74,13 +74,14 @@ def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) 
             callback.load_state_dict(kept)
     if len(state["random"]) == strategy.world_size:
         seeding.restore_random_state(state["random"][strategy.rank])
-    else:  # other ranks than there were draw other dropout; all else goes on
+    else:
+        notes.append(f"{len(state['random'])} processes there, {strategy.world_size} here")
         seeding.seed_everything(seeding.mix(trainer.seed, strategy.rank, trainer.global_step))
     if changes:
         # As many rows of the epoch are skipped as were read, or a part of a batch less.
         sizes = there["data.batch_size"], here["data.batch_size"]
         trainer.batches_done = trainer.batches_done * sizes[0] // sizes[1]
-        log.warning("resumed with changes: %s", "; ".join(changes))
+    return [*changes, *notes]
 
 
 def _named(callbacks: list[Callback]) -> Iterator[tuple[str, Callback]]:

@@ -81,6 +81,12 @@ class Update:
         if self.schedules_steps:
             self.scheduler.step()
 
+    def skip(self) -> None:
+        """All that there is of a step that is left out."""
+        self.optimizer.zero_grad()
+        if self.schedules_steps:
+            self.scheduler.step()
+
     def end_epoch(self, metrics: dict[str, float], *, is_stale: bool) -> None:
         """`is_stale`: the val/ numbers are those of an earlier epoch."""
         if self.scheduler is None or self.schedules_steps:
