@@ -26,6 +26,7 @@ class Strategy:
     world_size = 1  # processes
     replicas = 1  # over all processes
     averaged_over = 1  # gradients come out of backward divided by this many replicas
+    launches_ranks = False  # and so can start them again
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
 
     def __init__(
@@ -107,6 +108,10 @@ class Strategy:
     def reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the processes, on every process."""
         return tensor
+
+    def tally(self, numbers: list[float]) -> list[float]:
+        """Host numbers summed over the processes, without waiting for a device."""
+        return numbers
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value in rank order, on the main process; an empty list elsewhere."""
