@@ -19,7 +19,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from dpframe import orphans, seeding
+from dpframe import interruption, seeding
 from dpframe.errors import UserError
 
 Shares = Callable[[Sequence], list[Sequence]]
@@ -298,7 +298,7 @@ class _Randomness:
 
 
 def _start_worker(number: int) -> None:
-    orphans.die_with_parent()
+    interruption.leave_to_parent()
 
 
 class _Order:

@@ -20,9 +20,11 @@ class Failure(UserError):
 class Interrupted(BaseException):
     """A signal ends the run, in every process after the same step."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
+    def __init__(self, number: int, said: str = "") -> None:
+        """`said`: when, and how to go on."""
+        super().__init__(f"interrupted by {signal.Signals(number).name}{said}")
         self.number = number
+        self.said = said
         self.exit_code = 128 + number
 
 

@@ -19,12 +19,12 @@ FLOORS = {
     "strategies": 1,
 }  # everything else is on floor 0
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
-GROUND |= {"lean", "orphans", "seal"}
+GROUND |= {"lean", "orphans", "interruption", "seal"}
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
-    "torch.distributed": ["strategies.ddp", "strategies.ranks"],
+    "torch.distributed": ["strategies.ddp", "strategies.supervisor", "strategies.fault"],
     "tensorboard": ["loggers"],
     "rich": ["callbacks.progress"],
 }

@@ -1,6 +1,7 @@
 """Real processes: how ranks start, how torchrun's join, and how each kind of fault ends the job."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from dpframe.strategies.ddp import DDP
 
 TESTS = Path(__file__).resolve().parent
 FAULT_SECONDS = 10
+GRACE = ("data.workers=2", "trainer.grace_seconds=0.5")
 BOSTON = ["recipe=boston", "trainer.max_epochs=2", "logger=none"]
 
 # Faults
@@ -110,14 +112,19 @@ def test_the_exception_of_a_data_worker_ends_the_job_with_the_workers_traceback(
 def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
     done = broken(tmp_path, "trainer.gpus=2", "task.fault=hang 1", "strategy.timeout_seconds=3")
     assert done.returncode == 1
-    assert "rank 0 failed:" in done.stderr
-    assert "Timed out waiting 3000ms" in done.stderr.splitlines()[-1]
+    lines = done.stderr.splitlines()
+    assert lines[-1].endswith("in _outcome")
+    stack = lines[lines.index("rank 1 hung; its stack:") :]
+    assert "faulty.py" in stack[2] and stack[2].endswith("in fail")
+    assert re.match(
+        "rank 0 waited for it in vain: .*Timed out waiting 3000ms", lines[-len(stack) - 1]
+    )
 
 
 @contextmanager
 def hanging(folder: Path, fault: str) -> Iterator[subprocess.Popen]:
     """A job of two ranks, each with two data workers, that all wait."""
-    command = faulty_command(folder, "trainer.gpus=2", f"task.fault={fault} all", "data.workers=2")
+    command = faulty_command(folder, "trainer.gpus=2", f"task.fault={fault} all", *GRACE)
     said = (folder / "said").open("w")
     with (
         said,

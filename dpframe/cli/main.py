@@ -11,7 +11,8 @@ from typing import NoReturn
 
 from dpframe import __version__
 from dpframe.cli import screen
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import Interrupted, UserError, suggestion
+from dpframe.interruption import Interruption, look
 
 RANK_0_SECONDS = 5  # how long the other ranks wait for it to say what is wrong
 
@@ -47,6 +48,8 @@ def _arguments(given: Sequence[str]) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
     screen.open_all()
+    interruption = Interruption(is_quiet=not _speaks())
+    interruption.open()  # before the imports, which take the longest of a start-up
     gc.disable()  # imports make a million objects and no garbage
     try:
         _see_current_directory()
@@ -54,6 +57,8 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
         sys.stdout.flush()  # a reader that has left is noticed here, not on the way out
     except UserError as error:
         code = _say(error)
+    except Interrupted as error:
+        code = _say_interrupted(error)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         code = 130
@@ -63,6 +68,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     except Exception as error:
         show_failure(error)
         code = 1
+    interruption.close()
     gc.freeze()  # nothing to collect on the way out
     sys.exit(code)
 
@@ -109,9 +115,11 @@ def _run(arguments: argparse.Namespace) -> None:
     from dpframe.cli.compose import composed
 
     job = composed(arguments.overrides, config_dir=arguments.config_dir)
+    look()
     from dpframe.cli.run import run  # imports torch: only now that the config is known to be good
 
     gc.enable()
+    look()
     run(job)
 
 
@@ -124,6 +132,17 @@ def _say(error: UserError) -> int:
     line = " ".join(str(error).splitlines())
     print(f"dpframe: {line}", file=sys.stderr)
     return error.exit_code
+
+
+def _say_interrupted(error: Interrupted) -> int:
+    if _speaks():
+        print(f"dpframe: {error}", file=sys.stderr)
+    return error.exit_code
+
+
+def _speaks() -> bool:
+    """Of torchrun's ranks one is enough."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def show_failure(error: Exception) -> None:

@@ -2,11 +2,13 @@
 
 import json
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, seeding
+from dpframe import checkpoint, interruption, seeding
 from dpframe.callbacks import Callback
+from dpframe.cli import restarts
 from dpframe.cli.build import build, check, refused
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
@@ -15,9 +17,9 @@ from dpframe.cli.screen import goes_on_unread
 from dpframe.cli.settings import RunSettings
 from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
-from dpframe.errors import Failure, UserError
+from dpframe.errors import Failure, Interrupted, UserError
 from dpframe.loggers import Logger
-from dpframe.strategies import Strategy, ranks  # noqa: F401  ranks counts threads when imported
+from dpframe.strategies import Strategy, member, ranks  # noqa: F401  ranks counts threads when imported
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
 
@@ -26,13 +28,14 @@ log = logging.getLogger("dpframe")
 
 def run(job: Composed) -> dict[str, Any]:
     """The summary, from the main process; the strategy decides how many there are."""
+    interruption.allow(job.settings.trainer.grace_seconds)
     check_targets(job)
     if job.settings.mode == "verify":
         from dpframe.cli.verify import verified  # the kit, which no other mode needs
 
         return verified(job)
     strategy = build(job.config["strategy"], "strategy", Strategy)
-    return strategy.launch(_work, job)
+    return restarts.launch(strategy, _work, job)
 
 
 def check_targets(job: Composed) -> None:
@@ -51,6 +54,7 @@ def _work(job: Composed) -> dict[str, Any]:
     """What every process of a job does."""
     settings = job.settings
     strategy = build(job.config["strategy"], "strategy", Strategy)
+    interruption.look()
     strategy.setup()
     try:
         state = checkpoint.load(job.start) if job.start is not None else None
@@ -68,17 +72,22 @@ def _work(job: Composed) -> dict[str, Any]:
             loggers=loggers,
             seed=settings.seed,
             run=Run(recipe=settings.recipe, config=job.config, config_text=job.text),
+            interruption=interruption.installed(),
         )
         _prepare(trainer, job, state)
+        interruption.look()
         directory = _directory(job)
         made = directory.make(job) if strategy.is_main else None
         trainer.run.directory = strategy.share(made)
+        member.tell("directory", trainer.run.directory)
         try:
             return _in_directory(trainer, job)
         except UserError:
             if strategy.is_main and trainer.epoch <= 1 and trainer.checkpoint is None:
                 directory.unmake()  # nothing worth keeping yet: leave nothing behind
             raise
+        except Interrupted as error:
+            raise Interrupted(error.number, _when(trainer, job)) from None
         finally:
             directory.release()
     finally:
@@ -127,6 +136,17 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error
+
+
+def _when(trainer: Trainer, job: Composed) -> str:
+    """A signal came; what became of the run."""
+    directory = Path(trainer.run.directory)
+    if job.settings.mode != "fit":
+        return ""
+    when = f" after step {trainer.global_step}; "
+    if trainer.checkpoint is None and job.settings.resume is None:
+        return when + "nothing was saved"
+    return f"{when}go on with {shlex.quote(f'resume={directory}')}"
 
 
 def _evaluate(trainer: Trainer, settings: RunSettings, directory: Path) -> None:

@@ -26,6 +26,7 @@ class Strategy:
     world_size = 1  # processes
     replicas = 1  # over all processes
     averaged_over = 1  # gradients come out of backward divided by this many replicas
+    launches_ranks = False  # and so can start them again
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
 
     def __init__(

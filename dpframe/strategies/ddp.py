@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import split
 from dpframe.errors import UserError
-from dpframe.strategies import ranks
+from dpframe.strategies import ranks, supervisor
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, rehearsal
 
@@ -23,6 +23,8 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broad
 
 
 class DDP(Strategy):
+    launches_ranks = True
+
     def __init__(
         self,
         gpus: Gpus = None,
@@ -59,7 +61,13 @@ class DDP(Strategy):
             return run(*args)
         devices = self.choose_devices(default=None)
         announce(rehearsal(devices, self.gpus, self.accelerator, kind="gloo ranks"))
-        return ranks.launch(run, args, count=len(devices), uses_cuda=devices[0].type == "cuda")
+        return supervisor.launch(
+            run,
+            args,
+            count=len(devices),
+            uses_cuda=devices[0].type == "cuda",
+            timeout_seconds=self.timeout_seconds,
+        )
 
     def setup(self) -> None:
         here = ranks.this_rank()

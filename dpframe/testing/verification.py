@@ -14,6 +14,7 @@ from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.strategies import ranks
 from dpframe.strategies.base import Strategy
+from dpframe.strategies.fault import RankFailed
 from dpframe.testing import notes
 from dpframe.testing.checks import chosen, judged, needed
 from dpframe.testing.course import Recipe
@@ -91,7 +92,7 @@ def _launched(made: Strategy, plan: Plan) -> tuple[object, Failure | None]:
 
 
 def _traceback(error: Exception) -> str:
-    if isinstance(error, ranks.RankFailed):
+    if isinstance(error, RankFailed):
         return str(error)  # carries the rank's own
     return "".join(traceback.format_exception(error)).rstrip()
 

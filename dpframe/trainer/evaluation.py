@@ -5,11 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpframe import seeding
 from dpframe.data import Loader
-from dpframe.errors import UserError
+from dpframe.errors import Interrupted, UserError
+from dpframe.interruption import Interruption
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
+from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.predictions import Predictions, collected
 
 
@@ -25,6 +28,7 @@ class Evaluation:
         *,
         autocast: Autocast | None,
         limit_batches: int | None,
+        interruption: Interruption | None = None,
     ) -> None:
         self.task = task
         self.step_name = step
@@ -33,6 +37,7 @@ class Evaluation:
         self.limit_batches = limit_batches
         self.step = strategy.wrap(EvalStep(task, step, autocast), training=False)
         self.means = means_over(strategy)
+        self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
     def means_of(self, kind: str) -> dict[str, float]:
@@ -61,8 +66,21 @@ class Evaluation:
     def _batches(self) -> Any:
         module: nn.Module = self.step.eval()
         to_device = self.strategy.to_device
-        for batch in self.loader.epoch(limit=self.limit_batches):
+        random_state = seeding.random_state()
+        look_at = self.lookout.begin(0)
+        for done, batch in enumerate(self.loader.epoch(limit=self.limit_batches), 1):
             yield batch.rows, module(to_device(batch.shares))
+            if done >= look_at:
+                look_at = self._look(done, random_state)
+
+    def _look(self, done: int, random_state: dict[str, Any]) -> int:
+        look_at = self.lookout.look(done)
+        try:
+            self.lookout.raise_signal()
+        except Interrupted:  # all of it is to be drawn again
+            seeding.restore_random_state(random_state)
+            raise
+        return look_at
 
 
 def means_over(strategy: Strategy) -> Means:

@@ -42,6 +42,7 @@ def evaluation(trainer: "Trainer", kind: str, step: str) -> Evaluation:
         trainer.strategy,
         autocast=trainer.precision.autocast,
         limit_batches=trainer.settings.limit_eval_batches,
+        interruption=trainer.interruption,
     )
 
 

@@ -12,11 +12,13 @@ from dpframe import lean, seeding
 from dpframe.callbacks.base import HOOKS, Callback
 from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
+from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
 from dpframe.trainer import feed, fingerprint, state
 from dpframe.trainer.evaluation import Evaluation, means_over
+from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.nonfinite import LossGuard
 from dpframe.trainer.precision import Precision
 from dpframe.trainer.predictions import Predictions
@@ -50,6 +52,7 @@ class Trainer:
         loggers: Iterable[Logger] = (),
         seed: int = 0,
         run: Run | None = None,
+        interruption: Interruption | None = None,
     ) -> None:
         self.task = task
         self.data = data
@@ -58,6 +61,8 @@ class Trainer:
         self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self.seed = seed
         self.run = run or Run()
+        self.interruption = interruption  # by signals; None: they are not ours
+        self.lookout = Lookout(self.strategy, interruption)
         self.mode = ""  # fit, validate, test or predict, once one of them runs
         self.report = Report(self.strategy.logger(list(loggers)), self.run)
         self.global_step = 0  # optimiser updates
@@ -140,6 +145,8 @@ class Trainer:
             if self.should_stop or self.global_step == self.settings.max_steps:
                 self.should_stop = True
                 break
+            if self.global_step >= self._look_at:
+                self._look()
         self._end_epoch()
 
     def _train_step(self, batches: list[Batch]) -> None:
@@ -186,6 +193,11 @@ class Trainer:
             raise UserError(f"{type(self.data).__name__}.train_dataset() gave no rows")
 
     # ---- the ends of steps and epochs
+
+    def _look(self) -> None:
+        self._look_at = self.lookout.look(self.global_step)
+        self.clock = self.lookout.clock
+        self.lookout.raise_signal()
 
     def _log_step(self) -> None:
         self.guard.read(self)
@@ -329,6 +341,7 @@ class Trainer:
         self._seconds_before = self.seconds
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.rows_seen
+        self._look_at = self.lookout.begin(self.global_step)
 
     # ---- hooks
 

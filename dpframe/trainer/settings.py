@@ -35,6 +35,8 @@ class TrainerSettings:
     lean: bool = True
     threads: int | None = None
     max_replicas_per_core: int = 8
+    max_restarts: int = 0
+    grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
         self._refuse_unknown("precision", PRECISIONS)
@@ -52,7 +54,8 @@ class TrainerSettings:
             "limit_eval_batches",
         ):
             self._refuse_below(key, 1)
-        for key in ("max_seconds", "clip_norm", "clip_value"):
+        self._refuse_below("max_restarts", 0)
+        for key in ("max_seconds", "clip_norm", "clip_value", "grace_seconds"):
             self._refuse_nonpositive(key)
         self._check_gpus()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:

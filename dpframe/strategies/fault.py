@@ -1,0 +1,98 @@
+"""How a rank failed, and the report of a job's faults: the first one's own words come last."""
+
+import os
+import signal
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpframe.errors import Failure, UserError
+
+CUT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+TIMED_OUT = ("Timed out waiting", "timed out after", "Timed out after", "Wait timeout")
+
+
+class RankFailed(Exception):
+    """A rank ended the job; its own traceback is in the message."""
+
+    told: dict[str, Any] = {}  # what the ranks have told their parent before
+
+
+@dataclass
+class Fault:
+    rank: int
+    text: str  # what is shown last
+    brief: str  # what is shown of a peer
+    line: str | None = None  # a UserError's or a Failure's, alone
+    exit_code: int = 1
+    is_echo: bool = False  # its peers were gone
+    is_timeout: bool = False  # its peers did not come
+    is_hang: bool = False
+    was_noted: bool = False  # by the rank itself
+    time: int = field(default_factory=time.time_ns)
+
+
+def noted(error: BaseException) -> Fault:
+    """In the rank itself."""
+    message = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit):
+        message = f"it left by sys.exit({error.code!r}) before its work was done"
+    return Fault(
+        rank=int(os.environ["RANK"]),
+        text="".join(traceback.format_exception(error)).rstrip(),
+        brief=message.splitlines()[0],
+        line=str(error) if isinstance(error, UserError) else None,
+        exit_code=getattr(error, "exit_code", 1),
+        was_noted=True,
+        is_echo=_is_about_peers(error) and any(words in message for words in CUT),
+        is_timeout=_is_about_peers(error) and any(words in message for words in TIMED_OUT),
+    )
+
+
+def ended(rank: int, pid: int, exit_code: int) -> Fault:
+    """Of a rank that had no time to note anything."""
+    if exit_code < 0:
+        text = f"killed by {signal.Signals(-exit_code).name} (pid {pid})"
+    else:
+        text = f"left with exit code {exit_code} before its work was done (pid {pid})"
+    return Fault(rank, text, text)
+
+
+def hung(rank: int, stack: str) -> Fault:
+    return Fault(rank, stack, "it hung as well", is_hang=True)
+
+
+def left(rank: int) -> Fault:
+    """Of a rank that only waited for the others, and was ended with them."""
+    return Fault(rank, "", "it was ended", is_echo=True)
+
+
+def report(faults: list[Fault]) -> Exception:
+    """Hangs come first, then the ranks' own errors by time; the rest are mostly echoes of them."""
+
+    def order(fault: Fault) -> tuple[bool, bool, bool, int]:
+        return not fault.is_hang, fault.is_echo, fault.is_timeout, fault.time
+
+    first, *rest = sorted(faults, key=order)
+    if first.line is not None:
+        return Failure(first.line) if first.exit_code == 1 else UserError(first.line)
+    lines = [f"rank {fault.rank} {_of_peer(fault, first)}" for fault in rest]
+    if first.is_timeout:
+        lines.append("the ranks waited for each other in different collectives")
+    heading = "hung; its stack:" if first.is_hang else "failed:"
+    return RankFailed("\n".join([*lines, f"rank {first.rank} {heading}", first.text]))
+
+
+def _of_peer(fault: Fault, first: Fault) -> str:
+    if first.is_hang and fault.is_timeout:
+        return f"waited for it in vain: {fault.brief}"
+    if fault.is_echo and fault.text:
+        return "ended after it: its connection was cut"
+    return f"ended after it: {fault.brief}"
+
+
+def _is_about_peers(error: BaseException) -> bool:
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo/transport" in str(error)

@@ -1,0 +1,279 @@
+"""Starts the ranks of a job, waits at their pipes, and ends them all with the first that fails."""
+
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any
+
+from dpframe import interruption
+from dpframe.errors import Interrupted
+from dpframe.interruption import SIGNALS, Interruption
+from dpframe.strategies import fault, member, ranks
+from dpframe.strategies.fault import Fault
+
+PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
+EXIT_SECONDS = 10.0  # and once their work is done
+STACK_SECONDS = 1.0  # for a hung rank's to come
+
+
+def launch(
+    run: Callable[..., Any], args: tuple, *, count: int, uses_cuda: bool, timeout_seconds: float
+) -> Any:
+    """Runs `run(*args)` in `count` processes on this machine; returns rank 0's value."""
+    interruption.look()
+    stop = interruption.installed()
+    with stop.held() if stop is not None else nullcontext():
+        job = _Job(count, stop, uses_cuda=uses_cuda, timeout_seconds=timeout_seconds)
+        try:
+            job.start(run, args)
+            job.watch()
+        finally:
+            job.kill()
+    return job.outcome()
+
+
+class _Member:
+    """A rank, as its parent sees it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.process: Any = None
+        self.fault: Fault | None = None
+        self.is_done = False
+        self.is_interrupted = False
+        self.is_over = False  # the process has ended
+        self.is_heard = True  # its pipe is open
+
+    @property
+    def is_silent(self) -> bool:
+        return not (self.is_done or self.is_interrupted or self.is_over or self.fault)
+
+    def start(self, context: Any, others: "list[_Member]", *job: Any) -> None:
+        count, run, args = job
+        self.pipe, theirs = context.Pipe()
+        self.stacks, stacks = context.Pipe(duplex=False)
+        inherited = [end for other in [*others, self] for end in (other.pipe, other.stacks)]
+        closed = inherited if context.get_start_method() == "fork" else []
+        self.process = context.Process(
+            target=member.live, args=(self.rank, count, theirs, stacks, closed, run, args)
+        )
+        with _signals_blocked():
+            self.process.start()
+        theirs.close()
+        stacks.close()
+
+    def send(self, message: Any) -> None:
+        with suppress(OSError):  # it has ended
+            self.pipe.send(message)
+
+    def stack(self) -> str:
+        """Where its threads are, as its C handler says: a hung main thread says nothing."""
+        os.kill(self.process.pid, signal.SIGUSR1)
+        text, seconds = b"", STACK_SECONDS
+        while wait([self.stacks], seconds):
+            part = os.read(self.stacks.fileno(), 65536)
+            if not part:
+                break
+            text, seconds = text + part, 0.1
+        return _without_ours(text.decode(errors="replace"))
+
+    def kill(self) -> None:
+        if self.process is not None and not self.is_over:
+            self.process.kill()
+            self.process.join()
+            self.is_over = True
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.pipe.close()
+            self.stacks.close()
+            self.process.close()
+
+
+class _Job:
+    def __init__(
+        self, count: int, stop: Interruption | None, *, uses_cuda: bool, timeout_seconds: float
+    ) -> None:
+        self.members = [_Member(rank) for rank in range(count)]
+        self.stop = stop
+        self.uses_cuda = uses_cuda
+        self.timeout_seconds = timeout_seconds
+        self.number: int | None = None  # of the signal that ends the job
+        self.store: Any = None  # where the ranks find each other
+        self.said = ""  # when that was, in the main rank's words
+        self.told: dict[str, Any] = {}
+        self.value: Any = None
+        self._deadline = float("inf")
+
+    @property
+    def _grace_seconds(self) -> float:
+        return 30.0 if self.stop is None else self.stop.grace_seconds
+
+    def start(self, run: Callable[..., Any], args: tuple) -> None:
+        from torch.distributed import TCPStore
+
+        method = ranks.start_method(uses_cuda=self.uses_cuda)
+        context: Any = multiprocessing.get_context(method)
+        for one in self.members:
+            one.start(context, self.members[: one.rank], len(self.members), run, args)
+        # Only now: it has a thread, and a fork with threads is none that we would make.
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for one in self.members:
+            one.send((self.store.port, self._grace_seconds))
+
+    def watch(self) -> None:
+        """Until every rank has ended: by itself, or by us when its time is up."""
+        while not all(one.is_over for one in self.members):
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                self._give_up()
+                return
+            sources = dict(self._sources())
+            for source in wait(list(sources), None if left == float("inf") else left):
+                sources[source]()
+
+    def outcome(self) -> Any:
+        faults = [one.fault for one in self.members if one.fault is not None]
+        own = [one for one in faults if not one.is_echo]
+        if self.number is not None and not any(one.was_noted for one in own):
+            raise Interrupted(self.number, self.said)
+        if own or faults:
+            error = fault.report(faults)
+            if isinstance(error, fault.RankFailed):
+                error.told = self.told
+            raise error
+        return self.value
+
+    def kill(self) -> None:
+        """All that is left, and lets go of everything."""
+        for one in self.members:
+            one.kill()
+        for one in self.members:
+            one.close()
+        self.store = None  # which ends its thread
+
+    # ---- what happens
+
+    def _sources(self) -> Iterator[tuple[Any, Callable[[], None]]]:
+        if self.stop is not None:
+            yield self.stop.wakes, self._heed
+        for one in self.members:
+            if one.is_heard:
+                yield one.pipe, partial(self._hear, one)
+            if not one.is_over:
+                yield one.process.sentinel, partial(self._see_end, one)
+
+    def _hear(self, one: _Member) -> None:
+        try:
+            kind, value = pickle.loads(one.pipe.recv_bytes())
+        except (EOFError, OSError):
+            one.is_heard = False
+            return
+        getattr(self, f"_on_{kind}")(one, value)
+
+    def _see_end(self, one: _Member) -> None:
+        while one.is_heard and one.pipe.poll():
+            self._hear(one)
+        one.process.join()
+        if one.is_silent:
+            one.fault = fault.ended(one.rank, one.process.pid, one.process.exitcode)
+            self._expect_end(PEER_SECONDS)
+        one.is_over = True
+
+    def _on_done(self, one: _Member, value: Any) -> None:
+        one.is_done = True
+        if one.rank == 0:
+            self.value = value
+            # The others have nothing to write. They may be in their last collective yet.
+            self._expect_end(self.timeout_seconds)
+        if all(other.is_done for other in self.members):
+            self._expect_end(EXIT_SECONDS)
+
+    def _on_failed(self, one: _Member, noted: Fault) -> None:
+        one.fault = noted
+        self._expect_end(PEER_SECONDS)
+
+    def _on_interrupted(self, one: _Member, said: tuple[int, str]) -> None:
+        one.is_interrupted = True
+        self._interrupt(said[0])
+        if one.rank == 0:
+            self.said = said[1]
+
+    def _on_signalled(self, one: _Member, number: int) -> None:
+        self._interrupt(number)
+
+    def _on_told(self, one: _Member, told: tuple[str, Any]) -> None:
+        self.told[told[0]] = told[1]
+
+    def _heed(self) -> None:
+        assert self.stop is not None
+        if self.stop.heed():  # a second one
+            self.said = ", twice; ended at once"
+            for one in self.members:
+                one.kill()
+        elif self.stop.number is not None:
+            self._interrupt(self.stop.number)
+
+    def _interrupt(self, number: int) -> None:
+        """By a message, not a signal: a terminal's Ctrl-C has reached the ranks already."""
+        if self.number is None:
+            self.number = number
+            if self.stop is not None:
+                self.stop.remember(number)
+            for one in self.members:
+                one.send(number)
+            self._expect_end(self._grace_seconds + 2)
+
+    def _expect_end(self, seconds: float) -> None:
+        self._deadline = min(self._deadline, time.monotonic() + seconds)
+
+    # ---- the end
+
+    def _give_up(self) -> None:
+        silent = [one for one in self.members if one.is_silent]
+        if self.number is not None and not self.said:
+            self.said = f"; not done in trainer.grace_seconds={self._grace_seconds:g}, so killed"
+        for one in silent:
+            is_hung = self._waited_in_vain() and self.number is None
+            one.fault = fault.hung(one.rank, one.stack()) if is_hung else fault.left(one.rank)
+        for one in self.members:
+            one.kill()
+
+    def _waited_in_vain(self) -> bool:
+        """Whether a rank has ended for nothing but that others did not come."""
+        known = [
+            one.fault for one in self.members if one.fault is not None and not one.fault.is_hang
+        ]
+        if not known:
+            return True  # the main rank was done, and nothing is wrong with the others
+        aborted = f"killed by {signal.SIGABRT.name}"  # by NCCL's watchdog
+        return min(known, key=lambda one: one.time).is_timeout or (
+            self.uses_cuda and known[0].text.startswith(aborted)
+        )
+
+
+@contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """For a child, until it has handlers of its own."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _without_ours(stack: str) -> str:
+    """Without the thread that waits for signals, and the main thread last."""
+    threads = [part for part in stack.strip().split("\n\n") if "interruption.py" not in part]
+    if not any(threads):
+        return "it gave none: it is stopped, or in the kernel"
+    last = sorted(threads, key=lambda part: "member.py" in part)
+    # What is above the rank's first function is how it was started.
+    return re.sub(r"\n[^\n]*member\.py\"[^\n]* in live\n.*", "", "\n\n".join(last), flags=re.S)
