@@ -8,7 +8,7 @@ import yaml
 from dpframe.cli.start import resumed_directory, resumed_file
 from dpframe.errors import UserError
 
-OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode")
+OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "trusted_modules")
 
 
 def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
@@ -21,7 +21,8 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     directory = resumed_directory(start)
     saved = _saved(directory / ".hydra" / "overrides.yaml") if directory else []
     taken = {*map(_key, overrides), *OF_ONE_START}
-    return [*(override for override in saved if _key(override) not in taken), *overrides]
+    kept = [o for o in saved if _key(o) not in taken and not _key(o).startswith("hydra")]
+    return [*kept, *overrides]
 
 
 def _saved(path: Path) -> list[str]:
