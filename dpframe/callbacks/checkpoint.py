@@ -60,6 +60,7 @@ class Checkpoint(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
             checkpoint.sweep(_directory(trainer))
+            self._drop_outranked(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
         is_due = self.every_n_steps and trainer.global_step % self.every_n_steps == 0
@@ -99,6 +100,14 @@ class Checkpoint(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.monitor.best = state["best"]
         self.kept = [(value, name) for value, name in state["kept"]]
+
+    def _drop_outranked(self, trainer: "Trainer") -> None:
+        """What a killed run was about to remove. Files of later steps are another try's: kept."""
+        for path in _directory(trainer).glob("epoch*-step*.ckpt"):
+            step = path.stem.partition("-step")[2]
+            is_past = step.isdigit() and int(step) <= trainer.global_step
+            if is_past and path.name not in [name for _, name in self.kept]:
+                path.unlink(missing_ok=True)
 
     def _is_time(self, trainer: "Trainer") -> bool:
         """By a clock that is the same in all processes."""

@@ -250,8 +250,8 @@ class Trainer:
         self.guard.read(self)
         means = self._measure_validation()
         if means:
-            self._call("on_validation_end")
             self.report.log(means, step=self.global_step)
+            self._call("on_validation_end")
 
     def _measure_validation(self) -> dict[str, float]:
         """The new numbers; none where this very step was validated before."""

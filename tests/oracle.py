@@ -1,0 +1,149 @@
+"""A short run with everything that a resume can get wrong, to be killed after each of its steps.
+
+Run as a program it forks one process a run: torch is imported once, and nothing has computed.
+"""
+
+import json
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from small import Adam, Small
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import Dataset, TensorDataset
+
+from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, seal, seeding
+from dpframe import checkpoint as checkpoints
+from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.loggers.csv import CSV
+from dpframe.loggers.tensorboard import TensorBoard
+from dpframe.strategies.ddp import DDP
+from dpframe.trainer import Run, state
+
+STEPS = 12  # three epochs of seven batches, two to a step
+ROWS = 26
+
+
+class Noisy(Dataset):
+    """Every row has noise from the worker's generator, and every read is written down."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> list[torch.Tensor]:
+        with self.file.open("a") as file:
+            file.write(f"{row}\n")
+        x = torch.arange(3.0) * row / ROWS + torch.randn(3)
+        return [x, x.sum()]
+
+
+class Data(DataModule):
+    def __init__(self, file: Path) -> None:
+        super().__init__(batch_size=4, workers=2)
+        self.file = file
+
+    def train_dataset(self) -> Dataset:
+        return Noisy(self.file)
+
+    def val_dataset(self) -> Dataset:
+        x = torch.linspace(-1, 1, 27).reshape(9, 3)
+        return TensorDataset(x, x.sum(dim=1))
+
+
+class Kills(Callback):
+    """Ends the whole job as `kill -9` would: before this step's checkpoint, or after it."""
+
+    def __init__(self, step: int, *, is_after: bool) -> None:
+        self.step = step
+        self.runs_last = is_after
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.global_step == self.step and trainer.strategy.is_main:
+            if trainer.strategy.world_size > 1:
+                os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
+    """To the end, or to the kill; from the newest good checkpoint, if there is one."""
+    strategy.setup()
+    try:
+        folder = Path(directory)
+        newest = seal.newest_good(folder / "checkpoints")
+        resume = None if newest is None else checkpoints.load(newest)
+        seeding.seed_everything(0 if resume is None else 99)  # the checkpoint decides
+        reads = folder / f"reads-{'first' if resume is None else 'again'}-{strategy.rank}"
+        kills = [] if kill is None else [Kills(kill[0], is_after=kill[1])]
+        trainer = Trainer(
+            Small(Adam, partial(OneCycleLR, max_lr=0.1), dropout=0.4),
+            Data(reads),
+            strategy=strategy,
+            settings=TrainerSettings(
+                max_epochs=3,
+                accumulate=2,
+                scheduler_every="step",
+                validate_every_steps=3,
+                log_every=2,
+                threads=1,
+            ),
+            callbacks=[Checkpoint(every_n_steps=1, keep=2), *kills],
+            loggers=[CSV(), TensorBoard(graph=False)],
+            run=Run(directory=directory),
+        )
+        trainer.fit(resume)
+        if strategy.is_main:
+            (folder / "done.json").write_text(json.dumps(trainer.metrics))
+    finally:
+        strategy.close()
+
+
+def main(root: str, ranks: int, points: list[list[Any]], planted: str) -> None:
+    """One directory a point: killed there, then gone on with in another process."""
+    plant(planted)
+    for point in [None, *points]:
+        directory = Path(root) / ("whole" if point is None else "-".join(map(str, point)))
+        directory.mkdir()
+        for kill in [point] if point is None else [point, None]:
+            wait_for(partial(begin, ranks, str(directory), kill))
+
+
+def begin(ranks: int, directory: str, kill: list[Any] | None) -> None:
+    strategy = Strategy() if ranks == 1 else DDP(ranks, "cpu")
+    strategy.launch(run, directory, kill, strategy)
+
+
+def wait_for(work: Any) -> None:
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        finally:
+            os._exit(status)
+    os.waitpid(child, 0)
+
+
+def plant(bug: str) -> None:
+    """What the oracle has to notice."""
+    if bug == "no random state":
+        seeding.restore_random_state = lambda saved: None
+    if bug == "two batches skipped":
+        restore = state.restore
+
+        def forgetful(trainer: Trainer, saved: dict[str, Any], **given: Any) -> Any:
+            saved["progress"]["batches_done"] += 2
+            return restore(trainer, saved, **given)
+
+        state.restore = forgetful
+
+
+if __name__ == "__main__":
+    main(*json.loads(sys.argv[1]))

@@ -1,0 +1,141 @@
+"""Killed after any step and resumed, a run ends as if nothing had happened: to the bit."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import environment
+from oracle import ROWS, STEPS
+from small import is_same
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from dpframe import checkpoint, seal
+
+TESTS = Path(__file__).resolve().parent
+TIMED = "step/samples_per_second"
+
+
+def killed_and_resumed(root: Path, ranks: int, points: list[list[Any]], planted: str = "") -> None:
+    given = json.dumps([str(root), ranks, points, planted])
+    path = f"{TESTS}{os.pathsep}{environment()['PYTHONPATH']}"
+    subprocess.run(
+        [sys.executable, TESTS / "oracle.py", given],
+        env=environment(PYTHONPATH=path),
+        check=True,
+        timeout=250,
+        capture_output=True,
+    )
+
+
+def ending(directory: Path) -> dict[str, Any]:
+    """All that a finished run leaves behind, less what a clock decides."""
+    state = checkpoint.load(directory / "checkpoints" / "last.ckpt")
+    best = checkpoint.load(directory / "checkpoints" / "best.ckpt")
+    for one in (state, best):
+        del one["progress"]["seconds"], one["file"]
+        one["progress"]["logged"].pop(TIMED, None)
+    kept = sorted(path.name for path in (directory / "checkpoints").iterdir())
+    return {"last": state, "best": best, "kept": kept, "metrics": done(directory)}
+
+
+def done(directory: Path) -> dict[str, float]:
+    return json.loads((directory / "done.json").read_text())
+
+
+def curve(directory: Path) -> dict[str, list[tuple[int, float]]]:
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    tags = [tag for tag in events.Tags()["scalars"] if tag != TIMED]
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in tags}
+
+
+def table(directory: Path) -> list[dict[str, str]]:
+    with (directory / "metrics.csv").open() as file:
+        return [{k: v for k, v in row.items() if k != TIMED} for row in csv.DictReader(file)]
+
+
+def rows_read(directory: Path, start: str) -> list[int]:
+    files = directory.glob(f"reads-{start}-*")
+    return [int(row) for file in files for row in file.read_text().split()]
+
+
+BEFORE_AND_AFTER = [[step, is_after] for step in range(1, STEPS + 1) for is_after in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "ranks, points",
+    [(ranks, [p for p in BEFORE_AND_AFTER if sum(p) % 2 == ranks % 2]) for ranks in (1, 2)],
+)
+def test_killed_after_any_step_a_run_ends_as_if_nothing_had_happened(tmp_path, ranks, points):
+    killed_and_resumed(tmp_path, ranks, points)
+    whole = tmp_path / "whole"
+    end, drawn, rows = ending(whole), curve(whole), table(whole)
+    assert end["last"]["progress"]["global_step"] == STEPS
+    assert [int(row["step"]) for row in rows] == sorted({int(row["step"]) for row in rows})
+    for point in points:
+        directory = tmp_path / "-".join(map(str, point))
+        assert is_same(ending(directory), end), point
+        assert curve(directory) == drawn, point
+        assert table(directory) == rows, point
+        if (directory / f"reads-again-{ranks - 1}").exists():
+            skipped = 3 * ROWS - len(rows_read(directory, "again"))
+            state_step = (skipped // ROWS) * 4 + -(-(skipped % ROWS) // 8)
+            assert point[0] - 2 <= state_step <= point[0], point  # nothing else was read again
+
+
+@pytest.mark.parametrize("bug", ["no random state", "two batches skipped"])
+def test_the_comparison_notices_a_resume_that_forgets(tmp_path, bug):
+    killed_and_resumed(tmp_path, 1, [[6, True]], planted=bug)
+    assert not is_same(ending(tmp_path / "6-True"), ending(tmp_path / "whole"))
+
+
+SAVES = """
+import itertools, sys, torch
+from pathlib import Path
+from dpframe import checkpoint
+writer = checkpoint.Writer()
+last, best = (Path(name) for name in ("checkpoints/last.ckpt", "checkpoints/best.ckpt"))
+checkpoint.sweep(last.parent)
+begin = checkpoint.load(last)["n"] if last.exists() else 0
+for n in itertools.count(begin + 1):
+    weights = torch.full((50_000,), float(n))
+    writer.save({"task": {"w": weights}, "n": n}, [best, last] if n % 2 else [last])
+    weights.zero_()  # what is saved is a copy
+    if n == begin + 1:
+        print("saving", flush=True)
+"""
+
+
+def test_killed_at_any_moment_of_a_save_the_file_is_the_old_one_or_the_new_one(tmp_path):
+    moments = random.Random(5)
+    newest = 0
+    for _ in range(12):
+        with subprocess.Popen(
+            [sys.executable, "-c", SAVES],
+            cwd=tmp_path,
+            env=environment(),
+            stdout=subprocess.PIPE,
+        ) as saves:
+            assert saves.stdout and saves.stdout.readline() == b"saving\n"
+            time.sleep(moments.uniform(0.0, 0.05))  # the moment, not a wait for something
+            saves.send_signal(signal.SIGKILL)
+        folder = tmp_path / "checkpoints"
+        for path in folder.glob("*.ckpt"):
+            state = checkpoint.load(path)
+            assert torch.equal(state["task"]["w"], torch.full((50_000,), float(state["n"])))
+        last = folder / "last.ckpt"
+        if last.exists():
+            n = checkpoint.load(last)["n"]
+            assert n >= newest
+            newest = n
+        assert len(list(folder.glob(".*.part"))) <= 2
+    assert newest > 12 and seal.flaw(last) == ""
