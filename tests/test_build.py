@@ -1,14 +1,20 @@
 """What a config names is looked at before it is called, and told in one line where it is wrong."""
 
 import sys
+from functools import partial
 
 import pytest
 from command import write
 
 from dpframe.callbacks.base import Callback
-from dpframe.cli.build import build, check, refused
+from dpframe.cli import build as building
+from dpframe.cli.build import refused
 from dpframe.cli.locate import locate
+from dpframe.cli.trust import Trust
 from dpframe.errors import UserError
+
+OURS = Trust(frozenset(["own"]))
+build, check = partial(building.build, trust=OURS), partial(building.check, trust=OURS)
 
 OWN = """
 class Typed:
@@ -36,6 +42,11 @@ class Buggy:
             {}["missing"]
         except KeyError as cause:
             raise ValueError(f"width {width}") from cause
+
+
+class Keeps:
+    def __init__(self, value):
+        self.value = value
 
 
 def function(width):
@@ -183,5 +194,34 @@ def test_what_a_partial_says_when_it_is_called_is_told_by_its_key(own):
             assert told is None if line is None else str(told).startswith(line)
 
 
-def test_what_hydra_forbids_is_one_line(own):
-    assert "os.remove" in said(build, {"_target_": "os.remove", "path": "own.py"}, "strategy")
+@pytest.mark.parametrize(
+    ("special", "line"),
+    [
+        ({"_args_": "ab"}, "x._args_=ab is text; give a list"),
+        ({"_partial_": "yes"}, "x._partial_=yes is text; give true or false"),
+        ({"_recursive_": 0}, "x._recursive_=0 is a whole number; give true or false"),
+        ({"_convert_": "none"}, "x._convert_=none: what is built gets plain dicts and lists"),
+        ({"_target_": 5}, "x._target_=5 is a whole number; give text"),
+        ({"_target_": ["own.Typed"]}, "x._target_=['own.Typed'] is a list; give text"),
+        ({"_target_": {"_target_": "own.Typed"}}, "is a group of keys; give text"),
+        ({"_target_": None}, "x._target_=null is nothing; give text"),
+    ],
+)
+def test_a_key_about_the_call_itself_that_does_not_fit_is_refused(special, line, own):
+    assert line in said(check, {"_target_": "own.Typed", "count": 1, **special}, "x")
+
+
+def test_what_is_not_recursive_gets_its_nodes_as_they_are(own):
+    inner = {"_target_": "own.Typed", "count": 1}
+    node = {"_target_": "own.Strict", "_recursive_": False, "width": {"a": [inner]}}
+    with pytest.raises(TypeError, match="'dict' and 'int'"):
+        build(node, "x")
+    node = {"_target_": "own.Keeps", "_recursive_": False, "value": [inner]}
+    kept = build(node, "x").value
+    assert kept == [inner] and kept[0] is not inner
+    assert build({**node, "_recursive_": True}, "x").value[0].count == 1
+
+
+def test_text_is_never_read_as_a_node_or_a_reference(own):
+    text = "${oc.create:'{_target_: own.Strict, width: -7}'}"
+    assert build({"_target_": "own.Keeps", "value": text}, "x").value == text

@@ -43,12 +43,12 @@ def test_every_option_is_composed_and_built(group, option):
     job = composed([*recipe, f"{group}={option}"])
     check_targets(job)
     settings = job.settings
-    assert isinstance(build(settings.strategy, "strategy"), Strategy)
-    assert isinstance(build(settings.task, "task"), Task)
-    assert isinstance(build(settings.data, "data"), DataModule)
+    for kind in (Strategy, Task, DataModule):
+        where = {Task: "task", DataModule: "data"}.get(kind, "strategy")
+        assert isinstance(build(getattr(settings, where), where, kind), kind)
     for kind, nodes in ((Callback, settings.callbacks), (Logger, settings.logger)):
         for name, node in nodes.items():
-            assert node is None or isinstance(build(node, name), kind)
+            assert node is None or isinstance(build(node, name, kind), kind)
 
 
 def test_every_pair_of_recipe_and_experiment_composes():

@@ -4,33 +4,56 @@ import inspect
 import traceback
 import types
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from functools import partial
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from dpframe.cli.locate import locate
 from dpframe.cli.refusal import first_line
 from dpframe.cli.settings import kind_of, shown
+from dpframe.cli.trust import NOBODY, Trust
 from dpframe.errors import UserError, suggestion
 
 SPECIAL = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
+CONVERSIONS = ("all", "partial", "object")
 SCALARS = (bool, int, float, str)
 
 
-def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
+def build(
+    node: Mapping[str, Any], where: str, kind: type | None = None, *, trust: Trust = NOBODY
+) -> Any:
     """The object that the node describes; `where` is its key in the config, for the errors."""
-    check(node, where, kind)
-    from hydra.utils import instantiate
-
+    check(node, where, kind, trust=trust)
     try:
-        made = instantiate(dict(node), _convert_="all")
+        made = _made(node)
     except Exception as error:
-        own = _own_error(error)
-        raise refused(own, {where: node}) or own from own.__cause__
+        said = refused(error, {where: node})
+        if said is None:
+            raise
+        raise said from None
     if kind is not None and not isinstance(made, kind):
         raise UserError(
             f"{where}._target_={node['_target_']} gives a {type(made).__name__}, "
             f"not a dpframe {kind.__name__}"
         )
     return made
+
+
+def _made(node: Any, *, is_recursive: bool = True) -> Any:
+    """Our own, as Hydra's `instantiate` would read the text in a config a second time: what looks
+    like text to `check` could become a node there."""
+    if isinstance(node, list):
+        return [_made(value, is_recursive=is_recursive) for value in node]
+    if not isinstance(node, Mapping):
+        return node
+    is_recursive = node.get("_recursive_", is_recursive)
+    make = partial(_made, is_recursive=is_recursive) if is_recursive else deepcopy
+    given = {key: make(value) for key, value in node.items() if key not in SPECIAL}
+    if "_target_" not in node:
+        return given
+    target = locate(node["_target_"], "_target_")
+    call = partial(partial, target) if node.get("_partial_") else target
+    return call(*make(node.get("_args_", [])), **given)
 
 
 def refused(error: Exception, nodes: Mapping[str, Any]) -> UserError | None:
@@ -51,24 +74,78 @@ def refused(error: Exception, nodes: Mapping[str, Any]) -> UserError | None:
     return None
 
 
-def check(node: Any, where: str, kind: type | None = None) -> None:
-    """Refuses, before anything is called, a target or an argument that can't be right."""
+def check(
+    node: Any,
+    where: str,
+    kind: type | None = None,
+    *,
+    trust: Trust = NOBODY,
+    wanted: type | None = None,
+) -> None:
+    """Refuses, before anything is called, a target or an argument that can't be right.
+
+    `kind` is a slot's, which vouches for its package; `wanted` is what a parameter is to be.
+    """
     if kind is not None and not (isinstance(node, Mapping) and node.get("_target_")):
         given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
         raise UserError(f"{given} has no _target_; name its class")
+    hints: dict[str, Any] = {}
     if isinstance(node, Mapping):
         if "_target_" in node:
-            target = locate(str(node["_target_"]), f"{where}._target_")
-            if kind is not None and isinstance(target, type) and not issubclass(target, kind):
-                raise UserError(
-                    f"{where}._target_={node['_target_']} is not a dpframe {kind.__name__}"
-                )
+            _check_special(node, where)
+            key, path = f"{where}._target_", node["_target_"]
+            target = trust.nested(path, key) if kind is None else trust.part(path, key, kind)
+            trust = trust if kind is None else trust.within(path, target)
+            _check_wanted(target, node, where, wanted)
             _check_arguments(target, node, where)
+            hints = _wanted(target)
         for name, value in node.items():
-            check(value, f"{where}.{name}")
+            check(value, f"{where}.{name}", trust=trust, wanted=hints.get(name))
     elif isinstance(node, list):
         for index, value in enumerate(node):
-            check(value, f"{where}[{index}]")
+            check(value, f"{where}[{index}]", trust=trust)
+
+
+def _check_special(node: Mapping[str, Any], where: str) -> None:
+    """The keys that are about the call itself."""
+    kinds = {"_target_": str, "_args_": list, "_partial_": bool, "_recursive_": bool}
+    for name, kind in kinds.items():
+        if name in node and type(node[name]) is not kind:
+            wanted = "a list" if kind is list else _spoken(kind)
+            value = f"{where}.{name}={shown(node[name])}"
+            raise UserError(f"{value} is {kind_of(node[name])}; give {wanted}")
+    if node.get("_convert_", "all") not in CONVERSIONS:
+        raise UserError(
+            f"{where}._convert_={shown(node['_convert_'])}: what is built gets plain dicts and "
+            "lists; leave it out"
+        )
+
+
+def _wanted(target: Any) -> dict[str, type]:
+    """What is certain of a constructor's parameters: a Task's optimizer and scheduler, modules."""
+    from torch import nn, optim
+
+    from dpframe.task import Task
+
+    hints = {name: hint for name, hint in _hints(target).items() if isinstance(hint, type)}
+    modules = [name for name, hint in hints.items() if issubclass(hint, nn.Module)]
+    wanted: dict[str, type] = dict.fromkeys(modules, nn.Module)
+    if isinstance(target, type) and issubclass(target, Task):
+        wanted |= {"optimizer": optim.Optimizer, "scheduler": optim.lr_scheduler.LRScheduler}
+    return wanted
+
+
+def _check_wanted(target: Any, node: Mapping[str, Any], where: str, wanted: type | None) -> None:
+    """A class alone says what it makes; one with __call__, not a partial, may be what makes it."""
+    if wanted is None or not isinstance(target, type) or issubclass(target, wanted):
+        return
+    from torch import nn
+
+    is_maker = "__call__" in dir(target) and not node.get("_partial_")
+    is_scheduler = hasattr(target, "step") and "LRScheduler" in wanted.__name__
+    if is_scheduler or (is_maker and not issubclass(target, nn.Module) and wanted is not nn.Module):
+        return
+    raise UserError(f"{where}._target_={node['_target_']} is not of torch's {wanted.__name__} kind")
 
 
 def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
@@ -124,16 +201,6 @@ def _spoken(option: Any) -> str:
     if option is type(None):
         return "null"
     return words.get(option) or str(getattr(option, "__name__", option))
-
-
-def _own_error(error: Exception) -> Exception:
-    """The error that the user's constructor raised, not Hydra's about it."""
-    while error.__cause__ is not None and type(error).__module__.startswith("hydra."):
-        assert isinstance(error.__cause__, Exception)
-        error = error.__cause__
-    if type(error).__module__.startswith("hydra."):
-        return UserError(first_line(error))
-    return error
 
 
 def _described(node: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:

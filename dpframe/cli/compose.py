@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.cli import plugins
+from dpframe.cli.loader import Loader
 from dpframe.cli.refusal import one_line, unresolved
 from dpframe.cli.resumed import with_saved
 from dpframe.cli.settings import TOP_LEVEL, RunSettings, checked, refuse_values
@@ -44,6 +45,7 @@ class Composed:
     run_dir: str
     is_run_dir_given: bool
     start: Path | None  # the checkpoint to begin with
+    plugins: list[str]  # the packages whose options are in it
 
 
 @contextmanager
@@ -58,7 +60,9 @@ def hydra_over(config_dir: str | None) -> Iterator[Hydra]:
     OmegaConf.register_new_resolver("dirname", directory_name, replace=True)
     GlobalHydra.instance().clear()
     try:
-        yield Hydra.create_main_hydra2("dpframe", path)
+        hydra = Hydra.create_main_hydra2("dpframe", path)
+        hydra.config_loader = Loader(path)
+        yield hydra
     finally:
         GlobalHydra.instance().clear()
 
@@ -97,7 +101,14 @@ def from_hydra(config: DictConfig) -> Composed:
         run_dir=run_dir,
         is_run_dir_given=given,
         start=start_file(settings, Path(run_dir).parent),
+        plugins=plugins.selected(config.hydra.runtime.choices, _folders(config)),
     )
+
+
+def _folders(config: DictConfig) -> list[Path]:
+    """Ours and the user's, which come before plugins'."""
+    own = [s.path for s in config.hydra.runtime.config_sources if s.provider == "--config-dir"]
+    return [Path(str(files("dpframe.conf"))), *map(Path, own)]
 
 
 def raw(

@@ -1,9 +1,11 @@
 """Finds what a `_target_` names; a misspelt part is refused with the nearest name there is."""
 
 import importlib
+import importlib.util
 import pkgutil
 import sys
 import traceback
+import types
 from typing import Any
 
 from dpframe.cli import plugins
@@ -12,37 +14,63 @@ from dpframe.errors import UserError, suggestion
 
 
 def locate(path: str, where: str) -> Any:
-    """The class or function of a dotted path; an ImportError inside it is told as it was."""
-    parts = path.split(".")
-    if not all(parts):
-        raise UserError(f"{where}={path} is no dotted path; write package.module.Class")
-    for length in range(len(parts), 0, -1):
-        module = _imported(".".join(parts[:length]), f"{where}={path}")
-        if module is not None:
-            return _attribute(module, parts, length, where)
-    tops = [m.name for m in pkgutil.iter_modules()] + [m for m in sys.modules if "." not in m]
-    near = suggestion(parts[0], (name for name in tops if not name.startswith("_")))
-    near = near if near.startswith("did") else "is its folder on PYTHONPATH?"
-    raise UserError(f"{where}={path}: there is no module {parts[0]}; {near}")
+    """The class or function of a dotted path; an ImportError inside it is told as it was.
 
-
-def _attribute(found: Any, parts: list[str], length: int, where: str) -> Any:
-    path = ".".join(parts)
-    for index, name in enumerate(parts[length:], length):
-        if not hasattr(found, name):
-            raise UserError(
-                f"{where}={path}: {'.'.join(parts[:index])} has no {name}; "
-                f"{_suggest(name, _names(found))}"
-            )
-        found = getattr(found, name)
+    As Hydra and pydoc walk it: what a module has comes before a submodule of the same name.
+    """
+    parts = _parts(path, where)
+    found = _imported(parts[0], f"{where}={path}")
+    if found is None:
+        raise _no_module(path, where)
+    for index, name in enumerate(parts[1:], 1):
+        if hasattr(found, name):
+            found = getattr(found, name)
+            continue
+        module = None
+        if isinstance(found, types.ModuleType):
+            module = _imported(".".join(parts[: index + 1]), f"{where}={path}")
+        if module is None:
+            raise _no_attribute(found, parts, index, where)
+        found = module
     if not callable(found):
         raise UserError(f"{where}={path} is a {type(found).__name__}, nothing to build from")
     return found
 
 
-def _suggest(name: str, names: list[str]) -> str:
-    found = suggestion(name, names)
-    return found if found.startswith("did") else "check its spelling"
+def refuse_misspelt(path: str, where: str) -> None:
+    """As `locate` would, as far as that can be seen without importing anything."""
+    top = _parts(path, where)[0]
+    try:
+        is_there = top in sys.modules or importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        is_there = False
+    if not is_there:
+        raise _no_module(path, where)
+
+
+def _parts(path: str, where: str) -> list[str]:
+    parts = path.split(".")
+    if not all(part.isidentifier() for part in parts):
+        raise UserError(f"{where}={path} is no dotted path; write package.module.Class")
+    for part in parts:
+        if part.startswith("__"):
+            raise UserError(f"{where}={path}: {part} is Python's own; write package.module.Class")
+    return parts
+
+
+def _no_module(path: str, where: str) -> UserError:
+    top = path.split(".")[0]
+    tops = [m.name for m in pkgutil.iter_modules()] + [m for m in sys.modules if "." not in m]
+    near = suggestion(top, (name for name in tops if not name.startswith("_")))
+    near = near if near.startswith("did") else "is its folder on PYTHONPATH?"
+    return UserError(f"{where}={path}: there is no module {top}; {near}")
+
+
+def _no_attribute(found: Any, parts: list[str], index: int, where: str) -> UserError:
+    near = suggestion(parts[index], _names(found))
+    near = near if near.startswith("did") else "check its spelling"
+    above = ".".join(parts[:index])
+    return UserError(f"{where}={'.'.join(parts)}: {above} has no {parts[index]}; {near}")
 
 
 def _names(owner: Any) -> list[str]:

@@ -8,11 +8,12 @@ nearer wins. Nothing of a package is imported before one of its options is asked
 """
 
 import sys
+from collections.abc import Iterable, Mapping
 from functools import cache
 from glob import escape, iglob
 from importlib import util
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpframe.errors import UserError
 
@@ -49,6 +50,19 @@ def installed() -> tuple[Plugin, ...]:
 
 def bringing(group: str, option: str) -> list[Plugin]:
     return [plugin for plugin in installed() if plugin.file(group, option)]
+
+
+def selected(choices: Mapping[str, Any], nearer: Iterable[Path]) -> list[str]:
+    """The packages whose options a config has; what is in a `nearer` folder is not theirs."""
+    folders = list(nearer) if installed() else []
+    packages = set()
+    for group, options in choices.items() if folders else ():
+        group = group.split("@")[0]
+        for option in [options] if isinstance(options, str | None) else options:
+            if not any((folder / group / f"{option}.yaml").is_file() for folder in folders):
+                found = bringing(group, str(option))
+                packages |= {plugin.module.split(".")[0] for plugin in found}
+    return sorted(packages)
 
 
 def refuse_shared(group: str, option: str) -> None:

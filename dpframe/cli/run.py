@@ -3,18 +3,21 @@
 import json
 import logging
 import shlex
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dpframe import checkpoint, interruption, seeding
 from dpframe.callbacks import Callback
 from dpframe.cli import restarts
-from dpframe.cli.build import build, check, refused
+from dpframe.cli.build import build, refused
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
 from dpframe.cli.logs import logging_to
 from dpframe.cli.screen import goes_on_unread
 from dpframe.cli.settings import RunSettings
+from dpframe.cli.slots import check_targets, trust_of
 from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
 from dpframe.errors import Failure, Interrupted, UserError
@@ -29,40 +32,30 @@ log = logging.getLogger("dpframe")
 def run(job: Composed) -> dict[str, Any]:
     """The summary, from the main process; the strategy decides how many there are."""
     interruption.allow(job.settings.trainer.grace_seconds)
-    check_targets(job)
+    trust = check_targets(job)
     if job.settings.mode == "verify":
         from dpframe.cli.verify import verified  # the kit, which no other mode needs
 
         return verified(job)
-    strategy = build(job.config["strategy"], "strategy", Strategy)
+    strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     return restarts.launch(strategy, _work, job)
-
-
-def check_targets(job: Composed) -> None:
-    """Imports every class that the config names and looks at what it will be given."""
-    settings = job.settings
-    check(settings.strategy, "strategy", Strategy)
-    check(settings.task, "task", Task)
-    check(settings.data, "data", DataModule)
-    for name, node in settings.callbacks.items():
-        check(node or {}, f"callbacks.{name}", Callback if node is not None else None)
-    for name, node in settings.logger.items():
-        check(node or {}, f"logger.{name}", Logger if node is not None else None)
 
 
 def _work(job: Composed) -> dict[str, Any]:
     """What every process of a job does."""
     settings = job.settings
-    strategy = build(job.config["strategy"], "strategy", Strategy)
+    make = partial(build, trust=trust_of(job))
+    strategy = make(job.config["strategy"], "strategy", Strategy)
     interruption.look()
     strategy.setup()
     try:
         state = checkpoint.load(job.start) if job.start is not None else None
         seeding.seed_everything(settings.seed)
-        task = build(job.config["task"], "task", Task)
-        data = build(job.config["data"], "data", DataModule)
-        callbacks = _several(settings.callbacks, "callbacks", Callback)
-        loggers = _several(settings.logger, "logger", Logger) if settings.mode == "fit" else []
+        task = make(job.config["task"], "task", Task)
+        data = make(job.config["data"], "data", DataModule)
+        callbacks = _several(make, settings.callbacks, "callbacks", Callback)
+        writes = settings.mode == "fit"
+        loggers = _several(make, settings.logger, "logger", Logger) if writes else []
         trainer = Trainer(
             task,
             data,
@@ -160,10 +153,12 @@ def _evaluate(trainer: Trainer, settings: RunSettings, directory: Path) -> None:
         print(f"predictions  {predictions.save(directory)}")
 
 
-def _several(nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
+def _several(
+    make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type
+) -> list[Any]:
     """The callbacks or loggers of a group: a node is one of them, null switches it off."""
     return [
-        build(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None
+        make(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None
     ]
 
 

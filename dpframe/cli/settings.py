@@ -28,6 +28,7 @@ class RunSettings:
     resume: str | None = None
     resume_anyway: bool = False
     vars: dict[str, Any] = field(default_factory=dict)
+    trusted_modules: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -41,6 +42,12 @@ class RunSettings:
                 f"resume={self.resume} goes on with training, but mode={self.mode}; "
                 "use checkpoint=FILE"
             )
+        for name in self.trusted_modules:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise UserError(
+                    f"trusted_modules={shown(name)} is no dotted name; give modules or functions, "
+                    "as trusted_modules=[torchvision,mine.make]"
+                )
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings))
@@ -78,6 +85,7 @@ class _Plain:
     checkpoint: str | None = None
     resume: str | None = None
     resume_anyway: bool = False
+    trusted_modules: list[str] = field(default_factory=list)
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:
@@ -133,5 +141,6 @@ def kind_of(value: Any) -> str:
 
 def _spoken(type_name: str) -> str:
     words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+    words["list[str]"] = words["list"] = "a list of names, as [torchvision]"
     parts = [part.strip() for part in type_name.split("|")]
     return " or ".join(words.get(part, "null" if part == "None" else part) for part in parts)

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from dpframe.cli.build import build
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
+from dpframe.cli.slots import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy
@@ -40,11 +41,11 @@ def verified(job: Composed) -> dict[str, Any]:
 
 
 def recipe_of(job: Composed) -> Recipe:
-    settings = job.settings
+    settings, trust = job.settings, trust_of(job)
     return Recipe(
         settings.recipe,
-        partial(build, job.config["task"], "task", Task),
-        partial(build, job.config["data"], "data", DataModule),
+        partial(build, job.config["task"], "task", Task, trust=trust),
+        partial(build, job.config["data"], "data", DataModule, trust=trust),
         settings.trainer,
         settings.seed,
     )
@@ -53,7 +54,7 @@ def recipe_of(job: Composed) -> Recipe:
 def strategy_of(job: Composed, arguments: Mapping[str, Any] | None = None) -> partial[Strategy]:
     """`arguments` are set in the config's node."""
     node = {**job.config["strategy"], **(arguments or {})}
-    return partial(build, node, "strategy", Strategy)
+    return partial(build, node, "strategy", Strategy, trust=trust_of(job))
 
 
 def _keep(report: Report, job: Composed) -> None:

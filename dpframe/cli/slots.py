@@ -1,0 +1,44 @@
+"""The slots of a config: what kind of part each takes, and whom their parts vouch for."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dpframe.callbacks import Callback
+from dpframe.cli.build import check
+from dpframe.cli.compose import Composed
+from dpframe.cli.settings import RunSettings
+from dpframe.cli.trust import Trust
+from dpframe.data import DataModule
+from dpframe.loggers import Logger
+from dpframe.strategies import Strategy
+from dpframe.task import Task
+
+
+def check_targets(job: Composed) -> Trust:
+    """Imports every class that the config names and looks at what it will be given."""
+    trust = trust_of(job)
+    for where, node, kind in _parts(job.settings):
+        check(node, where, kind, trust=trust)
+    return trust
+
+
+def trust_of(job: Composed) -> Trust:
+    """Whom the config may call: a package that one part comes from may bring another's."""
+    trust = Trust(frozenset([*job.plugins, *job.settings.trusted_modules]))
+    vouched = trust
+    for where, node, kind in _parts(job.settings):
+        path = node.get("_target_") if isinstance(node, Mapping) else None
+        if isinstance(path, str) and path:
+            vouched = vouched.within(path, trust.part(path, f"{where}._target_", kind))
+    return vouched
+
+
+def _parts(settings: RunSettings) -> Iterator[tuple[str, Any, type]]:
+    """The slots with their kinds; a callback or a logger that is null is switched off."""
+    yield "strategy", settings.strategy, Strategy
+    yield "task", settings.task, Task
+    yield "data", settings.data, DataModule
+    for group, kind in (("callbacks", Callback), ("logger", Logger)):
+        for name, node in getattr(settings, group).items():
+            if node is not None:
+                yield f"{group}.{name}", node, kind

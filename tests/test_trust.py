@@ -1,0 +1,406 @@
+"""A config from a stranger calls nothing but parts: each attack is one line, and nothing ran."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command import Attempt, attempts, dpframe, write
+
+TOUCH = '["touch canary"]'
+
+TASKS = """
+import builtins
+import code
+import functools
+import operator
+import os
+import pickle
+import subprocess
+import threading
+from os import system as innocent
+
+import torch
+import torchlike
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import dpframe
+from torchlike import Backbone, Fine
+
+
+class Victim(dpframe.Task):
+    def __init__(self, net=None, optimizer=None, scheduler=None):
+        super().__init__(net, optimizer, scheduler)
+
+    def training_step(self, batch):
+        return {"loss": self.net(batch[0]).square().mean()}
+
+
+class Typed(Victim):
+    def __init__(self, net: nn.Module, optimizer=None):
+        super().__init__(net, optimizer)
+
+
+class VictimData(dpframe.DataModule):
+    def train_dataset(self):
+        return TensorDataset(torch.ones(4, 1))
+
+
+class Net(nn.Linear):
+    system = staticmethod(os.system)
+
+    @classmethod
+    def of(cls, width):
+        return cls(width, 1)
+
+
+@functools.wraps(os.system)
+def wrapper(command):
+    return os.system(command)
+
+
+@functools.cache
+def cached(width):
+    return nn.Linear(width, 1)
+
+
+@torch.no_grad()
+def undifferentiated(width):
+    return nn.Linear(width, 1)
+
+
+class Maker:
+    def __call__(self, width):
+        return nn.Linear(width, 1)
+
+
+maker = Maker()
+hidden = functools.partial(os.system, "touch canary")
+bound = [].append
+locked = threading.Lock().acquire
+loads = functools.lru_cache(pickle.loads)
+logged = code.InteractiveConsole().push
+caller = operator.methodcaller("system", "touch canary")
+
+
+def make_task():
+    return Victim()
+
+
+def make_annotated() -> dpframe.Task:
+    return Victim(nn.Linear(1, 1), functools.partial(torch.optim.SGD, lr=0.1))
+"""
+
+RECIPE = """
+# @package _global_
+task:
+  _target_: mine.tasks.Victim
+  net: {_target_: torch.nn.Linear, in_features: 1, out_features: 1}
+  optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.1}
+data: {_target_: mine.tasks.VictimData}
+trainer: {max_epochs: 1}
+"""
+
+FILES = {
+    "mine/tasks.py": TASKS,
+    "mine/deep/__init__.py": "",
+    "mine/deep/nets.py": "from torch.nn import Linear\nclass Deep(Linear):\n    pass\n",
+    "mine/recipe/victim.yaml": RECIPE,
+    "mine/recipe/vouches.yaml": RECIPE + "trusted_modules: [os]\n",
+    "mine/recipe/unsafe.yaml": RECIPE + "vars: !!python/object/apply:os.system ['touch canary']\n",
+    "torchlike.py": "from torch import nn\nclass Backbone(nn.Linear): pass\nclass Fine: pass\n",
+    "touches.py": "open('canary', 'w').close()\ndef anything(): pass\n",
+    "beside.py": TASKS,
+}
+START = ["--config-dir", "mine", "recipe=victim", "callbacks=none", "logger=none"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    return write(tmp_path_factory.mktemp("place"), FILES)
+
+
+# What a config names inside a part: nothing of it may run.
+NESTED = [
+    "os.system",
+    "posix.system",
+    "os.popen",
+    "os.execvp",
+    "os.remove",
+    "subprocess.Popen",
+    "subprocess.run",
+    "subprocess.check_output",
+    "builtins.eval",
+    "builtins.exec",
+    "builtins.compile",
+    "builtins.open",
+    "builtins.getattr",
+    "builtins.__import__",
+    "importlib.import_module",
+    "importlib.reload",
+    "runpy.run_path",
+    "shutil.rmtree",
+    "pathlib.Path.write_text",
+    "pathlib.Path",
+    "ctypes.CDLL",
+    "code.interact",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "marshal.loads",
+    "yaml.unsafe_load",
+    "hydra.utils.instantiate",
+    "hydra.utils.get_method",
+    "hydra.utils.call",
+    "omegaconf.OmegaConf.load",
+    "functools.partial",
+    "functools.reduce",
+    "operator.methodcaller",
+    "operator.attrgetter",
+    "types.FunctionType",
+    "types.CodeType",
+    "multiprocessing.Process",
+    "threading.Thread",
+    "timeit.timeit",
+    "webbrowser.open",
+    "socket.socket",
+    "urllib.request.urlopen",
+    "tempfile.mkdtemp",
+    "numpy.load",
+    "numpy.fromfile",
+    "torch.load",
+    "torch.save",
+    "torch.serialization.load",
+    "torch.hub.load",
+    "torch.jit.load",
+    "torch.ops.load_library",
+    "torch.classes.load_library",
+    "torch.from_file",
+    "torch.compile",
+    "torch.utils.cpp_extension.load",
+    "torch.utils.data.DataLoader",
+    "torch.package.PackageImporter",
+    "torch.distributed.launcher.api.elastic_launch",
+    "torch.multiprocessing.spawn",
+    "torch.tensor",
+    "torch.nn.functional.torch.load",
+    "torch.nn.modules.module.torch.load",
+    "torch.optim.adam.torch.hub.load",
+    "torch.nn.functional.importlib.import_module",
+    "torch.nn.functional.has_torch_function",
+    "torch.nn.Module.apply",
+    "torch.nn.Module.register_forward_hook",
+    "torch.nn.Module.__init__.__globals__",
+    "torch.nn.Module.__class__",
+    "torch.nn.Linear.__subclasses__",
+    "torch.nn.Module.load_state_dict",
+    "torch.optim.Optimizer.load_state_dict",
+    "torch.nn.modules.module.functools.partial",
+    "dpframe.cli.main.main",
+    "dpframe.cli.build.build",
+    "dpframe.cli.run.run",
+    "dpframe.cli.build.locate",
+    "dpframe.cli.locate.importlib.import_module",
+    "dpframe.checkpoint.load",
+    "dpframe.checkpoint.torch.load",
+    "dpframe.strategies.ranks.launch",
+    "dpframe.strategies.ddp.os.system",
+    "dpframe.Trainer",
+    "dpframe.recipes.boston.csv.reader",
+    "dpframe.recipes.boston.Path.write_text",
+    "dpframe.recipes.boston.torch.load",
+    "dpframe.recipes.boston.Path",
+    "dpframe.importlib.import_module",
+    "mine.tasks.os.system",
+    "mine.tasks.subprocess.Popen",
+    "mine.tasks.innocent",
+    "mine.tasks.Net.system",
+    "mine.tasks.hidden",
+    "mine.tasks.wrapper",
+    "mine.tasks.bound",
+    "mine.tasks.locked",
+    "mine.tasks.loads",
+    "mine.tasks.logged",
+    "mine.tasks.caller",
+    "mine.tasks.torch.load",
+    "mine.tasks.builtins.eval",
+    "mine.tasks.DataLoader",
+    "mine.tasks.Backbone",
+    "mine.tasks.Fine",
+    "mine.tasks.torchlike.Backbone",
+    "mine.tasks.Net.__init__",
+    "mine.tasks.Net.mro",
+    "mine.tasks.dpframe.cli.main.main",
+    "mine.tasks.functools.partial",
+    "touches.anything",
+    "antigravity.fly",
+    "this.s",
+    "code.InteractiveConsole",
+]
+
+
+def said(attempt: Attempt) -> str:
+    """The one line of a refusal; nothing was written or called."""
+    assert (attempt.code, attempt.out) == (2, ""), attempt
+    assert attempt.err.startswith("dpframe: ") and attempt.err.count("\n") == 1, attempt.err
+    assert not {"canary", "outputs", "multirun"} & set(attempt.files)
+    return attempt.err.removeprefix("dpframe: ").rstrip()
+
+
+def nested(target: str) -> list[str]:
+    return [*START, f"task.net={{_target_:{target},_args_:{TOUCH}}}"]
+
+
+def test_no_name_but_a_part_is_called_inside_a_part(place):
+    done, _ = attempts([nested(target) for target in NESTED], place)
+    for target, attempt in zip(NESTED, done, strict=True):
+        line = said(attempt)
+        assert line.startswith(f"task.net._target_={target}"), line
+        is_told = "is none of the names that a config may call; " in line
+        assert is_told or "is Python's own" in line or "nothing to build from" in line, line
+
+
+OTHER_WAYS = {
+    "as a slot's own target": "task._target_=os.system",
+    "as a slot's own target, a function of another": "data._target_=subprocess.check_output",
+    "a slot's function that says nothing": "+callbacks.x._target_=torch.load",
+    "a slot's class of another kind": "+callbacks.x._target_=mine.tasks.Victim",
+    "a logger that is none": "+logger.x._target_=builtins.print",
+    "a strategy that is none": "strategy._target_=builtins.eval",
+    "a factory that says nothing": "task._target_=torchlike.Fine",
+    "in a list": f"+task.net._args_=[{{_target_:os.system,_args_:{TOUCH}}}]",
+    "in a list in a dict": f"+task.net.x={{a:[[{{_target_:os.system,_args_:{TOUCH}}}]]}}",
+    "as a partial": f"task.net={{_target_:os.system,_partial_:true,_args_:{TOUCH}}}",
+    "for a constructor to make": "task.net={_target_:mine.tasks.Net,_recursive_:false,"
+    f"in_features:{{_target_:os.system,_args_:{TOUCH}}},out_features:1}}",
+    "through a reference": "task.net._target_=${vars.x}",
+    "a target that is a list": "task.net._target_=[os.system]",
+    "a target that is a node": "task.net._target_={_target_:os.system}",
+    "a target that is a number": "task.net._target_=3",
+    "no optimizer": "task.optimizer._target_=torch.nn.Linear",
+    "no scheduler": "task.scheduler={_target_:torch.nn.Linear,_partial_:true}",
+    "a launcher": "hydra.launcher._target_=os.system",
+    "a sweeper": "hydra.sweeper._target_=os.system",
+    "inside a sweeper": "+hydra.sweeper.sampler={_target_:os.system,command:touch canary}",
+    "through a sweeper's reference": "+hydra.sweeper.sampler=${vars.node}",
+    "Hydra's callbacks": "+hydra={callbacks:{x:{_target_:os.system}}}",
+    "Hydra's logging": "hydra.job_logging={root:{},handlers:{f:{(): os.system}}}",
+    "a module that does not exist": "task.net._target_=nowhere.at_all",
+}
+GIVEN = ["+vars.x=os.system", "+vars.node={_target_:os.system,command:touch canary}"]
+
+
+def test_no_other_place_calls_it_either_in_any_mode(place):
+    ways = [[*START, *GIVEN, way] for way in OTHER_WAYS.values()]
+    modes = [["-m"], ["mode=test"], ["mode=predict"], ["mode=verify"], ["trainer.gpus=2"]]
+    lines = ways + [[*mode, *nested("os.system")] for mode in modes]
+    for attempt in attempts(lines, place)[0]:
+        said(attempt)
+
+
+def test_what_looks_like_text_stays_text(place):
+    """Resolved once, it is text; resolved twice, as Hydra would, it is a node."""
+    node = "{_target_: os.system, command: touch canary}"
+    text = "\"\\\\${oc.create:\\'" + node + "\\'}\""
+    (attempt,), _ = attempts([[*START, f"task.net={text}"]], place)
+    assert "canary" not in attempt.files
+
+
+@pytest.mark.parametrize("recipe", ["vouches", "unsafe"])
+def test_a_file_can_neither_vouch_for_itself_nor_hide_code_in_yaml(recipe, place):
+    line = ["--config-dir", "mine", f"recipe={recipe}"]
+    for attempt in attempts([line, ["-m", *line]], place)[0]:
+        assert "trusted_modules" in said(attempt) or recipe == "unsafe"
+
+
+LINES = {
+    "os.system": "=os.system is none of the names that a config may call; if you know what it "
+    "does, add trusted_modules=[os.system] to the command",
+    "mine.tasks.innocent": "=mine.tasks.innocent is os.system, which is none of the names",
+    "mine.tasks.Backbone": "is torchlike.Backbone, which is none of the names that a config may "
+    "call; if you know what it does, add trusted_modules=[torchlike] to the command",
+    "torch.load": "=torch.load is none",
+    "numpy.load": "add trusted_modules=[numpy] to the command",
+    "functools.partial": "; write _partial_: true beside the _target_ that it is for",
+}
+
+
+def test_a_refusal_names_what_it_really_is_and_the_key_to_add(place):
+    done, _ = attempts([nested(target) for target in LINES], place)
+    for line, attempt in zip(LINES.values(), done, strict=True):
+        assert line in said(attempt)
+
+
+def test_the_canary_sings_when_it_is_let_out(tmp_path):
+    """Else the other tests would pass whatever ran."""
+    place = write(tmp_path, FILES)
+    done = dpframe(*nested("os.system"), "trusted_modules=[os.system]", cwd=place)
+    assert done.returncode != 0 and (place / "canary").is_file(), done.stderr
+
+
+@pytest.mark.parametrize(
+    "value, line",
+    [
+        ("os", "trusted_modules=os is text; give a list of names, as [torchvision]"),
+        ("[os..system]", "trusted_modules=os..system is no dotted name"),
+        ("[3]", "trusted_modules=3 is no dotted name"),
+        ("null", "trusted_modules=null is nothing; give a list of names"),
+    ],
+)
+def test_trusted_modules_is_a_list_of_dotted_names(value, line, place):
+    (attempt,), heavy = attempts([[*START, f"trusted_modules={value}"]], place)
+    assert line in said(attempt) and heavy == []
+
+
+FINE = {
+    "as it is": [],
+    "a net of one's own": ["task.net._target_=mine.tasks.Net"],
+    "a net of a package below": ["task.net._target_=mine.deep.nets.Deep"],
+    "a class's own maker": ["task.net={_target_:mine.tasks.Net.of,width:1}"],
+    "an object that makes": ["task.net={_target_:mine.tasks.maker,width:1}"],
+    "a function behind wrappers": ["task.net={_target_:mine.tasks.cached,width:1}"],
+    "a decorated function": ["task.net={_target_:mine.tasks.undifferentiated,width:1}"],
+    "torch's own maker": ["task.net={_target_:torch.nn.Linear,in_features:1,out_features:1}"],
+    "weights that are normed": [
+        "task.net={_target_:torch.nn.utils.parametrizations.weight_norm,"
+        "module:{_target_:torch.nn.Linear,in_features:1,out_features:1}}"
+    ],
+    "a schedule": ["task.scheduler={_target_:torch.optim.lr_scheduler.StepLR,_partial_:true,step_size:1}"],
+    "a tuple": ["task.optimizer={_target_:torch.optim.Adam,_partial_:true,"
+                "betas:{_target_:builtins.tuple,_args_:[[0.9,0.99]]}}"],
+    "a net with annotations": ["task._target_=mine.tasks.Typed"],
+    "a function that says what it makes": ["~task.net", "~task.optimizer", "task._target_=mine.tasks.make_annotated"],
+    "a module beside": ["task._target_=beside.Victim", "data._target_=beside.VictimData"],
+    "by the data's package": ["~task.net", "~task.optimizer", "task._target_=mine.tasks.make_task"],
+    "vouched for": ["task.net._target_=mine.tasks.Backbone", "trusted_modules=[torchlike]"],
+    "vouched for alone": ["task.net._target_=torchlike.Backbone", "trusted_modules=[torchlike.Backbone]"],
+}  # fmt: skip
+
+CHECKS = """
+import json, sys
+from dpframe.cli.compose import composed
+from dpframe.cli.run import check_targets
+for name, line in json.load(sys.stdin):
+    try:
+        check_targets(composed(line, config_dir="mine"))
+    except Exception as error:
+        print(f"{name}: {type(error).__name__}: {error}")
+"""
+
+
+def test_what_is_ones_own_and_torchs_needs_no_key(place):
+    import subprocess
+    import sys
+
+    from command import environment
+
+    lines = [[name, [*START[2:], *words]] for name, words in FINE.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS],
+        input=json.dumps(lines),
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env=environment(),
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
