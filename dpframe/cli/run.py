@@ -153,13 +153,9 @@ def _evaluate(trainer: Trainer, settings: RunSettings, directory: Path) -> None:
         print(f"predictions  {predictions.save(directory)}")
 
 
-def _several(
-    make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type
-) -> list[Any]:
+def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
     """The callbacks or loggers of a group: a node is one of them, null switches it off."""
-    return [
-        make(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None
-    ]
+    return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None]
 
 
 def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:
