@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -11,7 +10,6 @@ from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     Dataset,
-    DistributedSampler,
     IterableDataset,
     Subset,
     TensorDataset,
@@ -19,13 +17,15 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from dpframe import interruption, seeding
+from dpframe import seeding
 from dpframe.errors import UserError
+from dpframe.order import Agree, order_of
+from dpframe.order import permutation as permutation
+from dpframe.reading import Refused, Together, name_of, read
+from dpframe.workers import Workers
 
 Shares = Callable[[Sequence], list[Sequence]]
 """A strategy's `shares`: a global batch's rows in, the shares of this process's replicas out."""
-Agree = Callable[[Any], Any]
-"""A strategy's `share`: the main process's value, in every process."""
 
 
 class DataModule:
@@ -79,12 +79,6 @@ def split(rows: Sequence, replicas: int) -> list[Sequence]:
     return [rows[start * size : (start + 1) * size] for start in range(replicas)]
 
 
-def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
-    """The order of a shuffled epoch: a fact of (seed, epoch), on every strategy alike."""
-    generator = torch.Generator().manual_seed(seeding.mix(seed, epoch))
-    return torch.randperm(rows, generator=generator)
-
-
 class Loader:
     """Yields an epoch's global batches in order, each as this process's shares."""
 
@@ -102,21 +96,24 @@ class Loader:
         pin_memory: bool = False,
         rank: int = 0,
         agree: Agree = lambda value: value,
+        timeout_seconds: float = 0.0,
     ) -> None:
-        """By `rank`, each process's workers draw random numbers of their own."""
-        self.order = _order(dataset, batch_size, shuffle, seed, sampler, agree)
+        """By `rank`, each process's workers draw random numbers of their own; `timeout_seconds` is
+        how long to wait for one of them, 0: for ever."""
+        self.order = order_of(dataset, batch_size, shuffle, seed, sampler, agree)
         self.seed = seed
         self.rank = rank
         self._shares = shares
-        tensors = None if _is_custom(collate) else tensors_of(dataset)
+        together = Together(collate, is_custom=_is_custom(collate), dataset=dataset)
+        tensors = None if together.is_custom else tensors_of(dataset)
+        several = Workers(workers, timeout_seconds)
         self._source: _Tensors | _Rows | _Stream
         if self.order is None:
-            stream = _StreamShares(dataset, batch_size, shares, collate)  # type: ignore[arg-type]
-            self._source = _Stream(stream, workers)
+            self._source = _Stream(_StreamShares(dataset, batch_size, shares, together), several)
         elif tensors is not None:
             self._source = _Tensors(tensors)
         else:
-            self._source = _Rows(dataset, collate, workers, pin_memory)
+            self._source = _Rows(dataset, together, several, pin_memory)
 
     @property
     def batches(self) -> int | None:
@@ -170,26 +167,35 @@ class _Tensors:
 class _Rows:
     """Data read row by row, through torch's DataLoader."""
 
-    def __init__(self, dataset: Dataset, collate: Callable, workers: int, pin_memory: bool) -> None:
+    def __init__(
+        self, dataset: Dataset, together: Together, workers: Workers, pin_memory: bool
+    ) -> None:
         self._sampler = _ShareSampler()
         self._generator = torch.Generator()
+        self._workers = workers
         self._loader = DataLoader(
-            _Seeded(dataset),
+            _Seeded(dataset, together),
             batch_sampler=self._sampler,  # type: ignore[arg-type]
-            collate_fn=collate,
-            num_workers=workers,
-            persistent_workers=workers > 0,
+            collate_fn=_as_it_is,
+            num_workers=workers.count,
+            timeout=workers.timeout_seconds,
+            persistent_workers=workers.count > 0,
             pin_memory=pin_memory,
             generator=self._generator,
-            worker_init_fn=_start_worker,
+            worker_init_fn=workers.start,
         )
 
     def batches(self, plan: _Plan, worker_seed: int) -> Iterator[Batch]:
         self._sampler.plan, self._sampler.seed = plan, worker_seed
         self._generator.manual_seed(worker_seed)
         read = iter(self._loader)
-        for local, total in plan:
-            yield Batch([Share(next(read), n) for _, n in local], total)
+        with self._workers.watched(read):
+            for local, total in plan:
+                shares = [Share(next(read), n) for _, n in local]
+                for batch, _ in shares:
+                    if type(batch) is Refused:
+                        raise batch.kind(batch.line)
+                yield Batch(shares, total)
 
 
 class _ShareSampler:
@@ -207,29 +213,39 @@ class _ShareSampler:
 class _Seeded(Dataset):
     """A worker draws by the share, whatever it read before: so a resumed run draws the same."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, together: Together) -> None:
         self._dataset = dataset
+        self._together = together
 
     def __getitems__(self, seed_and_rows: tuple[int, list[int]]) -> Any:
         seed, rows = seed_and_rows
-        if get_worker_info() is not None:
-            seeding.seed_everything(seed)
-        read = getattr(self._dataset, "__getitems__", None)
-        return read(rows) if read else [self._dataset[row] for row in rows]
+        if get_worker_info() is None:
+            return self._together(read(self._dataset, rows), rows)
+        seeding.seed_everything(seed)
+        try:
+            return self._together(read(self._dataset, rows), rows)
+        except UserError as error:
+            return Refused(str(error), type(error))
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 class _Stream:
     """An IterableDataset: each replica reads the stream and keeps its share of each batch."""
 
-    def __init__(self, shares: "_StreamShares", workers: int) -> None:
+    def __init__(self, shares: "_StreamShares", workers: Workers) -> None:
         self._dataset = shares
         self._generator = torch.Generator()
+        self._workers = workers
         self._loader = DataLoader(
             shares,
             batch_size=None,
-            num_workers=workers,
+            num_workers=workers.count,
+            timeout=workers.timeout_seconds,
             generator=self._generator,
-            worker_init_fn=_start_worker,
+            worker_init_fn=workers.start,
         )
 
     def batches(self, worker_seed: int, seed: int, epoch: int) -> Iterator[Batch]:
@@ -237,8 +253,13 @@ class _Stream:
         self._dataset.seed = (seed, epoch)
         if hasattr(self._dataset.stream, "set_epoch"):
             self._dataset.stream.set_epoch(epoch)
-        for shares, total in self._loader:
-            yield Batch([Share(*share) for share in shares], total)
+        read = iter(self._loader)
+        with self._workers.watched(read):
+            for given in read:
+                if type(given) is Refused:
+                    raise given.kind(given.line)
+                shares, total = given
+                yield Batch([Share(*share) for share in shares], total)
 
 
 class _StreamShares(IterableDataset):
@@ -248,36 +269,51 @@ class _StreamShares(IterableDataset):
     same for any number of workers and replicas, and each row goes to exactly one of each.
     """
 
-    def __init__(
-        self, stream: IterableDataset, batch_size: int, shares: Shares, collate: Callable
-    ) -> None:
+    def __init__(self, stream: Any, batch_size: int, shares: Shares, together: Together) -> None:
         self.stream = stream
         self.seed = (0, 0)
         self._batch_size = batch_size
         self._shares = shares
-        self._collate = collate
+        self._together = together
 
-    def __iter__(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
+    def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        if worker:
-            # A stream that shards itself by worker would shard twice: let it see one reader.
-            torch.utils.data._utils.worker._worker_info = None
+        if worker is None:
+            yield from self._walk(0, 1)
+            return
+        # A stream that shards itself by worker would shard twice: let it see one reader.
+        torch.utils.data._utils.worker._worker_info = None
+        try:
+            yield from self._walk(worker.id, worker.num_workers)
+        except UserError as error:
+            yield Refused(str(error), type(error))
+
+    def _walk(self, number: int, workers: int) -> Iterator[tuple[list[tuple[Any, int]], int]]:
         drawn = _Randomness(*self.seed)  # the stream's own, so that all its readers read the same
         with drawn:
             rows = iter(self.stream)
         for index in count():
             with drawn:
-                batch = list(islice(rows, self._batch_size))
+                batch = self._read(rows, index * self._batch_size)
             if not batch:
                 return
             if index % workers == number:
-                yield self._local(batch), len(batch)
+                yield self._local(batch, index * self._batch_size), len(batch)
 
-    def _local(self, batch: list) -> list[tuple[Any, int]]:
+    def _read(self, rows: Iterator, first: int) -> list:
+        batch: list = []
+        try:
+            batch.extend(islice(rows, self._batch_size))
+        except Exception as error:
+            error.add_note(f"while reading row {first + len(batch)} of {name_of(self.stream)}")
+            raise
+        return batch
+
+    def _local(self, batch: list, first: int) -> list[tuple[Any, int]]:
+        numbers = self._shares(range(first, first + len(batch)))
         return [
-            (self._collate(share or batch[:1]), len(share))
-            for share in map(list, self._shares(batch))
+            (self._together(share or batch[:1], rows or [first]), len(share))
+            for share, rows in zip(map(list, self._shares(batch)), numbers, strict=True)
         ]
 
 
@@ -295,123 +331,6 @@ class _Randomness:
     def __exit__(self, *error: object) -> None:
         self._inside = seeding.random_state()
         seeding.restore_random_state(self._outside)
-
-
-def _start_worker(number: int) -> None:
-    interruption.leave_to_parent()
-
-
-class _Order:
-    """The global batches of each epoch, as row numbers."""
-
-    def __init__(self, rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
-        self._rows = rows
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
-
-    @property
-    def batches(self) -> int:
-        return -(-self._rows // self._batch_size)
-
-    def epoch(self, epoch: int) -> Iterable[Tensor]:
-        if self._shuffle:
-            rows = permutation(self._rows, seed=self._seed, epoch=epoch)
-        else:
-            rows = torch.arange(self._rows)
-        return _Slices(rows, self._batch_size)
-
-
-class _Slices:
-    def __init__(self, rows: Tensor, size: int) -> None:
-        self._rows = rows
-        self._size = size
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for start in range(0, len(self._rows), self._size):
-            yield self._rows[start : start + self._size]
-
-
-class _SamplerOrder:
-    """A user's own sampler (rows) or batch sampler (lists of rows), in its own order."""
-
-    def __init__(
-        self,
-        sampler: Any,
-        batch_size: int,
-        rows: int,
-        seed: int,
-        agree: Agree = lambda value: value,
-    ) -> None:
-        self._sampler = sampler
-        self._batch_size = batch_size
-        self._rows = rows
-        self._seed = seed
-        self._agree = agree
-        self._kept: tuple[int, list[Tensor]] = (-1, [])
-        self._length = _length_of(sampler)
-
-    @cached_property
-    def batches(self) -> int:
-        return len(self.epoch(0))
-
-    def epoch(self, epoch: int) -> list[Tensor]:
-        """Drawn once: a second look must not move a generator that the sampler may have."""
-        if self._kept[0] != epoch:
-            self._kept = epoch, [self._checked(batch) for batch in self._drawn(epoch)]
-        return self._kept[1]
-
-    def _drawn(self, epoch: int) -> list[Tensor]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        # The draws of torch, NumPy and Python are the same in every process, and for what a
-        # sampler may draw besides, the main one's count.
-        with seeding.seeded(self._seed, epoch):
-            drawn = self._agree(list(islice(self._sampler, self._length + 1)))
-        if len(drawn) > self._length:
-            raise UserError(
-                f"train_sampler returned a {type(self._sampler).__name__} that goes on after its "
-                f"__len__ of {self._length}: an endless order can't be split; let it end there"
-            )
-        if drawn and (isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0):
-            return [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
-        rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)
-        return list(_Slices(rows, self._batch_size))
-
-    def _checked(self, batch: Tensor) -> Tensor:
-        for row in (int(batch.min()), int(batch.max())):
-            if not -self._rows <= row < self._rows:
-                raise UserError(f"train_sampler drew row {row} of a data set of {self._rows} rows")
-        return batch % self._rows
-
-
-def _length_of(sampler: Any) -> int:
-    if isinstance(sampler, DistributedSampler) or isinstance(
-        getattr(sampler, "sampler", None), DistributedSampler
-    ):
-        raise UserError(
-            "train_sampler returned a DistributedSampler, which pads and splits by itself; "
-            "return the plain sampler: the strategy splits each global batch exactly"
-        )
-    try:
-        return len(sampler)
-    except TypeError:
-        raise UserError(
-            f"train_sampler returned a {type(sampler).__name__} without __len__: an endless "
-            "order can't be split exactly; give it a length"
-        ) from None
-
-
-def _order(
-    dataset: Any, batch_size: int, shuffle: bool, seed: int, sampler: Iterable | None, agree: Agree
-) -> _Order | _SamplerOrder | None:
-    if isinstance(dataset, IterableDataset):
-        if sampler is not None:
-            raise UserError("an IterableDataset has its own order; return None from train_sampler")
-        return None
-    if sampler is not None:
-        return _SamplerOrder(sampler, batch_size, len(dataset), seed, agree)
-    return _Order(len(dataset), batch_size, shuffle=shuffle, seed=seed)
 
 
 def tensors_of(dataset: Dataset) -> tuple[Tensor, ...] | None:

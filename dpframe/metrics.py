@@ -100,12 +100,24 @@ def _weighted_sums(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, tuple[An
 def _weighted_sum(name: str, values: list, weights: list) -> tuple[Any, Any]:
     if not values:
         return 0.0, 0.0
-    if any(isinstance(value, Tensor) and value.numel() != 1 for value in values):
-        raise UserError(
-            f"a step returned '{name}' with more than one number; return its mean over the batch"
-        )
+    for value in values:
+        if not is_number(value):
+            raise UserError(f"a step returned '{name}' as {described(value)}")
     weight = _vector(weights)
     return (_vector(values) * weight).sum(), weight.sum()
+
+
+def is_number(value: Any) -> bool:
+    """One number, be it in a tensor or in one of NumPy's."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) or getattr(value, "size", 0) == 1
+
+
+def described(value: Any) -> str:
+    if isinstance(value, Tensor) or hasattr(value, "shape"):
+        return f"{tuple(value.shape)} numbers; return their mean over the batch"
+    return f"a {type(value).__name__}; return one number, or leave it out"
 
 
 def _vector(values: list) -> Tensor:

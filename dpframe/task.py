@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpframe.errors import UserError
+from dpframe.metrics import described, is_number
 
 Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
@@ -107,6 +108,7 @@ class TrainStep(nn.Module):
                 output = self.task.training_step(batch)
         loss = loss_of(output, self.task)
         if "weight" in output:
+            _check_weight(output["weight"], self.task)
             loss = loss * (output["weight"] / of if rows else 0.0)
         elif rows != of:
             loss = loss * (rows / of)
@@ -134,9 +136,12 @@ class EvalStep(nn.Module):
         batch, rows = share
         step = getattr(self.task, self.step)
         if self.autocast is None:
-            return [(rows, step(batch))]
-        with self.autocast():
-            return [(rows, step(batch))]
+            output = step(batch)
+        else:
+            with self.autocast():
+                output = step(batch)
+        _check_evaluated(output, self.task, self.step)
+        return [(rows, output)]
 
     @staticmethod
     def combine(results: list[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
@@ -149,6 +154,27 @@ def loss_of(output: Any, task: Task) -> Tensor:
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
         return loss
     raise UserError(f"{type(task).__name__}.training_step returned {_describe(output)}")
+
+
+def _check_evaluated(output: Any, task: Task, step: str) -> None:
+    """What a step that is not trained on has returned, before anything is made of it."""
+    name = f"{type(task).__name__}.{step}"
+    if step == "predict_step":
+        if output is None:
+            raise UserError(f"{name} returned None; return tensors, or lists and dicts of them")
+    elif not isinstance(output, dict) or not output:
+        what = "an empty dict" if output == {} else type(output).__name__
+        raise UserError(f"{name} returned {what}; return a dict of what was measured")
+    else:
+        for key, value in output.items():
+            if not is_number(value):
+                raise UserError(f"{name} returned {key!r} as {described(value)}")
+
+
+def _check_weight(weight: Any, task: Task) -> None:
+    if not is_number(weight):
+        name = f"{type(task).__name__}.training_step"
+        raise UserError(f"{name} returned 'weight' as {described(weight)}")
 
 
 def detached(output: Output) -> Output:

@@ -1,10 +1,12 @@
 """A config from a stranger calls nothing but parts: each attack is one line, and nothing ran."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from command import Attempt, attempts, dpframe, write
+from command import Attempt, attempts, dpframe, environment, write
 
 TOUCH = '["touch canary"]'
 
@@ -95,7 +97,6 @@ RECIPE = """
 # @package _global_
 task:
   _target_: mine.tasks.Victim
-  net: {_target_: torch.nn.Linear, in_features: 1, out_features: 1}
   optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.1}
 data: {_target_: mine.tasks.VictimData}
 trainer: {max_epochs: 1}
@@ -121,121 +122,36 @@ def place(tmp_path_factory) -> Path:
 
 
 # What a config names inside a part: nothing of it may run.
-NESTED = [
-    "os.system",
-    "posix.system",
-    "os.popen",
-    "os.execvp",
-    "os.remove",
-    "subprocess.Popen",
-    "subprocess.run",
-    "subprocess.check_output",
-    "builtins.eval",
-    "builtins.exec",
-    "builtins.compile",
-    "builtins.open",
-    "builtins.getattr",
-    "builtins.__import__",
-    "importlib.import_module",
-    "importlib.reload",
-    "runpy.run_path",
-    "shutil.rmtree",
-    "pathlib.Path.write_text",
-    "pathlib.Path",
-    "ctypes.CDLL",
-    "code.interact",
-    "pickle.loads",
-    "pickle.Unpickler",
-    "marshal.loads",
-    "yaml.unsafe_load",
-    "hydra.utils.instantiate",
-    "hydra.utils.get_method",
-    "hydra.utils.call",
-    "omegaconf.OmegaConf.load",
-    "functools.partial",
-    "functools.reduce",
-    "operator.methodcaller",
-    "operator.attrgetter",
-    "types.FunctionType",
-    "types.CodeType",
-    "multiprocessing.Process",
-    "threading.Thread",
-    "timeit.timeit",
-    "webbrowser.open",
-    "socket.socket",
-    "urllib.request.urlopen",
-    "tempfile.mkdtemp",
-    "numpy.load",
-    "numpy.fromfile",
-    "torch.load",
-    "torch.save",
-    "torch.serialization.load",
-    "torch.hub.load",
-    "torch.jit.load",
-    "torch.ops.load_library",
-    "torch.classes.load_library",
-    "torch.from_file",
-    "torch.compile",
-    "torch.utils.cpp_extension.load",
-    "torch.utils.data.DataLoader",
-    "torch.package.PackageImporter",
-    "torch.distributed.launcher.api.elastic_launch",
-    "torch.multiprocessing.spawn",
-    "torch.tensor",
-    "torch.nn.functional.torch.load",
-    "torch.nn.modules.module.torch.load",
-    "torch.optim.adam.torch.hub.load",
-    "torch.nn.functional.importlib.import_module",
-    "torch.nn.functional.has_torch_function",
-    "torch.nn.Module.apply",
-    "torch.nn.Module.register_forward_hook",
-    "torch.nn.Module.__init__.__globals__",
-    "torch.nn.Module.__class__",
-    "torch.nn.Linear.__subclasses__",
-    "torch.nn.Module.load_state_dict",
-    "torch.optim.Optimizer.load_state_dict",
-    "torch.nn.modules.module.functools.partial",
-    "dpframe.cli.main.main",
-    "dpframe.cli.build.build",
-    "dpframe.cli.run.run",
-    "dpframe.cli.build.locate",
-    "dpframe.cli.locate.importlib.import_module",
-    "dpframe.checkpoint.load",
-    "dpframe.checkpoint.torch.load",
-    "dpframe.strategies.ranks.launch",
-    "dpframe.strategies.ddp.os.system",
-    "dpframe.Trainer",
-    "dpframe.recipes.boston.csv.reader",
-    "dpframe.recipes.boston.Path.write_text",
-    "dpframe.recipes.boston.torch.load",
-    "dpframe.recipes.boston.Path",
-    "dpframe.importlib.import_module",
-    "mine.tasks.os.system",
-    "mine.tasks.subprocess.Popen",
-    "mine.tasks.innocent",
-    "mine.tasks.Net.system",
-    "mine.tasks.hidden",
-    "mine.tasks.wrapper",
-    "mine.tasks.bound",
-    "mine.tasks.locked",
-    "mine.tasks.loads",
-    "mine.tasks.logged",
-    "mine.tasks.caller",
-    "mine.tasks.torch.load",
-    "mine.tasks.builtins.eval",
-    "mine.tasks.DataLoader",
-    "mine.tasks.Backbone",
-    "mine.tasks.Fine",
-    "mine.tasks.torchlike.Backbone",
-    "mine.tasks.Net.__init__",
-    "mine.tasks.Net.mro",
-    "mine.tasks.dpframe.cli.main.main",
-    "mine.tasks.functools.partial",
-    "touches.anything",
-    "antigravity.fly",
-    "this.s",
-    "code.InteractiveConsole",
-]
+NESTED = """
+os.system posix.system os.popen os.execvp os.remove subprocess.Popen subprocess.run
+subprocess.check_output builtins.eval builtins.exec builtins.compile builtins.open builtins.getattr
+builtins.__import__ importlib.import_module importlib.reload runpy.run_path shutil.rmtree
+pathlib.Path.write_text pathlib.Path ctypes.CDLL code.interact pickle.loads pickle.Unpickler
+marshal.loads yaml.unsafe_load hydra.utils.instantiate hydra.utils.get_method hydra.utils.call
+omegaconf.OmegaConf.load functools.partial functools.reduce operator.methodcaller
+operator.attrgetter types.FunctionType types.CodeType multiprocessing.Process threading.Thread
+timeit.timeit webbrowser.open socket.socket urllib.request.urlopen tempfile.mkdtemp
+numpy.load numpy.fromfile torch.load torch.save torch.serialization.load torch.hub.load
+torch.jit.load torch.ops.load_library torch.classes.load_library torch.from_file torch.compile
+torch.utils.cpp_extension.load torch.utils.data.DataLoader torch.package.PackageImporter
+torch.distributed.launcher.api.elastic_launch torch.multiprocessing.spawn torch.tensor
+torch.nn.functional.torch.load torch.nn.modules.module.torch.load torch.optim.adam.torch.hub.load
+torch.nn.functional.importlib.import_module torch.nn.functional.has_torch_function
+torch.nn.Module.apply torch.nn.Module.register_forward_hook torch.nn.Module.__init__.__globals__
+torch.nn.Module.__class__ torch.nn.Linear.__subclasses__ torch.nn.Module.load_state_dict
+torch.optim.Optimizer.load_state_dict torch.nn.modules.module.functools.partial
+dpframe.cli.main dpframe.cli.build.build dpframe.cli.run.run dpframe.cli.build.locate
+dpframe.cli.locate.importlib.import_module dpframe.checkpoint.load dpframe.checkpoint.torch.load
+dpframe.strategies.ranks.launch dpframe.strategies.ddp.os.system dpframe.Trainer
+dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path.write_text
+dpframe.recipes.boston.torch.load dpframe.recipes.boston.Path dpframe.importlib.import_module
+mine.tasks.os.system mine.tasks.subprocess.Popen mine.tasks.innocent mine.tasks.Net.system
+mine.tasks.hidden mine.tasks.wrapper mine.tasks.bound mine.tasks.locked mine.tasks.loads
+mine.tasks.logged mine.tasks.caller mine.tasks.torch.load mine.tasks.builtins.eval
+mine.tasks.DataLoader mine.tasks.Backbone mine.tasks.Fine mine.tasks.torchlike.Backbone
+mine.tasks.Net.__init__ mine.tasks.Net.mro mine.tasks.dpframe.cli.main
+mine.tasks.functools.partial touches.anything antigravity.fly this.s code.InteractiveConsole
+"""
 
 
 def said(attempt: Attempt) -> str:
@@ -247,13 +163,48 @@ def said(attempt: Attempt) -> str:
 
 
 def nested(target: str) -> list[str]:
-    return [*START, f"task.net={{_target_:{target},_args_:{TOUCH}}}"]
+    return [*START, f"+task.net={{_target_:{target},_args_:{TOUCH}}}"]
+
+
+CHECKS = """
+import json, sys
+from dpframe.cli.compose import composed
+from dpframe.cli.run import check_targets
+from dpframe.errors import UserError
+
+given, nodes = json.load(sys.stdin)
+job = composed(given, config_dir="mine")
+for node in nodes:
+    job.settings.task = {"_target_": "mine.tasks.Victim", **node}
+    try:
+        check_targets(job)
+        print("fine")
+    except UserError as error:
+        print(error)
+"""
+
+
+def checked(nodes: list[dict], place: Path, *given: str) -> list[str]:
+    """What is said of the task with each of these in it, all in one process."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHECKS],
+        input=json.dumps([[*START[2:], *given], nodes]),
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env=environment(),
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not (place / "canary").exists()
+    return done.stdout.splitlines()
 
 
 def test_no_name_but_a_part_is_called_inside_a_part(place):
-    done, _ = attempts([nested(target) for target in NESTED], place)
-    for target, attempt in zip(NESTED, done, strict=True):
-        line = said(attempt)
+    targets = NESTED.split()
+    assert len(targets) > 100
+    nodes = [{"net": {"_target_": name, "_args_": ["touch canary"]}} for name in targets]
+    for target, line in zip(targets, checked(nodes, place), strict=True):
         assert line.startswith(f"task.net._target_={target}"), line
         is_told = "is none of the names that a config may call; " in line
         assert is_told or "is Python's own" in line or "nothing to build from" in line, line
@@ -266,25 +217,26 @@ OTHER_WAYS = {
     "a slot's class of another kind": "+callbacks.x._target_=mine.tasks.Victim",
     "a logger that is none": "+logger.x._target_=builtins.print",
     "a strategy that is none": "strategy._target_=builtins.eval",
+    "a function that could not make one": "task._target_=torch.nn.init.zeros_",
     "a factory that says nothing": "task._target_=torchlike.Fine",
-    "in a list": f"+task.net._args_=[{{_target_:os.system,_args_:{TOUCH}}}]",
-    "in a list in a dict": f"+task.net.x={{a:[[{{_target_:os.system,_args_:{TOUCH}}}]]}}",
-    "as a partial": f"task.net={{_target_:os.system,_partial_:true,_args_:{TOUCH}}}",
-    "for a constructor to make": "task.net={_target_:mine.tasks.Net,_recursive_:false,"
+    "in a list": f"+task.net=[{{_target_:os.system,_args_:{TOUCH}}}]",
+    "in a list in a dict": f"+task.net={{a:[[{{_target_:os.system,_args_:{TOUCH}}}]]}}",
+    "as a partial": f"+task.net={{_target_:os.system,_partial_:true,_args_:{TOUCH}}}",
+    "for a constructor to make": "+task.net={_target_:mine.tasks.Net,_recursive_:false,"
     f"in_features:{{_target_:os.system,_args_:{TOUCH}}},out_features:1}}",
-    "through a reference": "task.net._target_=${vars.x}",
-    "a target that is a list": "task.net._target_=[os.system]",
-    "a target that is a node": "task.net._target_={_target_:os.system}",
-    "a target that is a number": "task.net._target_=3",
+    "through a reference": "+task.net._target_=${vars.x}",
+    "a target that is a list": "+task.net._target_=[os.system]",
+    "a target that is a node": "+task.net._target_={_target_:os.system}",
+    "a target that is a number": "+task.net._target_=3",
     "no optimizer": "task.optimizer._target_=torch.nn.Linear",
-    "no scheduler": "task.scheduler={_target_:torch.nn.Linear,_partial_:true}",
+    "no scheduler": "+task.scheduler={_target_:torch.nn.Linear,_partial_:true}",
     "a launcher": "hydra.launcher._target_=os.system",
     "a sweeper": "hydra.sweeper._target_=os.system",
     "inside a sweeper": "+hydra.sweeper.sampler={_target_:os.system,command:touch canary}",
     "through a sweeper's reference": "+hydra.sweeper.sampler=${vars.node}",
     "Hydra's callbacks": "+hydra={callbacks:{x:{_target_:os.system}}}",
     "Hydra's logging": "hydra.job_logging={root:{},handlers:{f:{(): os.system}}}",
-    "a module that does not exist": "task.net._target_=nowhere.at_all",
+    "a module that does not exist": "+task.net._target_=nowhere.at_all",
 }
 GIVEN = ["+vars.x=os.system", "+vars.node={_target_:os.system,command:touch canary}"]
 
@@ -301,7 +253,7 @@ def test_what_looks_like_text_stays_text(place):
     """Resolved once, it is text; resolved twice, as Hydra would, it is a node."""
     node = "{_target_: os.system, command: touch canary}"
     text = "\"\\\\${oc.create:\\'" + node + "\\'}\""
-    (attempt,), _ = attempts([[*START, f"task.net={text}"]], place)
+    (attempt,), _ = attempts([[*START, f"+task.net={text}"]], place)
     assert "canary" not in attempt.files
 
 
@@ -351,67 +303,54 @@ def test_trusted_modules_is_a_list_of_dotted_names(value, line, place):
     assert line in said(attempt) and heavy == []
 
 
-FINE = {
-    "as it is": [],
-    "a net of one's own": ["task.net._target_=mine.tasks.Net"],
-    "a net of a package below": ["task.net._target_=mine.deep.nets.Deep"],
-    "a class's own maker": ["task.net={_target_:mine.tasks.Net.of,width:1}"],
-    "an object that makes": ["task.net={_target_:mine.tasks.maker,width:1}"],
-    "a function behind wrappers": ["task.net={_target_:mine.tasks.cached,width:1}"],
-    "a decorated function": ["task.net={_target_:mine.tasks.undifferentiated,width:1}"],
-    "torch's own maker": ["task.net={_target_:torch.nn.Linear,in_features:1,out_features:1}"],
-    "weights that are normed": [
-        "task.net={_target_:torch.nn.utils.parametrizations.weight_norm,"
-        "module:{_target_:torch.nn.Linear,in_features:1,out_features:1}}"
-    ],
-    "a schedule": [
-        "task.scheduler={_target_:torch.optim.lr_scheduler.StepLR,_partial_:true,step_size:1}"
-    ],
-    "a tuple": [
-        "task.optimizer={_target_:torch.optim.Adam,_partial_:true,"
-        "betas:{_target_:builtins.tuple,_args_:[[0.9,0.99]]}}"
-    ],
-    "a net with annotations": ["task._target_=mine.tasks.Typed"],
-    "a function that says what it makes": [
-        "~task.net",
-        "~task.optimizer",
-        "task._target_=mine.tasks.make_annotated",
-    ],
-    "a module beside": ["task._target_=beside.Victim", "data._target_=beside.VictimData"],
-    "by the data's package": ["~task.net", "~task.optimizer", "task._target_=mine.tasks.make_task"],
-    "vouched for": ["task.net._target_=mine.tasks.Backbone", "trusted_modules=[torchlike]"],
-    "vouched for alone": [
-        "task.net._target_=torchlike.Backbone",
-        "trusted_modules=[torchlike.Backbone]",
-    ],
-}
-
-CHECKS = """
-import json, sys
-from dpframe.cli.compose import composed
-from dpframe.cli.run import check_targets
-for name, line in json.load(sys.stdin):
-    try:
-        check_targets(composed(line, config_dir="mine"))
-    except Exception as error:
-        print(f"{name}: {type(error).__name__}: {error}")
-"""
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
+WIDTH = {"width": 1}
+FINE = [
+    {"net": {**LINEAR, "_target_": "mine.tasks.Net"}},
+    {"net": {**LINEAR, "_target_": "mine.deep.nets.Deep"}},
+    {"net": {"_target_": "mine.tasks.Net.of", **WIDTH}},
+    {"net": {"_target_": "mine.tasks.maker", **WIDTH}},
+    {"net": {"_target_": "mine.tasks.cached", **WIDTH}},
+    {"net": {"_target_": "mine.tasks.undifferentiated", **WIDTH}},
+    {"net": {"_target_": "torch.nn.utils.parametrizations.weight_norm", "module": LINEAR}},
+    {"net": {"_target_": "torch.nn.Embedding.from_pretrained", "_partial_": True}},
+    {"net": {"_target_": "torch.nn.functional.gelu", "_partial_": True}},
+    {"net": {"_target_": "torch.nn.functional.conv2d", "_partial_": True}},
+    {"net": {"_target_": "torch.nn.functional.max_pool2d", "_partial_": True}},
+    {"net": {"_target_": "torch.nn.init.xavier_uniform_", "_partial_": True}},
+    {"net": {"_target_": "torch.nn.Sequential", "_args_": [LINEAR, {"_target_": "torch.nn.ReLU"}]}},
+    {"net": {"_target_": "dpframe.recipes.lenet.LeNet", "_partial_": True}},
+    {"net": {"_target_": "collections.OrderedDict", "a": LINEAR}},
+    {"net": {"_target_": "builtins.tuple", "_args_": [[1, 2]]}},
+    {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "_partial_": True}},
+    {"scheduler": {"_target_": "torch.optim.swa_utils.SWALR", "_partial_": True}},
+    {"optimizer": {"_target_": "mine.tasks.undifferentiated", "_partial_": True}},
+    {"optimizer": {"_target_": "mine.tasks.Maker"}},
+    {"net": LINEAR, "_target_": "mine.tasks.Typed"},
+    {"_target_": "mine.tasks.make_annotated"},
+    {"_target_": "mine.tasks.make_task"},
+    {"_target_": "beside.Victim"},
+]
 
 
 def test_what_is_ones_own_and_torchs_needs_no_key(place):
-    import subprocess
-    import sys
+    for node, line in zip(FINE, checked(FINE, place), strict=True):
+        assert line == "fine", node
 
-    from command import environment
 
-    lines = [[name, [*START[2:], *words]] for name, words in FINE.items()]
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS],
-        input=json.dumps(lines),
-        capture_output=True,
-        text=True,
-        cwd=place,
-        env=environment(),
-        timeout=100,
-    )
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+def test_what_was_vouched_for_may_be_called(place):
+    names = ("mine.tasks.Backbone", "torchlike.Backbone", "torch.tensor", "torchlike.Fine")
+    nodes = [{"net": {"_target_": name, "_partial_": True}} for name in names]
+    assert checked(nodes[:2], place, "trusted_modules=[torchlike]") == ["fine", "fine"]
+    *alone, other = checked(nodes, place, "trusted_modules=[torchlike.Backbone,torch.tensor]")
+    assert alone == ["fine"] * 3 and "torchlike.Fine is none" in other
+
+
+def test_a_node_of_another_kind_than_its_parameter_is_refused(place):
+    task = {"_target_": "mine.tasks.Typed"}
+    adam = {"_target_": "torch.optim.Adam", "_partial_": True}
+    lines = checked([{**task, "net": adam}, {**task, "net": LINEAR, "optimizer": LINEAR}], place)
+    assert lines == [
+        "task.net._target_=torch.optim.Adam makes no Module; name one, as torch.nn.Linear",
+        "task.optimizer._target_=torch.nn.Linear makes no Optimizer; name one, as torch.optim.Adam",
+    ]

@@ -15,6 +15,11 @@ from dpframe.cli.trust import NOBODY, Trust
 from dpframe.errors import UserError, suggestion
 
 SPECIAL = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
+EXAMPLES = {
+    "Module": "torch.nn.Linear",
+    "Optimizer": "torch.optim.Adam",
+    "LRScheduler": "torch.optim.lr_scheduler.StepLR",
+}
 CONVERSIONS = ("all", "partial", "object")
 SCALARS = (bool, int, float, str)
 
@@ -145,7 +150,10 @@ def _check_wanted(target: Any, node: Mapping[str, Any], where: str, wanted: type
     is_scheduler = hasattr(target, "step") and "LRScheduler" in wanted.__name__
     if is_scheduler or (is_maker and not issubclass(target, nn.Module) and wanted is not nn.Module):
         return
-    raise UserError(f"{where}._target_={node['_target_']} is not of torch's {wanted.__name__} kind")
+    raise UserError(
+        f"{where}._target_={node['_target_']} makes no {wanted.__name__}; name one, as "
+        f"{EXAMPLES[wanted.__name__]}"
+    )
 
 
 def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:

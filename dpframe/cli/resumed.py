@@ -8,7 +8,8 @@ import yaml
 from dpframe.cli.start import resumed_directory, resumed_file
 from dpframe.errors import UserError
 
-OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "trusted_modules")
+OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode")
+OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
 
 
 def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
@@ -20,7 +21,7 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     start = resumed_file(resume, runs() if resume == "last" else Path())
     directory = resumed_directory(start)
     saved = _saved(directory / ".hydra" / "overrides.yaml") if directory else []
-    taken = {*map(_key, overrides), *OF_ONE_START}
+    taken = {*map(_key, overrides), *OF_ONE_START, *OF_ITS_OWNER}
     kept = [o for o in saved if _key(o) not in taken and not _key(o).startswith("hydra")]
     return [*kept, *overrides]
 

@@ -1,6 +1,7 @@
 """The slots of a config: what kind of part each takes, and whom their parts vouch for."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from dpframe.callbacks import Callback
@@ -9,6 +10,7 @@ from dpframe.cli.compose import Composed
 from dpframe.cli.settings import RunSettings
 from dpframe.cli.trust import Trust
 from dpframe.data import DataModule
+from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
 from dpframe.task import Task
@@ -29,7 +31,8 @@ def trust_of(job: Composed) -> Trust:
     for where, node, kind in _parts(job.settings):
         path = node.get("_target_") if isinstance(node, Mapping) else None
         if isinstance(path, str) and path:
-            vouched = vouched.within(path, trust.part(path, f"{where}._target_", kind))
+            with suppress(UserError):  # `check` tells it
+                vouched = vouched.within(path, trust.part(path, f"{where}._target_", kind))
     return vouched
 
 

@@ -42,7 +42,7 @@ class Trust:
         if isinstance(target, type):
             if not issubclass(target, kind):
                 raise UserError(f"{where}={path} is not a dpframe {kind.__name__}")
-        elif not (_says_it_makes(target, kind) or self.allows(target)):
+        elif not (_says_it_makes(target, kind) or self._defines(target)):
             raise UserError(
                 f"{where}={path}{_really(path, target)} is no class, and nothing says that it "
                 f"makes a dpframe {kind.__name__}; annotate it with '-> {kind.__name__}'"
@@ -69,13 +69,15 @@ class Trust:
     def allows(self, target: Any) -> bool:
         """By where it is defined, through every wrapper, whatever name led here."""
         while True:
-            name = _real_name(target)
-            is_known = any(_is_within(name, package) for package in self.packages)
-            if not (is_known or name in HARMLESS or _is_of_torch(target) or _is_ours(target)):
+            is_known = _real_name(target) in HARMLESS or self._defines(target)
+            if not (is_known or _is_of_torch(target) or _is_ours(target)):
                 return False
             if isinstance(target, type) or not hasattr(target, "__wrapped__"):
                 return True
             target = target.__wrapped__
+
+    def _defines(self, target: Any) -> bool:
+        return any(_is_within(_real_name(target), package) for package in self.packages)
 
 
 def _is_of_torch(target: Any) -> bool:
@@ -116,14 +118,18 @@ def _real_name(target: Any) -> str:
         isinstance(target, type) or inspect.isroutine(target) or hasattr(target, "__wrapped__")
     )
     named = target if has_name else type(target)  # an object with __call__
-    name = getattr(named, "__qualname__", None) or getattr(named, "__name__", "")
+    name = str(getattr(named, "__qualname__", ""))
     module = getattr(named, "__module__", None)
     if not isinstance(module, str):  # a method that is written in C
-        kind = getattr(named, "__objclass__", None) or (
-            owner if isinstance(owner, type) else type(owner)
-        )
-        module = kind.__module__
+        module = (getattr(named, "__objclass__", None) or _definer(owner, name)).__module__
     return f"{SYSTEM.get(module, module)}.{name}"
+
+
+def _definer(owner: Any, name: str) -> type:
+    """The class that a method bound to `owner` is from."""
+    classes = owner.__mro__ if isinstance(owner, type) else ()
+    leaf = name.rpartition(".")[2]
+    return next((kind for kind in classes if leaf in vars(kind)), type(owner))
 
 
 def _really(path: str, target: Any) -> str:

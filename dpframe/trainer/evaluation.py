@@ -44,16 +44,10 @@ class Evaluation:
         """The exact means over all rows, as `val/loss`, `val/mae` …"""
         self.means.reset()
         for _, measured in self._batches():
-            for _, output in measured:
-                if not isinstance(output, dict):
-                    raise UserError(
-                        f"{type(self.task).__name__}.{self.step_name} returned "
-                        f"{type(output).__name__}; return a dict of what was measured"
-                    )
             self.means.add(measured)
         means = self.task.summarize(self.means.total())
         if not means:
-            raise UserError(f"{kind}: the data set gave no rows, or the step measured nothing")
+            raise UserError(f"{kind}: the data set gave no rows")
         return {f"{kind}/{name}": value for name, value in means.items()}
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import IterableDataset
+
 from dpframe import seeding
 from dpframe.data import Loader
 from dpframe.errors import UserError
@@ -59,10 +61,12 @@ def draw_graph(trainer: "Trainer") -> None:
 
 def _dataset(trainer: "Trainer", kind: str) -> Any:
     dataset = getattr(trainer.data, f"{kind}_dataset")()
+    named = f"{type(trainer.data).__name__}.{kind}_dataset()"
     if dataset is None:
-        raise UserError(
-            f"{type(trainer.data).__name__}.{kind}_dataset() gives no data set; write it"
-        )
+        raise UserError(f"{named} gives no data set; write it")
+    if not isinstance(dataset, IterableDataset) and len(dataset) == 0:
+        hint = "return None for no validation" if kind == "val" else "give it at least one"
+        raise UserError(f"{named} has no rows; {hint}")
     return dataset
 
 
@@ -82,4 +86,5 @@ def _loader(
         pin_memory=strategy.device.type == "cuda",
         rank=strategy.rank,
         agree=strategy.share,
+        timeout_seconds=trainer.settings.data_timeout_seconds,
     )

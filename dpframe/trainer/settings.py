@@ -8,6 +8,7 @@ from dpframe.errors import UserError, suggestion
 PRECISIONS = ("32", "64", "bf16", "fp16")
 ACCELERATORS = ("auto", "cpu", "cuda")
 INTERVALS = ("epoch", "step")
+POSITIVE = ("max_seconds", "clip_norm", "clip_value", "grace_seconds", "data_timeout_seconds")
 ON_NONFINITE = ("stop", "skip")
 
 
@@ -35,6 +36,7 @@ class TrainerSettings:
     lean: bool = True
     threads: int | None = None
     max_replicas_per_core: int = 8
+    data_timeout_seconds: float = 600.0
     max_restarts: int = 0
     grace_seconds: float = 30.0
 
@@ -55,7 +57,13 @@ class TrainerSettings:
         ):
             self._refuse_below(key, 1)
         self._refuse_below("max_restarts", 0)
-        for key in ("max_seconds", "clip_norm", "clip_value", "grace_seconds"):
+        for key in (
+            "max_seconds",
+            "clip_norm",
+            "clip_value",
+            "grace_seconds",
+            "data_timeout_seconds",
+        ):
             self._refuse_nonpositive(key)
         self._check_gpus()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
