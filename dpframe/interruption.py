@@ -100,7 +100,8 @@ class Interruption:
         try:
             yield
         finally:
-            self._start()
+            if self.number is None:  # else we are on the way out, which nothing needs to hurry
+                self._start()
 
     def heed(self) -> bool:
         """Takes in what has woken us; whether it is to end at once."""
@@ -136,7 +137,7 @@ class Interruption:
         while True:
             left = self._seconds_left()
             if left is not None and left <= 0:
-                self._end("it did not stop in time")
+                self._end(f"not done in trainer.grace_seconds={self.grace_seconds:g}, so killed")
             ready = [fd for fd, _ in waiting.poll(None if left is None else 1000 * left + 1)]
             if self._inbox is not None and self._inbox.fileno() in ready and not self._receive():
                 waiting.unregister(self._inbox.fileno())  # the parent is gone
@@ -145,7 +146,7 @@ class Interruption:
                 numbers = self._read()
                 came = [self._signalled(number) for number in numbers if number in SIGNALS]
                 if any(came):
-                    self._end("a second signal")
+                    self._end("twice; ended at once")
                 if 0 in numbers:
                     return
 
@@ -180,7 +181,7 @@ class Interruption:
         assert self.number is not None
         if not self._is_quiet:
             name = signal.Signals(self.number).name
-            because = f": {why}, so it was ended at once" if self.has_begun else ""
+            because = f", {why}" if self.has_begun else ""
             os.write(2, f"dpframe: interrupted by {name}{because}\n".encode())
         os._exit(128 + self.number)
 

@@ -6,8 +6,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +92,21 @@ def command(pid: int) -> str:
 def changes(before: dict[str, str], after: dict[str, str]) -> dict[str, str | None]:
     names = {name for name in before | after if before.get(name) != after.get(name)}
     return {name: after.get(name) for name in names - NOT_OURS}
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """The weights that tests/injector.py's recipe ends with where nothing happens to it."""
+    from injector import run, weights
+
+    known: dict[tuple[str, ...], Any] = {}
+
+    def found(*overrides: str) -> Any:
+        if overrides not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            done = run(folder, *overrides)
+            assert done.returncode == 0, done.stderr
+            known[overrides] = weights(folder)
+        return known[overrides]
+
+    return found

@@ -46,6 +46,7 @@ class Composed:
     is_run_dir_given: bool
     start: Path | None  # the checkpoint to begin with
     plugins: list[str]  # the packages whose options are in it
+    is_repeated: bool = False  # from its beginning, as its ranks failed before a checkpoint
 
 
 @contextmanager

@@ -49,7 +49,7 @@ def _again(job: Composed, directory: str | None) -> tuple[Composed, str]:
     job = replace(job, run_dir=directory, is_run_dir_given=True)
     path = seal.newest_good(Path(directory) / "checkpoints")
     if path is None:
-        return job, "from the beginning: there is no checkpoint yet"
+        return replace(job, is_repeated=True), "from the beginning: there is no checkpoint yet"
     step = checkpoint.load(path)["progress"]["global_step"]
     settings = replace(job.settings, resume=str(path))
     return replace(job, start=path, settings=settings), f"from {path}, step {step}"

@@ -64,7 +64,12 @@ def _work(job: Composed) -> dict[str, Any]:
             callbacks=callbacks,
             loggers=loggers,
             seed=settings.seed,
-            run=Run(recipe=settings.recipe, config=job.config, config_text=job.text),
+            run=Run(
+                recipe=settings.recipe,
+                config=job.config,
+                config_text=job.text,
+                is_repeated=job.is_repeated,
+            ),
             interruption=interruption.installed(),
         )
         _prepare(trainer, job, state)

@@ -111,10 +111,15 @@ class _Job:
         self.told: dict[str, Any] = {}
         self.value: Any = None
         self._deadline = float("inf")
+        self._interrupted_at = float("inf")
 
     @property
     def _grace_seconds(self) -> float:
         return 30.0 if self.stop is None else self.stop.grace_seconds
+
+    @property
+    def _patience_is_over(self) -> bool:
+        return time.monotonic() >= self._interrupted_at + self._grace_seconds
 
     def start(self, run: Callable[..., Any], args: tuple) -> None:
         from torch.distributed import TCPStore
@@ -143,6 +148,10 @@ class _Job:
         faults = [one.fault for one in self.members if one.fault is not None]
         own = [one for one in faults if not one.is_echo]
         if self.number is not None and not any(one.was_noted for one in own):
+            if not self.said and self._patience_is_over:
+                self.said = (
+                    f", not done in trainer.grace_seconds={self._grace_seconds:g}, so killed"
+                )
             raise Interrupted(self.number, self.said)
         if own or faults:
             error = fault.report(faults)
@@ -224,7 +233,7 @@ class _Job:
     def _interrupt(self, number: int) -> None:
         """By a message, not a signal: a terminal's Ctrl-C has reached the ranks already."""
         if self.number is None:
-            self.number = number
+            self.number, self._interrupted_at = number, time.monotonic()
             if self.stop is not None:
                 self.stop.remember(number)
             for one in self.members:
@@ -238,8 +247,6 @@ class _Job:
 
     def _give_up(self) -> None:
         silent = [one for one in self.members if one.is_silent]
-        if self.number is not None and not self.said:
-            self.said = f"; not done in trainer.grace_seconds={self._grace_seconds:g}, so killed"
         for one in silent:
             is_hung = self._waited_in_vain() and self.number is None
             one.fault = fault.hung(one.rank, one.stack()) if is_hung else fault.left(one.rank)

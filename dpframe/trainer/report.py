@@ -27,6 +27,7 @@ class Run:
     recipe: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
+    is_repeated: bool = False  # from its first step, in the directory of a job that failed
 
 
 class Report:
@@ -43,6 +44,7 @@ class Report:
 
     def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:
         run = self.run
+        purge_step = 0 if run.is_repeated and purge_step is None else purge_step
         facts: dict[str, Scalar] = {"strategy": strategy.name, "replicas": strategy.replicas}
         for logger in self.loggers:
             logger.open(

@@ -1,0 +1,223 @@
+"""A recipe whose every draw shows in its weights, and that breaks once, when and where it is told.
+
+What happens is in the environment, not in the config: a run that goes on has to have the same one.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from conftest import descendants, remaining
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import dpframe
+from dpframe import checkpoint
+
+TESTS = Path(__file__).resolve().parent
+CONFIG = """
+# @package _global_
+recipe: injected
+task:
+  _target_: injector.Injected
+data:
+  _target_: injector.Data
+  workers: 0
+trainer:
+  max_epochs: 3
+  accelerator: cpu
+callbacks:
+  progress: null
+"""
+STEPS = 24  # in all
+
+
+def fail_at(rank: int, step: int, kind: str) -> dict[str, str]:
+    """For the environment of a job; `has_fired` says whether it came to that."""
+    return {"INJECTED": f"{kind} {rank} {step}"}
+
+
+def has_fired(folder: Path) -> bool:
+    return (folder / "fired").exists()
+
+
+def _is_due(place: str, step: int) -> bool:
+    """Once in all of a job, over its restarts too; but for `always`."""
+    kind, rank, at = os.environ.get("INJECTED", "none 0 0").split()
+    if (rank, int(at)) != (os.environ.get("RANK", "0"), step) or kind.endswith("data") != (
+        place == "data"
+    ):
+        return False
+    try:
+        Path("fired").touch(exist_ok=False)
+    except FileExistsError:
+        return kind == "always"
+    return True
+
+
+def _fail() -> None:
+    kind = os.environ["INJECTED"].split()[0]
+    if kind in ("raise", "always"):
+        raise ValueError(f"broken in rank {os.environ['RANK']}")
+    if kind == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "exit0":
+        os._exit(0)
+    if kind == "collective":
+        dist.barrier()
+    time.sleep(600)
+
+
+class Rows(Dataset):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.tensor([row / 32, 1.0]) + random.random() / 10
+
+
+class Data(dpframe.DataModule):
+    def __init__(self, workers: int = 0) -> None:
+        super().__init__(4, workers)
+        self.collated = 0
+
+    def setup(self) -> None:
+        _note("starting", 3)
+        time.sleep(float(os.environ.get("SETUP_SECONDS", 0)))
+
+    def train_dataset(self) -> Dataset:
+        return Rows()
+
+    def val_dataset(self) -> Dataset:
+        return Rows()
+
+    def collate(self, rows: list) -> Any:
+        self.collated += 1
+        if _is_due("data", self.collated):
+            _fail()
+        return super().collate(rows)
+
+
+class Injected(dpframe.Task):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.4), nn.Linear(8, 1)))
+        self.steps = 0
+
+    def training_step(self, batch: Tensor) -> dict[str, Tensor]:
+        self.steps += 1
+        _note("training", self.steps)
+        time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
+        if _is_due("code", self.steps):
+            _fail()
+        return {"loss": (self.net(batch)[:, 0] - batch[:, 0]).square().mean()}
+
+    def validation_step(self, batch: Tensor) -> dict[str, Tensor]:
+        _note("validating", 3)
+        time.sleep(float(os.environ.get("VALIDATION_SECONDS", 0)))
+        random.random()
+        noise = torch.rand(())  # a validation that was broken off must not move what comes next
+        return {"loss": (self.net(batch)[:, 0] - batch[:, 0]).square().mean() + 0 * noise}
+
+    def configure_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def _note(what: str, step: int) -> None:
+    if step == 3:
+        Path(f"{what}-{os.environ.get('RANK', 0)}").touch()
+
+
+# ---- jobs of it
+
+
+def command(folder: Path, *overrides: str) -> list[str]:
+    (folder / "recipe").mkdir(parents=True, exist_ok=True)
+    (folder / "recipe" / "injected.yaml").write_text(CONFIG)
+    return [
+        sys.executable,
+        "-m",
+        "dpframe",
+        f"--config-dir={folder}",
+        "recipe=injected",
+        "hydra.run.dir=run",
+        *overrides,
+    ]
+
+
+def environment(**more: str) -> dict[str, str]:
+    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+
+
+def run(folder: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        command(folder, *overrides),
+        cwd=folder,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+class Job:
+    def __init__(self, process: subprocess.Popen, folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+
+    def wait_for(self, *markers: str) -> None:
+        while not all((self.folder / marker).exists() for marker in markers):
+            assert self.process.poll() is None, (self.folder / "said").read_text()
+            time.sleep(0.01)
+
+    def ranks(self) -> list[int]:
+        """By their numbers."""
+        found = {}
+        for pid in descendants():
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == self.process.pid:
+                found[pid] = int(stat[19])  # when it started
+        return sorted(found, key=lambda pid: (found[pid], pid))
+
+    def ended(self, *, within: float) -> tuple[int, list[str]]:
+        """The exit code and what was said on stderr; nothing is left."""
+        code = self.process.wait(timeout=within)
+        return code, (self.folder / "said").read_text().splitlines()
+
+
+@contextmanager
+def started(folder: Path, *overrides: str, **variables: str) -> Iterator[Job]:
+    """In a session of its own, so that its group can be signalled."""
+    before = set(descendants())
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen(
+            command(folder, *overrides),
+            cwd=folder,
+            env=environment(**variables),
+            stdout=subprocess.DEVNULL,
+            stderr=said,
+            start_new_session=True,
+        )
+    try:
+        yield Job(process, folder)
+    finally:
+        process.kill()
+        process.wait()
+        assert not remaining(lambda: set(descendants()) - before, named=str)
+
+
+def last(folder: Path) -> dict[str, Any]:
+    return checkpoint.load(folder / "run" / "checkpoints" / "last.ckpt")
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return last(folder)["task"]

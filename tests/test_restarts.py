@@ -1,0 +1,112 @@
+"""Ranks that fail on real jobs: what is said and left, and how the job starts itself again."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from conftest import descendants, remaining
+from injector import fail_at, has_fired, run, started, weights
+from small import is_same
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
+SAVES = ("callbacks.checkpoint.every_n_steps=3",)
+TIMEOUT = 3
+
+HANGS = [("code", 0), ("data", 1), ("collective", 1)]
+
+
+@pytest.mark.parametrize("place, rank", HANGS)
+def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, place, rank):
+    began = time.time()
+    kind = {"code": "sleep", "data": "data", "collective": "collective"}[place]
+    done = run(tmp_path, *TWO, f"strategy.timeout_seconds={TIMEOUT}", **fail_at(rank, 4, kind))
+    assert time.time() - (tmp_path / "fired").stat().st_mtime < TIMEOUT + 5
+    assert began < (tmp_path / "fired").stat().st_mtime
+    assert done.returncode == 1
+    assert "Timed out waiting" in done.stderr
+    if place == "collective":
+        assert "the ranks waited for each other in different collectives" in done.stderr
+    else:
+        stack = done.stderr.partition(f"rank {rank} hung; its stack:\n")[2]
+        assert re.search(r"injector.py\", line \d+ in _fail\n", stack)
+        assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_leaves_with_0_before_its_work_is_done_has_failed(tmp_path):
+    done = run(tmp_path, *TWO, **fail_at(0, 4, "exit0"))
+    assert has_fired(tmp_path)
+    assert time.time() - (tmp_path / "fired").stat().st_mtime < 2
+    assert done.returncode == 1
+    *_, peer, name, text = done.stderr.splitlines()
+    assert peer == "rank 1 ended after it: its connection was cut"
+    assert name == "rank 0 failed:"
+    assert re.fullmatch(r"left with exit code 0 before its work was done \(pid \d+\)", text)
+
+
+@pytest.mark.parametrize("rank, kind", [(0, "kill"), (1, "raise"), (1, "exit0"), (0, "data")])
+def test_a_job_restarts_itself_and_ends_with_the_same_weights(tmp_path, undisturbed, rank, kind):
+    setting = (*TWO, *SAVES)
+    done = run(
+        tmp_path,
+        *setting,
+        "trainer.max_restarts=2",
+        f"strategy.timeout_seconds={TIMEOUT}",
+        **fail_at(rank, 14, kind),
+    )
+    assert has_fired(tmp_path)
+    assert done.returncode == 0, done.stderr
+    path = "run/checkpoints/last.ckpt"
+    assert re.search(rf"^restart 1 of 2 from {path}, step (6|9|12)$", done.stderr, re.M), (
+        done.stderr
+    )
+    assert "restart 2" not in done.stderr
+    assert is_same(weights(tmp_path), undisturbed(*setting))
+
+
+def test_a_job_without_a_checkpoint_begins_again_and_draws_one_curve(tmp_path, undisturbed):
+    setting = ("strategy=ddp", "trainer.gpus=2", "trainer.log_every=1")
+    done = run(tmp_path, *setting, "trainer.max_restarts=1", **fail_at(1, 6, "raise"))
+    assert done.returncode == 0, done.stderr
+    assert "restart 1 of 1 from the beginning: there is no checkpoint yet" in done.stderr
+    assert is_same(weights(tmp_path), undisturbed(*TWO))
+    events = EventAccumulator(str(tmp_path / "run")).Reload()
+    assert [point.step for point in events.Scalars("step/loss")] == list(range(1, 25))
+
+
+def test_a_job_that_fails_more_often_than_it_may_ends_with_the_failure(tmp_path):
+    given = fail_at(1, 2, "always")
+    done = run(tmp_path, *TWO, "trainer.max_restarts=1", **given)
+    assert done.returncode == 1
+    assert done.stderr.count("restart ") == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: broken in rank 1"
+
+
+def test_a_signal_ends_a_job_that_may_restart(tmp_path):
+    with started(tmp_path, *TWO, "trainer.max_restarts=3", STEP_SECONDS="0.1") as job:
+        job.wait_for("training-0", "training-1")
+        os.kill(job.ranks()[1], signal.SIGTERM)
+        code, said = job.ended(within=6)
+    assert (code, len(said)) == (143, 1)
+
+
+def test_one_process_refuses_to_restart_itself(tmp_path):
+    done = run(tmp_path, "strategy=cpu", "trainer.max_restarts=1")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "dpframe: trainer.max_restarts=1 but CPU runs in this process, which can't start itself "
+        "again; use strategy=ddp, or trainer.max_restarts=0\n",
+    )
+
+
+def test_the_ranks_and_workers_of_a_parent_that_is_killed_end_with_it(tmp_path):
+    before = set(descendants())
+    with started(tmp_path, *TWO, "data.workers=1", STEP_SECONDS="0.1") as job:
+        job.wait_for("training-0", "training-1")
+        assert len(set(descendants()) - before) >= 1 + 2 + 2
+        job.process.kill()
+        job.process.wait()
+        assert not remaining(lambda: set(descendants()) - before, named=str)
+    assert not (tmp_path / "said").read_text()

@@ -1,0 +1,174 @@
+"""A signal ends a run at the end of a step, with a checkpoint from which it goes on to the bit."""
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+from injector import STEPS, fail_at, last, run, started, weights
+from small import is_same
+
+from dpframe import interruption
+from dpframe.interruption import Interruption
+
+TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
+ONE = ("strategy=cpu", "logger=none")
+WORKERS = ("data.workers=1",)
+SLOW = {"STEP_SECONDS": "0.1"}
+SECONDS = 6  # for a step, a checkpoint and the way out, on a busy machine
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+
+
+def send(job, number: int, target: str) -> None:
+    if target == "group":
+        os.killpg(job.process.pid, number)
+    else:
+        pid = job.process.pid if target == "parent" else job.ranks()[int(target)]
+        os.kill(pid, number)
+
+
+CASES = [  # what runs, the signal and who gets it, and whether the run is gone on with
+    (TWO, TERM, "parent", True),
+    (TWO, TERM, "1", False),
+    ((*TWO, "callbacks.checkpoint.every_n_steps=1"), INT, "group", False),  # while it saves
+    (TWO, HUP, "0", False),
+    ((*TWO, *WORKERS), TERM, "group", True),
+    (ONE, TERM, "parent", False),
+    ((*ONE, *WORKERS), INT, "group", True),
+    (ONE, HUP, "parent", False),
+]
+
+
+@pytest.mark.parametrize("setting, number, target, goes_on", CASES)
+def test_a_signal_ends_a_run_that_resumes_to_the_same_weights(
+    tmp_path, undisturbed, setting, number, target, goes_on
+):
+    ranks = ("0", "1") if "strategy=ddp" in setting else ("0",)
+    with started(tmp_path, *setting, **SLOW) as job:
+        job.wait_for(*(f"training-{rank}" for rank in ranks))
+        send(job, number, target)
+        code, said = job.ended(within=SECONDS)
+    assert code == 128 + number
+    step = last(tmp_path)["progress"]["global_step"]
+    assert 3 <= step < STEPS
+    name = signal.Signals(number).name
+    assert said == [f"dpframe: interrupted by {name} after step {step}; go on with resume=run"]
+    if goes_on:
+        assert run(tmp_path, *setting, "resume=run").returncode == 0
+        assert is_same(weights(tmp_path), undisturbed(*setting))
+
+
+@pytest.mark.parametrize("setting", [TWO, ONE], ids=["two ranks", "one process"])
+def test_a_validation_is_broken_off_and_made_again(tmp_path, undisturbed, setting):
+    ranks = ("0", "1") if setting is TWO else ("0",)
+    with started(tmp_path, *setting, VALIDATION_SECONDS="0.5") as job:
+        job.wait_for(*(f"validating-{rank}" for rank in ranks))
+        send(job, TERM, "group")
+        code, said = job.ended(within=SECONDS)
+    assert (code, last(tmp_path)["progress"]["global_step"]) == (143, 8)
+    assert "after step 8; go on with resume=run" in said[-1]
+    assert run(tmp_path, *setting, "resume=run").returncode == 0
+    assert is_same(weights(tmp_path), undisturbed(*setting))
+
+
+@pytest.mark.parametrize("setting", [TWO, ONE], ids=["two ranks", "one process"])
+def test_a_signal_during_the_imports_leaves_nothing(tmp_path, setting):
+    with started(tmp_path, *setting, **SLOW) as job:
+        time.sleep(0.7)
+        assert not (tmp_path / "training-0").exists()
+        send(job, TERM, "group")
+        code, said = job.ended(within=SECONDS)
+    assert (code, len(said)) == (143, 1)
+    assert said[0].startswith("dpframe: interrupted by SIGTERM")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("setting", [TWO, ONE], ids=["two ranks", "one process"])
+def test_a_start_up_that_is_stuck_ends_too(tmp_path, setting):
+    with started(tmp_path, *setting, SETUP_SECONDS="600") as job:
+        job.wait_for("starting-0")
+        send(job, INT, "parent")
+        code, said = job.ended(within=interruption.STARTUP_SECONDS + 1.5)
+    assert (code, said) == (130, ["dpframe: interrupted by SIGINT"])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("target", ["parent", "group"])
+def test_a_second_signal_ends_a_stuck_rank_at_once(tmp_path, target):
+    with started(tmp_path, *TWO, **fail_at(1, 3, "sleep")) as job:
+        job.wait_for("fired")
+        send(job, TERM, target)
+        time.sleep(2 * interruption.ECHO_SECONDS)
+        assert job.process.poll() is None
+        send(job, TERM, target)
+        code, said = job.ended(within=1)
+    assert code == 143
+    assert said == ["dpframe: interrupted by SIGTERM, twice; ended at once"]
+
+
+@pytest.mark.parametrize("setting", [TWO, ONE], ids=["two ranks", "one process"])
+def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting):
+    stuck = fail_at(0, 3, "sleep")
+    with started(tmp_path, *setting, "trainer.grace_seconds=0.5", **stuck) as job:
+        job.wait_for("fired")
+        send(job, HUP, "parent")
+        code, said = job.ended(within=3.5)
+    assert code == 129
+    assert said == [
+        "dpframe: interrupted by SIGHUP, not done in trainer.grace_seconds=0.5, so killed"
+    ]
+
+
+# Within this process
+
+
+def test_an_interruption_puts_everything_back():
+    descriptors = os.listdir("/proc/self/fd")
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    before = [signal.getsignal(number) for number in interruption.SIGNALS], threading.active_count()
+    one = Interruption()
+    one.open()
+    assert interruption.installed() is one
+    assert threading.active_count() == before[1] + 1
+    with one.held():
+        assert threading.active_count() == before[1]
+    one.close()
+    assert interruption.installed() is None
+    handlers = [signal.getsignal(number) for number in interruption.SIGNALS]
+    assert (handlers, threading.active_count()) == before
+    assert signal.set_wakeup_fd(wakeup) == wakeup
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def test_an_ignored_signal_stays_ignored_as_nohup_wants_it():
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    one = Interruption()
+    one.open()
+    try:
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        one.close()
+        signal.signal(signal.SIGHUP, handler)
+
+
+def test_nothing_is_installed_outside_the_main_thread():
+    thread = threading.Thread(target=Interruption().open)
+    thread.start()
+    thread.join()
+    assert interruption.installed() is None
+
+
+def test_the_same_signal_at_once_again_is_no_second_one():
+    one = Interruption()
+    one.has_begun = True
+    one.open()
+    try:
+        for _ in range(3):  # a second one would end this process
+            os.kill(os.getpid(), signal.SIGTERM)
+        while one.number is None:
+            time.sleep(0.001)
+        assert one.number == signal.SIGTERM
+    finally:
+        one.close()
