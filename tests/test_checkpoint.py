@@ -1,8 +1,11 @@
 """Checkpoints: whole or not at all, read without running code, and a resume that loses nothing."""
 
+import errno
 import io
 import math
 import os
+import threading
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +57,61 @@ def test_an_object_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
         UserError, match=r"can't hold callbacks.Keeps.moment.at, a pathlib\.\w*Path;"
     ):
         fitted(callbacks=[Keeps(), Checkpoint()], directory=tmp_path)
+
+
+# Beside training
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
+    save, may_end = checkpoint.save, threading.Event()
+    in_time = []
+
+    def slow(state, *paths):
+        in_time.append(may_end.wait(timeout=20))
+        save(state, *paths)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    hooks = Hooks(on_step_end=lambda t: t.global_step == 4 and may_end.set())
+    keeper = Checkpoint(every_n_steps=3, every_n_epochs=None, keep=0)
+    fitted(callbacks=[hooks, keeper], directory=tmp_path, max_epochs=1)
+    assert in_time == [True, True]
+
+
+def test_a_save_that_fails_stops_the_run_with_its_reason(monkeypatch, tmp_path):
+    def full(state, file):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    keeper = Checkpoint(every_n_steps=2)
+
+    def fills(trainer):
+        if trainer.global_step == 3:
+            keeper.writer.wait()
+            monkeypatch.setattr(torch, "save", full)
+
+    hooks = Hooks(on_step_end=fills)
+    with pytest.raises(Failure) as caught:
+        fitted(callbacks=[hooks, keeper], directory=tmp_path)
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    assert str(caught.value) == (
+        f"the checkpoint {last} can't be written: No space left on device; "
+        "the one before it is kept"
+    )
+    assert checkpoint.load(last)["progress"]["global_step"] == 2
+    assert kept(tmp_path) == ["last.ckpt"]
+
+
+def test_a_failed_save_does_not_hide_what_ended_the_run(monkeypatch, tmp_path):
+    def dies(trainer):
+        if trainer.global_step == 3:
+            raise Halfway
+
+    def full(state, *paths):
+        raise Failure("the disk is full")
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(Halfway):
+        fitted(callbacks=[Hooks(on_step_end=dies), Checkpoint(every_n_steps=2)], directory=tmp_path)
 
 
 # Read without running code; a wrong file is one line
@@ -233,14 +291,16 @@ def test_raising_keep_on_a_resume_never_deletes_best(tmp_path):
     assert best["progress"]["epoch"] == 4
 
 
-def saved_steps(monkeypatch, keeper: Checkpoint, **settings) -> list[tuple[str, int]]:
+def saved_steps(
+    monkeypatch, keeper: Checkpoint, *, more: Sequence[Callback] = (), **settings
+) -> list[tuple[str, int]]:
     saves = []
 
-    def save(state, path):
-        saves.append((path.stem, state["progress"]["global_step"]))
+    def save(state, *paths):
+        saves.extend((path.stem, state["progress"]["global_step"]) for path in paths)
 
     monkeypatch.setattr(checkpoint, "save", save)
-    fitted(callbacks=[keeper], max_epochs=3, **settings)
+    fitted(callbacks=[keeper, *more], max_epochs=3, **settings)
     return saves
 
 
@@ -257,6 +317,14 @@ def test_last_is_written_every_n_steps_or_epochs_and_at_the_end(
 ):
     saves = saved_steps(monkeypatch, Checkpoint(keep=0, **given), **settings)
     assert saves == [("last", step) for step in steps]
+
+
+def test_last_is_written_every_n_minutes_by_a_clock_that_all_processes_share(monkeypatch):
+    minute = 60.0
+    clock = Hooks(on_step_end=lambda t: setattr(t, "clock", t.global_step * 0.4 * minute))
+    keeper = Checkpoint(keep=0, every_n_epochs=None, every_n_minutes=1)
+    steps = saved_steps(monkeypatch, keeper, more=[clock], max_steps=10)
+    assert steps == [("last", step) for step in (3, 6, 9, 10)]
 
 
 def test_best_is_judged_at_validations_within_an_epoch(monkeypatch):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from small import Hooks, Rows, Small, fitted, is_same
+from small import Hooks, Rows, Small, fitted, is_same, trainer
 from torch.utils.data import TensorDataset
 
 from dpframe import checkpoint
@@ -13,6 +13,7 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.data import permutation
 from dpframe.errors import Failure
 from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
 from dpframe.trainer import nonfinite
 
 BAD_ROW = 11
@@ -119,3 +120,42 @@ def test_skipping_within_an_accumulated_step_leaves_out_all_of_it():
     assert (one.global_step, one.skipped_steps) == (1, 1)
     torch.manual_seed(0)
     assert is_same(one.task.state_dict(), Small().state_dict())
+
+
+def fit_in_ranks(folder: str, on_nonfinite: str, strategy: DDP) -> tuple[int, int]:
+    strategy.setup()
+    try:
+        keeper = Checkpoint(every_n_steps=1)
+        one = trainer(
+            data=Bad(shuffle=False),
+            strategy=strategy,
+            callbacks=[keeper],
+            directory=folder,
+            on_nonfinite=on_nonfinite,
+        )
+        one.fit()
+        return one.global_step, one.skipped_steps
+    finally:
+        strategy.close()
+
+
+def test_a_rank_names_itself_and_no_rank_updates_its_weights(tmp_path):
+    step, _ = met_in(0, shuffle=False)
+    rank = (BAD_ROW % 4) // 2
+    rows = f"{BAD_ROW - 1} {BAD_ROW}"
+    strategy = DDP(2, "cpu")
+    with pytest.raises(
+        Failure, match=f"^step {step}: the loss is nan on rank {rank}, rows {rows};"
+    ):
+        strategy.launch(fit_in_ranks, str(tmp_path), "stop", strategy)
+    state = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")
+    assert state["progress"]["global_step"] == step - 1
+
+
+def test_ranks_skip_the_same_steps(tmp_path):
+    strategy = DDP(2, "cpu")
+    assert strategy.launch(fit_in_ranks, str(tmp_path), "skip", strategy) == (10, 2)
+    alone = fitted(data=Bad(shuffle=False), on_nonfinite="skip").task.state_dict()
+    together = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")["task"]
+    for name, weight in alone.items():
+        torch.testing.assert_close(together[name], weight)

@@ -3,6 +3,7 @@
 import random
 from copy import deepcopy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from small import Hooks, Rows, Scripted, Small, fitted, is_same
 from test_numbers import NoisyRows
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
-from dpframe import Callback, UserError, checkpoint, seeding
+from dpframe import Callback, Strategy, UserError, checkpoint, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
 
 HALVES = partial(StepLR, step_size=2, gamma=0.5)
 
@@ -234,3 +237,49 @@ def by_step(log: list[tuple[int, dict[str, float]]]) -> dict[int, dict[str, floa
     for step, numbers in log:
         steps.setdefault(step, {}).update(numbers)
     return steps
+
+
+def in_ranks(strategy: DDP, folder: str, max_steps: int | None) -> None:
+    strategy.setup()
+    try:
+        resumed_on(strategy, folder, max_steps)
+    finally:
+        strategy.close()
+
+
+def resumed_on(strategy: Strategy, folder: str, max_steps: int | None) -> Any:
+    last = Path(folder) / "checkpoints" / "last.ckpt"
+    return fitted(
+        make=partial(Small, small.Adam),
+        data=Rows(26, 4),
+        callbacks=[Checkpoint(every_n_steps=1)],
+        directory=folder,
+        strategy=strategy,
+        precision="64",
+        max_epochs=3,
+        max_steps=max_steps,
+        resume=checkpoint.load(last) if last.exists() else None,
+    )
+
+
+def test_a_run_goes_on_exactly_on_other_replica_counts_within_its_epochs(tmp_path):
+    parts: list[tuple[Strategy, int | None]] = [
+        (Strategy(), 3),
+        (DDP(2, "cpu"), 6),
+        (DataParallel(3, "cpu"), 12),
+        (DDP(3, "cpu"), 16),
+        (Strategy(), None),
+    ]
+    for strategy, until in parts:
+        if isinstance(strategy, DDP):
+            strategy.launch(in_ranks, strategy, str(tmp_path), until)
+        else:
+            strategy.setup()
+            last = resumed_on(strategy, str(tmp_path), until)
+    whole = resumed_on(Strategy(), str(tmp_path / "whole"), None)
+    assert last.global_step == whole.global_step == 21
+    for name, weight in whole.task.state_dict().items():
+        found = last.task.state_dict()[name]
+        torch.testing.assert_close(found, weight, rtol=1e-12, atol=1e-14)
+    for name, value in whole.metrics.items():
+        assert last.metrics[name] == pytest.approx(value, rel=1e-12)

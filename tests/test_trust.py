@@ -142,7 +142,7 @@ torch.nn.Module.__class__ torch.nn.Linear.__subclasses__ torch.nn.Module.load_st
 torch.optim.Optimizer.load_state_dict torch.nn.modules.module.functools.partial
 dpframe.cli.main dpframe.cli.build.build dpframe.cli.run.run dpframe.cli.build.locate
 dpframe.cli.locate.importlib.import_module dpframe.checkpoint.load dpframe.checkpoint.torch.load
-dpframe.strategies.ranks.launch dpframe.strategies.ddp.os.system dpframe.Trainer
+dpframe.strategies.supervisor.launch dpframe.strategies.ddp.os.system dpframe.Trainer
 dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path.write_text
 dpframe.recipes.boston.torch.load dpframe.recipes.boston.Path dpframe.importlib.import_module
 mine.tasks.os.system mine.tasks.subprocess.Popen mine.tasks.innocent mine.tasks.Net.system

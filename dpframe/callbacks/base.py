@@ -13,6 +13,7 @@ Within a hook, callbacks run in the order of the config, but for those that say 
 Hooks run in every process; `trainer.strategy.is_main` tells the one that may print and write.
 """
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -62,3 +63,15 @@ class Callback:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def hooks_of(callbacks: Iterable[Callback]) -> dict[str, list[Callable[..., None]]]:
+    """By hook, those of the callbacks that override it."""
+    return {
+        name: [
+            getattr(callback, name)
+            for callback in callbacks
+            if getattr(type(callback), name) is not getattr(Callback, name)
+        ]
+        for name in HOOKS
+    }

@@ -2,21 +2,19 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
-
 from dpframe import lean, seeding
-from dpframe.callbacks.base import HOOKS, Callback
+from dpframe.callbacks.base import Callback, hooks_of
 from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
-from dpframe.trainer import feed, fingerprint, state
+from dpframe.trainer import feed, fingerprint, state, threads
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.nonfinite import LossGuard
@@ -26,7 +24,6 @@ from dpframe.trainer.report import Report, Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
 
-SMALL_MODEL = 50_000  # parameters
 log = logging.getLogger("dpframe")
 
 
@@ -292,16 +289,9 @@ class Trainer:
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.task.to(self.strategy.device, self.precision.dtype)
-        self._set_threads()
+        threads.choose(self.task, self.settings.threads)
         self.data.setup()
-        self._hooks = {name: self._overridden(name) for name in HOOKS}
-
-    def _set_threads(self) -> None:
-        """A small model is slower on several threads, and much slower beside other work."""
-        if self.settings.threads is not None:
-            torch.set_num_threads(self.settings.threads)
-        elif sum(p.numel() for p in self.task.parameters()) < SMALL_MODEL:
-            torch.set_num_threads(1)
+        self._hooks = hooks_of(self.callbacks)
 
     def prepare(self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
         """What `fit` begins with, and may refuse: nothing is written, no hook called."""
@@ -344,10 +334,6 @@ class Trainer:
         self._look_at = self.lookout.begin(self.global_step)
 
     # ---- hooks
-
-    def _overridden(self, name: str) -> list[Callable[..., None]]:
-        stock = getattr(Callback, name)
-        return [getattr(c, name) for c in self.callbacks if getattr(type(c), name) is not stock]
 
     def _call(self, name: str, *args: Any) -> None:
         for hook in self._hooks[name]:
