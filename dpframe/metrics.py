@@ -102,7 +102,7 @@ def _weighted_sum(name: str, values: list, weights: list) -> tuple[Any, Any]:
         return 0.0, 0.0
     for value in values:
         if not is_number(value):
-            raise UserError(f"a step returned '{name}' as {described(value)}")
+            raise UserError(f"a step returned '{name}' {described(value)}")
     weight = _vector(weights)
     return (_vector(values) * weight).sum(), weight.sum()
 
@@ -115,9 +115,10 @@ def is_number(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    if isinstance(value, Tensor) or hasattr(value, "shape"):
-        return f"{tuple(value.shape)} numbers; return their mean over the batch"
-    return f"a {type(value).__name__}; return one number, or leave it out"
+    """What is wrong with one that is no number."""
+    if hasattr(value, "shape"):
+        return "with more than one number; return its mean over the batch"
+    return f"as a {type(value).__name__}; return one number, or leave it out"
 
 
 def _vector(values: list) -> Tensor:

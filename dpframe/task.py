@@ -168,13 +168,13 @@ def _check_evaluated(output: Any, task: Task, step: str) -> None:
     else:
         for key, value in output.items():
             if not is_number(value):
-                raise UserError(f"{name} returned {key!r} as {described(value)}")
+                raise UserError(f"{name} returned {key!r} {described(value)}")
 
 
 def _check_weight(weight: Any, task: Task) -> None:
     if not is_number(weight):
         name = f"{type(task).__name__}.training_step"
-        raise UserError(f"{name} returned 'weight' as {described(weight)}")
+        raise UserError(f"{name} returned 'weight' {described(weight)}")
 
 
 def detached(output: Output) -> Output:

@@ -47,13 +47,19 @@ class Workers:
             _tell_of_the_killed()
         try:
             yield
-        except RuntimeError as error:
-            text = str(error)
-            is_late = text.startswith("DataLoader timed out")
-            lost = self._hung(batches) if is_late else _killed(text, batches)
+        except Exception as error:
+            lost = self._lost(error, batches) if isinstance(error, RuntimeError) else None
+            if self.count:
+                batches._shutdown_workers()  # else they live for as long as the traceback does
             if lost is None:
                 raise
             raise lost from None
+
+    def _lost(self, error: RuntimeError, batches: Any) -> Failure | None:
+        text = str(error)
+        if text.startswith("DataLoader timed out"):
+            return self._hung(batches)
+        return _killed(text, batches)
 
     def _hung(self, batches: Any) -> Failure:
         """Of the workers, the one whose batch is waited for."""
