@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-import torch
-
 from dpframe import lean, seeding
 from dpframe.callbacks.base import HOOKS, Callback
 from dpframe.data import Batch, DataModule, Loader
@@ -16,7 +14,7 @@ from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
-from dpframe.trainer import feed, fingerprint, state
+from dpframe.trainer import feed, fingerprint, state, threads
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.nonfinite import LossGuard
@@ -26,7 +24,6 @@ from dpframe.trainer.report import Report, Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
 
-SMALL_MODEL = 50_000  # parameters
 log = logging.getLogger("dpframe")
 
 
@@ -40,6 +37,7 @@ class Trainer:
     batches_per_epoch: int | None  # None: a stream's, which nobody knows
     steps_per_epoch: int  # 0 where that is unknown
     total_steps: int
+    _look_at: int
 
     def __init__(
         self,
@@ -146,7 +144,7 @@ class Trainer:
                 self.should_stop = True
                 break
             if self.global_step >= self._look_at:
-                self._look()
+                self._look_at, self.clock = self.lookout.look(self.global_step)
         self._end_epoch()
 
     def _train_step(self, batches: list[Batch]) -> None:
@@ -193,11 +191,6 @@ class Trainer:
             raise UserError(f"{type(self.data).__name__}.train_dataset() gave no rows")
 
     # ---- the ends of steps and epochs
-
-    def _look(self) -> None:
-        self._look_at = self.lookout.look(self.global_step)
-        self.clock = self.lookout.clock
-        self.lookout.raise_signal()
 
     def _log_step(self) -> None:
         self.guard.read(self)
@@ -292,16 +285,9 @@ class Trainer:
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.task.to(self.strategy.device, self.precision.dtype)
-        self._set_threads()
+        threads.limit(self.task, self.settings.threads)
         self.data.setup()
         self._hooks = {name: self._overridden(name) for name in HOOKS}
-
-    def _set_threads(self) -> None:
-        """A small model is slower on several threads, and much slower beside other work."""
-        if self.settings.threads is not None:
-            torch.set_num_threads(self.settings.threads)
-        elif sum(p.numel() for p in self.task.parameters()) < SMALL_MODEL:
-            torch.set_num_threads(1)
 
     def prepare(self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
         """What `fit` begins with, and may refuse: nothing is written, no hook called."""
