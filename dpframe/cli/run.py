@@ -55,21 +55,15 @@ def _work(job: Composed) -> dict[str, Any]:
         data = make(job.config["data"], "data", DataModule)
         callbacks = _several(make, settings.callbacks, "callbacks", Callback)
         writes = settings.mode == "fit"
-        loggers = _several(make, settings.logger, "logger", Logger) if writes else []
         trainer = Trainer(
             task,
             data,
             strategy=strategy,
             settings=settings.trainer,
             callbacks=callbacks,
-            loggers=loggers,
+            loggers=_several(make, settings.logger, "logger", Logger) if writes else [],
             seed=settings.seed,
-            run=Run(
-                recipe=settings.recipe,
-                config=job.config,
-                config_text=job.text,
-                is_repeated=job.is_repeated,
-            ),
+            run=_run(job),
             interruption=interruption.installed(),
         )
         _prepare(trainer, job, state)
@@ -90,6 +84,15 @@ def _work(job: Composed) -> dict[str, Any]:
             directory.release()
     finally:
         strategy.close()
+
+
+def _run(job: Composed) -> Run:
+    return Run(
+        recipe=job.settings.recipe,
+        config=job.config,
+        config_text=job.text,
+        is_repeated=job.is_repeated,
+    )
 
 
 def _directory(job: Composed) -> Directory:

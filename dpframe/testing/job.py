@@ -34,7 +34,8 @@ def launch(evidence: Evidence) -> Found:
 def collectives(evidence: Evidence) -> Found:
     count = evidence.processes
     given = evidence.of_each("collectives")
-    wanted = {"reduce": [count * (count + 1) / 2], "share": 0}
+    total = [count * (count + 1) / 2]
+    wanted = {"reduce": total, "tally": total, "share": 0}
     wrongs = []
     for rank, values in enumerate(given):
         for name, value in wanted.items():
@@ -43,7 +44,9 @@ def collectives(evidence: Evidence) -> Found:
         gathered = list(range(count)) if rank == 0 else []
         if values["gather"] != gathered:
             wrongs.append(f"gather gave {values['gather']} in rank {rank}, not {gathered}")
-    meaning = "reduce is the sum, gather the main process's list by rank, share its value"
+    meaning = (
+        "reduce is the sum, so is tally, gather the main process's list by rank, share its value"
+    )
     cause = f"{wrongs[0]}: {meaning}" if wrongs else ""
     return Found("reduce, gather and share", f"{len(wrongs)} wrong", cause)
 

@@ -100,6 +100,7 @@ def collectives(strategy: Strategy, plan: Plan) -> dict[str, Any]:
     number = torch.tensor([strategy.rank + 1.0], dtype=torch.float64)
     return {
         "reduce": strategy.reduce(number).tolist(),
+        "tally": strategy.tally([strategy.rank + 1.0]),
         "gather": strategy.gather(strategy.rank),
         "share": strategy.share(strategy.rank),
     }

@@ -68,13 +68,11 @@ class Evaluation:
                 look_at = self._look(done, random_state)
 
     def _look(self, done: int, random_state: dict[str, Any]) -> int:
-        look_at = self.lookout.look(done)
         try:
-            self.lookout.raise_signal()
+            return self.lookout.look(done)[0]
         except Interrupted:  # all of it is to be drawn again
             seeding.restore_random_state(random_state)
             raise
-        return look_at
 
 
 def means_over(strategy: Strategy) -> Means:

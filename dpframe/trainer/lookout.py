@@ -18,10 +18,8 @@ class Lookout:
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
-        self.clock = 0.0  # the main process's, since `begin`
         self._strategy = strategy
         self._interruption = interruption
-        self._number: int | None = None
 
     def begin(self, done: int) -> int:
         self._done, self._looked = done, time.perf_counter()
@@ -30,22 +28,21 @@ class Lookout:
             self._interruption.begin()
         return done + 1
 
-    def look(self, done: int) -> int:
-        """After `done` steps, or batches; the number of them at which to look again."""
+    def look(self, done: int) -> tuple[int, float]:
+        """After `done` steps, or batches: at how many to look again, and the main one's seconds.
+
+        A signal is raised in every process, whichever of them it was sent to.
+        """
         now = time.perf_counter()
         pace = (done - self._done) / (now - self._looked)
         self._done, self._looked = done, now
         seen = None if self._interruption is None else self._interruption.number
         clock = now - self._began if self._strategy.is_main else 0.0
         wanted = min(pace * BETWEEN_SECONDS, LONGEST)
-        steps, self.clock, *counts = self._strategy.tally(
+        steps, clock, *counts = self._strategy.tally(
             [wanted, clock, *(float(seen == number) for number in SIGNALS)]
         )
         most = max(counts)
-        self._number = SIGNALS[counts.index(most)] if most else None
-        return done + max(1, int(steps / self._strategy.world_size))
-
-    def raise_signal(self) -> None:
-        """In every process, after the same step."""
-        if self._number is not None:
-            raise Interrupted(self._number)
+        if most:
+            raise Interrupted(SIGNALS[counts.index(most)])
+        return done + max(1, int(steps / self._strategy.world_size)), clock

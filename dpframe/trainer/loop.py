@@ -37,6 +37,7 @@ class Trainer:
     batches_per_epoch: int | None  # None: a stream's, which nobody knows
     steps_per_epoch: int  # 0 where that is unknown
     total_steps: int
+    _look_at: int
 
     def __init__(
         self,
@@ -143,7 +144,7 @@ class Trainer:
                 self.should_stop = True
                 break
             if self.global_step >= self._look_at:
-                self._look()
+                self._look_at, self.clock = self.lookout.look(self.global_step)
         self._end_epoch()
 
     def _train_step(self, batches: list[Batch]) -> None:
@@ -190,11 +191,6 @@ class Trainer:
             raise UserError(f"{type(self.data).__name__}.train_dataset() gave no rows")
 
     # ---- the ends of steps and epochs
-
-    def _look(self) -> None:
-        self._look_at = self.lookout.look(self.global_step)
-        self.clock = self.lookout.clock
-        self.lookout.raise_signal()
 
     def _log_step(self) -> None:
         self.guard.read(self)
@@ -289,7 +285,7 @@ class Trainer:
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.task.to(self.strategy.device, self.precision.dtype)
-        threads.choose(self.task, self.settings.threads)
+        threads.limit(self.task, self.settings.threads)
         self.data.setup()
         self._hooks = hooks_of(self.callbacks)
 
