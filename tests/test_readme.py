@@ -49,6 +49,16 @@ def written(request, tmp_path) -> tuple[Path, str]:
     return tmp_path, request.param
 
 
+def test_every_test_that_the_table_of_faults_names_is_there():
+    there = {
+        name
+        for path in ROOT.glob("tests/test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
+    }
+    named = set(re.findall(r"`(test_\w+)`", text_of("docs/reliability.md")))
+    assert named and named <= there, named - there
+
+
 def test_the_two_commands_of_continuous_integration_are_there():
     """`.ci/run` takes the first and the second line that begin like this."""
     lines = re.findall(r"^pip install .*&&.*$", text_of("README.md"), re.M)
