@@ -14,7 +14,7 @@ from dpframe import seal
 from dpframe.errors import Failure, UserError
 
 FORMAT = 2
-PLAIN = (int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)
+PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
 
 
 class Writer:
@@ -27,8 +27,7 @@ class Writer:
     def save(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path] = ()) -> None:
         """Returns once `state` is copied; `drop` is removed when the new files are there."""
         self.wait()
-        _refuse_objects(state, "")
-        copy = _copied(state, {})
+        copy = _plain(state, "", {})
         self._thread = threading.Thread(
             target=self._work, args=(copy, paths, drop), name="dpframe checkpoint"
         )
@@ -44,7 +43,7 @@ class Writer:
 
     def _work(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path]) -> None:
         try:
-            save(state, *paths)
+            write(state, *paths)
             for old in drop:
                 old.unlink(missing_ok=True)
         except BaseException as error:
@@ -53,7 +52,12 @@ class Writer:
 
 def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """Written beside its target, synced, then renamed over it: a reader sees the old or the new."""
-    _refuse_objects(state, "")
+    _plain(state, "")
+    write(state, path, *copies)
+
+
+def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
+    """`save`, of what is known to be plain."""
     _refuse_nan(state, path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,18 +133,32 @@ def _write_sealed(state: dict[str, Any], part: Path) -> None:
         sealing.close()
 
 
-def _copied(value: Any, seen: dict[Any, Tensor]) -> Any:
-    """What training goes on to change is copied, to the CPU; tied weights stay tied."""
-    if isinstance(value, Tensor):
-        key = value.device, value.data_ptr(), value.shape, value.stride(), value.dtype
-        if key not in seen or not value.numel():
-            seen[key] = value.detach().to("cpu", copy=True)
-        return seen[key]
+def _plain(value: Any, where: str, copies: dict[Any, Tensor] | None = None) -> Any:
+    """The same, if `weights_only` can read it back; with `copies`, a copy of it on the CPU.
+
+    What training goes on to change is copied; tied weights stay tied.
+    """
+    kind = type(value)
+    if kind in PLAIN:
+        return value
     if isinstance(value, dict):
-        return {name: _copied(part, seen) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_copied(part, seen) for part in value)
-    return value
+        # An own subclass would not be read back; an OrderedDict, as torch's, needs no more.
+        return {name: _plain(part, f"{where}.{name}", copies) for name, part in value.items()}
+    if kind in (list, tuple, set):
+        return kind([_plain(part, where, copies) for part in value])
+    if isinstance(value, Tensor):
+        return value if copies is None else _copied(value, copies)
+    raise UserError(
+        f"a checkpoint can't hold {where[1:]}, a {kind.__module__}.{kind.__name__}; give numbers, "
+        "text, tensors and lists or dicts of them"
+    )
+
+
+def _copied(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
+    key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    if key not in copies or not tensor.numel():
+        copies[key] = tensor.detach().to("cpu", copy=True)
+    return copies[key]
 
 
 def _refuse_nan(state: dict[str, Any], path: Path) -> None:
@@ -167,22 +185,6 @@ def _first_mismatch(wanted: dict[str, Any], given: dict[str, Any]) -> str:
             return f"{name} has size {sizes[0]} there and {sizes[1]} here"
     extra = next((name for name in given if name not in wanted), None)
     return f"it has {extra}, which is not here" if extra is not None else ""
-
-
-def _refuse_objects(value: Any, where: str) -> None:
-    """What `weights_only` could not read back must not be written."""
-    if isinstance(value, dict):
-        for name, part in value.items():
-            _refuse_objects(part, f"{where}.{name}" if where else str(name))
-    elif isinstance(value, (list, tuple, set)):
-        for part in value:
-            _refuse_objects(part, where)
-    elif not (isinstance(value, Tensor) or type(value) in PLAIN):
-        kind = f"{type(value).__module__}.{type(value).__name__}"
-        raise UserError(
-            f"a checkpoint can't hold {where}, a {kind}; give numbers, text, tensors and "
-            "lists or dicts of them"
-        )
 
 
 def _sync_directory(directory: Path) -> None:

@@ -63,14 +63,14 @@ def test_an_object_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
-    save, may_end = checkpoint.save, threading.Event()
+    save, may_end = checkpoint.write, threading.Event()
     in_time = []
 
     def slow(state, *paths):
         in_time.append(may_end.wait(timeout=20))
         save(state, *paths)
 
-    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(checkpoint, "write", slow)
     hooks = Hooks(on_step_end=lambda t: t.global_step == 4 and may_end.set())
     keeper = Checkpoint(every_n_steps=3, every_n_epochs=None, keep=0)
     fitted(callbacks=[hooks, keeper], directory=tmp_path, max_epochs=1)
@@ -109,7 +109,7 @@ def test_a_failed_save_does_not_hide_what_ended_the_run(monkeypatch, tmp_path):
     def full(state, *paths):
         raise Failure("the disk is full")
 
-    monkeypatch.setattr(checkpoint, "save", full)
+    monkeypatch.setattr(checkpoint, "write", full)
     with pytest.raises(Halfway):
         fitted(callbacks=[Hooks(on_step_end=dies), Checkpoint(every_n_steps=2)], directory=tmp_path)
 
@@ -299,7 +299,7 @@ def saved_steps(
     def save(state, *paths):
         saves.extend((path.stem, state["progress"]["global_step"]) for path in paths)
 
-    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr(checkpoint, "write", save)
     fitted(callbacks=[keeper, *more], max_epochs=3, **settings)
     return saves
 
