@@ -266,6 +266,16 @@ def test_a_file_can_neither_vouch_for_itself_nor_hide_code_in_yaml(recipe, place
         assert "trusted_modules" in said(attempt) or recipe == "unsafe"
 
 
+def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(tmp_path):
+    """A resume takes the overrides that are written there."""
+    net = f"+task.net={{_target_:os.system,_args_:{TOUCH}}}"
+    notes = "".join(f"- '{one}'\n" for one in (*START[2:], "trusted_modules=[os]", net))
+    run = {"run/.hydra/overrides.yaml": notes, "run/checkpoints/last.ckpt": "not looked at yet"}
+    line = [*START[:2], "recipe=victim", "resume=run/checkpoints/last.ckpt"]
+    (attempt,), _ = attempts([line], write(tmp_path, FILES | run))
+    assert "task.net._target_=os.system is none of the names" in said(attempt)
+
+
 LINES = {
     "os.system": "=os.system is none of the names that a config may call; if you know what it "
     "does, add trusted_modules=[os.system] to the command",
