@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 from dpframe import interruption
@@ -18,7 +19,7 @@ from dpframe.errors import Failure
 STACK_SECONDS = 2.0  # for a hung worker's to come
 FRAMES = 4
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
-OF_TORCH = re.compile(r"torch/|/multiprocessing/|dpframe/(reading|data|workers)\.py|/threading\.py")
+OURS = re.compile(r"dpframe/(reading|data)\.py$")
 MEANING = {
     "SIGKILL": "perhaps for memory: try a smaller data.workers or data.batch_size",
     "SIGBUS": "there was no shared memory left: raise the limit of /dev/shm, or set data.workers=0",
@@ -96,8 +97,7 @@ class Stacks:
         while not FRAME.search(text) and time.monotonic() < deadline:
             time.sleep(0.02)
             text = os.pread(self._file, 65536, 0).decode(errors="replace")
-        frames = FRAME.findall(text)
-        own = [frame for frame in frames if not OF_TORCH.search(frame[0])] or frames
+        own = takewhile(lambda frame: not OURS.search(frame[0]), FRAME.findall(text))
         told = [f"{name} ({os.path.basename(file)}, line {line})" for file, line, name in own]
         return " in ".join(told[:FRAMES])
 

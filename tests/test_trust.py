@@ -109,7 +109,8 @@ FILES = {
     "mine/recipe/victim.yaml": RECIPE,
     "mine/recipe/vouches.yaml": RECIPE + "trusted_modules: [os]\n",
     "mine/recipe/unsafe.yaml": RECIPE + "vars: !!python/object/apply:os.system ['touch canary']\n",
-    "torchlike.py": "from torch import nn\nclass Backbone(nn.Linear): pass\nclass Fine: pass\n",
+    "torchlike.py": "from torch import nn\nclass Backbone(nn.Linear): pass\nclass Fine: pass\n"
+    "def touch(path): open(path, 'w').close()\n",
     "touches.py": "open('canary', 'w').close()\ndef anything(): pass\n",
     "beside.py": TASKS,
 }
@@ -235,7 +236,8 @@ OTHER_WAYS = {
     "inside a sweeper": "+hydra.sweeper.sampler={_target_:os.system,command:touch canary}",
     "through a sweeper's reference": "+hydra.sweeper.sampler=${vars.node}",
     "Hydra's callbacks": "+hydra={callbacks:{x:{_target_:os.system}}}",
-    "Hydra's logging": "hydra.job_logging={root:{},handlers:{f:{(): os.system}}}",
+    "Hydra's logging": "hydra.job_logging.root={level:INFO}",
+    "the environment": "+hydra={job:{env_set:{LD_PRELOAD:canary.so}}}",
     "a module that does not exist": "+task.net._target_=nowhere.at_all",
 }
 GIVEN = ["+vars.x=os.system", "+vars.node={_target_:os.system,command:touch canary}"]
@@ -245,16 +247,16 @@ def test_no_other_place_calls_it_either_in_any_mode(place):
     ways = [[*START, *GIVEN, way] for way in OTHER_WAYS.values()]
     modes = [["-m"], ["mode=test"], ["mode=predict"], ["mode=verify"], ["trainer.gpus=2"]]
     lines = ways + [[*mode, *nested("os.system")] for mode in modes]
-    for attempt in attempts(lines, place)[0]:
-        said(attempt)
+    lines += [["-m", *line] for line in ways if "hydra" in line[-1]]
+    for line, attempt in zip(lines, attempts(lines, place)[0], strict=True):
+        assert "_target_=" in said(attempt) or "hydra." in said(attempt), line
 
 
 def test_what_looks_like_text_stays_text(place):
     """Resolved once, it is text; resolved twice, as Hydra would, it is a node."""
-    node = "{_target_: os.system, command: touch canary}"
-    text = "\"\\\\${oc.create:\\'" + node + "\\'}\""
-    (attempt,), _ = attempts([[*START, f"+task.net={text}"]], place)
-    assert "canary" not in attempt.files
+    node = "{_target_: torchlike.touch, path: canary}"  # which Hydra would let pass
+    (attempt,), _ = attempts([[*START, f"+task.net='\\${{oc.create:\"{node}\"}}'"]], place)
+    assert said(attempt) == "Victim has no parameter to train"  # its net is the text
 
 
 @pytest.mark.parametrize("recipe", ["vouches", "unsafe"])
@@ -262,6 +264,16 @@ def test_a_file_can_neither_vouch_for_itself_nor_hide_code_in_yaml(recipe, place
     line = ["--config-dir", "mine", f"recipe={recipe}"]
     for attempt in attempts([line, ["-m", *line]], place)[0]:
         assert "trusted_modules" in said(attempt) or recipe == "unsafe"
+
+
+def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(tmp_path):
+    """A resume takes the overrides that are written there."""
+    net = f"+task.net={{_target_:os.system,_args_:{TOUCH}}}"
+    notes = "".join(f"- '{one}'\n" for one in (*START[2:], "trusted_modules=[os]", net))
+    run = {"run/.hydra/overrides.yaml": notes, "run/checkpoints/last.ckpt": "not looked at yet"}
+    line = [*START[:2], "recipe=victim", "resume=run/checkpoints/last.ckpt"]
+    (attempt,), _ = attempts([line], write(tmp_path, FILES | run))
+    assert "task.net._target_=os.system is none of the names" in said(attempt)
 
 
 LINES = {

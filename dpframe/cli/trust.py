@@ -134,7 +134,7 @@ def _definer(owner: Any, name: str) -> type:
 
 def _really(path: str, target: Any) -> str:
     name = _real_name(target)
-    return "" if name == path else f" is {name}, which"
+    return "" if name == path or _shortened(name, path) else f" is {name}, which"
 
 
 def _refusal(path: str, name: str, where: str) -> UserError:
