@@ -146,7 +146,6 @@ def hanging(folder: Path, fault: str) -> Iterator[subprocess.Popen]:
     [
         (signal.SIGKILL, -9, "ignore"),
         (signal.SIGTERM, 143, "hang"),
-        (signal.SIGINT, 130, "hang"),
     ],
 )
 def test_a_signal_to_the_parent_leaves_no_rank_and_no_worker(tmp_path, number, code, fault):

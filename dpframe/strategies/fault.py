@@ -5,11 +5,13 @@ import signal
 import time
 import traceback
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from dpframe.errors import Failure, UserError
 
 CUT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+HOUSE = str(Path(__file__).parent.parent)
 TIMED_OUT = ("Timed out waiting", "timed out after", "Timed out after", "Wait timeout")
 
 
@@ -29,6 +31,7 @@ class Fault:
     is_echo: bool = False  # its peers were gone
     is_timeout: bool = False  # its peers did not come
     is_hang: bool = False
+    is_in_users_code: bool = False  # and not in a collective of ours
     was_noted: bool = False  # by the rank itself
     time: int = field(default_factory=time.time_ns)
 
@@ -44,6 +47,7 @@ def noted(error: BaseException) -> Fault:
         brief=message.splitlines()[0],
         line=str(error) if isinstance(error, UserError) else None,
         exit_code=getattr(error, "exit_code", 1),
+        is_in_users_code=_is_in_users_code(error),
         was_noted=True,
         is_echo=_is_about_peers(error) and any(words in message for words in CUT),
         is_timeout=_is_about_peers(error) and any(words in message for words in TIMED_OUT),
@@ -71,8 +75,10 @@ def left(rank: int) -> Fault:
 def report(faults: list[Fault]) -> Exception:
     """Hangs come first, then the ranks' own errors by time; the rest are mostly echoes of them."""
 
-    def order(fault: Fault) -> tuple[bool, bool, bool, int]:
-        return not fault.is_hang, fault.is_echo, fault.is_timeout, fault.time
+    def order(fault: Fault) -> tuple[bool, bool, bool, bool, int]:
+        # Of ranks that waited for each other in vain, one that did so by itself is the odd one.
+        by_itself = fault.is_in_users_code
+        return not fault.is_hang, fault.is_echo, fault.is_timeout, not by_itself, fault.time
 
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
@@ -90,6 +96,13 @@ def _of_peer(fault: Fault, first: Fault) -> str:
     if fault.is_echo and fault.text:
         return "ended after it: its connection was cut"
     return f"ended after it: {fault.brief}"
+
+
+def _is_in_users_code(error: BaseException) -> bool:
+    """By the innermost frame that is not torch's."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = [file for file in files if f"{os.sep}torch{os.sep}" not in file]
+    return bool(own) and not own[-1].startswith(HOUSE)
 
 
 def _is_about_peers(error: BaseException) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 from dpframe import interruption
@@ -75,7 +76,15 @@ class _Member:
 
     def stack(self) -> str:
         """Where its threads are, as its C handler says: a hung main thread says nothing."""
-        os.kill(self.process.pid, signal.SIGUSR1)
+        own = self._dump(self.process.pid)
+        if "dataloader.py" not in own:
+            return own
+        workers = [f"its child {pid}:\n{self._dump(pid)}\n" for pid in _children(self.process.pid)]
+        return "\n".join([*workers, "itself:", own])
+
+    def _dump(self, pid: int) -> str:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
         text, seconds = b"", STACK_SECONDS
         while wait([self.stacks], seconds):
             part = os.read(self.stacks.fileno(), 65536)
@@ -274,6 +283,15 @@ def _signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _children(pid: int) -> list[int]:
+    """A rank's data workers: they have its handler and its pipe."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, task.read_text().split())
+    return found
 
 
 def _without_ours(stack: str) -> str:
