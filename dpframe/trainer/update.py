@@ -12,6 +12,7 @@ from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.fused import fuse
 from dpframe.trainer.settings import TrainerSettings
 
 
@@ -38,6 +39,7 @@ class Update:
                 f"{type(task).__name__}.configure_optimizer gave a "
                 f"{type(self.optimizer).__name__}; give an optimiser, or (optimiser, scheduler)"
             )
+        fuse(self.optimizer, task)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.schedules_steps = (
             self.scheduler is not None

@@ -1,0 +1,28 @@
+"""Torch's fused kernels where an optimiser has them: one call for all weights, not ten for each."""
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+KINDS = ("cpu", "cuda")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
+    """The same maths, rounded otherwise in the last digit. Not where the user chose a way, nor for
+    weights or gradients that the kernels can't take."""
+    defaults = optimizer.defaults
+    ways = ("fused", "foreach", "capturable", "differentiable")
+    is_chosen = any(defaults.get(way) for way in ways) or defaults.get("fused", False) is not None
+    is_stock = type(optimizer).__module__.startswith("torch.optim.")
+    if is_chosen or not is_stock or any(getattr(m, "sparse", False) for m in model.modules()):
+        return False
+    groups = optimizer.param_groups
+    if any(group.get("fused") is not None or group.get("foreach") for group in groups):
+        return False
+    weights = [weight for group in groups for weight in group["params"]]
+    if not all(w.device.type in KINDS and w.dtype in FLOATS for w in weights):
+        return False
+    for group in groups:
+        group["fused"] = True
+    return True
