@@ -122,7 +122,7 @@ def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting):
 
 def steps_where_one_rank_knows() -> list[int]:
     """The last step of each rank, where rank 1 alone has seen a signal, in its second step."""
-    strategy, stop = DDP(2, "cpu"), Interruption()
+    strategy, stop = DDP(2, "cpu", timeout_seconds=10), Interruption()
     strategy.setup()
 
     def see(trainer) -> None:
@@ -140,7 +140,7 @@ def steps_where_one_rank_knows() -> list[int]:
 
 
 def test_the_ranks_agree_on_a_signal_that_one_of_them_has_seen():
-    one, other = DDP(2, "cpu").launch(steps_where_one_rank_knows)
+    one, other = DDP(2, "cpu", timeout_seconds=10).launch(steps_where_one_rank_knows)
     assert one == other >= 2
 
 
