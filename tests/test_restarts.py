@@ -66,6 +66,9 @@ def test_a_job_restarts_itself_and_ends_with_the_same_weights(tmp_path, undistur
         done.stderr
     )
     assert "restart 2" not in done.stderr
+    assert re.search(
+        r"resumed at epoch \d, step (6|9|12)$", (tmp_path / "run/run.log").read_text(), re.M
+    )
     assert is_same(weights(tmp_path), undisturbed(*setting))
 
 

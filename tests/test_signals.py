@@ -7,10 +7,13 @@ import time
 
 import pytest
 from injector import STEPS, fail_at, last, run, started, weights
-from small import is_same
+from small import Hooks, is_same, trainer
 
 from dpframe import interruption
+from dpframe.errors import Interrupted
 from dpframe.interruption import Interruption
+from dpframe.strategies.ddp import DDP
+from dpframe.trainer.lookout import Lookout
 
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
 ONE = ("strategy=cpu", "logger=none")
@@ -115,6 +118,30 @@ def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting):
     assert said == [
         "dpframe: interrupted by SIGHUP, not done in trainer.grace_seconds=0.5, so killed"
     ]
+
+
+def steps_where_one_rank_knows() -> list[int]:
+    """The last step of each rank, where rank 1 alone has seen a signal, in its second step."""
+    strategy, stop = DDP(2, "cpu", timeout_seconds=10), Interruption()
+    strategy.setup()
+
+    def see(trainer) -> None:
+        if trainer.global_step == 2 and strategy.rank == 1:
+            stop.remember(TERM)
+
+    made = trainer(strategy=strategy, callbacks=[Hooks(on_step_end=see)], max_epochs=10**6)
+    made.lookout = Lookout(strategy, stop)
+    try:
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            made.fit()
+        return strategy.gather(made.global_step)
+    finally:
+        strategy.close()
+
+
+def test_the_ranks_agree_on_a_signal_that_one_of_them_has_seen():
+    one, other = DDP(2, "cpu", timeout_seconds=10).launch(steps_where_one_rank_knows)
+    assert one == other >= 2
 
 
 # Within this process
