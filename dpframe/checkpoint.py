@@ -14,40 +14,68 @@ from dpframe import seal
 from dpframe.errors import Failure, UserError
 
 FORMAT = 2
+LARGE = 64 << 20  # bytes of a state
 PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
 
 
 class Writer:
-    """Saves on a thread of its own, one state at a time; a failure is raised by the next call."""
+    """Saves on a thread of its own, one state at a time; a failure is raised by the next call.
+
+    A state that comes while another is being written waits for it, and gives way to a newer one
+    for the same file; a large one is waited for, lest there be three of them in memory.
+    """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._is_writing = False
+        self._waiting: dict[Path, dict[str, Any]] = {}
+        self._dropped: list[Path] = []
         self._failure: BaseException | None = None
 
     def save(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path] = ()) -> None:
         """Returns once `state` is copied; `drop` is removed when the new files are there."""
-        self.wait()
-        copy = _plain(state, "", {})
-        self._thread = threading.Thread(
-            target=self._work, args=(copy, paths, drop), name="dpframe checkpoint"
-        )
-        self._thread.start()
+        copies: dict[Any, Tensor] = {}
+        copy = _plain(state, "", copies)
+        if sum(tensor.nbytes for tensor in copies.values()) > LARGE:
+            self.wait()
+        self._raise()
+        with self._lock:
+            self._waiting |= dict.fromkeys(paths, copy)
+            self._dropped += drop
+            is_writing, self._is_writing = self._is_writing, True
+        if not is_writing:
+            self._thread = threading.Thread(target=self._write, name="dpframe checkpoint")
+            self._thread.start()
 
     def wait(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+        self._raise()
+
+    def _raise(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
 
-    def _work(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path]) -> None:
+    def _write(self) -> None:
         try:
-            write(state, *paths)
-            for old in drop:
-                old.unlink(missing_ok=True)
+            while taken := self._take():
+                waiting, dropped = taken
+                for state in {id(state): state for state in waiting.values()}.values():
+                    write(state, *(path for path, its in waiting.items() if its is state))
+                for old in dropped:
+                    old.unlink(missing_ok=True)
         except BaseException as error:
-            self._failure = error
+            self._failure, self._waiting, self._is_writing = error, {}, False
+
+    def _take(self) -> tuple[dict[Path, dict[str, Any]], list[Path]] | None:
+        with self._lock:
+            taken = self._waiting, self._dropped
+            self._waiting, self._dropped = {}, []
+            self._is_writing = bool(taken[0])
+        return taken if taken[0] else None
 
 
 def save(state: dict[str, Any], path: Path, *copies: Path) -> None:

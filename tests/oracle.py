@@ -79,6 +79,8 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
         newest = seal.newest_good(folder / "checkpoints")
         resume = None if newest is None else checkpoints.load(newest)
         seeding.seed_everything(0 if resume is None else 99)  # the checkpoint decides
+        if resume is not None and strategy.is_main:
+            (folder / "resumed-at").write_text(str(resume["progress"]["global_step"]))
         reads = folder / f"reads-{'first' if resume is None else 'again'}-{strategy.rank}"
         kills = [] if kill is None else [Kills(kill[0], is_after=kill[1])]
         trainer = Trainer(

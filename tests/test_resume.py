@@ -59,7 +59,7 @@ def long_run(case: str, callbacks: list[Callback], resume: Any = None, **setting
 
 def comparable(one: Any) -> dict[str, Any]:
     state = one.state_dict()
-    del state["progress"]["seconds"]
+    del state["progress"]["seconds"], state["progress"]["data_seconds"]
     return state
 
 

@@ -179,6 +179,7 @@ def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:
         "skipped_steps": trainer.skipped_steps,
         "samples_per_second": trainer.rows_seen / seconds if seconds else 0.0,
         "seconds": seconds,
+        "data_wait_share": trainer.data_seconds / seconds if seconds else 0.0,
         "metrics": trainer.metrics,
         "checkpoint": trainer.checkpoint,
         "directory": trainer.run.directory,

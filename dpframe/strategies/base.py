@@ -113,6 +113,10 @@ class Strategy:
         """Host numbers summed over the processes, without waiting for a device."""
         return numbers
 
+    def backward_communication(self) -> float:
+        """Seconds a step that the backward waits for the gradients to be shared, where known."""
+        return 0.0
+
     def gather(self, value: Any) -> list[Any]:
         """Every process's value in rank order, on the main process; an empty list elsewhere."""
         return [value]

@@ -122,6 +122,15 @@ class DDP(Strategy):
         dist.all_reduce(sums)  # by gloo, with CUDA too: the host runs ahead of the device
         return sums.tolist()
 
+    def backward_communication(self) -> float:
+        """As torch samples it, less what the backward itself has hidden."""
+        if self.module is None:
+            return 0.0
+        sampled = self.module._get_ddp_logging_data()
+        whole = sampled.get("avg_backward_comm_time", 0)
+        hidden = sampled.get("avg_backward_compute_comm_overlap_time", 0)
+        return max(0, whole - hidden) / 1e9
+
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
         dist.gather_object(value, values)

@@ -79,7 +79,7 @@ def means_over(strategy: Strategy) -> Means:
     def agree(names: list[str]) -> list[str]:
         return strategy.share(sorted(set().union(*strategy.gather(names))))
 
-    return Means(strategy.reduce, agree)
+    return Means(lambda tensor: strategy.reduce(tensor), agree)  # looked up anew: it may be timed
 
 
 def on_cpu(value: Any) -> Any:

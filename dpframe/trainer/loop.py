@@ -20,6 +20,7 @@ from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.nonfinite import LossGuard
 from dpframe.trainer.precision import Precision
 from dpframe.trainer.predictions import Predictions
+from dpframe.trainer.profile import Profile
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
@@ -69,6 +70,7 @@ class Trainer:
         self.rows_seen = 0
         self.skipped_steps = 0  # left out by trainer.on_nonfinite=skip
         self.seconds = 0.0
+        self.data_seconds = 0.0  # of these, waiting for training data
         self.metrics: dict[str, float] = {}
         self.validated_step = -1  # whose val/ numbers `metrics` holds
         self.ended_step = 0  # the last one of an epoch, or of training, that is wholly done
@@ -95,6 +97,8 @@ class Trainer:
             while not self.should_stop:
                 self._train_epoch()
             self.strategy.weight_sync(is_read=True)
+            if self.profile is not None:
+                self.profile.tell(self)
             self._call("on_fit_end")
         except BaseException as error:
             self.report.close(self.metrics, succeeded=False)
@@ -136,7 +140,7 @@ class Trainer:
             self._train_step(batches)
             if self.global_step % self._log_every == 0:
                 self._log_step()
-            for hook in self._hooks["on_step_end"]:
+            for hook in self.hooks["on_step_end"]:
                 hook(self)
             if self._validates_steps and self.global_step % self._validates_steps == 0:
                 self._validate()
@@ -185,8 +189,12 @@ class Trainer:
         """The rest of the epoch's batches, as many at a time as make one optimiser update."""
         limit = self.settings.limit_train_batches
         batches = self.train_loader.epoch(self.epoch, skip=self.batches_done, limit=limit)
+        clock = time.perf_counter
+        asked = clock()
         while step := list(islice(batches, self.settings.accumulate)):
+            self.data_seconds += clock() - asked
             yield step
+            asked = clock()
         if self.batches_done == 0:
             raise UserError(f"{type(self.data).__name__}.train_dataset() gave no rows")
 
@@ -287,7 +295,7 @@ class Trainer:
         self.task.to(self.strategy.device, self.precision.dtype)
         threads.limit(self.task, self.settings.threads)
         self.data.setup()
-        self._hooks = hooks_of(self.callbacks)
+        self.hooks = hooks_of(self.callbacks)
 
     def prepare(self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
         """What `fit` begins with, and may refuse: nothing is written, no hook called."""
@@ -328,11 +336,12 @@ class Trainer:
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.rows_seen
         self._look_at = self.lookout.begin(self.global_step)
+        self.profile = Profile(self) if self.settings.profile else None
 
     # ---- hooks
 
     def _call(self, name: str, *args: Any) -> None:
-        for hook in self._hooks[name]:
+        for hook in self.hooks[name]:
             hook(self, *args)
 
     def state_dict(self) -> dict[str, Any]:

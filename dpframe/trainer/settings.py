@@ -34,6 +34,7 @@ class TrainerSettings:
     deterministic: bool = False
     compile: bool = False
     lean: bool = True
+    profile: bool = False
     threads: int | None = None
     max_replicas_per_core: int = 8
     data_timeout_seconds: float = 600.0

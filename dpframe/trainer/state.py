@@ -17,6 +17,7 @@ COUNTERS = (
     "batches_done",
     "rows_seen",
     "seconds",
+    "data_seconds",
     "validated_step",
     "ended_step",
     "skipped_steps",
