@@ -85,13 +85,13 @@ class Stacks:
         return {"_file": None}  # a worker that is not forked does not have it
 
     def mind(self) -> None:
-        """In a worker. A C handler: it works wherever the worker may hang."""
+        """In a worker. A C handler: it works wherever the worker may hang. USR1 is its rank's."""
         if self._file is not None:
-            faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=False)
+            faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=False)
 
     def of(self, pid: int) -> str:
         """Its innermost frames, as `wait (data.py, line 3) in __getitem__ (data.py, line 9)`."""
-        os.kill(pid, signal.SIGUSR1)
+        os.kill(pid, signal.SIGUSR2)
         deadline = time.monotonic() + STACK_SECONDS
         text = ""
         while not FRAME.search(text) and time.monotonic() < deadline:

@@ -105,7 +105,8 @@ def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(tmp_path, rank):
 def test_the_exception_of_a_data_worker_ends_the_job_with_the_workers_traceback(tmp_path):
     done = broken(tmp_path, "trainer.gpus=2", "data.fault=worker 1", "data.workers=2")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "LookupError: row 60 is broken"
+    last = ["LookupError: row 60 is broken", "while reading row 60 of Rows"]
+    assert done.stderr.splitlines()[-2:] == last
     assert "Original Traceback" in done.stderr
 
 
