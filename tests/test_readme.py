@@ -116,6 +116,8 @@ def test_every_command_that_is_shown_composes(written):
     folder, page = written
     for name in ("best", "last"):
         checkpoint.save({"task": {}}, folder / f"outputs/boston/1/checkpoints/{name}.ckpt")
+    (folder / "outputs/boston/1/.hydra").mkdir()
+    (folder / "outputs/boston/1/.hydra/overrides.yaml").write_text("- recipe=boston\n")
     for line in commands_of(page):
         words = line.replace("…", "1").replace("-m ", "").split()
         points = [word.split(",")[0] if is_sweep(word) else word for word in words]

@@ -70,14 +70,19 @@ def hydra_over(config_dir: str | None) -> Iterator[Hydra]:
 
 def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Composed:
     """The checked config, or a UserError."""
+    with hydra_over(config_dir):
+        return from_hydra(raw_of_run(overrides, config_dir))
+
+
+def raw_of_run(overrides: Sequence[str], config_dir: str | None) -> DictConfig:
+    """What Hydra composes for one run; a resumed one has the overrides that it was begun with."""
 
     def runs() -> Path:
         _set(config := raw(overrides, config_dir=config_dir))
         return Path(str(config.hydra.run.dir)).parent
 
-    with hydra_over(config_dir):
-        _set(config := raw(with_saved(overrides, runs), config_dir=config_dir))
-        return from_hydra(config)
+    _set(config := raw(with_saved(overrides, runs), config_dir=config_dir))
+    return config
 
 
 def from_hydra(config: DictConfig) -> Composed:

@@ -3,10 +3,9 @@
 import argparse
 
 from hydra._internal.utils import get_args_parser
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from dpframe.cli.compose import CONFIG_NAME, explained, from_hydra, hydra_over, raw
+from dpframe.cli.compose import CONFIG_NAME, explained, from_hydra, hydra_over, raw_of_run
 from dpframe.cli.refusal import has, nearest
 from dpframe.cli.settings import shown
 from dpframe.errors import UserError
@@ -16,8 +15,7 @@ def show(arguments: argparse.Namespace) -> None:
     overrides = arguments.overrides
     with hydra_over(arguments.config_dir) as hydra, explained(overrides):
         if arguments.cfg:
-            config = raw(overrides, config_dir=arguments.config_dir)
-            HydraConfig.instance().set_config(config)
+            config = raw_of_run(overrides, arguments.config_dir)
             from_hydra(config)  # refuses what a run would
             OmegaConf.set_readonly(config.hydra, None)
             config = hydra.get_sanitized_cfg(config, arguments.cfg)

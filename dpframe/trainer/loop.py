@@ -1,6 +1,5 @@
 """The loop: `fit` -> `_train_epoch` -> `_train_step` -> the task. The rest is built before it."""
 
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -24,8 +23,6 @@ from dpframe.trainer.profile import Profile
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
-
-log = logging.getLogger("dpframe")
 
 
 class Trainer:
@@ -322,11 +319,7 @@ class Trainer:
 
     def _begin(self) -> None:
         if self._resumed is not None:
-            log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
-            if self._changes:
-                log.warning("not all is as it was: %s", "; ".join(self._changes))
-            logged = self._resumed["progress"]["logged"]
-            self.report.reopen(self.strategy, logged, step=self.global_step)
+            state.reopen(self, self._resumed, self._changes)
         else:
             self.report.open(self.strategy)
             feed.draw_graph(self)

@@ -1,5 +1,6 @@
 """A Trainer's state as plain containers, and back: a resumed run goes on as if nothing happened."""
 
+import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ COUNTERS = (
     "ended_step",
     "skipped_steps",
 )
+log = logging.getLogger("dpframe")
 NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
 
 
@@ -83,6 +85,15 @@ def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) 
         sizes = there["data.batch_size"], here["data.batch_size"]
         trainer.batches_done = trainer.batches_done * sizes[0] // sizes[1]
     return [*changes, *notes]
+
+
+def reopen(trainer: "Trainer", state: dict[str, Any], changes: list[str]) -> None:
+    """Goes on with the run's curves, and says from where."""
+    log.info("resumed at epoch %s, step %s", trainer.epoch, trainer.global_step)
+    if changes:
+        log.warning("not all is as it was: %s", "; ".join(changes))
+    logged = state["progress"]["logged"]
+    trainer.report.reopen(trainer.strategy, logged, step=trainer.global_step)
 
 
 def _named(callbacks: list[Callback]) -> Iterator[tuple[str, Callback]]:
