@@ -20,13 +20,14 @@ class Lookout:
     def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
         self._strategy = strategy
         self._interruption = interruption
+        self._every = 1  # how many steps, or batches, are between two looks
 
     def begin(self, done: int) -> int:
         self._done, self._looked = done, time.perf_counter()
         self._began = self._looked
         if self._interruption is not None:
             self._interruption.begin()
-        return done + 1
+        return done + self._every  # as agreed the last time: a short validation needs no look
 
     def look(self, done: int) -> tuple[int, float]:
         """After `done` steps, or batches: at how many to look again, and the main one's seconds.
@@ -45,4 +46,5 @@ class Lookout:
         most = max(counts)
         if most:
             raise Interrupted(SIGNALS[counts.index(most)])
-        return done + max(1, int(steps / self._strategy.world_size)), clock
+        self._every = max(1, int(steps / self._strategy.world_size))
+        return done + self._every, clock
