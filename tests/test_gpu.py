@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import test_evaluation
+import test_nonfinite
 import test_parity
 import torch
 from recorded import once
+from small import fitted
 from torch import Tensor, nn
 from torch.optim import Adam
 
 from dpframe import Callback, Strategy, Trainer, TrainerSettings, UserError, checkpoint
+from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.errors import Failure
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
@@ -249,6 +253,21 @@ def test_the_watch_for_waits_sees_one(sync_debug_mode):
 
 
 # Checkpoints
+
+
+def test_a_loss_that_is_no_number_is_named_at_the_next_log_step_and_never_saved(tmp_path):
+    step, rows = test_nonfinite.met_in(0, shuffle=True)
+    keeper = Checkpoint(every_n_steps=2)
+    with pytest.raises(Failure, match=f"^step {step}: the loss is nan, rows {rows};"):
+        fitted(
+            data=test_nonfinite.Bad(),
+            strategy=started(SingleGPU(accelerator="cuda")),
+            callbacks=[keeper],
+            directory=tmp_path,
+            log_every=5,
+        )
+    for path in (tmp_path / "checkpoints").iterdir():
+        assert checkpoint.load(path)["progress"]["global_step"] < step
 
 
 @pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
