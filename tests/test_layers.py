@@ -12,7 +12,8 @@ import dpframe
 
 ROOT = Path(dpframe.__file__).parent
 FLOORS = {
-    "cli": 4,
+    "cli": 5,
+    "plan": 4,
     "trainer": 3,
     "callbacks": 2,
     "task": 1,

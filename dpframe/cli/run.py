@@ -37,6 +37,10 @@ def run(job: Composed) -> dict[str, Any]:
         from dpframe.cli.verify import verified  # the kit, which no other mode needs
 
         return verified(job)
+    if job.settings.mode == "plan":
+        from dpframe.cli.plan import planned
+
+        return planned(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     return restarts.launch(strategy, _work, job)
 

@@ -8,9 +8,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.errors import UserError, suggestion
+from dpframe.plan.settings import PlanSettings
 from dpframe.trainer.settings import TrainerSettings
 
-MODES = ("fit", "validate", "test", "predict", "verify")
+MODES = ("fit", "validate", "test", "predict", "verify", "plan")
 
 
 @dataclass
@@ -20,6 +21,7 @@ class RunSettings:
     data: dict[str, Any]
     strategy: dict[str, Any]
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
+    plan: PlanSettings = field(default_factory=PlanSettings)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     mode: str = "fit"
@@ -65,14 +67,15 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
     }
     _check_data(config["data"])
     trainer = _typed("trainer", _mapping("trainer", config.get("trainer")), TrainerSettings)
+    plan = _typed("plan", _mapping("plan", config.get("plan")), PlanSettings)
     plain = _typed("", {k: v for k, v in config.items() if k in vars(_Plain())}, _Plain)
     rest: dict[str, Any] = {name: config[name] for name in ("task", "data", "strategy")}
-    return RunSettings(trainer=trainer, **rest, **parts, **vars(plain))
+    return RunSettings(trainer=trainer, plan=plan, **rest, **parts, **vars(plain))
 
 
 def refuse_values(config: Any) -> None:
     """A group that is one value makes every reference into it fail: say so first."""
-    for name in ("trainer", "callbacks", "logger", "vars"):
+    for name in ("trainer", "plan", "callbacks", "logger", "vars"):
         if not str(config.get(name)).startswith("${"):
             _mapping(name, config.get(name))
 

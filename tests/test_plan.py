@@ -1,0 +1,338 @@
+"""mode=plan: its arithmetic against numbers by hand, its measurements against a known network."""
+
+import json
+import re
+from functools import partial
+
+import command
+import pytest
+import small
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from dpframe import DataModule, UserError
+from dpframe.cli.compose import composed
+from dpframe.cli.plan import planned
+from dpframe.data import split
+from dpframe.plan import model, report
+from dpframe.plan.measure import measure
+from dpframe.plan.model import Bucket, Costs, Gradient, Line, Link
+
+LINK = Link(bandwidth=1000.0, latency=0.5)
+COSTS = Costs(
+    read=Line(1.0, 0.1),
+    forward=Line(2.0, 0.2),
+    backward=Line(4.0, 0.4),
+    update=3.0,
+    parameters=100,
+    gradients=80,
+    optimizer=160,
+    buffers=0,
+    activations=Line(10.0, 5.0),
+    buckets=(Bucket(40, 0.5), Bucket(40, 1.0)),
+)
+
+
+# ---- the arithmetic
+
+
+@pytest.mark.parametrize(
+    ("batch", "replicas", "rows", "idle"),
+    [(30, 1, 30, 0), (30, 4, 8, 0), (10, 8, 2, 3), (128, 100, 2, 36), (20, 64, 1, 44)],
+)
+def test_the_largest_share_and_the_idle_replicas_of_uneven_splits(batch, replicas, rows, idle):
+    assert model.share_of(batch, replicas) == (rows, idle)
+
+
+def test_shares_are_those_that_training_makes():
+    for batch in range(1, 40):
+        for replicas in (1, 2, 3, 4, 8, 64):
+            shares = [len(share) for share in split(range(batch), replicas)]
+            assert model.share_of(batch, replicas) == (max(shares), shares.count(0))
+
+
+def test_a_ring_moves_each_byte_less_than_twice():
+    assert model.ring_bytes(80, 1) == 0
+    assert model.ring_bytes(80, 2) == 80
+    assert model.ring_bytes(80, 4) == 120
+    assert model.ring_seconds(80, 4, LINK) == 6 * 0.5 + 120 / 1000
+    assert model.ring_seconds(80, 1, LINK) == 0
+
+
+def test_only_what_backward_does_not_hide_is_waited_for():
+    # Two replicas: a bucket takes 2 x 0.5 s of latency and 0.04 s of its 40 bytes.
+    buckets = (Bucket(40, 0.5), Bucket(40, 1.0))
+    assert model.waited(buckets, 10.0, 2, LINK) == pytest.approx(1.04)
+    # The first is ready after 1 s, is through at 2.04, and the second is through at 3.08.
+    assert model.waited(buckets, 2.0, 2, LINK) == pytest.approx(1.08)
+    assert model.waited((Bucket(40, 0.0),), 10.0, 2, LINK) == 0
+    assert model.waited(buckets, 10.0, 1, LINK) == 0
+
+
+def test_a_step_is_the_sum_of_its_parts_on_the_largest_share():
+    whole = (1 + 1) + (2 + 2) + (4 + 4) + 3
+    assert model.step_seconds(COSTS, (10,), 1, LINK) == pytest.approx(whole)
+    half = (1 + 0.5) + (2 + 1) + (4 + 2) + 3 + 1.04
+    assert model.step_seconds(COSTS, (10,), 2, LINK) == pytest.approx(half)
+    accumulated = half + (1 + 0.3) + (2 + 0.6) + (4 + 1.2)  # 5 rows on 2: 3 and 2
+    assert model.step_seconds(COSTS, (5, 10), 2, LINK) == pytest.approx(accumulated)
+
+
+def test_an_epoch_has_the_steps_that_it_has_alone_and_the_uneven_last_one():
+    steps = {(10,): 3, (4,): 1}
+    found = model.predictions(COSTS, steps, LINK, 8)
+    assert [(each.replicas, each.rows, each.idle) for each in found] == [
+        (1, 10, 0),
+        (2, 5, 0),
+        (4, 3, 0),
+        (8, 2, 3),
+    ]
+    assert {each.steps for each in found} == {4}
+    assert found[0].seconds == pytest.approx(3 * 17 + (1.4 + 2.8 + 5.6 + 3))
+    assert found[0].speed_up == 1 and found[0].moved == found[0].waits == 0
+    assert found[1].moved == 80 and found[1].waits == pytest.approx(1.04)
+    assert found[1].speed_up == pytest.approx(found[0].seconds / found[1].seconds)
+    assert found[1].efficiency == found[1].speed_up / 2
+
+
+def test_buffers_and_single_numbers_are_waited_for_by_several_replicas_alone():
+    costs = Costs(**{**vars(COSTS), "buffers": 20, "small_reduces": 1, "buckets": ()})
+    assert model.link_seconds(costs, 4.0, 2, 1, LINK) == 0
+    # Two forwards send 20 bytes down 2 hops; one number of 8 bytes goes round 6.
+    expected = 2 * 2 * (0.5 + 0.02) + 6 * 0.5 + 12 / 1000
+    assert model.link_seconds(costs, 4.0, 2, 4, LINK) == pytest.approx(expected)
+
+
+def test_workers_read_while_others_compute():
+    busy = (2 + 2) + (4 + 4) + 3
+    read_by = partial(model.step_seconds, batches=(10,), replicas=1, link=LINK)
+    assert read_by(Costs(**{**vars(COSTS), "workers": 2})) == pytest.approx(busy)
+    slow = {**vars(COSTS), "workers": 2, "read": Line(60.0)}
+    assert read_by(Costs(**slow)) == 30
+
+
+def test_memory_is_all_of_it_at_once():
+    assert model.memory(COSTS, 10, 1) == 100 + 80 + 160 + 10 + 50
+    copied = Costs(**{**vars(COSTS), "copies_gradients": True})
+    assert model.memory(copied, 10, 2) == model.memory(COSTS, 10, 2) + 80
+    assert model.memory(copied, 10, 1) == model.memory(COSTS, 10, 1)
+
+
+def test_a_better_link_never_makes_an_epoch_longer():
+    steps = {(10,): 3, (7, 7): 2}
+    links = [Link(10.0**power, 10.0**-power) for power in range(6)]
+    for fast, slow in zip(links[1:], links, strict=False):
+        for one, other in zip(
+            model.predictions(COSTS, steps, fast, 4096),
+            model.predictions(COSTS, steps, slow, 4096),
+            strict=True,
+        ):
+            assert one.seconds <= other.seconds and one.waits <= other.waits
+
+
+def test_more_replicas_never_take_more_memory_or_send_less():
+    found = model.predictions(COSTS, {(100,): 1}, LINK, 4096)
+    assert len(found) == 13 and found[-1].replicas == 4096
+    for here, doubled in zip(found, found[1:], strict=False):
+        assert doubled.memory <= here.memory and doubled.moved > here.moved
+        assert doubled.idle >= here.idle and doubled.moved < 2 * 80
+
+
+def test_it_stops_paying_at_the_first_doubling_that_saves_too_little():
+    found = [
+        model.Prediction(2**power, 1, 0, 1, 0.0, 0.0, 0.0, seconds, 1.0)
+        for power, seconds in enumerate((10.0, 6.0, 5.5, 1.0))
+    ]
+    here, gain = model.stops_paying(found, 0.1)
+    assert here.replicas == 2 and gain == pytest.approx(1 - 5.5 / 6)
+    assert model.stops_paying(found, 0.05) is None
+    assert model.stops_paying(found[:1], 0.1) is None
+
+
+def test_buckets_are_those_of_torch():
+    dist = pytest.importorskip("torch.distributed")
+    sizes = [300_000, 10, 9_000_000, 200, 2_000_000, 700_000, 7_000_000, 5, 64]
+    tensors = [torch.empty(count, device="meta") for count in sizes]
+    tensors[3] = tensors[3].double()
+    limits = [model.FIRST_BUCKET_BYTES, model.BUCKET_BYTES]
+    made, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
+    expected = sorted(sum(tensors[i].nbytes for i in bucket) for bucket in made)
+    gradients = [Gradient(t.nbytes, i / 10, str(t.dtype)) for i, t in enumerate(tensors)]
+    found = model.buckets_of(gradients)
+    assert sorted(bucket.size for bucket in found) == expected
+    assert len(found) >= 4
+    assert model.FIRST_BUCKET_BYTES == dist._DEFAULT_FIRST_BUCKET_BYTES
+
+
+def test_a_bucket_is_ready_with_its_last_gradient():
+    found = model.buckets_of([Gradient(2**20, 0.2), Gradient(8, 0.6), Gradient(8, 0.9)])
+    assert found == (Bucket(2**20, 0.2), Bucket(16, 0.9))
+
+
+def test_a_line_goes_through_points_that_are_on_one():
+    line = model.line_through({2: 7.0, 8: 13.0, 32: 37.0})
+    assert line.base == pytest.approx(5) and line.per_row == pytest.approx(1)
+    assert model.line_through({4: 3.0}) == Line(3.0)
+
+
+def test_neither_the_base_nor_a_row_of_a_line_is_below_zero():
+    falling = model.line_through({2: 4.0, 8: 2.0})
+    assert falling.per_row == 0 and 2 <= falling.base <= 4
+    steep = model.line_through({2: 1.0, 8: 40.0})
+    assert steep.base == 0 and steep.per_row > 0
+
+
+# ---- the measurements
+
+
+def prepared(**settings):
+    made = small.trainer(**{"max_epochs": 1, **settings})
+    made.prepare()
+    return made
+
+
+def test_the_memory_of_a_known_network_is_exact():
+    """3-8-1 with Adam: float32, and four batches of 4 rows and one of 2."""
+    measured = measure(
+        prepared(make=lambda: small.Small(small.Adam), data=small.Rows(rows=18)), steps=1
+    )
+    costs = measured.costs
+    assert costs.parameters == costs.gradients == (3 * 8 + 8 + 8 + 1) * 4
+    assert costs.optimizer == 2 * costs.parameters + 4 * 4  # two moments, a count a tensor
+    assert costs.buffers == 0
+    # x and y, the ReLU's output, which the second layer shares, and the error that is squared.
+    assert costs.activations.at(4) == pytest.approx(4 * (3 + 1 + 8 + 1) * 4)
+    assert costs.activations.at(2) == pytest.approx(2 * (3 + 1 + 8 + 1) * 4)
+    assert sum(bucket.size for bucket in costs.buckets) == costs.gradients
+    assert measured.steps == {(4,): 4, (2,): 1}
+
+
+def test_gradients_arrive_from_the_last_layer_to_the_first():
+    class Deep(small.Small):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(3, 700), nn.Linear(700, 800), nn.Linear(800, 1))
+
+    buckets = measure(prepared(make=Deep), steps=1).costs.buckets
+    assert [bucket.size for bucket in buckets] == [(800 + 1 + 700 * 800 + 800) * 4, 2800 * 4]
+    assert 0 < buckets[0].ready <= buckets[1].ready <= 1
+
+
+def test_steps_are_counted_with_accumulation_and_limits():
+    assert measure(prepared(accumulate=2), steps=1).steps == {(4, 4): 2, (4,): 1}
+    assert measure(prepared(limit_train_batches=3), steps=1).steps == {(4,): 3}
+
+
+def test_a_schedule_that_ends_with_training_does_not_end_the_measurements():
+    def once(optimizer, total_steps):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total_steps)
+
+    made = prepared(
+        make=lambda: small.Small(scheduler=once), scheduler_every="step", data=small.Rows(rows=4)
+    )
+    assert measure(made, steps=4).steps == {(4,): 1}
+
+
+def test_measuring_leaves_the_random_numbers_as_they_were():
+    made = prepared(make=lambda: small.Small(dropout=0.5))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    measure(made, steps=1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_step_with_a_weight_reduces_one_number_more():
+    class Weighted(small.Small):
+        def training_step(self, batch):
+            return super().training_step(batch) | {"weight": 3}
+
+    assert measure(prepared(), steps=1).costs.small_reduces == 0
+    assert measure(prepared(make=Weighted), steps=1).costs.small_reduces == 1
+
+
+def test_a_stream_of_unknown_length_is_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([(torch.ones(3), torch.ones(()))] * 8)
+
+    class Streamed(DataModule):
+        def train_dataset(self):
+            return Stream()
+
+    with pytest.raises(UserError, match=r"Streamed\.train_dataset\(\) is a stream, and nobody"):
+        measure(prepared(data=Streamed(batch_size=4)), steps=1)
+
+
+# ---- what is printed
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (25 * 2**40, "25 TiB")]
+)
+def test_bytes_have_their_unit(count, text):
+    assert report.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0"), (5e-5, "50 us"), (0.25, "250 ms"), (12345.6, "12346 s")]
+)
+def test_seconds_have_their_unit(seconds, text):
+    assert report.time(seconds) == text
+
+
+def test_an_assumption_that_can_not_be_is_one_line_before_torch_is_there(tmp_path):
+    refused = {
+        "plan.bandwith=1": "did you mean plan.bandwidth?",
+        "plan.bandwidth=10Gbit": "plan.bandwidth=10Gbit is text; give a number",
+        "plan.bandwidth=0": "plan.bandwidth=0.0 is out of range; give more than 0 bytes a second",
+        "plan.latency=-1": "plan.latency=-1.0 is out of range; give 0 seconds or more",
+        "plan.latency=nan": "plan.latency=nan is out of range; give 0 seconds or more",
+        "plan.max_replicas=0": "plan.max_replicas=0 is out of range; give 1 to 1048576",
+        "plan.least_gain=1": "plan.least_gain=1.0 is out of range",
+        "plan.steps=0": "plan.steps=0 is out of range; give 1 or more",
+        "plan=3": "plan=3 is one value",
+    }
+    lines = [["recipe=boston", "mode=plan", override] for override in refused]
+    tried, heavy = command.attempts(lines, tmp_path)
+    assert heavy == []
+    for attempt, said in zip(tried, refused.values(), strict=True):
+        assert (attempt.code, said in attempt.err) == (2, True), attempt
+        assert attempt.err.count("\n") == 1 and attempt.files == []
+
+
+def test_the_command_prints_a_table_and_leaves_nothing(tmp_path):
+    kept = tmp_path / "kept"
+    fast = ["recipe=boston", "mode=plan", "strategy=cpu", "plan.steps=2"]
+    (plain, *others), _ = command.attempts(
+        [
+            [*fast, "plan.bandwidth=1e9", "plan.latency=50e-6"],
+            [*fast, f"hydra.run.dir={kept}", "plan.max_replicas=2"],
+            ["recipe=shapes", *fast[1:]],
+        ],
+        tmp_path,
+    )
+    assert plain.code == 0 and plain.err == "" and plain.files == []
+    rows = [line.split() for line in plain.out.splitlines() if re.match(r" *\d+  ", line)]
+    assert [int(row[0]) for row in rows] == [2**power for power in range(13)]
+    assert [int(row[1]) for row in rows[:4]] == [128, 64, 32, 16]
+    assert rows[8][2] == "128" and {row[3] for row in rows} == {"4"}
+    assert "1e+09 bytes/s and 50 us" in plain.out
+    assert re.search(r"stops paying past \d+ replicas?: .* \(a doubling has to save 10%", plain.out)
+    written, trains_nothing = others
+    assert written.code == 0
+    assert json.loads((kept / "summary.json").read_text())["plan"][1]["replicas"] == 2
+    assert (kept / "plan.txt").read_text() == written.out
+    assert trains_nothing.code == 2 and "no data set; write it" in trains_nothing.err
+
+
+def test_a_checkpoint_and_torchruns_ranks_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.ckpt").write_bytes(b"")
+    words = ["recipe=boston", "mode=plan", "strategy=cpu"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="checkpoint=a.ckpt: mode=plan measures what no weights"):
+        planned(composed([*words, "checkpoint=a.ckpt"]))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="in one process; start it without torchrun"):
+        planned(composed(words))
