@@ -2,7 +2,7 @@
 
 Each rank has a network namespace of its own; `tc qdisc … tbf` limits what each may send. Needs
 Linux, root, `ip` and `tc`. The ranks share this machine's cores, so that a replica's compute is
-measured by as many plans at once as there will be ranks.
+measured by as many plans at once as there will be ranks, before and after these have trained.
 """
 
 import json
@@ -27,8 +27,8 @@ from torch.utils.data import TensorDataset
 import dpframe
 
 REPLICAS = (1, 2, 4)
-RATES = (100, 500)  # Mbit/s
-# An Ethernet frame of 1514 bytes, which is what the kernel counts, has 1448 of ours.
+RATES = (200, 1000)  # Mbit/s
+# An Ethernet frame of 1514 bytes, which is what `tbf` counts, has 1448 of ours.
 PAYLOAD = 1448 / 1514
 WIDE = """\
 # @package _global_
@@ -42,8 +42,9 @@ task:
 data: {_target_: plan_check.Noise, batch_size: 32, rows: 140, width: 1024}
 """
 HEADER = (
-    "| recipe | link | latency | ranks | predicted | measured | error |\n"
-    "|---|--:|--:|--:|--:|--:|--:|"
+    "| recipe | link | latency | ranks | predicted | measured | error | MiB a step "
+    "| sent |\n"
+    "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
 )
 
 
@@ -89,6 +90,7 @@ class Row(NamedTuple):
     replicas: int
     predicted: float
     measured: float
+    sent: tuple[float, float]  # MiB a rank and step: predicted, and as the kernel counted
 
     @property
     def error(self) -> float:
@@ -97,6 +99,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         cells = [self.recipe, f"{self.rate} Mbit/s", f"{self.latency * 1e6:.0f} us", self.replicas]
         cells += [f"{self.predicted:.3f} s", f"{self.measured:.3f} s", f"{self.error:+.0%}"]
+        cells += [f"{sent:.2f}" for sent in self.sent]
         return f"| {' | '.join(map(str, cells))} |"
 
 
@@ -118,13 +121,23 @@ def main(arguments: list[str] | None = None) -> int:
             latency = probed(names[:2]) if len(names) > 1 else 0.0
             for recipe in options.recipe:
                 for count in options.replicas:
-                    predicted = plan(recipe, names[:count], rate, latency, Path(folder))
-                    measured = train(recipe, names[:count], options.epochs, Path(folder))
-                    rows.append(Row(recipe, rate, latency, count, predicted, measured))
+                    given = recipe, names[:count], rate, latency, Path(folder), options.epochs
+                    rows.append(row(*given))
                     print(rows[-1], flush=True)
     errors = [abs(row.error) for row in rows]
     print(f"\nmean error {statistics.mean(errors):.0%}, largest {max(errors):.0%}")
     return 0
+
+
+def row(recipe: str, names: list[str], rate: int, latency: float, folder: Path, epochs: int) -> Row:
+    before, moved = plan(recipe, names, rate, latency, folder)
+    sent = bytes_sent(names[-1])
+    measured, steps = train(recipe, names, epochs, folder)
+    sent = bytes_sent(names[-1]) - sent
+    after, _ = plan(recipe, names, rate, latency, folder)
+    predicted = (before + after) / 2  # the machine may have had other work
+    mebibytes = moved / 2**20, sent / steps / 2**20
+    return Row(recipe, rate, latency, len(names), predicted, measured, mebibytes)
 
 
 def parse(arguments: list[str] | None) -> Namespace:
@@ -183,8 +196,11 @@ def run(command: list[str]) -> None:
 # ---- what is run in it
 
 
-def plan(recipe: str, names: list[str], rate: int, latency: float, folder: Path) -> float:
-    """The seconds of an epoch on as many replicas, of plans that were measured at once."""
+def plan(
+    recipe: str, names: list[str], rate: int, latency: float, folder: Path
+) -> tuple[float, float]:
+    """An epoch's seconds on as many replicas, of plans that were measured at once; and the bytes
+    that each sends a step."""
     bandwidth = rate * 1e6 / 8 * PAYLOAD
     plans = [folder / f"plan{number}" for number in range(len(names))]
     common = [f"plan.bandwidth={bandwidth}", f"plan.latency={latency}", "plan.max_replicas=4"]
@@ -196,13 +212,13 @@ def plan(recipe: str, names: list[str], rate: int, latency: float, folder: Path)
         ]
     )
     found = [json.loads((directory / "summary.json").read_text())["plan"] for directory in plans]
-    return statistics.mean(
-        row["seconds"] for rows in found for row in rows if row["replicas"] == len(names)
-    )
+    rows = [row for rows in found for row in rows if row["replicas"] == len(names)]
+    return statistics.mean(row["seconds"] for row in rows), rows[0]["moved"]
 
 
-def train(recipe: str, names: list[str], epochs: int, folder: Path) -> float:
-    """The median over the epochs after the first, in which DDP rebuilds its buckets."""
+def train(recipe: str, names: list[str], epochs: int, folder: Path) -> tuple[float, int]:
+    """The median epoch, and the steps: without the first, in which DDP rebuilds its buckets, and
+    the last, which ends with a validation."""
     file = folder / "seconds.json"
     clock = f"+callbacks.clock={{_target_: plan_check.Clock, file: {file}}}"
     strategy = "ddp" if len(names) > 1 else "cpu"
@@ -214,7 +230,15 @@ def train(recipe: str, names: list[str], epochs: int, folder: Path) -> float:
     together(
         [[*inside(name, rank=rank, of=len(names)), *command] for rank, name in enumerate(names)]
     )
-    return statistics.median(json.loads(file.read_text())[1:-1])
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    return statistics.median(json.loads(file.read_text())[1:-1]), summary["steps"]
+
+
+def bytes_sent(name: str) -> int:
+    """With a header for each packet of up to 64 KiB: they are cut into frames only afterwards."""
+    counter = ["cat", "/sys/class/net/wire/statistics/tx_bytes"]
+    found = subprocess.run(["ip", "netns", "exec", name, *counter], capture_output=True, text=True)
+    return int(found.stdout)
 
 
 def probed(names: list[str]) -> float:
@@ -248,6 +272,7 @@ def inside(name: str, *, rank: int = 0, of: int = 1) -> list[str]:
 
 def dpframe_of(recipe: str, folder: Path) -> list[str]:
     words = [f"recipe={recipe}", "trainer.accelerator=cpu", "trainer.threads=1"]
+    words += ["trainer.limit_train_batches=6"]
     return [sys.executable, "-m", "dpframe", "--config-dir", str(folder), *words]
 
 
