@@ -3,12 +3,14 @@
 import signal
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class UserError(Exception):
     """Ends the run with its one line; any exception that is none of these is a bug of ours."""
 
     exit_code = 2
+    told: dict[str, Any] = {}  # where it ended a job of ranks, what they have told their parent
 
 
 class Failure(UserError):

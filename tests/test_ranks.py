@@ -100,6 +100,7 @@ def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(tmp_path, rank):
         tmp_path, "trainer.gpus=2", "trainer.accelerator=cpu", f"task.fault=refuse {rank}"
     )
     assert (done.returncode, done.stderr) == (2, "dpframe: the data is wrong; mend it\n")
+    assert not (tmp_path / "outputs").exists()
 
 
 def test_the_exception_of_a_data_worker_ends_the_job_with_the_workers_traceback(tmp_path):

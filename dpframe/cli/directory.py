@@ -42,6 +42,17 @@ class Directory:
             ) from None
         return str(self.path)
 
+    @classmethod
+    def made(cls, paths: list[str]) -> "Directory":
+        """One that another process made, with its parents: `all_made` of there."""
+        directory = cls(Path(paths[0]), is_given=True)
+        directory.is_made, directory.made_parents = True, [Path(path) for path in paths[1:]]
+        return directory
+
+    @property
+    def all_made(self) -> list[str]:
+        return [str(path) for path in (self.path, *self.made_parents)] if self.is_made else []
+
     def unmake(self) -> None:
         """Removes what `make` made, and nothing that was there before."""
         self.release()

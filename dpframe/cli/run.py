@@ -42,7 +42,17 @@ def run(job: Composed) -> dict[str, Any]:
 
         return planned(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
-    return restarts.launch(strategy, _work, job)
+    try:
+        return restarts.launch(strategy, _work, job)
+    except UserError as error:
+        _unmake(error.told.get("made"))
+        raise
+
+
+def _unmake(made: list[str] | None) -> None:
+    """What the main rank could not, because it was another one that met the mistake."""
+    if made and not (Path(made[0]) / "checkpoints").exists():
+        Directory.made(made).unmake()
 
 
 def _work(job: Composed) -> dict[str, Any]:
@@ -76,6 +86,8 @@ def _work(job: Composed) -> dict[str, Any]:
         made = directory.make(job) if strategy.is_main else None
         trainer.run.directory = strategy.share(made)
         member.tell("directory", trainer.run.directory)
+        if strategy.is_main:
+            member.tell("made", directory.all_made)
         try:
             return _in_directory(trainer, job)
         except UserError:

@@ -72,7 +72,7 @@ def left(rank: int) -> Fault:
     return Fault(rank, "", "it was ended", is_echo=True)
 
 
-def report(faults: list[Fault]) -> Exception:
+def report(faults: list[Fault]) -> RankFailed | UserError:
     """Hangs come first, then the ranks' own errors by time; the rest are mostly echoes of them."""
 
     def order(fault: Fault) -> tuple[bool, bool, bool, bool, int]:

@@ -164,8 +164,7 @@ class _Job:
             raise Interrupted(self.number, self.said)
         if own or faults:
             error = fault.report(faults)
-            if isinstance(error, fault.RankFailed):
-                error.told = self.told
+            error.told = self.told
             raise error
         return self.value
 
