@@ -79,6 +79,14 @@ def test_a_step_is_the_sum_of_its_parts_on_the_largest_share():
     assert model.step_seconds(COSTS, (5, 10), 2, LINK) == pytest.approx(accumulated)
 
 
+def test_only_the_last_batch_of_a_step_hides_the_link():
+    quick = Costs(**{**vars(COSTS), "backward": Line(0.0, 0.4)})
+    # Its 2 rows take 0.8 s, of which the first bucket waits for 0.4: 0.4 + 2 x 1.04 - 0.8.
+    seconds = model.step_seconds(quick, (10, 4), 2, LINK)
+    parts = (1 + 0.5) + (2 + 1) + 2 + (1 + 0.2) + (2 + 0.4) + 0.8 + 3
+    assert seconds == pytest.approx(parts + 1.68)
+
+
 def test_an_epoch_has_the_steps_that_it_has_alone_and_the_uneven_last_one():
     steps = {(10,): 3, (4,): 1}
     found = model.predictions(COSTS, steps, LINK, 8)

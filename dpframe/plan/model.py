@@ -138,8 +138,6 @@ def step_seconds(costs: Costs, batches: Iterable[int], replicas: int, link: Link
 
 def link_seconds(costs: Costs, backward: float, batches: int, replicas: int, link: Link) -> float:
     """What a step waits for others: gradients, each forward's buffers, single numbers."""
-    if replicas == 1:
-        return 0.0
     waits = waited(costs.buckets, backward, replicas, link)
     if costs.buffers:  # from the main replica to all, down a tree
         hops = ceil(log2(replicas))
