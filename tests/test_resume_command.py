@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from command import attempts, dpframe, environment
 
 from dpframe import checkpoint
+from dpframe.cli.start import resumed_file
 
 BOSTON = ["recipe=boston", "logger=csv", "hydra.run.dir=run"]
 START = [*BOSTON, "trainer.max_epochs=2", "task.optimizer.lr=0.02", "callbacks.checkpoint.keep=2"]
@@ -114,6 +116,16 @@ def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(tmp_path):
         "dpframe: run/checkpoints/last.ckpt: its seal is missing: it is cut short, or no "
         "checkpoint of dpframe's; going on from run/checkpoints/best.ckpt\n"
     )
+
+
+def test_a_best_ckpt_that_a_kill_left_newer_than_last_ckpt_is_taken_without_a_word(
+    tmp_path, capsys
+):
+    for seconds, name in enumerate(["last.ckpt", "best.ckpt"]):
+        checkpoint.save({}, path := tmp_path / "checkpoints" / name)
+        os.utime(path, (seconds, seconds))
+    assert resumed_file(str(tmp_path), tmp_path).name == "best.ckpt"
+    assert capsys.readouterr().err == ""
 
 
 def test_a_refused_resume_changes_nothing_in_the_run(tmp_path):

@@ -44,8 +44,8 @@ def _newest_good(directory: Path, given: str) -> Path:
     last, good = directory / "last.ckpt", seal.newest_good(directory)
     if good is None:
         raise UserError(f"{given}: no checkpoint in {directory} is whole: {seal.flaw(there[0])}")
-    if good != last and last.exists():
-        print(f"dpframe: {last}: {seal.flaw(last)}; going on from {good}", file=sys.stderr)
+    if good != last and last.exists() and (flaw := seal.flaw(last)):
+        print(f"dpframe: {last}: {flaw}; going on from {good}", file=sys.stderr)
     return good
 
 
