@@ -118,14 +118,22 @@ def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(tmp_path):
     )
 
 
-def test_a_best_ckpt_that_a_kill_left_newer_than_last_ckpt_is_taken_without_a_word(
-    tmp_path, capsys
+@pytest.mark.parametrize(("best_step", "name"), [(9, "best.ckpt"), (7, "last.ckpt")])
+def test_a_newer_file_than_last_ckpt_is_taken_for_its_steps_and_not_for_a_copys_time(
+    tmp_path, capsys, best_step, name
 ):
-    for seconds, name in enumerate(["last.ckpt", "best.ckpt"]):
-        checkpoint.save({}, path := tmp_path / "checkpoints" / name)
+    for seconds, (file, step) in enumerate({"last.ckpt": 8, "best.ckpt": best_step}.items()):
+        path = tmp_path / "checkpoints" / file
+        checkpoint.save({"progress": {"epoch": 1, "global_step": step}}, path)
         os.utime(path, (seconds, seconds))
-    assert resumed_file(str(tmp_path), tmp_path).name == "best.ckpt"
+    assert resumed_file(str(tmp_path), tmp_path).name == name
     assert capsys.readouterr().err == ""
+
+
+def test_a_link_to_nowhere_among_the_checkpoints_is_passed_over(tmp_path):
+    checkpoint.save({}, last := tmp_path / "run" / "checkpoints" / "last.ckpt")
+    (last.parent / "old.ckpt").symlink_to(tmp_path / "nowhere")
+    assert resumed_file("last", tmp_path) == resumed_file(str(tmp_path / "run"), tmp_path) == last
 
 
 def test_a_refused_resume_changes_nothing_in_the_run(tmp_path):

@@ -21,7 +21,7 @@ def start_file(settings: RunSettings, runs: Path) -> Path | None:
 def resumed_file(resume: str, runs: Path) -> Path:
     """`last`, a run's directory or a file; of a run, its newest checkpoint that is whole."""
     if resume == "last":
-        found = sorted(runs.glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        found = sorted(runs.glob("*/checkpoints/*.ckpt"), key=seal.written_at)
         if not found:
             raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
         return _newest_good(found[-1].parent, "resume=last")
