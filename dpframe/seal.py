@@ -90,7 +90,8 @@ def _step(path: Path) -> int:
         name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
         codes = pickletools.genops(file.read(name))
         values = [value for code, value, _ in codes if "PUT" not in code.name]
-    return int(values[values.index("global_step") + 1]) if "global_step" in values else -1
+    step = values[values.index("global_step") + 1] if "global_step" in values else None
+    return step if isinstance(step, int) else -1
 
 
 def _hash_before(file: BinaryIO, end: int) -> str:
