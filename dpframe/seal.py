@@ -5,6 +5,8 @@ Every zip reader skips a comment, so torch and others read a sealed file as any 
 
 import hashlib
 import os
+import pickletools
+import zipfile
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,9 +54,24 @@ def flaw(path: Path) -> str:
 
 
 def newest_good(directory: Path) -> Path | None:
-    """The checkpoint that was written last, of those that are whole."""
+    """The checkpoint that was written last, of those that are whole.
+
+    Copying a run gives its files new times, in any order: a file that looks newer than `last.ckpt`
+    is taken in its place only if it has more steps, as after a kill between the two.
+    """
     found = sorted(directory.glob("*.ckpt"), key=_age)
-    return next((path for path in found if not flaw(path)), None)
+    good = next((path for path in found if not flaw(path)), None)
+    last = directory / "last.ckpt"
+    if good in (None, last) or last not in found or flaw(last):
+        return good
+    return good if _step(good) > _step(last) else last
+
+
+def written_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # a link to nowhere, or removed since it was listed
+        return 0
 
 
 def instead_of(path: Path) -> str:
@@ -64,7 +81,17 @@ def instead_of(path: Path) -> str:
 
 
 def _age(path: Path) -> tuple[int, bool]:
-    return -path.stat().st_mtime_ns, path.name != "last.ckpt"
+    return -written_at(path), path.name != "last.ckpt"
+
+
+def _step(path: Path) -> int:
+    """Read without torch, which is not imported yet, and without running what is in the file."""
+    with zipfile.ZipFile(path) as file:
+        name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
+        codes = pickletools.genops(file.read(name))
+        values = [value for code, value, _ in codes if "PUT" not in code.name]
+    step = values[values.index("global_step") + 1] if "global_step" in values else None
+    return step if isinstance(step, int) else -1
 
 
 def _hash_before(file: BinaryIO, end: int) -> str:

@@ -3,8 +3,13 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 from command import dpframe, environment, exit_codes_of_two_at_once, write
+
+from dpframe.cli.directory import as_notes
+from dpframe.cli.resumed import with_saved
 
 
 def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
@@ -32,6 +37,47 @@ def test_a_given_directory_is_used_as_it_is_and_files_need_no_quotes(tmp_path):
     best = "a b=c,é/checkpoints/best.ckpt"
     done = dpframe("recipe=boston", "mode=test", f"checkpoint={best}", cwd=tmp_path)
     assert done.returncode == 0 and "test/loss" in done.stdout
+
+
+def taken_over(run: Path, saved: list[str], given: list[str]) -> list[str]:
+    write(run, {"checkpoints/last.ckpt": "", ".hydra/overrides.yaml": as_notes(saved)})
+    resumed = f"resume={run}/checkpoints/last.ckpt"
+    return with_saved([resumed, *given], lambda: run)[: -len(given) - 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("strategy=cpu", ["+vars.x=1"]),
+        ("strategy=ddp", ["strategy.timeout_seconds=60", "+vars.x=1"]),
+        ("strategy.timeout_seconds=70", ["strategy=ddp", "+vars.x=1"]),
+        ("vars.x=2", ["strategy=ddp", "strategy.timeout_seconds=60", "+vars.x=1"]),
+        ("+vars.x=2", ["strategy=ddp", "strategy.timeout_seconds=60"]),
+    ],
+)
+def test_of_a_resumed_runs_overrides_those_are_kept_that_still_have_their_key(
+    tmp_path, given, kept
+):
+    saved = ["strategy=ddp", "strategy.timeout_seconds=60", "+vars.x=1", "mode=fit"]
+    assert taken_over(tmp_path / "run", saved, [given]) == kept
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "task.scheduler={_target_: torch.optim.lr_scheduler.OneCycleLR, _partial_: true}",
+        "data.file='rows #2.csv'",
+        f"+vars.name='{'long ' * 30}ü \udcff: x'",
+        "~callbacks.checkpoint",
+    ],
+)
+def test_a_resumed_run_has_each_override_letter_by_letter(tmp_path, override):
+    text = as_notes(["recipe=boston", override])
+    run = write(tmp_path / "run", {"checkpoints/last.ckpt": ""})
+    (run / ".hydra").mkdir()
+    (run / ".hydra/overrides.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    resumed = f"resume={run}/checkpoints/last.ckpt"
+    assert with_saved([resumed], lambda: run) == ["recipe=boston", override, resumed]
 
 
 def test_a_directory_that_cant_be_written_is_one_line():

@@ -122,6 +122,27 @@ def test_skipping_within_an_accumulated_step_leaves_out_all_of_it():
     assert is_same(one.task.state_dict(), Small().state_dict())
 
 
+class Rooted(Small):
+    """As boston: its summary takes the root of a mean, which has to be there."""
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        return {**means, "rmse": math.sqrt(means["loss"])}
+
+
+def test_an_epoch_of_steps_that_are_all_left_out_has_no_numbers_of_its_own():
+    data = Bad()
+    x, y = data.train.tensors
+    data.train = TensorDataset(x, torch.full_like(y, math.nan))
+    one = fitted(Rooted(), data=data, on_nonfinite="skip", log_every=1)
+    assert one.skipped_steps == one.global_step == 10
+    assert not [name for name in one.metrics if name.startswith("train/")]
+
+
+def test_a_step_that_is_left_out_can_be_logged():
+    one = fitted(Rooted(), data=Bad(), on_nonfinite="skip", log_every=1)
+    assert one.skipped_steps == 2 and math.isfinite(one.metrics["train/rmse"])
+
+
 def fit_in_ranks(folder: str, on_nonfinite: str, strategy: DDP) -> tuple[int, int]:
     strategy.setup()
     try:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from command import attempts, dpframe, environment
 
 from dpframe import checkpoint
+from dpframe.cli.start import resumed_file
 
 BOSTON = ["recipe=boston", "logger=csv", "hydra.run.dir=run"]
 START = [*BOSTON, "trainer.max_epochs=2", "task.optimizer.lr=0.02", "callbacks.checkpoint.keep=2"]
@@ -114,6 +116,24 @@ def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(tmp_path):
         "dpframe: run/checkpoints/last.ckpt: its seal is missing: it is cut short, or no "
         "checkpoint of dpframe's; going on from run/checkpoints/best.ckpt\n"
     )
+
+
+@pytest.mark.parametrize(("best_step", "name"), [(9, "best.ckpt"), (7, "last.ckpt")])
+def test_a_newer_file_than_last_ckpt_is_taken_for_its_steps_and_not_for_a_copys_time(
+    tmp_path, capsys, best_step, name
+):
+    for seconds, (file, step) in enumerate({"last.ckpt": 8, "best.ckpt": best_step}.items()):
+        path = tmp_path / "checkpoints" / file
+        checkpoint.save({"progress": {"epoch": 1, "global_step": step}}, path)
+        os.utime(path, (seconds, seconds))
+    assert resumed_file(str(tmp_path), tmp_path).name == name
+    assert capsys.readouterr().err == ""
+
+
+def test_a_link_to_nowhere_among_the_checkpoints_is_passed_over(tmp_path):
+    checkpoint.save({}, last := tmp_path / "run" / "checkpoints" / "last.ckpt")
+    (last.parent / "old.ckpt").symlink_to(tmp_path / "nowhere")
+    assert resumed_file("last", tmp_path) == resumed_file(str(tmp_path / "run"), tmp_path) == last
 
 
 def test_a_refused_resume_changes_nothing_in_the_run(tmp_path):

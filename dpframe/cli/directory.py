@@ -4,8 +4,11 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
+
+import yaml
 
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
@@ -29,11 +32,10 @@ class Directory:
             notes = self.path / ".hydra"
             notes.mkdir(exist_ok=True)
             self._take(notes / "lock")
-            overrides = "".join(f"- {override}\n" for override in job.overrides) or "[]\n"
             _keep_older(notes / "config.yaml", job.text)
             (notes / "config.yaml").write_text(job.text, **UTF8)
             (notes / "hydra.yaml").write_text(job.hydra_text, **UTF8)
-            (notes / "overrides.yaml").write_text(overrides, **UTF8)
+            (notes / "overrides.yaml").write_text(as_notes(job.overrides), **UTF8)
         except OSError as error:
             self.unmake()
             raise UserError(
@@ -105,6 +107,11 @@ class Directory:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
+
+
+def as_notes(overrides: Sequence[str]) -> str:
+    """As Hydra's own notes, but quoted where YAML would read a mapping, a comment or a number."""
+    return yaml.safe_dump(list(overrides), allow_unicode=True, width=float("inf"))
 
 
 def _keep_older(path: Path, text: str) -> None:

@@ -21,9 +21,19 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     start = resumed_file(resume, runs() if resume == "last" else Path())
     directory = resumed_directory(start)
     saved = _saved(directory / ".hydra" / "overrides.yaml") if directory else []
-    taken = {*map(_key, overrides), *OF_ONE_START, *OF_ITS_OWNER}
-    kept = [o for o in saved if _key(o) not in taken and not _key(o).startswith("hydra")]
-    return [*kept, *overrides]
+    return [*(override for override in saved if _is_kept(override, saved, overrides)), *overrides]
+
+
+def _is_kept(override: str, saved: Sequence[str], given: Sequence[str]) -> bool:
+    key = _key(override)
+    if key in (*OF_ONE_START, *OF_ITS_OWNER) or key.startswith("hydra"):
+        return False
+    if key.startswith("strategy."):  # another strategy has other keys
+        chosen = [o for o in given if _key(o) == "strategy"]
+        return key not in map(_key, given) and all(o in saved for o in chosen)
+    same = [o for o in given if _key(o) == key]
+    is_added = override.startswith("+") and "." in key  # and is to be there for what changes it
+    return not same or (is_added and not any(o.startswith("+") for o in same))
 
 
 def _saved(path: Path) -> list[str]:

@@ -21,7 +21,7 @@ def start_file(settings: RunSettings, runs: Path) -> Path | None:
 def resumed_file(resume: str, runs: Path) -> Path:
     """`last`, a run's directory or a file; of a run, its newest checkpoint that is whole."""
     if resume == "last":
-        found = sorted(runs.glob("*/checkpoints/*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
+        found = sorted(runs.glob("*/checkpoints/*.ckpt"), key=seal.written_at)
         if not found:
             raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
         return _newest_good(found[-1].parent, "resume=last")
@@ -44,8 +44,8 @@ def _newest_good(directory: Path, given: str) -> Path:
     last, good = directory / "last.ckpt", seal.newest_good(directory)
     if good is None:
         raise UserError(f"{given}: no checkpoint in {directory} is whole: {seal.flaw(there[0])}")
-    if good != last and last.exists():
-        print(f"dpframe: {last}: {seal.flaw(last)}; going on from {good}", file=sys.stderr)
+    if good != last and last.exists() and (flaw := seal.flaw(last)):
+        print(f"dpframe: {last}: {flaw}; going on from {good}", file=sys.stderr)
     return good
 
 

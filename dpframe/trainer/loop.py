@@ -199,7 +199,8 @@ class Trainer:
 
     def _log_step(self) -> None:
         self.guard.read(self)
-        means = self.task.summarize(self.means.window())  # waits for the GPU
+        window = self.means.window()  # waits for the GPU; empty if all its steps were left out
+        means = self.task.summarize(window) if window else {}
         now = time.perf_counter()
         scalars = {f"step/{name}": value for name, value in means.items()}
         scalars["step/lr"] = self.update.learning_rate
@@ -214,8 +215,11 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Changes nothing before the validation is over: a run that ends in it validates again."""
         self.guard.read(self)
-        means = self.task.summarize(self.means.total())
+        total = self.means.total()
+        means = self.task.summarize(total) if total else {}
         measured = {f"train/{name}": value for name, value in means.items()}
+        if not total:  # every step was left out: the epoch before is not to stand in for this one
+            self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
         self.metrics.update(measured)
         learning_rate = self.update.learning_rate
         is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
