@@ -80,8 +80,9 @@ def instead_of(path: Path) -> str:
     return f"; the newest good one there is {good}" if good else "; there is no good one beside it"
 
 
-def _age(path: Path) -> tuple[int, bool]:
-    return -written_at(path), path.name != "last.ckpt"
+def _age(path: Path) -> tuple[int, bool, bool]:
+    """Of files of one moment, `last` and `best` are named first."""
+    return -written_at(path), path.name != "last.ckpt", path.name != "best.ckpt"
 
 
 def _step(path: Path) -> int:

@@ -334,6 +334,15 @@ def test_best_is_judged_at_validations_within_an_epoch(monkeypatch):
     assert sorted(set(best)) == best  # never twice at one step
 
 
+def test_another_monitor_on_a_resume_starts_its_own_ranking(tmp_path):
+    by_loss, by_mae = (Checkpoint(name, "max") for name in ("val/loss", "val/mae"))
+    fitted(callbacks=[by_loss], directory=tmp_path, max_epochs=2)
+    state = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")
+    again = fitted(callbacks=[by_mae], directory=tmp_path, max_epochs=3, resume=state)
+    # The losses are larger: as a score to beat they would have let no mean error through.
+    assert by_loss.monitor.best > by_mae.monitor.best == again.metrics["val/mae"]
+
+
 def test_an_epoch_without_a_validation_is_not_judged(tmp_path):
     one = fitted(
         callbacks=[Checkpoint()], directory=tmp_path, max_epochs=3, validate_every_epochs=2

@@ -149,6 +149,15 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def test_a_fresh_run_does_not_write_over_another_ones_checkpoints(tmp_path):
+    started, again = attempts([START, [*START, "seed=1"]], tmp_path)[0]
+    assert (started.code, again.code) == (0, 2)
+    assert again.err == (
+        "dpframe: the run directory run has the checkpoints of another run; go on with that one "
+        "by resume=run, or name another directory by hydra.run.dir=DIR\n"
+    )
+
+
 HOLDS = """
 import sys, pathlib
 from dpframe.cli.directory import Directory

@@ -95,9 +95,15 @@ class Checkpoint(Callback):
             log.warning("%s", second)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.monitor.best, "kept": [list(pair) for pair in self.kept]}
+        return {
+            "watched": self.monitor.watched,
+            "best": self.monitor.best,
+            "kept": [list(pair) for pair in self.kept],
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["watched"] != self.monitor.watched:
+            return  # another metric's numbers say nothing about this one's
         self.monitor.best = state["best"]
         self.kept = [(value, name) for value, name in state["kept"]]
 

@@ -51,10 +51,13 @@ class EarlyStopping(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
+            "watched": self.monitor.watched,
             "best": self.monitor.best,
             "times_without_progress": self.times_without_progress,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["watched"] != self.monitor.watched:
+            return  # another metric's numbers say nothing about this one's
         self.monitor.best = state["best"]
         self.times_without_progress = state["times_without_progress"]

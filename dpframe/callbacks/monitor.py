@@ -16,6 +16,10 @@ class Monitor:
         self.best: float | None = None
         self.is_of_validation = name.startswith("val/")
 
+    @property
+    def watched(self) -> str:
+        return f"{self.mode} {self.name}"
+
     def value(self, metrics: dict[str, float]) -> float:
         if self.name not in metrics:
             raise UserError(

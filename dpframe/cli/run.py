@@ -113,7 +113,13 @@ def _run(job: Composed) -> Run:
 
 def _directory(job: Composed) -> Directory:
     resumed = resumed_directory(job.start) if job.settings.resume and job.start else None
-    return Directory(resumed or Path(job.run_dir), is_given=bool(resumed) or job.is_run_dir_given)
+    path = resumed or Path(job.run_dir)
+    if job.settings.mode == "fit" and resumed is None and any(path.glob("checkpoints/*.ckpt")):
+        raise UserError(
+            f"the run directory {path} has the checkpoints of another run; go on with that one by "
+            f"resume={path}, or name another directory by hydra.run.dir=DIR"
+        )
+    return Directory(path, is_given=bool(resumed) or job.is_run_dir_given)
 
 
 def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> None:
