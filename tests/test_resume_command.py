@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -109,16 +110,18 @@ def damaged(directory: Path, lines: list[list[str]]) -> list:
 def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(tmp_path):
     files = ["resume=run/checkpoints/last.ckpt"]
     by_file, by_run = damaged(tmp_path, [files, ["resume=run"]])
+    good = r"run/checkpoints/(best|epoch0003-step12)\.ckpt"  # the same state, in two files
     assert by_file.code == 2
-    assert by_file.err.endswith("; the newest good one there is run/checkpoints/best.ckpt\n")
+    assert re.search(f"; the newest good one there is {good}\n$", by_file.err)
     assert by_run.code == 0, by_run.err
-    assert by_run.err == (
+    assert re.fullmatch(
         "dpframe: run/checkpoints/last.ckpt: its seal is missing: it is cut short, or no "
-        "checkpoint of dpframe's; going on from run/checkpoints/best.ckpt\n"
+        f"checkpoint of dpframe's; going on from {good}\n",
+        by_run.err,
     )
+    assert "resumed at epoch 3, step 12" in by_run.out
 
 
-@pytest.mark.parametrize(("best_step", "name"), [(9, "best.ckpt"), (7, "last.ckpt")])
 def test_a_newer_file_than_last_ckpt_is_taken_for_its_steps_and_not_for_a_copys_time(
     tmp_path, capsys, best_step, name
 ):
