@@ -1,0 +1,119 @@
+"""Runs programs as processes of their own, one after another in turns, and measures them."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PROGRAMS = Path(__file__).parent / "programs"
+WARM_EPOCHS = 5  # of a run, left out of its time a step
+LIMIT_SECONDS = 300
+NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
+
+
+class Program(NamedTuple):
+    name: str
+    command: list[str]
+    code: int = 0  # what it exits with
+
+
+class Run(NamedTuple):
+    """`step` and `epoch_step` are microseconds a step: of training alone, and of all there is."""
+
+    seconds: float
+    megabytes: float  # of the process that was started, at its peak
+    begin: float = 0.0  # seconds until the first epoch
+    step: float = 0.0
+    epoch_step: float = 0.0
+    first_step: float = 0.0  # `step` in the run's first quarter, and in its last
+    last_step: float = 0.0
+    calls: float = 0.0  # Python calls a step
+    loss: float = 0.0
+
+
+def in_turns(programs: Sequence[Program], rounds: int, **options: bool) -> dict[str, list[Run]]:
+    """A B C A B C …, after a round that warms the disk's cache and is thrown away."""
+    runs: dict[str, list[Run]] = {program.name: [] for program in programs}
+    for turn in range(rounds + 1):
+        for program in programs:
+            measured = run(program, **options)
+            if turn:
+                runs[program.name].append(measured)
+    return runs
+
+
+def run(program: Program, *, counts: bool = False) -> Run:
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        report = Path(folder, "report.json")
+        environment = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
+        environment["BENCHMARK_REPORT"] = str(report)
+        if counts:
+            environment["BENCHMARK_CALLS"] = "1"
+        with Path(folder, "output").open("w+") as output:
+            began = time.perf_counter()
+            process = subprocess.Popen(
+                program.command, cwd=folder, env=environment, stdout=output, stderr=output
+            )
+            code, kilobytes = _ended(process)
+            seconds = time.perf_counter() - began
+            if code != program.code:
+                output.seek(0)
+                command = " ".join(program.command)
+                raise SystemExit(f"{command}\nended with {code}:\n{output.read()[-3000:]}")
+        told = json.loads(report.read_text()) if report.is_file() else None
+    plain = Run(seconds, kilobytes / 1024)
+    return plain if told is None else plain._replace(**_times(told, began))
+
+
+def _ended(process: subprocess.Popen) -> tuple[int, int]:
+    """The exit code and the peak memory, which only wait4 tells of one process."""
+    limit = threading.Timer(LIMIT_SECONDS, process.kill)
+    limit.start()
+    try:
+        _, status, usage = os.wait4(process.pid, 0)
+    finally:
+        limit.cancel()
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_maxrss
+
+
+def _times(told: dict, began: float) -> dict[str, float]:
+    begun, trained, ended = told["begun"], told["trained"], told["ended"]
+    steps = told["steps_per_epoch"]
+    each = [1e6 * (t - b) / steps for b, t in zip(begun, trained, strict=True)]
+    found = {"begin": begun[0] - began, "loss": told["loss"], "calls": told["calls"] / steps}
+    warm = WARM_EPOCHS if len(each) > 2 * WARM_EPOCHS else 0
+    first = ended[warm - 1] if warm else begun[0]
+    found["epoch_step"] = 1e6 * (ended[-1] - first) / (len(ended) - warm) / steps
+    kept = each[warm:]
+    quarter = max(1, len(kept) // 4)
+    found["step"] = statistics.median(kept)
+    found["first_step"] = statistics.median(kept[:quarter])
+    found["last_step"] = statistics.median(kept[-quarter:])
+    return found
+
+
+def dpframe(*words: str, name: str = "dpframe", code: int = 0) -> Program:
+    """The command itself."""
+    return Program(name, [sys.executable, "-m", "dpframe", *words], code)
+
+
+def noted(*words: str, name: str = "dpframe") -> Program:
+    """The command with a callback that notes the times of its epochs."""
+    return Program(name, [sys.executable, str(PROGRAMS / "dpframe_command.py"), *words])
+
+
+def script(python: str, file: str, *words: str, name: str) -> Program:
+    return Program(name, [python, str(PROGRAMS / f"{file}.py"), *words])
+
+
+def pairs(runs: Sequence[float], others: Sequence[float]) -> Iterator[float]:
+    """One over the other, turn by turn: what slowed the machine for a while slowed both."""
+    return (one / other for one, other in zip(runs, others, strict=True))
