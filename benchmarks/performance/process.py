@@ -73,7 +73,11 @@ def run(program: Program, *, counts: bool = False) -> Run:
 
 
 def _ended(process: subprocess.Popen) -> tuple[int, int]:
-    """The exit code and the peak memory, which only wait4 tells of one process."""
+    """The exit code and the peak memory, which only wait4 tells of one process.
+
+    It counts what the process was before it became the program, a copy of this one: so the runner
+    must stay small, and imports no torch.
+    """
     limit = threading.Timer(LIMIT_SECONDS, process.kill)
     limit.start()
     try:
