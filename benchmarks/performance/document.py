@@ -45,8 +45,13 @@ def tables(found: Found, where: dict[str, str]) -> str:
     parts = []
     for name, results in found.items():
         for section in dict.fromkeys(result.section for result in results):
-            rows = [line(result) for result in results if result.section == section]
-            parts.append("\n".join([f"**{section.capitalize()}**, {where[name]}\n", HEADER, *rows]))
+            of_it = [result for result in results if result.section == section]
+            beside = max(result.beside for result in of_it)
+            said = f"{where[name]}; others kept {beside:.1f} cores busy"
+            rows = [line(result) for result in of_it]
+            parts.append(
+                "\n".join([f"**{section[0].upper()}{section[1:]}**, {said}\n", HEADER, *rows])
+            )
     return "\n\n".join(parts)
 
 
@@ -72,7 +77,7 @@ def machine() -> str:
     """In words, with the time: numbers are only good where they were taken."""
     words = [f"{os.cpu_count()} cores", platform.machine(), f"Python {platform.python_version()}"]
     words += [f"{name} {version}" for name, version in versions().items()]
-    return f"{time.strftime('%Y-%m-%d')}, load {os.getloadavg()[0]:.1f}; {', '.join(words)}"
+    return f"{time.strftime('%Y-%m-%d')}: {', '.join(words)}"
 
 
 def picture(results: Sequence[Result]) -> str:

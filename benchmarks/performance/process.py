@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import NamedTuple
 PROGRAMS = Path(__file__).parent / "programs"
 WARM_EPOCHS = 5  # of a run, left out of its time a step
 LIMIT_SECONDS = 300
+CALM = 0.15  # processors that others may keep busy
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
 
 
@@ -29,6 +31,7 @@ class Run(NamedTuple):
 
     seconds: float
     megabytes: float  # of the process that was started, at its peak
+    beside: float = 0.0  # processors that others kept busy meanwhile
     begin: float = 0.0  # seconds until the first epoch
     step: float = 0.0
     epoch_step: float = 0.0
@@ -38,15 +41,24 @@ class Run(NamedTuple):
     loss: float = 0.0
 
 
-def in_turns(programs: Sequence[Program], rounds: int, **options: bool) -> dict[str, list[Run]]:
-    """A B C A B C …, after a round that warms the disk's cache and is thrown away."""
-    runs: dict[str, list[Run]] = {program.name: [] for program in programs}
-    for turn in range(rounds + 1):
-        for program in programs:
-            measured = run(program, **options)
-            if turn:
-                runs[program.name].append(measured)
-    return runs
+def in_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Run]]:
+    """A B C A B C …, after a turn that warms the disk's cache and is thrown away.
+
+    A turn beside which others kept the machine busy is made again, at most twice as often as
+    asked; the calmest are kept, which is not to look at what was measured.
+    """
+    turns = [[run(program) for program in programs]][1:]
+    while sum(disturbance(turn) < CALM for turn in turns) < rounds and len(turns) < 3 * rounds:
+        turns.append([run(program) for program in programs])
+    kept = sorted(turns, key=disturbance)[:rounds]
+    return {
+        program.name: list(found)
+        for program, found in zip(programs, zip(*kept, strict=True), strict=True)
+    }
+
+
+def disturbance(turn: Sequence[Run]) -> float:
+    return statistics.fmean(measured.beside for measured in turn)
 
 
 def run(program: Program, *, counts: bool = False) -> Run:
@@ -57,26 +69,27 @@ def run(program: Program, *, counts: bool = False) -> Run:
         if counts:
             environment["BENCHMARK_CALLS"] = "1"
         with Path(folder, "output").open("w+") as output:
-            began = time.perf_counter()
+            busy, began = busy_seconds(), time.perf_counter()
             process = subprocess.Popen(
                 program.command, cwd=folder, env=environment, stdout=output, stderr=output
             )
-            code, kilobytes = _ended(process)
+            code, usage = _ended(process)
             seconds = time.perf_counter() - began
+            others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
             if code != program.code:
                 output.seek(0)
                 command = " ".join(program.command)
                 raise SystemExit(f"{command}\nended with {code}:\n{output.read()[-3000:]}")
         told = json.loads(report.read_text()) if report.is_file() else None
-    plain = Run(seconds, kilobytes / 1024)
+    plain = Run(seconds, usage.ru_maxrss / 1024, max(0.0, others / seconds))
     return plain if told is None else plain._replace(**_times(told, began))
 
 
-def _ended(process: subprocess.Popen) -> tuple[int, int]:
-    """The exit code and the peak memory, which only wait4 tells of one process.
+def _ended(process: subprocess.Popen) -> tuple[int, resource.struct_rusage]:
+    """The exit code and what it used, which only wait4 tells of one process.
 
-    It counts what the process was before it became the program, a copy of this one: so the runner
-    must stay small, and imports no torch.
+    Its peak memory counts what it was before it became the program, a copy of this one: so the
+    runner must stay small, and imports no torch.
     """
     limit = threading.Timer(LIMIT_SECONDS, process.kill)
     limit.start()
@@ -85,7 +98,17 @@ def _ended(process: subprocess.Popen) -> tuple[int, int]:
     finally:
         limit.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, usage.ru_maxrss
+    return process.returncode, usage
+
+
+def busy_seconds() -> float:
+    """Of all processors, since the machine began; 0 where the system doesn't tell."""
+    try:
+        fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, interrupts, soft, steal = map(int, fields[:8])
+    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _times(told: dict, began: float) -> dict[str, float]:

@@ -22,6 +22,7 @@ class Result(NamedTuple):
     high: float
     turns: int
     target: float | None
+    beside: float = 0.0  # processors that others kept busy, as a median over all runs
 
     @property
     def is_met(self) -> bool | None:
@@ -52,6 +53,7 @@ def compared(
         high,
         len(ratios),
         target,
+        statistics.median(run.beside for run in [*runs, *others]),
     )
 
 

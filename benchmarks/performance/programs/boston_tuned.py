@@ -10,7 +10,8 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ class Run:
         self.events = EventFileWriter(str(directory / "tuned"))
         self.table = (directory / "tuned.csv").open("w")
         self.writer = ThreadPoolExecutor(1)
+        self.writing: Future | None = None
         self.saves, self.speaks = saves, speaks
         self.step, self.best = 0, math.inf
 
@@ -110,11 +112,13 @@ class Run:
         if loss < self.best:
             self.best = loss
             names.append("best.ckpt")
-        state: dict[str, Any] = {"epoch": epoch, "net": self.net.state_dict()}
-        state |= {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
-        content = io.BytesIO()
-        torch.save(state, content)
-        self.writer.submit(write, content.getvalue(), [self.directory / name for name in names])
+        state = {"epoch": epoch, "net": self.net.state_dict(), "random": torch.get_rng_state()}
+        state["optimizer"] = self.optimizer.state_dict()
+        if self.writing is not None:
+            self.writing.result()  # one at a time, and a failure is not lost
+        # Copied here, as training goes on; turned into bytes there.
+        paths = [self.directory / name for name in names]
+        self.writing = self.writer.submit(write, deepcopy(state), paths)
 
     def close(self) -> None:
         self.writer.shutdown()
@@ -122,11 +126,13 @@ class Run:
         self.table.close()
 
 
-def write(content: bytes, paths: list[Path]) -> None:
+def write(state: dict[str, Any], paths: list[Path]) -> None:
+    content = io.BytesIO()
+    torch.save(state, content)
     for path in paths:
         temporary = path.with_suffix(".partial")
         with temporary.open("wb") as file:
-            file.write(content)
+            file.write(content.getvalue())
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
