@@ -4,7 +4,7 @@ import os
 import time
 from argparse import ArgumentParser, Namespace
 
-from benchmarks.performance import document
+from benchmarks.performance import document, process
 from benchmarks.performance.sections import SECTIONS
 
 # How many turns each section takes.
@@ -23,6 +23,8 @@ CALM = 0.5  # of the cores: what runs beside makes times worth nothing
 
 def main() -> int:
     options = parse()
+    if options.work:
+        process.count_work()
     wanted = QUICK if options.quick else WEEKLY
     found, where = document.load()
     missed = []
@@ -30,7 +32,7 @@ def main() -> int:
         if name not in (options.only or wanted):
             continue
         wait_until_calm(options.patience)
-        where[name] = document.machine()
+        where[name] = document.machine() + (", seconds of work" if options.work else "")
         found[name] = SECTIONS[name](options.rounds or rounds, is_quick=options.quick)
         print(document.tables({name: found[name]}, where), flush=True)
         missed += [result for result in found[name] if result.is_met is False]
@@ -48,6 +50,7 @@ def parse() -> Namespace:
     size.add_argument("--weekly", action="store_true", help="all of them, in half an hour")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="these sections alone")
     parser.add_argument("--rounds", type=int, help="turns of each program, for all sections")
+    parser.add_argument("--work", action="store_true", help="processors' time, on a busy machine")
     parser.add_argument("--write", action="store_true", help="into docs/performance.md")
     parser.add_argument(
         "--patience", type=float, default=0, help="seconds to wait for a calm machine"
