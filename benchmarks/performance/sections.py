@@ -22,9 +22,12 @@ from benchmarks.performance.result import Result, compared, limited
 
 FEW_ROWS, MANY_ROWS = 10_000, 1_000_000
 LOSS_FACTOR = 1.5  # how far apart the final training losses of two programs may be
+UNSAVED = "dpframe, no checkpoints"
+SAVING = "the loop by hand, saving each epoch"
 STEP_TARGETS = {
     "the tuned loop": 1.06,
     "the loop by hand": 0.45,
+    SAVING: 0.45,
     "Lightning, bare": 0.22,
     "Lightning, defaults": 0.15,
     "Accelerate": None,
@@ -46,25 +49,38 @@ def boston(rounds: int, *, is_quick: bool) -> list[Result]:
     """Its programs tell time a step, time in all and memory alike."""
     runs = in_turns(boston_programs(is_quick=is_quick), rounds)
     check_losses(runs)
-    ours = runs["dpframe"]
-    results = []
-    for name, target in STEP_TARGETS.items():
-        if name in runs:
-            other = runs[name]
-            results.append(compared(STEP, f"{name}: all", ours, other, "epoch_step", target))
-            results.append(compared(STEP, f"{name}: training alone", ours, other, "step", target))
     whole = {"import torch": 1.4, "the loop by hand": 0.55, "Lightning, defaults": 0.35}
-    for name, other in runs.items():
-        if name not in ("dpframe", "Lightning, bare"):
-            results.append(compared(WHOLE, name, ours, other, "seconds", whole.get(name)))
-    by_hand = runs["the loop by hand"]
-    return [*results, compared(MEMORY, "the loop by hand", ours, by_hand, "megabytes", 1.05)]
+    others = {name: runs[name] for name in runs if name not in ("dpframe", UNSAVED)}
+    ours, by_hand = runs["dpframe"], runs["the loop by hand"]
+    return [
+        *steps(runs),
+        *(
+            compared(WHOLE, name, ours, other, "seconds", whole.get(name))
+            for name, other in others.items()
+            if name != "Lightning, bare"
+        ),
+        compared(MEMORY, "the loop by hand", ours, by_hand, "megabytes", 1.05),
+    ]
+
+
+def steps(runs: dict[str, list[Run]]) -> list[Result]:
+    """With the ends of the epochs and without; a checkpoint each epoch is most of such an end."""
+    pairs = [(name, "dpframe", name, target) for name, target in STEP_TARGETS.items()]
+    pairs.append(("the loop by hand, neither saves", UNSAVED, "the loop by hand", 0.45))
+    return [
+        compared(STEP, f"{name}: {kind}", runs[one], runs[other], measure, target)
+        for name, one, other, target in pairs
+        for kind, measure in (("all", "epoch_step"), ("training alone", "step"))
+        if other in runs
+    ]
 
 
 def boston_programs(*, is_quick: bool) -> list[Program]:
     python = peers.python()
     found = [
         noted("recipe=boston"),
+        noted("recipe=boston", "callbacks.checkpoint=null", name=UNSAVED),
+        script(python, "boston_by_hand", "--saves", name=SAVING),
         script(python, "boston_tuned", name="the tuned loop"),
         script(python, "boston_by_hand", name="the loop by hand"),
         script(python, "boston_lightning", "--bare", name="Lightning, bare"),

@@ -17,6 +17,7 @@ def options(description: str | None) -> Namespace:
     parser = ArgumentParser(description=description)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--bare", action="store_true", help="without what the framework adds")
+    parser.add_argument("--saves", action="store_true", help="a checkpoint each epoch")
     return parser.parse_args()
 
 

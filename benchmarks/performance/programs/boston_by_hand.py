@@ -1,5 +1,7 @@
 """Boston as most scripts have it: a DataLoader, Adam, a validation each epoch, and a log."""
 
+import math
+
 import boston
 import torch
 from marks import Marks
@@ -18,6 +20,7 @@ def main() -> None:
     net = boston.network()
     optimizer = torch.optim.Adam(net.parameters(), lr=boston.LEARNING_RATE)
     writer = None if options.bare else SummaryWriter("runs")
+    best = math.inf
     marks = Marks()
     for epoch in range(options.epochs):
         marks.begin()
@@ -28,6 +31,9 @@ def main() -> None:
             writer.add_scalar("train/loss", loss, epoch)
             writer.add_scalar("val/loss", val_loss, epoch)
             print(f"epoch {epoch + 1}: train loss {loss:.4f}, val loss {val_loss:.4f}", flush=True)
+        if options.saves:
+            best = min(best, val_loss)
+            save(net, optimizer, epoch, is_best=best == val_loss)
         marks.end()
     if writer is not None:
         writer.close()
@@ -46,6 +52,13 @@ def train_epoch(net: nn.Module, loader: DataLoader, optimizer: torch.optim.Optim
         total += loss.item() * len(x)
         rows += len(x)
     return total / rows
+
+
+def save(net: nn.Module, optimizer: torch.optim.Optimizer, epoch: int, *, is_best: bool) -> None:
+    state = {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+    torch.save(state, "last.pt")
+    if is_best:
+        torch.save(state, "best.pt")
 
 
 def validate(net: nn.Module, loader: DataLoader) -> float:
