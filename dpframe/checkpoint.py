@@ -21,11 +21,14 @@ PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torc
 class Writer:
     """Saves on a thread of its own, one state at a time; a failure is raised by the next call.
 
-    A state that comes while another is being written waits for it, and gives way to a newer one
-    for the same file; a large one is waited for, lest there be three of them in memory.
+    A state that comes while another is being written, or less than `seconds_between` later, waits,
+    and gives way to a newer one for the same file. A large one does not wait: training waits for
+    the one before it, lest there be three of them in memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds_between: float = 0.0) -> None:
+        self._seconds_between = seconds_between
+        self._is_urgent = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_writing = False
@@ -49,9 +52,12 @@ class Writer:
             self._thread.start()
 
     def wait(self) -> None:
+        """Until all is written, which is then put off no longer."""
         if self._thread is not None:
+            self._is_urgent.set()
             self._thread.join()
             self._thread = None
+            self._is_urgent.clear()
         self._raise()
 
     def _raise(self) -> None:
@@ -67,6 +73,7 @@ class Writer:
                     write(state, *(path for path, its in waiting.items() if its is state))
                 for old in dropped:
                     old.unlink(missing_ok=True)
+                self._is_urgent.wait(self._seconds_between)
         except BaseException as error:
             self._failure, self._waiting, self._is_writing = error, {}, False
 

@@ -37,6 +37,8 @@ trainer:
   accelerator: cpu
 callbacks:
   progress: null
+  checkpoint:
+    seconds_between: 0
 """
 STEPS = 24  # in all
 

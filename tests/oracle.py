@@ -95,7 +95,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
                 log_every=2,
                 threads=1,
             ),
-            callbacks=[Checkpoint(every_n_steps=1, keep=2), *kills],
+            callbacks=[Checkpoint(every_n_steps=1, keep=2, seconds_between=0), *kills],
             loggers=[CSV(), TensorBoard(graph=False)],
             run=Run(directory=directory),
         )

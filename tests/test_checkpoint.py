@@ -5,6 +5,7 @@ import io
 import math
 import os
 import threading
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -72,9 +73,21 @@ def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
 
     monkeypatch.setattr(checkpoint, "write", slow)
     hooks = Hooks(on_step_end=lambda t: t.global_step == 4 and may_end.set())
-    keeper = Checkpoint(every_n_steps=3, every_n_epochs=None, keep=0)
+    keeper = Checkpoint(every_n_steps=3, every_n_epochs=None, keep=0, seconds_between=0)
     fitted(callbacks=[hooks, keeper], directory=tmp_path, max_epochs=1)
     assert in_time == [True, True]
+
+
+def test_of_states_that_come_too_often_the_newest_is_written_and_the_last_one_at_once(monkeypatch):
+    written = []
+    monkeypatch.setattr(checkpoint, "write", lambda state, *paths: written.append(state["n"]))
+    writer = checkpoint.Writer(seconds_between=600)
+    for n in range(5):
+        writer.save({"n": n}, [Path("last.ckpt")])
+    began = time.monotonic()
+    writer.wait()
+    assert (written[0], written[-1], len(written)) == (0, 4, 2)
+    assert time.monotonic() - began < 60
 
 
 def test_a_save_that_fails_stops_the_run_with_its_reason(monkeypatch, tmp_path):
@@ -295,6 +308,7 @@ def saved_steps(
     monkeypatch, keeper: Checkpoint, *, more: Sequence[Callback] = (), **settings
 ) -> list[tuple[str, int]]:
     saves = []
+    keeper.writer = checkpoint.Writer()  # which writes all of them, however quickly they come
 
     def save(state, *paths):
         saves.extend((path.stem, state["progress"]["global_step"]) for path in paths)

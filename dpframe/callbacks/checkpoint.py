@@ -20,7 +20,8 @@ class Checkpoint(Callback):
     """`keep` is how many of the best are kept; the best of all is always `best.ckpt`.
 
     The best are judged at the epochs of `every_n_epochs`, at validations within an epoch, and at
-    the end of training. Files are written on a thread of their own while training goes on.
+    the end of training. Files are written on a thread of their own while training goes on, small
+    ones at most every `seconds_between`: of epochs that are shorter, the newest state is written.
     """
 
     runs_last = True  # what the others decided at this hook belongs into the checkpoint
@@ -33,6 +34,7 @@ class Checkpoint(Callback):
         every_n_epochs: int | None = 1,
         every_n_steps: int | None = None,
         every_n_minutes: float | None = None,
+        seconds_between: float = 0.5,
     ) -> None:
         for name, value in {
             "every_n_epochs": every_n_epochs,
@@ -43,6 +45,10 @@ class Checkpoint(Callback):
         if every_n_minutes is not None and not every_n_minutes > 0:
             raise UserError(
                 f"callbacks.checkpoint.every_n_minutes={every_n_minutes}; give more than 0, or null"
+            )
+        if not seconds_between >= 0:
+            raise UserError(
+                f"callbacks.checkpoint.seconds_between={seconds_between}; give 0 or more"
             )
         if keep < 0:
             raise UserError(f"callbacks.checkpoint.keep={keep}; give 0 or more")
@@ -55,7 +61,7 @@ class Checkpoint(Callback):
         self.saved_step = -1
         self.saved_clock = 0.0
         self.judged_step = -1
-        self.writer = checkpoint.Writer()
+        self.writer = checkpoint.Writer(seconds_between)
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
