@@ -47,7 +47,8 @@ def tables(found: Found, where: dict[str, str]) -> str:
         for section in dict.fromkeys(result.section for result in results):
             of_it = [result for result in results if result.section == section]
             beside = max(result.beside for result in of_it)
-            said = f"{where[name]}; others kept {beside:.1f} cores busy"
+            others = f"; others kept {beside:.1f} cores busy" if beside else ""  # or not looked at
+            said = f"{where[name]}{others}"
             rows = [line(result) for result in of_it]
             parts.append(
                 "\n".join([f"**{section[0].upper()}{section[1:]}**, {said}\n", HEADER, *rows])
