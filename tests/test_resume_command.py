@@ -122,6 +122,7 @@ def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(tmp_path):
     assert "resumed at epoch 3, step 12" in by_run.out
 
 
+@pytest.mark.parametrize(("best_step", "name"), [(9, "best.ckpt"), (7, "last.ckpt")])
 def test_a_newer_file_than_last_ckpt_is_taken_for_its_steps_and_not_for_a_copys_time(
     tmp_path, capsys, best_step, name
 ):

@@ -75,7 +75,7 @@ def test_a_plateau_over_a_metric_that_is_not_there_is_refused(monitor, data, sai
     assert str(caught.value) == f"trainer.plateau_monitor={said}"
 
 
-ONE_CYCLE = partial(OneCycleLR, max_lr=1.0)
+ONE_CYCLE = partial(OneCycleLR, max_lr=0.1)
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def nothing_to_train() -> Any:
         (no_optimizer, Rows(), "Small has no optimiser; give task.optimizer or write configure_"),
         (text_for_optimizer, Rows(), "Small.configure_optimizer gave a str; give an optimiser"),
         (nothing_to_train, Rows(), "Small has no parameter to train"),
-        (Small, Rows(0, val=False), "Rows.train_dataset() gave no rows"),
+        (Small, Rows(0, val=False), "Rows.train_dataset() has no rows; give it at least one"),
         (Small, DataModule(), "DataModule.train_dataset() gives no data set; write it"),
     ],
 )
