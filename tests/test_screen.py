@@ -58,7 +58,8 @@ def test_ctrl_c_while_training_is_130_without_a_traceback(tmp_path):
         assert any(line.startswith("epoch 3/") for line in process.stdout)
         assert_interrupted(
             process,
-            r"dpframe: interrupted by SIGINT after step \d+; go on with resume=outputs/boston/\S+\n",
+            r"dpframe: interrupted by SIGINT after step \d+; "
+            r"go on with resume=outputs/boston/\S+\n",
         )
 
 
