@@ -121,19 +121,25 @@ def load(path: str | Path) -> dict[str, Any]:
     wrong = seal.flaw(path)
     if wrong:
         raise UserError(f"checkpoint={path} can't be used: {wrong}{seal.instead_of(path)}")
+    wrong, state = _loaded(path)
+    if wrong:
+        raise UserError(f"checkpoint={path} {wrong}{seal.instead_of(path)}")
+    return state | {"file": str(path)}
+
+
+def _loaded(path: Path) -> tuple[str, dict[str, Any]]:
+    """What is wrong with it, or '' and the state."""
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(f"checkpoint={path} can't be read: {cause[:160]}") from error
+        return f"can't be read: {cause[:160]}", {}
     if not isinstance(state, dict) or "task" not in state or "format" not in state:
-        raise UserError(f"checkpoint={path} is not a dpframe checkpoint")
+        return "is not a dpframe checkpoint", {}
     if state["format"] != FORMAT:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
-        raise UserError(
-            f"checkpoint={path} has format {state['format']}, this dpframe reads {FORMAT}; {what}"
-        )
-    return state | {"file": str(path)}
+        return f"has format {state['format']}, this dpframe reads {FORMAT}; {what}", {}
+    return "", state
 
 
 def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -53,13 +53,13 @@ def flaw(path: Path) -> str:
     return "" if seal == HEAD + found.encode() else "it is damaged: its hash is another one"
 
 
-def newest_good(directory: Path) -> Path | None:
+def newest_good(directory: Path, *, but: Path | None = None) -> Path | None:
     """The checkpoint that was written last, of those that are whole.
 
     Copying a run gives its files new times, in any order: a file that looks newer than `last.ckpt`
     is taken in its place only if it has more steps, as after a kill between the two.
     """
-    found = sorted(directory.glob("*.ckpt"), key=_age)
+    found = sorted((path for path in directory.glob("*.ckpt") if path != but), key=_age)
     good = next((path for path in found if not flaw(path)), None)
     last = directory / "last.ckpt"
     if good in (None, last) or last not in found or flaw(last):
@@ -76,7 +76,7 @@ def written_at(path: Path) -> int:
 
 def instead_of(path: Path) -> str:
     """To end an error about a bad checkpoint with."""
-    good = newest_good(path.parent)
+    good = newest_good(path.parent, but=path)
     return f"; the newest good one there is {good}" if good else "; there is no good one beside it"
 
 

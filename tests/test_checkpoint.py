@@ -202,6 +202,17 @@ def test_the_error_about_a_bad_checkpoint_names_the_newest_good_one(tmp_path):
     assert str(caught.value).endswith(f"; the newest good one there is {tmp_path / 'best.ckpt'}")
 
 
+@pytest.mark.parametrize(
+    "content", [{"format": 2, "task": Fires()}, {"weights": 1}, {"format": 99, "task": {}}]
+)
+def test_the_error_about_a_whole_file_that_is_no_use_names_the_newest_good_one(tmp_path, content):
+    checkpoint.save({"task": {}}, tmp_path / "best.ckpt")
+    (tmp_path / "last.ckpt").write_bytes(sealed(content))
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(tmp_path / "last.ckpt")
+    assert str(caught.value).endswith(f"; the newest good one there is {tmp_path / 'best.ckpt'}")
+
+
 @pytest.mark.parametrize("action", ["save", "load"])
 def test_weights_that_are_not_numbers_are_neither_saved_nor_loaded(tmp_path, action):
     path = tmp_path / "last.ckpt"

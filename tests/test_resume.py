@@ -212,6 +212,16 @@ def test_a_resume_that_could_not_go_on_alike_is_refused(changed, said):
     assert str(caught.value).endswith("; give back what there was, or resume_anyway=true")
 
 
+def test_a_checkpoint_of_weights_alone_is_no_start_for_a_resume():
+    state = fitted(max_steps=2).state_dict()
+    del state["optimizer"]
+    with pytest.raises(UserError) as caught:
+        fitted(resume=state | {"file": "a.ckpt"})
+    assert str(caught.value) == (
+        "resume=a.ckpt has no optimizer; use checkpoint=FILE to start anew from its weights"
+    )
+
+
 @pytest.mark.parametrize("step", [2, 3])  # log_every is 3: within a window, and at its end
 def test_a_resume_logs_what_would_have_been_logged(step):
     def log_of(resume: Any = None) -> list:

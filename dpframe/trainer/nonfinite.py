@@ -56,7 +56,8 @@ class LossGuard:
         if not unread:
             return
         losses = [output["loss"] for measured, *_ in unread for _, output in measured]
-        if bool(torch.stack([loss.double() for loss in losses]).isfinite().all()):
+        place = losses[0].device  # replicas have one each
+        if bool(torch.stack([loss.double().to(place) for loss in losses]).isfinite().all()):
             return
         for measured, step, batch_index in unread:
             if not all(math.isfinite(output["loss"].item()) for _, output in measured):
