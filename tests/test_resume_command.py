@@ -153,6 +153,15 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def test_an_override_of_the_resumed_run_that_no_longer_fits_is_told_as_such(tmp_path):
+    _, refused = attempts([START, ["resume=run", "callbacks=none"]], tmp_path)[0]
+    assert refused.code == 2
+    assert refused.err.startswith("dpframe: callbacks.checkpoint.keep=2: there is no key")
+    assert refused.err.endswith(
+        " (an override that the run was begun with; if that had a --config-dir, say it again)\n"
+    )
+
+
 def test_a_fresh_run_does_not_write_over_another_ones_checkpoints(tmp_path):
     started, again = attempts([START, [*START, "seed=1"]], tmp_path)[0]
     assert (started.code, again.code) == (0, 2)

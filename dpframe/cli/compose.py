@@ -81,7 +81,16 @@ def raw_of_run(overrides: Sequence[str], config_dir: str | None) -> DictConfig:
         _set(config := raw(overrides, config_dir=config_dir))
         return Path(str(config.hydra.run.dir)).parent
 
-    _set(config := raw(with_saved(overrides, runs), config_dir=config_dir))
+    merged = with_saved(overrides, runs)
+    try:
+        _set(config := raw(merged, config_dir=config_dir))
+    except UserError as error:
+        if any(str(error).startswith(saved) for saved in merged if saved not in overrides):
+            raise UserError(
+                f"{error} (an override that the run was begun with; "
+                "if that had a --config-dir, say it again)"
+            ) from None
+        raise
     return config
 
 
