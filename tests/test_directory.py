@@ -23,6 +23,16 @@ def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
     assert made == ["now", "now-2"]
 
 
+def test_a_directory_of_the_configs_that_has_a_run_in_it_is_left_to_that_run(tmp_path):
+    (tmp_path / "outputs/boston/now/checkpoints").mkdir(parents=True)
+    (tmp_path / "outputs/boston/now/checkpoints/last.ckpt").touch()
+    text = "# @package _global_\nhydra: {run: {dir: outputs/boston/now}}\n"
+    write(tmp_path / "mine", {"experiment/now.yaml": text})
+    words = ["recipe=boston", "trainer.max_epochs=1", "--config-dir=mine", "experiment=now"]
+    assert dpframe(*words, cwd=tmp_path).returncode == 0
+    assert (tmp_path / "outputs/boston/now-2/summary.json").is_file()
+
+
 def test_a_given_directory_is_used_as_it_is_and_files_need_no_quotes(tmp_path):
     words = (
         "recipe=boston",

@@ -114,7 +114,8 @@ def _run(job: Composed) -> Run:
 def _directory(job: Composed) -> Directory:
     resumed = resumed_directory(job.start) if job.settings.resume and job.start else None
     path = resumed or Path(job.run_dir)
-    if job.settings.mode == "fit" and resumed is None and any(path.glob("checkpoints/*.ckpt")):
+    is_fresh = job.settings.mode == "fit" and resumed is None
+    if is_fresh and job.is_run_dir_given and any(path.glob("checkpoints/*.ckpt")):
         raise UserError(
             f"the run directory {path} has the checkpoints of another run; go on with that one by "
             f"resume={path}, or name another directory by hydra.run.dir=DIR"
