@@ -64,7 +64,7 @@ def newest_good(directory: Path, *, but: Path | None = None) -> Path | None:
     last = directory / "last.ckpt"
     if good in (None, last) or last not in found or flaw(last):
         return good
-    return good if _step(good) > _step(last) else last
+    return good if step_of(good) > step_of(last) else last
 
 
 def written_at(path: Path) -> int:
@@ -80,12 +80,7 @@ def instead_of(path: Path) -> str:
     return f"; the newest good one there is {good}" if good else "; there is no good one beside it"
 
 
-def _age(path: Path) -> tuple[int, bool, bool]:
-    """Of files of one moment, `last` and `best` are named first."""
-    return -written_at(path), path.name != "last.ckpt", path.name != "best.ckpt"
-
-
-def _step(path: Path) -> int:
+def step_of(path: Path) -> int:
     """Read without torch, which is not imported yet, and without running what is in the file."""
     with zipfile.ZipFile(path) as file:
         name = next(name for name in file.namelist() if name.endswith("/data.pkl"))
@@ -93,6 +88,11 @@ def _step(path: Path) -> int:
         values = [value for code, value, _ in codes if "PUT" not in code.name]
     step = values[values.index("global_step") + 1] if "global_step" in values else None
     return step if isinstance(step, int) else -1
+
+
+def _age(path: Path) -> tuple[int, bool, bool]:
+    """Of files of one moment, `last` and `best` are named first."""
+    return -written_at(path), path.name != "last.ckpt", path.name != "best.ckpt"
 
 
 def _hash_before(file: BinaryIO, end: int) -> str:

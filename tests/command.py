@@ -42,9 +42,15 @@ class Attempt(NamedTuple):
 
 def attempts(lines: list[list[str]], directory: Path) -> tuple[list[Attempt], list[str]]:
     """Each line as the command would take it, and the heavy modules that were imported."""
+    results, heavy = json.loads(output_of(ATTEMPTS, [lines, HEAVY], directory))
+    return [Attempt(*result) for result in results], heavy
+
+
+def output_of(code: str, given: list, directory: Path) -> str:
+    """What Python code prints that reads `given` as JSON, in a process of its own."""
     done = subprocess.run(
-        [sys.executable, "-c", ATTEMPTS],
-        input=json.dumps([lines, HEAVY]),
+        [sys.executable, "-c", code],
+        input=json.dumps(given),
         capture_output=True,
         text=True,
         cwd=directory,
@@ -52,8 +58,7 @@ def attempts(lines: list[list[str]], directory: Path) -> tuple[list[Attempt], li
         timeout=250,
     )
     assert done.returncode == 0, done.stderr
-    results, heavy = json.loads(done.stdout)
-    return [Attempt(*result) for result in results], heavy
+    return done.stdout
 
 
 def dpframe(*words: str, cwd: Path, **options) -> subprocess.CompletedProcess:

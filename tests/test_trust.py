@@ -1,12 +1,9 @@
 """A config from a stranger calls nothing but parts: each attack is one line, and nothing ran."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command import Attempt, attempts, dpframe, environment, write
+from command import Attempt, attempts, dpframe, output_of, write
 
 TOUCH = '["touch canary"]'
 
@@ -187,18 +184,9 @@ for node in nodes:
 
 def checked(nodes: list[dict], place: Path, *given: str) -> list[str]:
     """What is said of the task with each of these in it, all in one process."""
-    done = subprocess.run(
-        [sys.executable, "-c", CHECKS],
-        input=json.dumps([[*START[2:], *given], nodes]),
-        capture_output=True,
-        text=True,
-        cwd=place,
-        env=environment(),
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    said = output_of(CHECKS, [[*START[2:], *given], nodes], place)
     assert not (place / "canary").exists()
-    return done.stdout.splitlines()
+    return said.splitlines()
 
 
 def test_no_name_but_a_part_is_called_inside_a_part(place):

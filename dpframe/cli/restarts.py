@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, interruption, seal
+from dpframe import interruption, seal
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy, ranks
@@ -50,6 +50,5 @@ def _again(job: Composed, directory: str | None) -> tuple[Composed, str]:
     path = seal.newest_good(Path(directory) / "checkpoints")
     if path is None:
         return replace(job, is_repeated=True), "from the beginning: there is no checkpoint yet"
-    step = checkpoint.load(path)["progress"]["global_step"]
     settings = replace(job.settings, resume=str(path))
-    return replace(job, start=path, settings=settings), f"from {path}, step {step}"
+    return replace(job, start=path, settings=settings), f"from {path}, step {seal.step_of(path)}"
