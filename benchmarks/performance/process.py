@@ -18,7 +18,10 @@ WARM_EPOCHS = 5  # of a run, left out of its time a step
 LIMIT_SECONDS = 300
 WORK = {"BENCHMARK_CLOCK": "processor"}
 CALM = 0.15  # processors that others may keep busy
-NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH")
+NOT_INHERITED = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH"),
+    "PYTHONDONTWRITEBYTECODE",  # else a start-up is one of sources that are compiled each time
+)
 
 
 class Program(NamedTuple):

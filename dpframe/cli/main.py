@@ -118,6 +118,7 @@ def _run(arguments: argparse.Namespace) -> None:
     look()
     from dpframe.cli.run import run  # imports torch: only now that the config is known to be good
 
+    gc.freeze()  # what is imported stays: collecting need not walk it
     gc.enable()
     look()
     run(job)

@@ -36,6 +36,7 @@ def sweep(overrides: list[str], config_dir: str | None) -> int:
             points = _points(overrides, hydra)
         jobs = [_checked(point, config_dir) for point in points]
         _check_targets(jobs)
+        gc.freeze()
         gc.enable()  # main has disabled it for the imports
         directory, more = _directory(shared, jobs, overrides)
         try:
