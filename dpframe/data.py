@@ -221,7 +221,7 @@ class _Seeded(Dataset):
         seed, rows = seed_and_rows
         if get_worker_info() is None:
             return self._together(read(self._dataset, rows), rows)
-        seeding.seed_everything(seed)
+        seeding.reseed(seed)
         try:
             return self._together(read(self._dataset, rows), rows)
         except UserError as error:

@@ -1,6 +1,8 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
 from collections.abc import Callable, Iterable
+from itertools import islice
+from operator import mul
 from typing import Any
 
 import torch
@@ -62,6 +64,8 @@ class Means:
         self._totals = {name: (value, weight) for name, (value, weight) in state["totals"].items()}
 
     def _collect(self) -> None:
+        if not self._kept:
+            return  # in every process alike: each adds something in each step
         for name, (value, weight) in self._summed().items():
             for sums in (self._window, self._totals):
                 before = sums.get(name, (0.0, 0.0))
@@ -75,8 +79,8 @@ class Means:
             # of them agree on the names anew, so the vectors always line up.
             news = len(local.keys() - set(self._names))
             pairs = [local.get(name, (0.0, 0.0)) for name in self._names]
-            vector = self._reduce(_vector([float(news), *(x for pair in pairs for x in pair)]))
-            numbers = vector.tolist()  # waits for the GPU
+            numbers = [float(news), *(x for pair in pairs for x in pair)]
+            numbers = self._reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
             if numbers[0] == 0:
                 break
             self._names = self._agree(sorted({*self._names, *local}))
@@ -85,26 +89,28 @@ class Means:
         }
 
 
-def _weighted_sums(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, tuple[Any, Any]]:
+def _weighted_sums(kept: list[tuple[dict[str, Any], Any]]) -> Sums:
     columns: dict[str, tuple[list, list]] = {}
     for output, weight in kept:
         for name, value in output.items():
             if name != "weight":
                 values, weights = columns.setdefault(name, ([], []))
-                if not _is_zero(weight):
+                if isinstance(weight, Tensor) or weight:
                     values.append(value)
                     weights.append(weight)
-    return {name: _weighted_sum(name, *column) for name, column in columns.items()}
-
-
-def _weighted_sum(name: str, values: list, weights: list) -> tuple[Any, Any]:
-    if not values:
-        return 0.0, 0.0
-    for value in values:
-        if not is_number(value):
-            raise UserError(f"a step returned '{name}' {described(value)}")
-    weight = _vector(weights)
-    return (_vector(values) * weight).sum(), weight.sum()
+    together: list = []
+    for name, (values, weights) in columns.items():
+        for value in values:
+            if not (isinstance(value, Tensor) and value.ndim == 0 or is_number(value)):
+                raise UserError(f"a step returned '{name}' {described(value)}")
+        together += values
+        together += weights
+    read = iter(_numbers(together))
+    sums: Sums = {}
+    for name, (values, _) in columns.items():
+        numbers, its_weights = list(islice(read, len(values))), list(islice(read, len(values)))
+        sums[name] = sum(map(mul, numbers, its_weights)), sum(its_weights)
+    return sums
 
 
 def is_number(value: Any) -> bool:
@@ -121,19 +127,21 @@ def described(value: Any) -> str:
     return f"as a {type(value).__name__}; return one number, or leave it out"
 
 
-def _vector(values: list) -> Tensor:
-    """Numbers and one-element tensors, on any devices, as one float64 tensor."""
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if not tensors:
-        return torch.tensor(values, dtype=torch.float64)
-    device = tensors[0].device
-    return torch.stack(
-        [torch.as_tensor(v, device=device).detach().reshape(()).double() for v in values]
-    )
-
-
-def _is_zero(weight: Any) -> bool:
-    return not isinstance(weight, Tensor) and weight == 0
+def _numbers(values: list) -> list[float]:
+    """What numbers and one-element tensors hold, with one wait a device and type of number."""
+    found = [0.0] * len(values)
+    places: dict[Any, list[int]] = {}
+    for index, value in enumerate(values):
+        if isinstance(value, Tensor):
+            places.setdefault((value.device, value.dtype), []).append(index)
+        else:
+            found[index] = float(value if isinstance(value, int | float) else value.item())
+    for indexes in places.values():
+        tensors = [values[index] for index in indexes]
+        together = torch.stack([one if one.ndim == 0 else one.reshape(()) for one in tensors])
+        for index, number in zip(indexes, together.tolist(), strict=True):  # waits for the GPU
+            found[index] = float(number)
+    return found
 
 
 def _divided(sums: Sums) -> dict[str, float]:

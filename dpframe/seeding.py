@@ -11,8 +11,16 @@ import torch
 
 
 def seed_everything(seed: int) -> None:
+    torch.manual_seed(seed)  # for CUDA too, once there is any
+    reseed(seed)
+
+
+def reseed(seed: int) -> None:
+    """What may be done often: torch's call keeps a stack trace each time CUDA isn't used yet."""
     random.seed(seed)
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
@@ -71,7 +79,7 @@ def restore_random_state(state: dict) -> None:
 def seeded(*numbers: int) -> Iterator[None]:
     """Runs a block with every generator seeded from `numbers`, then puts them back."""
     before = random_state()
-    seed_everything(mix(*numbers))
+    reseed(mix(*numbers))
     try:
         yield
     finally:

@@ -17,6 +17,8 @@ from small import Grabbed, Hooks, Rows, Small, fitted, gradients, is_same, train
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dpframe import seeding
+
 # Precision
 
 
@@ -122,6 +124,35 @@ def test_the_seed_decides_all_three_generators_whatever_was_drawn_before():
     first, again, other = drawn(0), drawn(0, before=2), drawn(1)
     assert first == again
     assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_an_epoch_draws_the_same_numbers_whatever_was_drawn_before_it():
+    """So a checkpoint between two epochs needs no random state, nor the processes that drew it."""
+    draws: list[list[float]] = []
+
+    def draw(_):
+        draws.append([random.random(), numpy.random.rand(), float(torch.rand(()))])
+
+    for more in (0, 3):
+        wasteful = Hooks(on_epoch_start=draw, on_epoch_end=lambda _, n=more: torch.rand(n + 1))
+        trainer(max_epochs=2, callbacks=[wasteful]).fit()
+    assert draws[:2] == draws[2:]
+    assert not set(draws[0]) & set(draws[1])
+
+
+def test_seeding_again_and_again_keeps_nothing():
+    """Torch's manual_seed queues a stack trace for CUDA at each call, while there is none."""
+    seeding.seed_everything(1)
+    queued = len(torch.cuda._queued_calls)
+    for seed in range(5):
+        seeding.reseed(seed)
+    with seeding.seeded(6):
+        pass
+    assert len(torch.cuda._queued_calls) == queued
+    seeding.seed_everything(7)
+    first = float(torch.rand(()))
+    seeding.reseed(7)
+    assert first == float(torch.rand(()))
 
 
 def test_a_logger_that_draws_the_model_changes_no_number():

@@ -229,7 +229,7 @@ main(sys.argv[2:])
 @pytest.mark.parametrize(
     "bytes_left, code, said",
     [
-        (30_000, 1, "dpframe: the checkpoint run/checkpoints/best.ckpt can't be written: File too"),
+        (16_000, 1, "dpframe: the checkpoint run/checkpoints/best.ckpt can't be written: File too"),
         (1_500, 2, "dpframe: the run directory run can't be made: File too large; name another"),
     ],
 )

@@ -50,11 +50,10 @@ class CSV(Logger):
         if added:
             self._widen(added)
         *rows, last = [_text([[row.get(n, "") for n in self._columns]]) for row in self._rows]
-        with self._path.open("a", newline="", encoding="utf-8") as file:
-            file.write("".join(rows))
-            begin = file.tell()
-            file.write(last)
-        self._written = self._rows[-1], begin
+        text, tail = "".join(rows).encode(), last.encode()
+        with open(self._path, "ab") as file:
+            file.write(text + tail)
+            self._written = self._rows[-1], file.tell() - len(tail)
         self._rows.clear()
 
     def _take_back(self) -> None:

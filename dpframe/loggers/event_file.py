@@ -22,6 +22,8 @@ class EventFile:
 
     def write(self) -> None:
         """Unbuffered, so that what it wrote survives a killed process, and a full disk is told."""
+        if not self.pending:
+            return
         with open(self.path, "ab", buffering=0) as file:
             while self.pending:
                 del self.pending[: file.write(self.pending)]

@@ -60,8 +60,10 @@ class Evaluation:
     def _batches(self) -> Any:
         module: nn.Module = self.step.eval()
         to_device = self.strategy.to_device
-        random_state = seeding.random_state()
         look_at = self.lookout.begin(0)
+        batches = self.loader.batches
+        may_look = batches is None or batches >= look_at
+        random_state = seeding.random_state() if may_look else {}
         for done, batch in enumerate(self.loader.epoch(limit=self.limit_batches), 1):
             yield batch.rows, module(to_device(batch.shares))
             if done >= look_at:

@@ -1,5 +1,6 @@
 """The loop: `fit` -> `_train_epoch` -> `_train_step` -> the task. The rest is built before it."""
 
+import json
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -131,7 +132,10 @@ class Trainer:
     # ---- the heart
 
     def _train_epoch(self) -> None:
-        self.step.train()
+        if self.batches_done == 0:  # so what is saved between epochs needs no random state
+            seeding.reseed(seeding.mix(self.seed, self.strategy.rank, self.epoch))
+        if not (self.step.training and self.task.training):
+            self.step.train()
         self._call("on_epoch_start")
         for batches in self._steps():
             self._train_step(batches)
@@ -202,14 +206,11 @@ class Trainer:
         window = self.means.window()  # waits for the GPU; empty if all its steps were left out
         means = self.task.summarize(window) if window else {}
         now = time.perf_counter()
-        scalars = {f"step/{name}": value for name, value in means.items()}
-        scalars["step/lr"] = self.update.learning_rate
-        scalars["step/grad_norm"] = float(self.update.grad_norm)
-        scalars["step/samples_per_second"] = (self.rows_seen - self._logged_rows) / (
-            now - self._logged_at
-        )
+        rate = (self.rows_seen - self._logged_rows) / (now - self._logged_at)
         self._logged_at, self._logged_rows = now, self.rows_seen
-        self.report.log(scalars, step=self.global_step)
+        norm, lr = float(self.update.grad_norm), self.update.learning_rate
+        scalars = {**means, "lr": lr, "grad_norm": norm, "samples_per_second": rate}
+        self.report.log({f"step/{k}": v for k, v in scalars.items()}, step=self.global_step)
         self._stop_on_time()
 
     def _end_epoch(self) -> None:
@@ -240,8 +241,7 @@ class Trainer:
         if is_whole:
             is_stale = self.has_validation and self.validated_step != self.global_step
             self.update.end_epoch(self.metrics, is_stale=is_stale)
-        measured |= validated
-        measured |= {"progress/lr": learning_rate, "progress/epoch": float(self.epoch)}
+        measured |= validated | {"progress/lr": learning_rate, "progress/epoch": float(self.epoch)}
         self.report.log(measured, step=self.global_step)
         self._read_clock()
         self.ended_step = self.global_step
@@ -316,7 +316,7 @@ class Trainer:
         self._log_every = settings.log_every
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
         self.guard = LossGuard(self.strategy, settings.on_nonfinite)
-        self.fingerprint = fingerprint.of(self)
+        self.fingerprint = json.dumps(fingerprint.of(self))
         if resume is not None:
             self._changes = state.restore(self, resume, anyway=resume_anyway)
         self.should_stop = self._is_done(self.epoch)

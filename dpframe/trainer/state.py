@@ -33,7 +33,7 @@ def of(trainer: "Trainer") -> dict[str, Any]:
     logged_step, logged = trainer.report.last
     return {
         "recipe": trainer.run.recipe,
-        "fingerprint": json.dumps(trainer.fingerprint),  # one text: quicker to copy than its parts
+        "fingerprint": trainer.fingerprint,
         "task": trainer.task.state_dict(),
         **trainer.update.state_dict(),
         "strategy": {strategy.name: strategy.state_dict(trainer.update.optimizer)},
@@ -44,7 +44,8 @@ def of(trainer: "Trainer") -> dict[str, Any]:
         },
         "metrics": dict(trainer.metrics),
         "callbacks": {name: one.state_dict() for name, one in _named(trainer.callbacks)},
-        "random": strategy.gather(seeding.random_state()),
+        # Each epoch draws anew, so it is only within one that there is anything to go on with.
+        "random": strategy.gather(seeding.random_state()) if trainer.batches_done else [],
     }
 
 
@@ -57,7 +58,7 @@ def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) 
             f"resume={state.get('file', '')} has no {' and no '.join(missing)}; "
             "use checkpoint=FILE to start anew from its weights"
         )
-    there, here = json.loads(state["fingerprint"]), trainer.fingerprint
+    there, here = json.loads(state["fingerprint"]), json.loads(trainer.fingerprint)
     changes = fingerprint.differences(there, here)
     if changes and not anyway:
         raise UserError(
@@ -78,7 +79,7 @@ def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) 
             callback.load_state_dict(kept)
     if len(state["random"]) == strategy.world_size:
         seeding.restore_random_state(state["random"][strategy.rank])
-    else:
+    elif trainer.batches_done:
         notes.append(f"{len(state['random'])} processes there, {strategy.world_size} here")
         seeding.seed_everything(seeding.mix(trainer.seed, strategy.rank, trainer.global_step))
     if changes:
