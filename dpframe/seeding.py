@@ -16,7 +16,7 @@ def seed_everything(seed: int) -> None:
 
 
 def reseed(seed: int) -> None:
-    """What may be done often: torch's call keeps a stack trace each time CUDA isn't used yet."""
+    """What may be done often: torch's call makes a stack trace while CUDA isn't used."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
