@@ -1,11 +1,13 @@
-"""Keeps torch._dynamo out of runs that compile nothing: 800 modules, a second in every process.
+"""Keeps torch._dynamo, 800 modules and a second, out of runs that compile nothing, and steps lean.
 
 Torch imports it when the first optimiser or DistributedDataParallel is made, only to say "don't
-compile this". With nothing to compile the answer is known. Where torch is not as expected here,
-or dynamo is there already, everything stays stock; `trainer.lean=false` says so by hand.
+compile this". With nothing to compile the answer is known, as that of other checks that torch makes
+in each step. Where torch is not as expected here, or dynamo is there already, everything stays
+stock; `trainer.lean=false` says so by hand.
 """
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,14 +15,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
+
+from dpframe.adam import Adams
 
 GUARDED = (
     (Optimizer, ("add_param_group", "zero_grad", "state_dict", "load_state_dict")),
     (DistributedDataParallel, ("_inside_ddp_forward",)),
 )
+GRAPH_LOG = logging.getLogger("torch.autograd.graph")
+ENGINE = getattr(torch.autograd.Variable, "_execution_engine", None)
+RUN_BACKWARD = getattr(ENGINE, "run_backward", None)
 
 
 def prepare() -> None:
@@ -44,15 +52,27 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
         return optimizer.step
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler's wrapper notes
     hooks = _hooks(optimizer)
+    adams = Adams(optimizer)
 
     def step() -> None:
         if any(hooks):
             optimizer.step()
             return
         with torch.no_grad():
-            raw(optimizer)
+            if not adams.step():
+                raw(optimizer)
 
     return step
+
+
+def backward(loss: Tensor) -> None:
+    """`loss.backward()`, by what it ends in: the checks before take longer than a small layer."""
+    is_watched = "torch._dynamo" in sys.modules or GRAPH_LOG.isEnabledFor(logging.DEBUG)
+    if type(loss) is not Tensor or RUN_BACKWARD is None or is_watched:
+        loss.backward()
+        return
+    one = torch.ones((), dtype=loss.dtype, device=loss.device)
+    RUN_BACKWARD((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @contextmanager

@@ -47,6 +47,96 @@ for name, (weights, state) in zip(names, lean_results):
 print("equal", len(names))
 """
 
+ADAMS = """
+import sys, torch
+from torch import nn
+from dpframe import adam, lean
+
+class Net(nn.Module):  # its second part rests in some of the steps, and is then not stepped
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 1)
+
+    def forward(self, rows, number):
+        made = self.first(rows)
+        return made.square().mean() if number in (1, 4) else self.second(made).square().mean()
+
+quick = 0
+
+def trained(kind, settings, is_lean):
+    global quick
+    torch.manual_seed(0)
+    net = Net().to(settings.pop("dtype", torch.float32))
+    more = {"params": net.second.parameters(), "lr": 0.05, "weight_decay": 0.3}
+    if is_lean:
+        lean.prepare()
+    groups = [{"params": net.first.parameters()}, more]
+    optimizer = kind(groups, fused=True, **settings)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=20)
+    step = lean.step_of(optimizer) if is_lean else optimizer.step
+    for number in range(8):
+        rows = torch.randn(8, 3, dtype=net.first.weight.dtype)
+        loss = net(rows, number)
+        lean.backward(loss) if is_lean else loss.backward()
+        step()
+        optimizer.zero_grad()
+        schedule.step()
+        if number == 5:
+            optimizer.load_state_dict(optimizer.state_dict())  # other tensors from here on
+    return net.state_dict(), optimizer.state_dict()
+
+stepped = adam.Adams.step
+
+def counting(adams):
+    global quick
+    done = stepped(adams)
+    quick += done
+    return done
+
+adam.Adams.step = counting
+CASES = [{}, {"weight_decay": 0.1}, {"maximize": True}, {"amsgrad": True}]
+CASES += [{"dtype": torch.float64}, {"eps": 1e-3, "betas": (0.5, 0.9)}, {"capturable": True}]
+found = []
+for kind in (torch.optim.Adam, torch.optim.AdamW):
+    for case in CASES:
+        quick = 0
+        found.append((kind, case, trained(kind, dict(case), True)))
+        is_slow = "amsgrad" in case or "capturable" in case
+        assert quick == (0 if is_slow else 7), (kind, case, quick)
+assert "torch._dynamo" not in sys.modules
+import torch._dynamo
+for kind, case, (weights, state) in found:
+    stock_weights, stock_state = trained(kind, dict(case), False)
+    assert all(torch.equal(weights[key], stock_weights[key]) for key in stock_weights), case
+    torch.testing.assert_close(state, stock_state, rtol=0, atol=0)
+print("equal", len(found))
+"""
+
+BACKWARD = """
+import sys, torch
+from dpframe import lean
+
+def gradients(backward):
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 1)
+    for number in range(3):
+        loss = net(torch.randn(5, 3)).square().mean()
+        loss.register_hook(lambda gradient: gradient.mul_(number + 1))  # in place
+        backward(loss)
+    return [weight.grad for weight in net.parameters()]
+
+pairs = list(zip(gradients(lean.backward), gradients(torch.Tensor.backward), strict=True))
+assert len(pairs) == 2 and all(torch.equal(one, other) for one, other in pairs)
+calls = []
+class Noticed(torch.Tensor):
+    def backward(self, *args, **kwargs):
+        calls.append(1)
+        super().backward(*args, **kwargs)
+weight = torch.nn.Parameter(torch.ones(()))
+lean.backward((2 * weight).as_subclass(Noticed))
+print("backward", float(weight.grad), len(calls))
+"""
+
 HOOKED = """
 import sys, torch
 from dpframe import lean
@@ -87,6 +177,15 @@ def python(code: str, *arguments: str) -> str:
 def test_every_stock_optimiser_steps_alike_to_the_bit() -> None:
     assert len(STOCK) >= 11
     assert python(TRAINED, *STOCK) == f"equal {len(STOCK)}"
+
+
+def test_adams_own_kernels_are_called_as_torch_calls_them() -> None:
+    """In seven of eight steps: the first, which makes the state, is torch's."""
+    assert python(ADAMS) == "equal 14"
+
+
+def test_a_backward_is_torchs_to_the_bit_and_a_losss_own_is_called() -> None:
+    assert python(BACKWARD) == "backward 2.0 1"
 
 
 def test_a_hook_registered_after_the_fact_is_called() -> None:

@@ -47,6 +47,7 @@ class Update:
             and settings.scheduler_every == "step"
         )
         self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
+        self._backward = lean.backward if settings.lean else Tensor.backward
         self.grad_norm: Tensor | float = float("nan")
 
     @property
@@ -55,7 +56,7 @@ class Update:
 
     def backward(self, loss: Tensor) -> None:
         if self.scaler is None:
-            loss.backward()
+            self._backward(loss)
         else:
             self.scaler.scale(loss).backward()
 
