@@ -1,8 +1,7 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
 from collections.abc import Callable, Iterable
-from itertools import islice
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from dpframe.errors import UserError
 
+DIMENSIONS, KIND = attrgetter("ndim"), attrgetter("device", "dtype")
 Sums = dict[str, tuple[float, float]]
 """By name: the weighted values' sum, and the weights'."""
 
@@ -90,26 +90,22 @@ class Means:
 
 
 def _weighted_sums(kept: list[tuple[dict[str, Any], Any]]) -> Sums:
-    columns: dict[str, tuple[list, list]] = {}
-    for output, weight in kept:
-        for name, value in output.items():
-            if name != "weight":
-                values, weights = columns.setdefault(name, ([], []))
-                if isinstance(weight, Tensor) or weight:
-                    values.append(value)
-                    weights.append(weight)
-    together: list = []
-    for name, (values, weights) in columns.items():
-        for value in values:
-            if not (isinstance(value, Tensor) and value.ndim == 0 or is_number(value)):
-                raise UserError(f"a step returned '{name}' {described(value)}")
-        together += values
-        together += weights
-    read = iter(_numbers(together))
     sums: Sums = {}
-    for name, (values, _) in columns.items():
-        numbers, its_weights = list(islice(read, len(values))), list(islice(read, len(values)))
-        sums[name] = sum(map(mul, numbers, its_weights)), sum(its_weights)
+    alike: dict[tuple[str, ...], list[tuple[dict[str, Any], Any]]] = {}
+    for output, weight in kept:
+        if isinstance(weight, Tensor) or weight:
+            alike.setdefault(tuple(output), []).append((output, weight))
+        else:
+            sums |= dict.fromkeys(output, (0.0, 0.0))
+    for names, several in alike.items():
+        numbers = _numbers([value for output, _ in several for value in output.values()], names)
+        weights = _numbers([weight for _, weight in several], ("weight",))
+        whole = sum(weights)
+        for place, name in enumerate(names):
+            value, weight = sums.get(name, (0.0, 0.0))
+            here = sum(map(mul, numbers[place :: len(names)], weights))
+            sums[name] = value + here, weight + whole
+    sums.pop("weight", None)
     return sums
 
 
@@ -127,19 +123,25 @@ def described(value: Any) -> str:
     return f"as a {type(value).__name__}; return one number, or leave it out"
 
 
-def _numbers(values: list) -> list[float]:
-    """What numbers and one-element tensors hold, with one wait a device and type of number."""
+def _numbers(values: list, names: tuple[str, ...]) -> list[float]:
+    """What numbers and one-element tensors hold, with one wait a device and type of number; the
+    names are those of the first values, of the next as many, and so on."""
+    are_numbers = {*map(type, values)} == {Tensor} and not any(map(DIMENSIONS, values))
+    if are_numbers and len({*map(KIND, values)}) == 1:  # most often
+        return list(map(float, torch.stack(values).tolist()))  # waits for the GPU
     found = [0.0] * len(values)
     places: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
+        if not is_number(value):
+            name = names[index % len(names)]
+            raise UserError(f"a step returned '{name}' {described(value)}")
         if isinstance(value, Tensor):
             places.setdefault((value.device, value.dtype), []).append(index)
         else:
             found[index] = float(value if isinstance(value, int | float) else value.item())
     for indexes in places.values():
-        tensors = [values[index] for index in indexes]
-        together = torch.stack([one if one.ndim == 0 else one.reshape(()) for one in tensors])
-        for index, number in zip(indexes, together.tolist(), strict=True):  # waits for the GPU
+        together = torch.stack([values[index].detach().reshape(()) for index in indexes])
+        for index, number in zip(indexes, together.tolist(), strict=True):
             found[index] = float(number)
     return found
 

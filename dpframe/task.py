@@ -179,7 +179,7 @@ def _check_weight(weight: Any, task: Task) -> None:
 
 def detached(output: Output) -> Output:
     return {
-        name: value.detach() if isinstance(value, Tensor) else value
+        name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
         for name, value in output.items()
     }
 
