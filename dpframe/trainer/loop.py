@@ -14,7 +14,7 @@ from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
-from dpframe.trainer import ahead, feed, fingerprint, state, threads
+from dpframe.trainer import ahead, feed, fingerprint, graphs, state, threads
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.nonfinite import LossGuard
@@ -314,6 +314,7 @@ class Trainer:
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
         self.guard = LossGuard(self.strategy, settings.on_nonfinite)
         self.fingerprint = json.dumps(fingerprint.of(self))
+        graphs.set_up(self)
         if resume is not None:
             self._changes = state.restore(self, resume, anyway=resume_anyway)
         self.should_stop = settings.are_done(self.epoch, self.global_step)
