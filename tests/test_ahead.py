@@ -159,3 +159,65 @@ def test_a_process_has_its_own_devices_and_no_other_s():
     rank = Strategy()
     rank.world_size = rank.replicas = 2
     assert ahead.places(several) == ahead.places(rank) == [torch.device("cpu")]
+
+
+# The streams themselves, played
+
+
+class Event:
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def synchronize(self) -> None:
+        self.seen.append(f"host waits for {self.name}")
+
+
+class Stream:
+    """Notes what is asked of it; its events are numbered."""
+
+    seen: list[str] = []
+    device = torch.device("cpu")
+
+    def __init__(self, name: Any = "copies") -> None:
+        self.name = name if isinstance(name, str) else "copies"
+        self.events = 0
+
+    def record_event(self) -> Event:
+        self.events += 1
+        return Event(f"{self.name} {self.events}", self.seen)
+
+    def wait_event(self, event: Event) -> None:
+        self.seen.append(f"{self.name} waits for {event.name}")
+
+
+class OnACard(Tensor):
+    is_cuda = True  # type: ignore[assignment]
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        stream.seen.append(f"memory is used by {stream.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    steps = Stream("steps")
+    monkeypatch.setattr(Stream, "seen", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    return Stream.seen
+
+
+def test_a_step_waits_for_its_own_copy_and_its_memory_is_kept_from_the_next(streams):
+    side = ahead.Side([torch.device("cpu")])
+    first = side.mark()
+    side.mark()
+    side.hand_over([torch.zeros(2).as_subclass(OnACard), 3], first)
+    assert streams == ["steps waits for copies 1", "memory is used by steps"]
+    side.hand_over([torch.zeros(2).as_subclass(OnACard)], None)  # made on the steps' own stream
+    assert len(streams) == 2
+
+
+def test_the_host_is_at_most_three_steps_in_front(streams):
+    side = ahead.Side([torch.device("cpu")])
+    for _ in range(5):
+        side.pace()
+    assert streams == ["host waits for steps 1", "host waits for steps 2"]

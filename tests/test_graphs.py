@@ -254,7 +254,7 @@ def as_if_on_a_gpu(**given: Any) -> str:
     strategy = {"replicas": given.pop("replicas", 1), "device": torch.device("cuda", 0)}
     made = trainer(make=given.pop("make", partial(Small, SGD)))
     made.prepare()
-    precision = given.get("precision")
+    precision, wrapped = given.get("precision"), given.pop("wrapped", None)
     update = SimpleNamespace(**vars(made.update))
     update.scaler = object() if precision == "fp16" else None
     facts = {"accumulate": 1, "on_nonfinite": "stop", "compile": False, "profile": False}
@@ -264,6 +264,7 @@ def as_if_on_a_gpu(**given: Any) -> str:
             settings=SimpleNamespace(**{**facts, "precision": precision, **given}),
             update=update,
             _syncs_weights=False,
+            step=wrapped or made.step,
         )
     )
 
@@ -283,6 +284,7 @@ class Own(torch.optim.SGD):
         ({"make": partial(Small, Adam, HALVES)}, ""),
         ({"make": nadam(capturable=True)}, ""),
         ({"replicas": 2}, "SingleGPU has 2 replicas"),
+        ({"wrapped": torch.nn.Identity()}, "SingleGPU has its own way to a step"),
         ({"accumulate": 4}, "a step is trainer.accumulate=4 batches"),
         ({"precision": "fp16"}, "trainer.precision=fp16 is scaled"),
         ({"on_nonfinite": "skip"}, "trainer.on_nonfinite=skip looks at each loss"),

@@ -7,7 +7,7 @@ from `random`, is not for this. Nobody has seen it on a GPU yet, so trainer.cuda
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpframe.data import Batch, Share
 from dpframe.errors import UserError
+from dpframe.task import TrainStep
 from dpframe.trainer.update import Update
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ def misfit(trainer: "Trainer") -> str:
     reasons = (
         (strategy.device.type != "cuda", f"the steps run on {strategy.device}"),
         (strategy.replicas > 1, f"{strategy.name} has {strategy.replicas} replicas"),
+        (not isinstance(trainer.step, TrainStep), f"{strategy.name} has its own way to a step"),
         (trainer._syncs_weights, f"{strategy.name} looks after the weights between steps"),
         (settings.accumulate > 1, f"a step is trainer.accumulate={settings.accumulate} batches"),
         (trainer.update.scaler is not None, f"trainer.precision={settings.precision} is scaled"),
@@ -269,20 +271,24 @@ class Recorder:
         current.wait_stream(self._side)
 
     def record(self, step: Callable[[], Tensor]) -> Tensor:
-        graph = torch.cuda.CUDAGraph()
-        generator = torch.cuda.default_generators[self._device.index or 0]
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        number = self._device.index or 0
+        generator = torch.cuda.default_generators[number]
         random_state = generator.clone_state()
         try:
             # Torch leaves its own stream only after a recording that has gone well. The mode:
             # threads of ours may pin memory meanwhile, which is no part of this.
             with (
                 torch.cuda.stream(torch.cuda.current_stream(self._device)),
-                torch.cuda.graph(graph, stream=self._side, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool, self._side, capture_error_mode="thread_local"),
             ):
                 values = step()
         except BaseException:
             graph.reset()
             generator.graphsafe_set_state(random_state)  # the old one may believe it is recorded
+            # So may the allocator, in older torch: it would keep all memory that streams share.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(number, pool)
             raise
         self._graph = graph
         return values
