@@ -153,6 +153,23 @@ def test_what_is_not_all_tensors_in_sight_is_left_to_the_step_s_own_stream():
     assert len(list(ahead.tensors_in(plain))) == 1
 
 
+class Opaque:
+    """Moves itself, to memory that nobody else knows of."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def to(self, device: torch.device) -> "Opaque":
+        return self
+
+
+def test_a_batch_that_moves_itself_is_not_copied_on_the_side():
+    loader = Loader(Listed(20), batch_size=10, shares=lambda rows: [rows], collate=Opaque)
+    assert used(loader) == [
+        f"{what}" for n in (1, 2) for what in ("hand over None", f"step {n}", "pace")
+    ]
+
+
 def test_a_process_has_its_own_devices_and_no_other_s():
     several = DataParallel(2, "cpu")
     several.setup()
