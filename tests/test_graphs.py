@@ -244,7 +244,10 @@ def test_the_cpu_has_no_graphs_and_says_so_where_it_was_asked(caplog):
     line = "trainer.cuda_graph=true but the steps run on cpu; mend that, or use"
     with pytest.raises(UserError, match=f"^{line}"):
         fitted(cuda_graph=True)
-    made = fitted(cuda_graph="auto", max_steps=2)
+    made = trainer(cuda_graph="auto", max_steps=2)
+    made.prepare()
+    assert caplog.text == ""  # run.log is not open yet
+    made.fit()
     assert caplog.text.count("no CUDA graph: the steps run on cpu") == 1
     assert "_train_step" not in vars(made)
 

@@ -28,17 +28,20 @@ RATED = ("SGD", "Adam", "AdamW")  # whose fused kernels read the learning rate f
 log = logging.getLogger("dpframe")
 
 
+def check(trainer: "Trainer") -> None:
+    """Refuses what trainer.cuda_graph=true asks for and can't be had."""
+    if trainer.settings.cuda_graph is True and (why := misfit(trainer)):
+        raise UserError(_refusal(why))
+
+
 def set_up(trainer: "Trainer") -> None:
-    """Has recorded steps take over where that was asked for and can be."""
-    asked = trainer.settings.cuda_graph
-    if asked is False:
+    """Has recorded steps take over where that was asked for and can be; the log is open by now."""
+    if trainer.settings.cuda_graph is False:
         return
     why = misfit(trainer)
     if not why:
         recorder = Recorder(trainer.strategy.device)
         trainer._train_step = Graphed(trainer, recorder).train_step  # type: ignore[method-assign]
-    elif asked is True:
-        raise UserError(_refusal(why))
     else:
         log.info("no CUDA graph: %s", why)
 

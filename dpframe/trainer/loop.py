@@ -314,7 +314,7 @@ class Trainer:
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
         self.guard = LossGuard(self.strategy, settings.on_nonfinite)
         self.fingerprint = json.dumps(fingerprint.of(self))
-        graphs.set_up(self)
+        graphs.check(self)
         if resume is not None:
             self._changes = state.restore(self, resume, anyway=resume_anyway)
         self.should_stop = settings.are_done(self.epoch, self.global_step)
@@ -332,6 +332,7 @@ class Trainer:
         self._logged_rows = self.rows_seen
         self._look_at = self.lookout.begin(self.global_step)
         self.profile = Profile(self) if self.settings.profile else None
+        graphs.set_up(self)
 
     # ---- hooks
 
