@@ -26,6 +26,8 @@ from dpframe.workers import Workers
 
 Shares = Callable[[Sequence], list[Sequence]]
 """A strategy's `shares`: a global batch's rows in, the shares of this process's replicas out."""
+Place = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""Where data that is tensors is kept: they go in, and come out there."""
 
 
 class DataModule:
@@ -97,9 +99,11 @@ class Loader:
         rank: int = 0,
         agree: Agree = lambda value: value,
         timeout_seconds: float = 0.0,
+        place: Place = lambda tensors: tensors,
     ) -> None:
         """By `rank`, each process's workers draw random numbers of their own; `timeout_seconds` is
         how long to wait for one of them, 0: for ever."""
+        self.device = torch.device("cpu")  # where the data is: all of it, if that is a GPU
         self.order = order_of(dataset, batch_size, shuffle, seed, sampler, agree)
         self.seed = seed
         self.rank = rank
@@ -111,9 +115,12 @@ class Loader:
         if self.order is None:
             self._source = _Stream(_StreamShares(dataset, batch_size, shares, together), several)
         elif tensors is not None:
-            self._source = _Tensors(tensors)
+            self._source = _Tensors(place(tensors), pin_memory)
+            self.device = self._source.device
         else:
             self._source = _Rows(dataset, together, several, pin_memory)
+        # Reading early draws none of this process's random numbers, so nobody can tell.
+        self.can_read_ahead = isinstance(self._source, _Tensors) or workers > 0
 
     @property
     def batches(self) -> int | None:
@@ -126,7 +133,10 @@ class Loader:
         if isinstance(self._source, _Stream):
             return islice(self._source.batches(worker_seed, self.seed, epoch), skip, limit)
         assert self.order is not None
-        plan = _Plan(self.order.epoch(epoch), self._shares, skip, limit)
+        batches = self.order.epoch(epoch)
+        if self.device.type != "cpu":
+            batches = _copied(batches, self.device)
+        plan = _Plan(batches, self._shares, skip, limit)
         return self._source.batches(plan, worker_seed)
 
 
@@ -150,18 +160,38 @@ class _Plan:
             yield local, len(rows)
 
 
+def _copied(batches: Iterable[Tensor], device: torch.device) -> Sequence[Tensor]:
+    """An epoch's row numbers, at one copy."""
+    parts = list(batches)
+    return torch.cat(parts).to(device).split([len(part) for part in parts])
+
+
 class _Tensors:
     """Data that is tensors: a batch is one index_select each, no Python per row."""
 
-    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...], pin_memory: bool = False) -> None:
         self._tensors = tensors
+        self.device = tensors[0].device
+        self._pins = pin_memory and self.device.type == "cpu"
 
     def batches(self, plan: _Plan, worker_seed: int) -> Iterator[Batch]:
         tensors = self._tensors
+        if self._pins:
+            for local, total in plan:
+                yield Batch(
+                    [Share([_pinned(t, rows) for t in tensors], n) for rows, n in local], total
+                )
+            return
         for local, total in plan:
             yield Batch(
                 [Share([t.index_select(0, rows) for t in tensors], n) for rows, n in local], total
             )
+
+
+def _pinned(tensor: Tensor, rows: Tensor) -> Tensor:
+    """Gathered right into memory that a GPU copies from by itself."""
+    out = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
+    return torch.index_select(tensor, 0, rows, out=out)
 
 
 class _Rows:

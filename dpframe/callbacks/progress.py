@@ -124,6 +124,8 @@ def banner(trainer: "Trainer") -> str:
         ("precision", trainer.settings.precision),
         ("run", trainer.run.directory),
     ]
+    if strategy.device.type != "cpu":
+        rows.insert(3, ("data", _data(trainer)))
     if trainer.report.loggers:
         rows.append(("dashboard", f"tensorboard --logdir {trainer.run.directory}"))
     facts = "\n".join(f"{name:<10} {value}" for name, value in rows)
@@ -139,6 +141,13 @@ def _batch(trainer: "Trainer") -> str:
         text = " + ".join(map(str, shares))
     batches = trainer.settings.accumulate
     return f"batch {batch} = {text}" + (f", {batches} batches a step" if batches > 1 else "")
+
+
+def _data(trainer: "Trainer") -> str:
+    """Whether it is all on the GPU, or goes there bit by bit."""
+    dataset, place = trainer.train_dataset, trainer.train_loader.device
+    rows = f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
+    return f"{rows}, copied by the batch" if place.type == "cpu" else f"{rows} on {place}"
 
 
 def parameters(trainer: "Trainer") -> str:

@@ -12,6 +12,7 @@ from dpframe.interruption import Interruption
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
+from dpframe.trainer import ahead
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.predictions import Predictions, collected
 
@@ -33,6 +34,7 @@ class Evaluation:
         self.task = task
         self.step_name = step
         self.loader = loader
+        self.read, self.to_device = ahead.reader(loader, strategy)
         self.strategy = strategy
         self.limit_batches = limit_batches
         self.step = strategy.wrap(EvalStep(task, step, autocast), training=False)
@@ -59,12 +61,12 @@ class Evaluation:
 
     def _batches(self) -> Any:
         module: nn.Module = self.step.eval()
-        to_device = self.strategy.to_device
+        to_device = self.to_device
         look_at = self.lookout.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at
         random_state = seeding.random_state() if may_look else {}
-        for done, batch in enumerate(self.loader.epoch(limit=self.limit_batches), 1):
+        for done, batch in enumerate(self.read(limit=self.limit_batches), 1):
             yield batch.rows, module(to_device(batch.shares))
             if done >= look_at:
                 look_at = self._look(done, random_state)

@@ -8,6 +8,7 @@ from dpframe import seeding
 from dpframe.data import Loader
 from dpframe.errors import UserError
 from dpframe.task import Task
+from dpframe.trainer import residence
 from dpframe.trainer.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def _loader(
     trainer: "Trainer", dataset: Any, *, shuffle: bool = False, sampler: Any = None
 ) -> Loader:
     data, strategy = trainer.data, trainer.strategy
-    return Loader(
+    asked = trainer.settings.data_on_device
+    loader = Loader(
         dataset,
         batch_size=data.batch_size,
         shares=strategy.shares,
@@ -87,4 +89,7 @@ def _loader(
         rank=strategy.rank,
         agree=strategy.share,
         timeout_seconds=trainer.settings.data_timeout_seconds,
+        place=residence.place_of(strategy, asked),
     )
+    residence.check(loader, strategy, asked)
+    return loader

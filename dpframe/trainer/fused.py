@@ -25,4 +25,8 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
         return False
     for group in groups:
         group["fused"] = True
+    if type(optimizer).__name__ in ("Adam", "AdamW") and all(w.is_cuda for w in weights):
+        # So a GradScaler has the kernel leave a step out, and need not wait to decide that itself.
+        # (SGD's kernel would leave its momentum unset if that happens at the first step.)
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return True

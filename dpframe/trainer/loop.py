@@ -14,7 +14,7 @@ from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
-from dpframe.trainer import feed, fingerprint, state, threads
+from dpframe.trainer import ahead, feed, fingerprint, graphs, state, threads
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.nonfinite import LossGuard
@@ -165,7 +165,7 @@ class Trainer:
         for index, batch in enumerate(batches, self.batches_done):
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
-            loss, measured = self.step(strategy.to_device(batch.shares), of)
+            loss, measured = self.step(self.to_device(batch.shares), of)
             if self.guard.refuses(self, measured, index):
                 is_left_out = True
                 break
@@ -189,7 +189,7 @@ class Trainer:
     def _steps(self) -> Iterator[list[Batch]]:
         """The rest of the epoch's batches, as many at a time as make one optimiser update."""
         limit = self.settings.limit_train_batches
-        batches = self.train_loader.epoch(self.epoch, skip=self.batches_done, limit=limit)
+        batches = self.read(self.epoch, skip=self.batches_done, limit=limit)
         clock = time.perf_counter
         asked = clock()
         while step := list(islice(batches, self.settings.accumulate)):
@@ -226,7 +226,7 @@ class Trainer:
         is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
         self._stop_on_time()
         epochs = self.epoch + is_whole
-        is_last = self.should_stop or self._is_done(epochs)
+        is_last = self.should_stop or self.settings.are_done(epochs, self.global_step)
         every = self.settings.validate_every_epochs
         validated: dict[str, float] = {}
         if self.has_validation and (is_last or epochs % every == 0):
@@ -273,10 +273,6 @@ class Trainer:
         if self.should_stop and self.ended_step != self.global_step:
             self._end_epoch()
 
-    def _is_done(self, epochs: int) -> bool:
-        counts = (epochs, self.settings.max_epochs), (self.global_step, self.settings.max_steps)
-        return any(limit is not None and count >= limit for count, limit in counts)
-
     def _stop_on_time(self) -> None:
         """The main process's clock decides for all, at log steps and epoch ends."""
         limit = self.settings.max_seconds
@@ -304,6 +300,7 @@ class Trainer:
         self._resumed = resume
         settings = self.settings
         feed.set_up(self)
+        self.read, self.to_device = ahead.reader(self.train_loader, self.strategy)
         self.update = Update(self.task, self.strategy, settings, self.precision.scaler())
         step = TrainStep(self.task, self.precision.autocast)
         if settings.compile:
@@ -317,9 +314,10 @@ class Trainer:
         self._validates_steps = settings.validate_every_steps if self.has_validation else None
         self.guard = LossGuard(self.strategy, settings.on_nonfinite)
         self.fingerprint = json.dumps(fingerprint.of(self))
+        graphs.check(self)
         if resume is not None:
             self._changes = state.restore(self, resume, anyway=resume_anyway)
-        self.should_stop = self._is_done(self.epoch)
+        self.should_stop = settings.are_done(self.epoch, self.global_step)
 
     def _begin(self) -> None:
         if self._resumed is not None:
@@ -334,6 +332,7 @@ class Trainer:
         self._logged_rows = self.rows_seen
         self._look_at = self.lookout.begin(self.global_step)
         self.profile = Profile(self) if self.settings.profile else None
+        graphs.set_up(self)
 
     # ---- hooks
 

@@ -10,6 +10,7 @@ ACCELERATORS = ("auto", "cpu", "cuda")
 INTERVALS = ("epoch", "step")
 POSITIVE = ("max_seconds", "clip_norm", "clip_value", "grace_seconds", "data_timeout_seconds")
 ON_NONFINITE = ("stop", "skip")
+AUTO = ("auto", True, False)
 
 
 @dataclass
@@ -33,6 +34,8 @@ class TrainerSettings:
     limit_eval_batches: int | None = None
     deterministic: bool = False
     compile: bool = False
+    data_on_device: Any = "auto"  # or True, or False
+    cuda_graph: Any = False  # or True, or "auto"
     lean: bool = True
     profile: bool = False
     threads: int | None = None
@@ -46,6 +49,10 @@ class TrainerSettings:
         self._refuse_unknown("accelerator", ACCELERATORS)
         self._refuse_unknown("scheduler_every", INTERVALS)
         self._refuse_unknown("on_nonfinite", ON_NONFINITE)
+        for key in ("data_on_device", "cuda_graph"):
+            given = getattr(self, key)
+            if given not in AUTO or type(given) is int:
+                raise UserError(f"trainer.{key}={given} is not one of auto, true, false")
         for key in ("accumulate", "log_every", "max_replicas_per_core", "validate_every_epochs"):
             self._refuse_below(key, 1)
         for key in (
@@ -72,6 +79,10 @@ class TrainerSettings:
                 "trainer.max_epochs, max_steps and max_seconds are all null: training would never "
                 "end; set one of them"
             )
+
+    def are_done(self, epochs: int, steps: int) -> bool:
+        counts = (epochs, self.max_epochs), (steps, self.max_steps)
+        return any(limit is not None and count >= limit for count, limit in counts)
 
     def _refuse_unknown(self, key: str, valid: tuple[str, ...]) -> None:
         given = getattr(self, key)
