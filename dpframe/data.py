@@ -14,8 +14,10 @@ from torch.utils.data import (
     Subset,
     TensorDataset,
     default_collate,
+    default_convert,
     get_worker_info,
 )
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from dpframe import seeding
 from dpframe.errors import UserError
@@ -111,14 +113,16 @@ class Loader:
         together = Together(collate, is_custom=_is_custom(collate), dataset=dataset)
         tensors = None if together.is_custom else tensors_of(dataset)
         several = Workers(workers, timeout_seconds)
-        self._source: _Tensors | _Rows | _Stream
+        self._source: _Tensors | _Rows | _ByWorkers | _Stream
         if self.order is None:
             self._source = _Stream(_StreamShares(dataset, batch_size, shares, together), several)
         elif tensors is not None:
             self._source = _Tensors(place(tensors), pin_memory)
             self.device = self._source.device
+        elif workers == 0:
+            self._source = _Rows(dataset, together, pin_memory)
         else:
-            self._source = _Rows(dataset, together, several, pin_memory)
+            self._source = _ByWorkers(dataset, together, several, pin_memory)
         # Reading early draws none of this process's random numbers, so nobody can tell.
         self.can_read_ahead = isinstance(self._source, _Tensors) or workers > 0
 
@@ -195,7 +199,24 @@ def _pinned(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 class _Rows:
-    """Data read row by row, through torch's DataLoader."""
+    """Data read row by row, in this process."""
+
+    def __init__(self, dataset: Dataset, together: Together, pin_memory: bool) -> None:
+        self._dataset = dataset
+        self._together = together
+        self._pin_memory = pin_memory
+
+    def batches(self, plan: _Plan, worker_seed: int) -> Iterator[Batch]:
+        for local, total in plan:
+            yield Batch([Share(self._read(rows.tolist()), n) for rows, n in local], total)
+
+    def _read(self, rows: list[int]) -> Any:
+        batch = self._together(read(self._dataset, rows), rows)
+        return pin_memory(batch) if self._pin_memory else batch
+
+
+class _ByWorkers:
+    """Data read row by row, in the processes of torch's DataLoader."""
 
     def __init__(
         self, dataset: Dataset, together: Together, workers: Workers, pin_memory: bool
@@ -209,7 +230,7 @@ class _Rows:
             collate_fn=_as_it_is,
             num_workers=workers.count,
             timeout=workers.timeout_seconds,
-            persistent_workers=workers.count > 0,
+            persistent_workers=True,
             pin_memory=pin_memory,
             generator=self._generator,
             worker_init_fn=workers.start,
@@ -249,8 +270,6 @@ class _Seeded(Dataset):
 
     def __getitems__(self, seed_and_rows: tuple[int, list[int]]) -> Any:
         seed, rows = seed_and_rows
-        if get_worker_info() is None:
-            return self._together(read(self._dataset, rows), rows)
         seeding.reseed(seed)
         try:
             return self._together(read(self._dataset, rows), rows)
@@ -283,7 +302,8 @@ class _Stream:
         self._dataset.seed = (seed, epoch)
         if hasattr(self._dataset.stream, "set_epoch"):
             self._dataset.stream.set_epoch(epoch)
-        read = iter(self._loader)
+        # Without workers a DataLoader would do no more than this, and take longer over it.
+        read = iter(self._loader) if self._workers.count else map(default_convert, self._dataset)
         with self._workers.watched(read):
             for given in read:
                 if type(given) is Refused:
