@@ -23,19 +23,24 @@ from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.order import Agree, order_of
 from dpframe.order import permutation as permutation
-from dpframe.reading import Refused, Together, name_of, read
-from dpframe.workers import Workers
+from dpframe.reading import Refused, Together, described, name_of, read
+from dpframe.workers import Chosen, Workers
 
 Shares = Callable[[Sequence], list[Sequence]]
 """A strategy's `shares`: a global batch's rows in, the shares of this process's replicas out."""
 Place = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """Where data that is tensors is kept: they go in, and come out there."""
+Choose = Callable[[Any, Together], Chosen]
+"""Says how many workers are to read a data set's rows and put them together."""
 
 
 class DataModule:
-    """The data of a recipe. `batch_size` is global: what one micro-step sees over all replicas."""
+    """The data of a recipe. `batch_size` is global: what one micro-step sees over all replicas.
 
-    def __init__(self, batch_size: int = 32, workers: int = 0, shuffle: bool = True) -> None:
+    `workers` is how many processes read, each rank's own; "auto": as many as reading is worth.
+    """
+
+    def __init__(self, batch_size: int = 32, workers: int | str = 0, shuffle: bool = True) -> None:
         self.batch_size = batch_size
         self.workers = workers
         self.shuffle = shuffle
@@ -95,7 +100,7 @@ class Loader:
         shuffle: bool = False,
         seed: int = 0,
         sampler: Iterable | None = None,
-        workers: int = 0,
+        workers: int | Choose = 0,
         collate: Callable[[list], Any] = default_collate,
         pin_memory: bool = False,
         rank: int = 0,
@@ -112,19 +117,26 @@ class Loader:
         self._shares = shares
         together = Together(collate, is_custom=_is_custom(collate), dataset=dataset)
         tensors = None if together.is_custom else tensors_of(dataset)
-        several = Workers(workers, timeout_seconds)
+        if not callable(workers):
+            self.readers = Chosen(workers, "", draws_apart=workers > 0 and tensors is None)
+        elif tensors is not None or self.order is None:
+            self.readers = Chosen(0, "", draws_apart=False)  # nothing to gain by any
+        else:
+            self.readers = workers(dataset, together)
+        several = Workers(self.readers.processes, timeout_seconds)
         self._source: _Tensors | _Rows | _ByWorkers | _Stream
         if self.order is None:
             self._source = _Stream(_StreamShares(dataset, batch_size, shares, together), several)
         elif tensors is not None:
             self._source = _Tensors(place(tensors), pin_memory)
             self.device = self._source.device
-        elif workers == 0:
+        elif several.count == 0:
             self._source = _Rows(dataset, together, pin_memory)
         else:
             self._source = _ByWorkers(dataset, together, several, pin_memory)
         # Reading early draws none of this process's random numbers, so nobody can tell.
-        self.can_read_ahead = isinstance(self._source, _Tensors) or workers > 0
+        self.can_read_ahead = isinstance(self._source, _Tensors) or several.count > 0
+        self.how = described(dataset, self.readers, is_tensors=isinstance(self._source, _Tensors))
 
     @property
     def batches(self) -> int | None:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from dpframe.errors import UserError
+from dpframe.workers import Chosen
 
 SHOWN = 10
 HOW = "make all rows alike, or put them together in your DataModule's collate"
@@ -57,6 +58,19 @@ def read(dataset: Any, rows: list[int]) -> list:
         error.add_note(f"while reading row {rows[len(made)]} of {name_of(dataset)}")
         raise
     return made
+
+
+def described(dataset: Any, readers: Chosen, *, is_tensors: bool) -> str:
+    """How the rows are read, as `404 rows as tensors, index_select`."""
+    if is_tensors:
+        return f"{len(dataset):,} rows as tensors, index_select"
+    where = f"{readers.processes} workers" if readers.processes != 1 else "1 worker"
+    where = where if readers.processes else "in this process"
+    why = f": {readers.why}" if readers.why else ""
+    if isinstance(dataset, IterableDataset):
+        return f"a stream, {where}{why}"
+    by = "__getitems__" if getattr(dataset, "__getitems__", None) else "__getitem__"
+    return f"{len(dataset):,} rows by {by}, {where}{why}"
 
 
 def difference(made: Sequence, rows: Sequence[int]) -> tuple[str, str] | None:

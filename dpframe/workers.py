@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from dpframe import interruption
 from dpframe.errors import Failure
@@ -25,6 +25,14 @@ MEANING = {
     "SIGBUS": "there was no shared memory left: raise the limit of /dev/shm, or set data.workers=0",
     "SIGSEGV": "a library that it calls is broken: data.workers=0 may show where",
 }
+
+
+class Chosen(NamedTuple):
+    """How many read, why, and whether the rows draw their random numbers in them."""
+
+    processes: int
+    why: str
+    draws_apart: bool
 
 
 class Workers:

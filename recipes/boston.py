@@ -48,7 +48,7 @@ class BostonData(dpframe.DataModule):
     def __init__(
         self,
         batch_size: int = 128,
-        workers: int = 0,
+        workers: int | str = 0,
         shuffle: bool = True,
         normalize: bool = True,
         split_seed: int = 0,

@@ -72,7 +72,7 @@ class LeNetData(dpframe.DataModule):
     def __init__(
         self,
         batch_size: int = 64,
-        workers: int = 0,
+        workers: int | str = 0,
         shuffle: bool = True,
         root: str | None = None,
     ) -> None:

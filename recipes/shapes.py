@@ -27,7 +27,7 @@ class ShapesData(dpframe.DataModule):
     def __init__(
         self,
         batch_size: int = 30,
-        workers: int = 0,
+        workers: int | str = 0,
         shuffle: bool = False,
         rows: int = 100,
         features: int = 5,

@@ -194,7 +194,9 @@ def lines(text: str) -> list[str]:
 def banner_of(replicas: int, batch_size: int, **settings) -> list[str]:
     strategy = DataParallel(replicas, accelerator="cpu")
     strategy.setup()
-    return lines(banner(trainer(data=Rows(batch_size=batch_size), strategy=strategy, **settings)))
+    made = trainer(data=Rows(batch_size=batch_size), strategy=strategy, **settings)
+    made.prepare()
+    return lines(banner(made))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,9 @@ def test_a_shared_parameter_counts_once():
     task = Small()
     task.again = torch.nn.Linear(3, 8, bias=False)
     task.again.weight = task.net[0].weight
-    text = banner(trainer(task))
+    made = trainer(task)
+    made.prepare()
+    text = banner(made)
     assert re.search(r"^total +41$", text, re.MULTILINE)
 
 

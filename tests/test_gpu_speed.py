@@ -62,7 +62,7 @@ def test_what_is_not_there_is_copied_by_the_batch(monkeypatch, asked):
     made = boston(started(SingleGPU(accelerator="cuda")), data_on_device=asked)
     made.prepare()
     assert made.train_loader.device.type == "cpu"
-    assert "data       404 rows, copied by the batch" in banner(made)
+    assert "data       404 rows as tensors, index_select, copied by the batch" in banner(made)
     batch = next(iter(made.train_loader.epoch()))
     assert all(tensor.is_pinned() for tensor in batch.shares[0].batch)
 

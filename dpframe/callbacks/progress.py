@@ -121,11 +121,12 @@ def banner(trainer: "Trainer") -> str:
         ("recipe", f"{trainer.run.recipe}  ({type(trainer.task).__name__}, seed {trainer.seed})"),
         ("strategy", f"{strategy.name} on {_devices(strategy.devices)}"),
         ("step", _batch(trainer)),
+        ("data", _data(trainer)),
         ("precision", trainer.settings.precision),
         ("run", trainer.run.directory),
     ]
-    if strategy.device.type != "cpu":
-        rows.insert(3, ("data", _data(trainer)))
+    if trainer.layout:
+        rows.insert(-1, ("layout", trainer.layout))
     if trainer.report.loggers:
         rows.append(("dashboard", f"tensorboard --logdir {trainer.run.directory}"))
     facts = "\n".join(f"{name:<10} {value}" for name, value in rows)
@@ -144,10 +145,12 @@ def _batch(trainer: "Trainer") -> str:
 
 
 def _data(trainer: "Trainer") -> str:
-    """Whether it is all on the GPU, or goes there bit by bit."""
-    dataset, place = trainer.train_dataset, trainer.train_loader.device
-    rows = f"{len(dataset):,} rows" if hasattr(dataset, "__len__") else "a stream"
-    return f"{rows}, copied by the batch" if place.type == "cpu" else f"{rows} on {place}"
+    """How it is read, and whether it is all on the GPU or goes there bit by bit."""
+    loader = trainer.train_loader
+    if loader.device.type != "cpu":
+        return f"{len(trainer.train_dataset):,} rows on {loader.device}"
+    on_gpu = trainer.strategy.device.type != "cpu"
+    return f"{loader.how}, copied by the batch" if on_gpu else loader.how
 
 
 def parameters(trainer: "Trainer") -> str:

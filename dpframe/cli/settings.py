@@ -102,8 +102,13 @@ def _check_data(data: Mapping[str, Any]) -> None:
     """The keys that every DataModule has, before torch is imported to find the class."""
     for key, least in (("batch_size", 1), ("workers", 0)):
         value = data.get(key, least)
+        choice = " or auto" if key == "workers" else ""
+        if choice and value == "auto":
+            continue
         if type(value) is not int:
-            raise UserError(f"data.{key}={shown(value)} is {kind_of(value)}; give a whole number")
+            raise UserError(
+                f"data.{key}={shown(value)} is {kind_of(value)}; give a whole number{choice}"
+            )
         if value < least:
             raise UserError(f"data.{key}={value} is out of range; give {least} or more")
 

@@ -186,7 +186,7 @@ def _costs(
         buffers=_bytes(trainer.task.buffers()),
         activations=line_through({rows: float(size) for rows, size in held.items()}),
         buckets=buckets_of(_gradients(trainer, batches, max(times))),
-        workers=trainer.data.workers,
+        workers=trainer.train_loader.readers.processes,
         copies_gradients=copies_gradients,
         small_reduces=has_weight + skips * trainer.settings.accumulate,
         peak=peak,

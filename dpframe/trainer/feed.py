@@ -8,7 +8,7 @@ from dpframe import seeding
 from dpframe.data import Loader
 from dpframe.errors import UserError
 from dpframe.task import Task
-from dpframe.trainer import residence
+from dpframe.trainer import readers, residence
 from dpframe.trainer.evaluation import Evaluation
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def evaluation(trainer: "Trainer", kind: str, step: str) -> Evaluation:
 
 def draw_graph(trainer: "Trainer") -> None:
     """For the loggers of the main process, where a batch more costs next to nothing."""
-    is_cheap = trainer.data.workers == 0 and trainer.train_loader.batches is not None
+    is_cheap = (
+        trainer.train_loader.readers.processes == 0 and trainer.train_loader.batches is not None
+    )
     has_predict = type(trainer.task).predict_step is not Task.predict_step
     if trainer.report.loggers and is_cheap and has_predict:
         with seeding.seeded(trainer.seed):
@@ -83,7 +85,7 @@ def _loader(
         shuffle=shuffle,
         seed=trainer.seed,
         sampler=sampler,
-        workers=data.workers,
+        workers=readers.workers_of(trainer),
         collate=data.collate,
         pin_memory=strategy.device.type == "cuda",
         rank=strategy.rank,

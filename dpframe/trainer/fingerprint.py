@@ -40,7 +40,7 @@ def of(trainer: "Trainer") -> Fingerprint:
     if hasattr(dataset, "__len__"):
         found["rows to train on"] = len(dataset)
     if tensors_of(dataset) is None:  # the workers draw other random numbers than the main process
-        found["data.workers > 0"] = data.workers > 0
+        found["data.workers > 0"] = trainer.train_loader.readers.draws_apart
     return found | {"task's code": _code(type(trainer.task)), "data's code": _code(type(data))}
 
 

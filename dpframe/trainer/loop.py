@@ -14,7 +14,7 @@ from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
-from dpframe.trainer import ahead, feed, fingerprint, graphs, state, threads
+from dpframe.trainer import ahead, feed, fingerprint, graphs, layout, state
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.nonfinite import LossGuard
@@ -99,6 +99,7 @@ class Trainer:
                 self.profile.tell(self)
             self._call("on_fit_end")
         except BaseException as error:
+            layout.explain(error, self.layout)
             self.report.close(self.metrics, succeeded=False)
             self._call("on_exception", error)
             raise
@@ -289,8 +290,7 @@ class Trainer:
             seeding.refuse_nondeterminism(self.strategy.device)
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
-        self.task.to(self.strategy.device, self.precision.dtype)
-        threads.limit(self.task, self.settings.threads)
+        self.layout = layout.place(self)
         self.data.setup()
         self.hooks = hooks_of(self.callbacks)
 

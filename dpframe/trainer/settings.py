@@ -37,6 +37,7 @@ class TrainerSettings:
     data_on_device: Any = "auto"  # or True, or False
     cuda_graph: Any = False  # or True, or "auto"
     lean: bool = True
+    channels_last: Any = "auto"  # or true, or false
     profile: bool = False
     threads: int | None = None
     max_replicas_per_core: int = 8
@@ -73,6 +74,9 @@ class TrainerSettings:
             "data_timeout_seconds",
         ):
             self._refuse_nonpositive(key)
+        if self.channels_last != "auto" and not isinstance(self.channels_last, bool):
+            given = f"trainer.channels_last={self.channels_last}"
+            raise UserError(f"{given} is not one of auto, true, false; try auto")
         self._check_gpus()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
             raise UserError(

@@ -13,6 +13,7 @@ from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.fused import fuse
+from dpframe.trainer.layout import align
 from dpframe.trainer.settings import TrainerSettings
 
 
@@ -138,6 +139,7 @@ class Update:
         defaults = dict(self.optimizer.defaults)
         if is_same["optimizer"]:
             self.optimizer.load_state_dict(state["optimizer"])
+            align(self.optimizer)
         if self.scheduler is not None and is_same["scheduler"] and is_same["scheduler's steps"]:
             self.scheduler.load_state_dict(state["scheduler"])
         if self.scaler is not None and state["scaler"] is not None:

@@ -1,0 +1,187 @@
+"""Channels-last memory: where it is chosen, that it changes no maths, and what files hold of it."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small import fitted, is_same, trainer
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+import dpframe
+from dpframe import UserError
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.trainer.layout import LAYOUT, align
+
+
+class Net(dpframe.Task):
+    """Three colours, so that the two layouts are not the same."""
+
+    def __init__(self, *more: nn.Module, make: Any = torch.optim.SGD) -> None:
+        layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), *more, nn.AvgPool2d(2), nn.Conv2d(8, 6, 3)]
+        net = nn.Sequential(*layers, nn.Flatten(), nn.Linear(6, 2))
+        super().__init__(net, partial(make, lr=0.05, **MOMENTUM[make]))
+
+    def training_step(self, batch: Any) -> dict[str, Tensor]:
+        return {"loss": functional.cross_entropy(self.net(batch[0]), batch[1])}
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self.net(batch[0])
+
+
+MOMENTUM: dict[Any, dict[str, Any]] = {
+    torch.optim.SGD: {"momentum": 0.9},
+    torch.optim.AdamW: {"amsgrad": True},
+}
+
+
+class Images(dpframe.DataModule):
+    def __init__(self) -> None:
+        super().__init__(8)
+
+    def train_dataset(self) -> TensorDataset:
+        draw = torch.Generator().manual_seed(0)
+        images = torch.rand(20, 3, 8, 8, generator=draw)
+        return TensorDataset(images, (images.mean((1, 2, 3)) > 0.5).long())
+
+    def val_dataset(self) -> TensorDataset:
+        return self.train_dataset()
+
+    test_dataset = val_dataset
+
+
+def is_turned(weight: Tensor) -> bool:
+    return weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous()
+
+
+def net_of(*more: nn.Module, **settings: Any) -> Any:
+    return trainer(make=lambda: Net(*more), data=Images(), **settings)
+
+
+def test_convolutions_alone_are_turned_and_auto_does_so():
+    made = net_of()
+    assert made.layout == LAYOUT
+    first, second, linear = (p for p in made.task.parameters() if p.ndim > 1)
+    assert is_turned(first) and is_turned(second) and linear.is_contiguous()
+    shape = (8, 3, 3, 3)
+    assert first.shape == shape
+
+
+def test_false_leaves_everything_as_it_is_and_a_task_without_convolutions_has_nothing_to_turn():
+    made = net_of(channels_last=False)
+    assert made.layout == "" and all(p.is_contiguous() for p in made.task.parameters())
+    assert trainer(channels_last=True).layout == ""
+
+
+def test_auto_leaves_alone_what_is_slower_turned_and_true_does_not():
+    assert net_of(nn.GroupNorm(2, 8)).layout.startswith("contiguous: net.2 is a GroupNorm, which")
+    assert net_of(nn.GroupNorm(2, 8), channels_last=True).layout == LAYOUT
+
+
+VIEWS = """
+from test_layout import Net
+
+
+class Views(Net):
+    def predict_step(self, batch):
+        return self.net[0](batch[0]).CALLED(len(batch[0]), -1)
+""".replace("CALLED", "view")  # this file is not to call it
+
+
+def test_auto_leaves_alone_a_task_whose_file_calls_view(tmp_path, monkeypatch):
+    (tmp_path / "views_here.py").write_text(VIEWS)
+    monkeypatch.syspath_prepend(tmp_path)
+    from views_here import Views  # type: ignore[import-not-found]
+
+    kept = trainer(make=Views, data=Images())
+    assert kept.layout.startswith("contiguous: the file of Views calls view(), which")
+    assert len(kept.predict().joined()) == 20
+    turned = trainer(make=Views, data=Images(), channels_last=True)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        turned.predict()
+
+
+class Unseen(nn.Module):
+    """Calls a view() that no search of the source finds."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return getattr(images, "view")(len(images), -1)  # noqa: B009
+
+
+def test_a_view_that_was_not_seen_is_told_with_the_key_that_helps():
+    made = net_of()
+    made.task.net[1] = Unseen()
+    with pytest.raises(RuntimeError) as caught:
+        made.fit()
+    assert "or trainer.channels_last=false" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("make", MOMENTUM)
+def test_either_layout_trains_and_predicts_alike(make):
+    runs = [
+        fitted(make=partial(Net, make=make), data=Images(), precision="64", channels_last=turned)
+        for turned in (False, True)
+    ]
+    assert [is_turned(run.task.net[0].weight) for run in runs] == [False, True]
+    for name, weight in runs[0].task.state_dict().items():
+        torch.testing.assert_close(runs[1].task.state_dict()[name], weight, rtol=1e-9, atol=1e-12)
+    one, other = (run.predict().joined() for run in runs)
+    torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("make", MOMENTUM)
+@pytest.mark.parametrize("first", [False, True])
+def test_a_checkpoint_of_either_layout_is_gone_on_with_in_the_other(first, make):
+    net = partial(Net, make=make)
+    given: dict[str, Any] = {"make": net, "data": Images(), "precision": "64"}
+    whole = fitted(**given, max_epochs=4, channels_last=not first)
+    half = fitted(**given, max_epochs=2, channels_last=first)
+    again = fitted(**given, max_epochs=4, channels_last=not first, resume=half.state_dict())
+    assert is_turned(again.task.net[0].weight) is not first
+    for name, weight in whole.task.state_dict().items():
+        torch.testing.assert_close(again.task.state_dict()[name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_what_an_optimiser_has_loaded_lies_as_its_weight_does():
+    weight = torch.rand(4, 3, 2, 2).to(memory_format=torch.channels_last).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.9)
+    numbers = torch.rand(4, 3, 2, 2)
+    optimizer.state[weight] = {"momentum_buffer": numbers, "step": torch.tensor(1.0)}
+    align(optimizer)
+    kept = optimizer.state[weight]["momentum_buffer"]
+    assert kept.stride() == weight.stride() and torch.equal(kept, numbers)
+
+
+def test_a_run_that_stops_goes_on_to_the_bit_turned():
+    whole = fitted(make=Net, data=Images(), max_epochs=4)
+    half = fitted(make=Net, data=Images(), max_epochs=2)
+    again = fitted(make=Net, data=Images(), max_epochs=4, resume=half.state_dict())
+    assert is_same(again.task.state_dict(), whole.task.state_dict())
+
+
+def test_replicas_compute_what_one_does_turned():
+    strategy = DataParallel(3, accelerator="cpu")
+    strategy.setup()
+    one = fitted(make=Net, data=Images(), precision="64")
+    three = fitted(make=Net, data=Images(), precision="64", strategy=strategy)
+    for name, weight in one.task.state_dict().items():
+        torch.testing.assert_close(three.task.state_dict()[name], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_volumes_are_turned_too():
+    task = nn.Sequential(nn.Conv3d(2, 4, 2), nn.Flatten())
+
+    class Volumes(dpframe.Task):
+        def __init__(self) -> None:
+            super().__init__(task)
+
+    weight = trainer(make=Volumes, data=Images()).task.net[0].weight
+    assert weight.is_contiguous(memory_format=torch.channels_last_3d)
+    assert not weight.is_contiguous()
+
+
+def test_another_word_is_refused():
+    with pytest.raises(UserError, match="trainer.channels_last=maybe is not one of auto, true"):
+        trainer(channels_last="maybe")
