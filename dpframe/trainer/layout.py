@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import Optimizer
 
-from dpframe.trainer import threads
+from dpframe.trainer import memory, threads
 
 if TYPE_CHECKING:
     from dpframe.trainer.loop import Trainer
@@ -31,6 +31,8 @@ def place(trainer: "Trainer") -> str:
     task, settings = trainer.task, trainer.settings
     task.to(trainer.strategy.device, trainer.precision.dtype)
     threads.limit(task, settings.threads)
+    if trainer.strategy.device.type == "cpu":
+        memory.keep_freed()
     weights = convolutions(task)
     if settings.channels_last is False or not weights:
         return ""
