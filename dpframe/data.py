@@ -24,7 +24,7 @@ from dpframe.errors import UserError
 from dpframe.order import Agree, order_of
 from dpframe.order import permutation as permutation
 from dpframe.reading import Refused, Together, described, name_of, read
-from dpframe.workers import Chosen, Workers
+from dpframe.workers import Chosen, Workers, chosen
 
 Shares = Callable[[Sequence], list[Sequence]]
 """A strategy's `shares`: a global batch's rows in, the shares of this process's replicas out."""
@@ -117,12 +117,11 @@ class Loader:
         self._shares = shares
         together = Together(collate, is_custom=_is_custom(collate), dataset=dataset)
         tensors = None if together.is_custom else tensors_of(dataset)
-        if not callable(workers):
-            self.readers = Chosen(workers, "", draws_apart=workers > 0 and tensors is None)
-        elif tensors is not None or self.order is None:
-            self.readers = Chosen(0, "", draws_apart=False)  # nothing to gain by any
-        else:
-            self.readers = workers(dataset, together)
+        has_rows = tensors is None and self.order is not None
+        if callable(workers) and not has_rows:
+            workers = 0  # there is nothing to gain by any
+        given = workers(dataset, together) if callable(workers) else workers
+        self.readers = chosen(given, is_tensors=tensors is not None)
         several = Workers(self.readers.processes, timeout_seconds)
         self._source: _Tensors | _Rows | _ByWorkers | _Stream
         if self.order is None:

@@ -35,6 +35,12 @@ class Chosen(NamedTuple):
     draws_apart: bool
 
 
+def chosen(given: int | Chosen, *, is_tensors: bool) -> Chosen:
+    if isinstance(given, Chosen):
+        return given
+    return Chosen(given, "", draws_apart=given > 0 and not is_tensors)
+
+
 class Workers:
     """How many a DataLoader has, and how long one of them is waited for."""
 
