@@ -31,7 +31,7 @@ def place(trainer: "Trainer") -> str:
     task, settings = trainer.task, trainer.settings
     task.to(trainer.strategy.device, trainer.precision.dtype)
     threads.limit(task, settings.threads)
-    if trainer.strategy.device.type == "cpu":
+    if settings.lean and trainer.strategy.device.type == "cpu":
         memory.keep_freed()
     weights = convolutions(task)
     if settings.channels_last is False or not weights:
