@@ -8,7 +8,8 @@ import ctypes
 import os
 import sys
 
-KEPT_BYTES = 1 << 30  # at most; a block larger than this is given back as ever
+KEPT_BYTES = 512 << 20  # at most
+LARGEST_BYTES = 64 << 20  # of a block; a larger one is given back as ever
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
@@ -21,4 +22,4 @@ def keep_freed() -> bool:
     if mallopt is None:  # musl
         return False
     mallopt(TRIM_THRESHOLD, KEPT_BYTES)
-    return bool(mallopt(MMAP_THRESHOLD, KEPT_BYTES))
+    return bool(mallopt(MMAP_THRESHOLD, LARGEST_BYTES))
