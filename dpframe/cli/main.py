@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from dpframe import __version__
-from dpframe.cli import screen
+from dpframe.cli import ending, screen
 from dpframe.errors import Interrupted, UserError, suggestion
 from dpframe.interruption import Interruption, look
 
@@ -53,7 +53,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     gc.disable()  # imports make a million objects and no garbage
     try:
         _see_current_directory()
-        code = _command(sys.argv[1:] if given is None else given)
+        code = _command(sys.argv[1:] if given is None else given, is_program=given is None)
         sys.stdout.flush()  # a reader that has left is noticed here, not on the way out
     except UserError as error:
         code = _say(error)
@@ -83,7 +83,7 @@ def _see_current_directory() -> None:
         sys.path.insert(0, here)
 
 
-def _command(given: Sequence[str]) -> int:
+def _command(given: Sequence[str], *, is_program: bool) -> int:
     arguments = _arguments(given)
     if (arguments.package or arguments.resolve) and not arguments.cfg:
         raise UserError("--package and --resolve go with --cfg")
@@ -107,11 +107,11 @@ def _command(given: Sequence[str]) -> int:
 
         return sweep(arguments.overrides, arguments.config_dir)
     else:
-        _run(arguments)
+        _run(arguments, is_program)
     return 0
 
 
-def _run(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace, is_program: bool) -> None:
     from dpframe.cli.compose import composed
 
     job = composed(arguments.overrides, config_dir=arguments.config_dir)
@@ -122,6 +122,8 @@ def _run(arguments: argparse.Namespace) -> None:
     gc.enable()
     look()
     run(job)
+    if is_program and job.settings.trainer.lean:
+        ending.shorten()
 
 
 def _say(error: UserError) -> int:

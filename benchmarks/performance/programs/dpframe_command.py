@@ -8,4 +8,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 from dpframe.cli import main  # noqa: E402  as dpframe/__main__.py has it: it imports torch later
 
 if __name__ == "__main__":
-    main([*sys.argv[1:], "+callbacks.notes._target_=notes.Notes", "trusted_modules=[notes,growth]"])
+    sys.argv += ["+callbacks.notes._target_=notes.Notes", "trusted_modules=[notes,growth]"]
+    main()
