@@ -13,7 +13,9 @@ from dpframe.cli import ending
 
 library = ctypes.CDLL(None)
 library.on_exit(library.abort, None)  # in the place of a destructor
-atexit.register(lambda: library.printf(b"held back in C"))  # into a pipe: until it is flushed
+atexit.register(lambda: print("Python's own"))
+library.fopen.restype = ctypes.c_void_p
+library.fputs(b"held back", ctypes.c_void_p(library.fopen(b"a file of C's", b"w")))
 ending.shorten()
 sys.exit(int(sys.argv[1]))
 """
@@ -41,7 +43,8 @@ def python(code: str, *words: str, at: Path) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("code", [0, 1])
 def test_what_is_held_back_is_written_and_the_exit_code_stands(tmp_path, code):
     done = python(SHORTENED, str(code), at=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "held back in C"), done.stderr
+    assert (done.returncode, done.stdout) == (code, "Python's own\n"), done.stderr
+    assert (tmp_path / "a file of C's").read_text() == "held back"
 
 
 @pytest.mark.parametrize("words, code", [([], 0), (["trainer.lean=false"], -6), (["a=b"], -6)])
