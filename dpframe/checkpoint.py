@@ -15,6 +15,7 @@ from dpframe.errors import Failure, UserError
 
 FORMAT = 2
 LARGE = 64 << 20  # bytes of a state
+CPU = torch.device("cpu")
 PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
 
 
@@ -184,7 +185,10 @@ def _plain(value: Any, where: str, copies: dict[Any, Tensor] | None = None) -> A
         return value
     if isinstance(value, dict):
         # An own subclass would not be read back; an OrderedDict, as torch's, needs no more.
-        return {name: _plain(part, f"{where}.{name}", copies) for name, part in value.items()}
+        return {
+            name: part if type(part) in PLAIN else _plain(part, f"{where}.{name}", copies)
+            for name, part in value.items()
+        }
     if kind in (list, tuple, set):
         return kind([_plain(part, where, copies) for part in value])
     if isinstance(value, Tensor):
@@ -196,10 +200,13 @@ def _plain(value: Any, where: str, copies: dict[Any, Tensor] | None = None) -> A
 
 
 def _copied(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
-    key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
-    if key not in copies or not tensor.numel():
-        copies[key] = tensor.detach().to("cpu", copy=True)
-    return copies[key]
+    key = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+    found = copies.get(key)
+    if found is None or not tensor.numel():
+        is_here = tensor.device == CPU
+        found = tensor.detach().clone() if is_here else tensor.detach().to(CPU, copy=True)
+        copies[key] = found
+    return found
 
 
 def _refuse_nan(state: dict[str, Any], path: Path) -> None:
