@@ -2,7 +2,7 @@
 
 Per step: rows by index_select, a fused Adam, losses summed as tensors, a look for NaN. Per epoch:
 validation, one TensorBoard event, a CSV row, a line on screen, and a checkpoint of weights,
-optimiser and random state, written, synced and renamed on a thread of its own.
+optimiser and random state, written at most twice a second, synced and renamed on a thread.
 """
 
 import io
@@ -22,6 +22,8 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from torch import Tensor
+
+SECONDS_BETWEEN = 0.5  # two checkpoints; the newest state waits
 
 
 def main() -> None:
@@ -62,6 +64,8 @@ class Run:
         self.writer = ThreadPoolExecutor(1)
         self.writing: Future | None = None
         self.saves, self.speaks = saves, speaks
+        self.owed: dict[str, dict[str, Any]] = {}  # the newest state of each file
+        self.saved_at = -math.inf
         self.step, self.best = 0, math.inf
 
     def train(self) -> dict[str, float]:
@@ -112,30 +116,40 @@ class Run:
         if loss < self.best:
             self.best = loss
             names.append("best.ckpt")
-        state = {"epoch": epoch, "net": self.net.state_dict(), "random": torch.get_rng_state()}
+        # Copied here, as training goes on; turned into bytes there.
+        state: dict[str, Any] = {
+            "epoch": epoch,
+            "net": self.net.state_dict(),
+            "random": torch.get_rng_state(),
+        }
         state["optimizer"] = self.optimizer.state_dict()
+        self.owed |= dict.fromkeys(names, deepcopy(state))
+        if time.monotonic() - self.saved_at > SECONDS_BETWEEN:
+            self._write_owed()
+
+    def _write_owed(self) -> None:
         if self.writing is not None:
             self.writing.result()  # one at a time, and a failure is not lost
-        # Copied here, as training goes on; turned into bytes there.
-        paths = [self.directory / name for name in names]
-        self.writing = self.writer.submit(write, deepcopy(state), paths)
+        owed, self.owed, self.saved_at = self.owed, {}, time.monotonic()
+        self.writing = self.writer.submit(write, self.directory, owed)
 
     def close(self) -> None:
+        self._write_owed()
         self.writer.shutdown()
         self.events.close()
         self.table.close()
 
 
-def write(state: dict[str, Any], paths: list[Path]) -> None:
-    content = io.BytesIO()
-    torch.save(state, content)
-    for path in paths:
-        temporary = path.with_suffix(".partial")
+def write(directory: Path, states: dict[str, dict[str, Any]]) -> None:
+    for name, state in states.items():
+        content = io.BytesIO()
+        torch.save(state, content)
+        temporary = directory / f"{name}.partial"
         with temporary.open("wb") as file:
             file.write(content.getvalue())
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
+        temporary.replace(directory / name)
 
 
 if __name__ == "__main__":
