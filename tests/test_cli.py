@@ -253,6 +253,15 @@ def test_help_a_typo_completion_and_cfg_import_nothing_heavy(tmp_path):
     assert heavy == []
 
 
+def test_garbage_is_collected_in_a_run_but_not_among_what_was_imported(tmp_path):
+    code = "import gc, sys; from dpframe.cli import main; import dpframe.cli.run as cli\n"
+    code += "cli.run = lambda job: print(gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
+    code += "main(['recipe=shapes'])"
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), cwd=tmp_path)
+    assert done.stdout == "True True\n", done.stderr
+
+
 def test_hydra_is_not_imported_for_a_mistake_in_the_options(tmp_path):
     code = "import sys; from dpframe.cli import main\ntry: main(sys.argv[1:])\n"
     code += "except SystemExit as left: print(left.code, 'hydra' in sys.modules)"
