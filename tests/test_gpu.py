@@ -23,6 +23,7 @@ from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single_gpu import SingleGPU
+from dpframe.trainer.ahead import tensors_in
 
 pytestmark = pytest.mark.gpu
 
@@ -291,14 +292,3 @@ def test_a_run_begun_on_a_gpu_goes_on_as_on_the_cpu(tmp_path: Path):
     resumed.fit(checkpoint.load(tmp_path / "gpu.ckpt"))
     whole = boston(started(CPU()), max_epochs=6, precision="64")
     assert resumed.metrics["val/loss"] == pytest.approx(whole.fit()["val/loss"], rel=1e-12)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
