@@ -23,6 +23,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
         # Orphans become ours, whatever session or group they moved to: so none can hide.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    # A script's `pytest &` ignores ctrl-c, and so would all that the tests start and interrupt.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
