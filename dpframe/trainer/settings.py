@@ -10,7 +10,6 @@ ACCELERATORS = ("auto", "cpu", "cuda")
 INTERVALS = ("epoch", "step")
 POSITIVE = ("max_seconds", "clip_norm", "clip_value", "grace_seconds", "data_timeout_seconds")
 ON_NONFINITE = ("stop", "skip")
-AUTO = ("auto", True, False)
 
 
 @dataclass
@@ -50,10 +49,10 @@ class TrainerSettings:
         self._refuse_unknown("accelerator", ACCELERATORS)
         self._refuse_unknown("scheduler_every", INTERVALS)
         self._refuse_unknown("on_nonfinite", ON_NONFINITE)
-        for key in ("data_on_device", "cuda_graph"):
+        for key in ("data_on_device", "cuda_graph", "channels_last"):
             given = getattr(self, key)
-            if given not in AUTO or type(given) is int:
-                raise UserError(f"trainer.{key}={given} is not one of auto, true, false")
+            if given != "auto" and not isinstance(given, bool):
+                raise UserError(f"trainer.{key}={given} is not one of auto, true, false; try auto")
         for key in ("accumulate", "log_every", "max_replicas_per_core", "validate_every_epochs"):
             self._refuse_below(key, 1)
         for key in (
@@ -74,9 +73,6 @@ class TrainerSettings:
             "data_timeout_seconds",
         ):
             self._refuse_nonpositive(key)
-        if self.channels_last != "auto" and not isinstance(self.channels_last, bool):
-            given = f"trainer.channels_last={self.channels_last}"
-            raise UserError(f"{given} is not one of auto, true, false; try auto")
         self._check_gpus()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
             raise UserError(
