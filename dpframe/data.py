@@ -191,22 +191,15 @@ class _Tensors:
 
     def batches(self, plan: _Plan, worker_seed: int) -> Iterator[Batch]:
         tensors = self._tensors
-        if self._pins:
-            for local, total in plan:
-                yield Batch(
-                    [Share([_pinned(t, rows) for t in tensors], n) for rows, n in local], total
-                )
-            return
+        take = _pinned if self._pins else torch.index_select
         for local, total in plan:
-            yield Batch(
-                [Share([t.index_select(0, rows) for t in tensors], n) for rows, n in local], total
-            )
+            yield Batch([Share([take(t, 0, rows) for t in tensors], n) for rows, n in local], total)
 
 
-def _pinned(tensor: Tensor, rows: Tensor) -> Tensor:
+def _pinned(tensor: Tensor, dimension: int, rows: Tensor) -> Tensor:
     """Gathered right into memory that a GPU copies from by itself."""
     out = torch.empty((len(rows), *tensor.shape[1:]), dtype=tensor.dtype, pin_memory=True)
-    return torch.index_select(tensor, 0, rows, out=out)
+    return torch.index_select(tensor, dimension, rows, out=out)
 
 
 class _Rows:
