@@ -171,8 +171,8 @@ class _Plan:
             # A replica with no row is lent the batch's first, with weight zero, so that all
             # replicas take part in every collective.
             shares: list[Any] = self._shares(rows)  # type: ignore[arg-type]
-            local = [(share, len(share)) if len(share) else (rows[:1], 0) for share in shares]
-            yield local, len(rows)
+            local = [(share, n) if (n := share.numel()) else (rows[:1], 0) for share in shares]
+            yield local, rows.numel()
 
 
 def _copied(batches: Iterable[Tensor], device: torch.device) -> Sequence[Tensor]:

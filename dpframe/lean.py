@@ -11,11 +11,12 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
@@ -73,6 +74,30 @@ def backward(loss: Tensor) -> None:
         return
     one = torch.ones((), dtype=loss.dtype, device=loss.device)
     RUN_BACKWARD((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def set_training(module: nn.Module, mode: bool, is_lean: bool) -> None:
+    """`module.train(mode)`; if lean, less what torch checks of each module at each assignment."""
+    if not is_lean:
+        module.train(mode)
+        return
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        one = waiting.pop()
+        if one is None:
+            continue
+        own = vars(one)
+        if "train" in own or not _is_plain(type(one)):  # type: ignore[arg-type]
+            one.train(mode)  # it has a mind of its own
+        else:
+            own["training"] = mode
+            waiting += one._modules.values()
+
+
+@cache
+def _is_plain(kind: Any) -> bool:
+    names = ("train", "children", "named_children", "__setattr__", "training")
+    return all(getattr(kind, name, None) is getattr(nn.Module, name, None) for name in names)
 
 
 @contextmanager

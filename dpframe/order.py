@@ -61,7 +61,7 @@ class _Slices:
         self._size = size
 
     def __iter__(self) -> Iterator[Tensor]:
-        for start in range(0, len(self._rows), self._size):
+        for start in range(0, self._rows.numel(), self._size):
             yield self._rows[start : start + self._size]
 
 

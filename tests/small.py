@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
 from dpframe.callbacks.base import HOOKS
-from dpframe.trainer import Run
+from dpframe.trainer import Run, lookout, loop, report
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 Adam = partial(torch.optim.Adam, lr=0.01)
@@ -78,6 +79,25 @@ class Hooks(Callback):
 
     def steps(self, hook: str) -> list[int]:
         return [step for name, step in self.seen if name == hook]
+
+
+class Clock:
+    """Stands still but for what a test adds, and a microsecond a reading."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.now = 0.0
+        for module in (loop, lookout, report):
+            monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._read))
+
+    def _read(self) -> float:
+        self.now += 1e-6
+        return self.now
+
+    def ticks(self, seconds: float) -> Callable[[Trainer], None]:
+        def tick(trainer: Trainer) -> None:
+            self.now += seconds
+
+        return tick
 
 
 def _noted(hook: str) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import Hooks, Rows, Scripted, Small, fitted, is_same, trainer
+from small import Clock, Hooks, Rows, Scripted, Small, fitted, is_same, trainer
 
 from dpframe import Callback, UserError, checkpoint, seal
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -88,6 +88,26 @@ def test_of_states_that_come_too_often_the_newest_is_written_and_the_last_one_at
     writer.wait()
     assert (written[0], written[-1], len(written)) == (0, 4, 2)
     assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    "seconds_a_step, seconds_to_validate, epochs",
+    [(0.01, 0.0, [1, 2, 12, 20]), (0.12, 0.0, [*range(1, 21)]), (0.001, 0.6, [*range(1, 21)])],
+)
+def test_epochs_shorter_than_seconds_between_are_saved_if_best_and_now_and_then(
+    monkeypatch, tmp_path, seconds_a_step, seconds_to_validate, epochs
+):
+    """Five steps each; the second one is the best, the last one is saved as the end of training."""
+    clock, saved = Clock(monkeypatch), []
+    keeper = Checkpoint(monitor="val/score")
+    hooks = Hooks(
+        on_step_end=clock.ticks(seconds_a_step), on_validation_end=clock.ticks(seconds_to_validate)
+    )
+    note = lambda state, paths, drop: saved.append(state["progress"]["epoch"])  # noqa: E731
+    monkeypatch.setattr(keeper.writer, "save", note)
+    scores = [0.5, 0.0, *[1.0] * 18]
+    fitted(Scripted(scores), callbacks=[hooks, keeper], directory=tmp_path, max_epochs=20)
+    assert saved == epochs
 
 
 def test_a_save_that_fails_stops_the_run_with_its_reason(monkeypatch, tmp_path):

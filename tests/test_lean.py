@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from dpframe import lean
+
 STOCK = [
     name
     for name in dir(torch.optim)
@@ -197,8 +199,6 @@ def test_torch_compile_still_works_in_a_lean_process() -> None:
 
 
 def test_an_optimiser_of_the_users_own_keeps_its_step() -> None:
-    from dpframe import lean
-
     class Mine(torch.optim.SGD):
         def step(self, closure=None):  # type: ignore[no-untyped-def]
             return super().step(closure)
@@ -216,6 +216,52 @@ except SystemExit as end:
     assert end.code == 0, end.code
 print("dynamo", "torch._dynamo" in sys.modules)
 """
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> "Frozen":
+        return super().train(False)
+
+
+class Fixed(nn.Module):
+    training = property(lambda self: False, lambda self, mode: vars(self).update(told=mode))
+
+
+class Notes(nn.Module):
+    """Is told of what it is assigned."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name != "told":
+            super().__setattr__("told", (name, value))
+
+
+def modes(module: nn.Module) -> dict[str, object]:
+    return {
+        name: (one.training, getattr(one, "told", None)) for name, one in module.named_modules()
+    }
+
+
+def modular() -> nn.Module:
+    """All that one can meet."""
+    shared, stubborn = nn.Dropout(), nn.Linear(2, 2)
+    stubborn.train = lambda mode: stubborn  # type: ignore[assignment,method-assign]
+    net = nn.Sequential(shared, Frozen(2), nn.Sequential(shared, stubborn), Fixed(), Notes())
+    net.register_module("none", None)
+    return nn.ModuleDict({"net": net, "scripted": torch.jit.script(nn.Dropout())})
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("mode", [True, False])
+def test_modules_are_set_to_train_as_torch_does_it(mode: bool) -> None:
+    ours, torchs = modular(), modular()
+    for begins_with in (True, False):
+        for module in (ours, torchs):
+            module.train(begins_with)
+        lean.set_training(ours, mode, True)
+        torchs.train(mode)
+        assert modes(ours) == modes(torchs)
+        assert modes(ours)["net.0"] == (mode, None)
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,6 @@ def test_a_thousand_logs_are_few_writes_and_few_calls(tmp_path, monkeypatch):
     assert calls / 1000 < 10
 
 
-def test_what_waits_ten_seconds_is_written_by_the_next_log(tmp_path, monkeypatch):
-    logger = opened(tmp_path)
-    logger.log({"train/loss": 1.0}, step=1)
-    assert curve(tmp_path, "train/loss") == []
-    monkeypatch.setattr(logger, "_written_at", logger._written_at - 11)
-    logger.log({"train/loss": 2.0}, step=2)
-    assert curve(tmp_path, "train/loss") == [(1, 1.0), (2, 2.0)]
-
-
 def test_flushed_scalars_survive_a_killed_process(tmp_path):
     code = """
 from dpframe.loggers.csv import CSV

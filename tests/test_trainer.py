@@ -1,16 +1,13 @@
 """The loop: when it validates, logs and ends, what an update is, and users' mistakes."""
 
-from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from recorded import Recorder, logs_apart
-from small import Hooks, Rows, Small, fitted, gradients, trainer
+from small import Clock, Hooks, Rows, Small, fitted, gradients, trainer
 
-from dpframe import Callback, DataModule, Task, TrainerSettings, UserError
-from dpframe.trainer import loop
+from dpframe import Callback, DataModule, Logger, Task, TrainerSettings, UserError
 
 # The four modes
 
@@ -64,25 +61,40 @@ def test_epochs_or_steps_end_training_whichever_come_first(ends, epochs, steps):
     assert one.validated_step == steps  # however it ends, it ends validated
 
 
-@pytest.mark.parametrize("log_every, steps", [(1, 3), (50, 5)])
-def test_seconds_end_training_at_a_log_step_or_an_epochs_end(monkeypatch, log_every, steps):
-    clock, moments = SimpleNamespace(now=0.0), count()
-    read = lambda: clock.now + 1e-6 * next(moments)  # noqa: E731
-    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=read))
-
-    def tick(trainer):
-        clock.now += 1
-
+@pytest.mark.parametrize("seconds_a_step, steps", [(1.0, [2]), (0.04, range(38, 44))])
+def test_seconds_end_training_at_the_next_look(monkeypatch, seconds_a_step, steps):
     one = fitted(
-        callbacks=[Hooks(on_step_end=tick)],
+        callbacks=[Hooks(on_step_end=Clock(monkeypatch).ticks(seconds_a_step))],
         max_epochs=None,
         max_seconds=1.5,
-        log_every=log_every,
         validate_every_epochs=100,
     )
-    assert one.global_step == steps
+    assert one.global_step in steps
     assert one.stop_reason == "trainer.max_seconds=1.5 are over"
-    assert one.validated_step == steps
+    assert one.validated_step == one.global_step
+
+
+def test_what_was_logged_is_written_a_few_times_a_second(monkeypatch):
+    clock, waiting, flushed = Clock(monkeypatch), [], []
+
+    class Notes(Logger):
+        def log(self, scalars, *, step):
+            waiting.append(clock.now)
+
+        def flush(self):
+            flushed.append(clock.now - min(waiting, default=clock.now))
+            waiting.clear()
+
+    fitted(
+        callbacks=[Hooks(on_step_end=clock.ticks(0.01))],
+        loggers=[Notes()],
+        data=Rows(400),
+        max_epochs=2,
+        log_every=1,
+    )
+    assert clock.now - min(waiting, default=clock.now) < 0.41
+    assert 4 <= len(flushed) <= 12  # of 200 steps in two seconds
+    assert max(flushed) < 0.41
 
 
 def test_a_callback_stops_training_after_its_step():

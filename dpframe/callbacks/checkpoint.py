@@ -20,8 +20,8 @@ class Checkpoint(Callback):
     """`keep` is how many of the best are kept; the best of all is always `best.ckpt`.
 
     The best are judged at the epochs of `every_n_epochs`, at validations within an epoch, and at
-    the end of training. Files are written on a thread of their own while training goes on, small
-    ones at most every `seconds_between`: of epochs that are shorter, the newest state is written.
+    the end of training. Files are written on a thread of their own while training goes on. Of
+    epochs that are shorter than `seconds_between`, those that are no best are not all saved.
     """
 
     runs_last = True  # what the others decided at this hook belongs into the checkpoint
@@ -56,7 +56,8 @@ class Checkpoint(Callback):
         self.keep = keep
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
-        self.seconds_between = None if every_n_minutes is None else 60 * every_n_minutes
+        self.every_seconds = None if every_n_minutes is None else 60 * every_n_minutes
+        self.seconds_between = seconds_between
         self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
         self.saved_step = -1
         self.saved_clock = 0.0
@@ -81,6 +82,10 @@ class Checkpoint(Callback):
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if trainer.epoch % (self.every_n_epochs or 1) == 0:
             names, dropped = self._judged(trainer)
+            if not names and self._is_early(trainer):
+                # What weights come of it is not to depend on a clock.
+                trainer.strategy.weight_sync(is_read=True)
+                return
             self._save(trainer, [*names, LAST] if self.every_n_epochs else names, dropped)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
@@ -121,9 +126,14 @@ class Checkpoint(Callback):
             if is_past and path.name not in [name for _, name in self.kept]:
                 path.unlink(missing_ok=True)
 
+    def _is_early(self, trainer: "Trainer") -> bool:
+        """Too soon after the last file to copy the state again."""
+        is_first = self.saved_step < 0
+        return not is_first and trainer.clock - self.saved_clock < self.seconds_between
+
     def _is_time(self, trainer: "Trainer") -> bool:
         """By a clock that is the same in all processes."""
-        seconds = self.seconds_between
+        seconds = self.every_seconds
         return seconds is not None and trainer.clock - self.saved_clock >= seconds
 
     def _judged(self, trainer: "Trainer") -> tuple[list[str], list[str]]:

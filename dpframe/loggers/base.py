@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Scalar = float | int | str | bool
+ROWS_IN_MEMORY = 256
 
 
 class Logger:
@@ -26,7 +27,7 @@ class Logger:
         """The model, called as `module(batch)`: a throw-away copy, on the CPU."""
 
     def flush(self) -> None:
-        """After each epoch: what was logged must survive the process."""
+        """A few times a second, and before a checkpoint: what was logged survives the process."""
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         """The run is over, with its final metrics."""

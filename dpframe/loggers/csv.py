@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dpframe.loggers.base import Logger, Scalar
-
-ROWS_IN_MEMORY = 256
+from dpframe.loggers.base import ROWS_IN_MEMORY, Logger, Scalar
 
 
 class CSV(Logger):

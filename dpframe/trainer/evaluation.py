@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dpframe import seeding
+from dpframe import lean, seeding
 from dpframe.data import Loader
 from dpframe.errors import Interrupted, UserError
 from dpframe.interruption import Interruption
@@ -30,6 +30,7 @@ class Evaluation:
         autocast: Autocast | None,
         limit_batches: int | None,
         interruption: Interruption | None = None,
+        is_lean: bool = False,
     ) -> None:
         self.task = task
         self.step_name = step
@@ -37,6 +38,7 @@ class Evaluation:
         self.read, self.to_device = ahead.reader(loader, strategy)
         self.strategy = strategy
         self.limit_batches = limit_batches
+        self.is_lean = is_lean
         self.step = strategy.wrap(EvalStep(task, step, autocast), training=False)
         self.means = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
@@ -60,8 +62,8 @@ class Evaluation:
         return collected(everywhere) if self.strategy.is_main else None
 
     def _batches(self) -> Any:
-        module: nn.Module = self.step.eval()
-        to_device = self.to_device
+        module, to_device = self.step, self.to_device
+        lean.set_training(module, False, self.is_lean)
         look_at = self.lookout.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at

@@ -46,6 +46,7 @@ def evaluation(trainer: "Trainer", kind: str, step: str) -> Evaluation:
         autocast=trainer.precision.autocast,
         limit_batches=trainer.settings.limit_eval_batches,
         interruption=trainer.interruption,
+        is_lean=trainer.settings.lean,
     )
 
 

@@ -20,10 +20,11 @@ class Lookout:
     def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
         self._strategy = strategy
         self._interruption = interruption
+        self.done = 0  # as of the last look
         self._every = 1  # how many steps, or batches, are between two looks
 
     def begin(self, done: int) -> int:
-        self._done, self._looked = done, time.perf_counter()
+        self.done, self._looked = done, time.perf_counter()
         self._began = self._looked
         if self._interruption is not None:
             self._interruption.begin()
@@ -35,8 +36,8 @@ class Lookout:
         A signal is raised in every process, whichever of them it was sent to.
         """
         now = time.perf_counter()
-        pace = (done - self._done) / (now - self._looked)
-        self._done, self._looked = done, now
+        pace = (done - self.done) / (now - self._looked)
+        self.done, self._looked = done, now
         seen = None if self._interruption is None else self._interruption.number
         clock = now - self._began if self._strategy.is_main else 0.0
         wanted = min(pace * BETWEEN_SECONDS, LONGEST)

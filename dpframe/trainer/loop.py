@@ -136,7 +136,7 @@ class Trainer:
         if self.batches_done == 0:  # so what is saved between epochs needs no random state
             seeding.reseed(seeding.mix(self.seed, self.strategy.rank, self.epoch))
         if not (self.step.training and self.task.training):
-            self.step.train()
+            lean.set_training(self.step, True, self.settings.lean)
         self._call("on_epoch_start")
         for batches in self._steps():
             self._train_step(batches)
@@ -149,8 +149,8 @@ class Trainer:
             if self.should_stop or self.global_step == self.settings.max_steps:
                 self.should_stop = True
                 break
-            if self.global_step >= self._look_at:
-                self._look_at, self.clock = self.lookout.look(self.global_step)
+            if self.global_step >= self._look_at and self._look():
+                break
         self._end_epoch()
 
     def _train_step(self, batches: list[Batch]) -> None:
@@ -162,21 +162,18 @@ class Trainer:
         of = rows / strategy.averaged_over
         weights: list[Any] = []
         all_measured: list[Measured] = []
-        is_left_out = False
         for index, batch in enumerate(batches, self.batches_done):
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
             loss, measured = self.step(self.to_device(batch.shares), of)
             if self.guard.refuses(self, measured, index):
-                is_left_out = True
+                self.update.skip()
+                self.skipped_steps += 1
                 break
             self.update.backward(loss)
             all_measured += measured
             if "weight" in measured[0][1]:
                 weights += [output["weight"] if here else 0.0 for here, output in measured]
-        if is_left_out:
-            self.update.skip()
-            self.skipped_steps += 1
         else:
             self.means.add(all_measured)
             wants_norm = (self.global_step + 1) % self._log_every == 0
@@ -212,7 +209,6 @@ class Trainer:
         norm, lr = float(self.update.grad_norm), self.update.learning_rate
         scalars = {**means, "lr": lr, "grad_norm": norm, "samples_per_second": rate}
         self.report.log({f"step/{k}": v for k, v in scalars.items()}, step=self.global_step)
-        self._stop_on_time()
 
     def _end_epoch(self) -> None:
         """Changes nothing before the validation is over: a run that ends in it validates again."""
@@ -225,7 +221,8 @@ class Trainer:
         self.metrics.update(measured)
         learning_rate = self.update.learning_rate
         is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
-        self._stop_on_time()
+        if self.lookout.done != self.global_step:
+            self._look()
         epochs = self.epoch + is_whole
         is_last = self.should_stop or self.settings.are_done(epochs, self.global_step)
         every = self.settings.validate_every_epochs
@@ -247,7 +244,7 @@ class Trainer:
         self._read_clock()
         self.ended_step = self.global_step
         self._call("on_epoch_end")
-        self.report.flush()
+        self.report.tend()
 
     def _validate(self) -> None:
         self.guard.read(self)
@@ -262,7 +259,7 @@ class Trainer:
             return {}
         self.strategy.weight_sync(is_read=True)
         means = self.validation.means_of("val")
-        self.step.train()
+        lean.set_training(self.step, True, self.settings.lean)
         self.metrics.update(means)
         self.validated_step = self.global_step
         return means
@@ -274,11 +271,14 @@ class Trainer:
         if self.should_stop and self.ended_step != self.global_step:
             self._end_epoch()
 
-    def _stop_on_time(self) -> None:
-        """The main process's clock decides for all, at log steps and epoch ends."""
+    def _look(self) -> bool:
+        """A few times a second, and at an epoch's end, at the clock and for signals: is it over?"""
+        self._look_at, self.clock = self.lookout.look(self.global_step)
         limit = self.settings.max_seconds
-        if limit is not None and self.strategy.share(time.perf_counter() - self._began > limit):
+        if limit is not None and self.clock > limit:
             self.stop(f"trainer.max_seconds={limit:g} are over")
+        self.report.tend()
+        return self.should_stop
 
     def _read_clock(self) -> None:
         self.seconds = self._seconds_before + time.perf_counter() - self._began

@@ -1,6 +1,7 @@
 """What a run tells its loggers: its config, its numbers, its model."""
 
 import logging
+import time
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.evaluation import on_cpu
 
+BETWEEN_FLUSHES = 0.2  # seconds
 log = logging.getLogger("dpframe")
 TELLING = ("max_epochs", "max_steps", "precision", "accumulate", "clip_norm", "clip_value")
 
@@ -34,6 +36,7 @@ class Report:
     def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
         self.loggers: list[Logger] = [Guarded(logger) for logger in loggers]
         self.run = run
+        self._flushed_at = 0.0
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
 
     def reopen(self, strategy: Strategy, scalars: dict[str, float], *, step: int) -> None:
@@ -70,7 +73,13 @@ class Report:
         for logger in self.loggers:
             logger.log(scalars, step=step)
 
+    def tend(self) -> None:
+        """What was logged is to survive the process, but for what is newer than this."""
+        if time.perf_counter() - self._flushed_at > BETWEEN_FLUSHES:
+            self.flush()
+
     def flush(self) -> None:
+        self._flushed_at = time.perf_counter()
         for logger in self.loggers:
             logger.flush()
 

@@ -2,7 +2,8 @@
 
 Per step: rows by index_select, a fused Adam, losses summed as tensors, a look for NaN. Per epoch:
 validation, one TensorBoard event, a CSV row, a line on screen, and a checkpoint of weights,
-optimiser and random state, written at most twice a second, synced and renamed on a thread.
+optimiser and random state where it is the best or half a second is over, written at most twice a
+second, synced and renamed on a thread.
 """
 
 import io
@@ -48,7 +49,7 @@ def epochs(
         run.finish(epoch, means)
         marks.end()
         yield means["loss"]
-    run.close()
+    run.close(count)
 
 
 class Run:
@@ -112,10 +113,12 @@ class Run:
             self._save(epoch, loss)
 
     def _save(self, epoch: int, loss: float) -> None:
-        names = ["last.ckpt"]
-        if loss < self.best:
-            self.best = loss
-            names.append("best.ckpt")
+        is_best = loss < self.best
+        self.best = min(loss, self.best)
+        if is_best or time.monotonic() - self.saved_at > SECONDS_BETWEEN:
+            self._keep(epoch, ["last.ckpt", "best.ckpt"] if is_best else ["last.ckpt"])
+
+    def _keep(self, epoch: int, names: list[str]) -> None:
         # Copied here, as training goes on; turned into bytes there.
         state: dict[str, Any] = {
             "epoch": epoch,
@@ -133,7 +136,9 @@ class Run:
         owed, self.owed, self.saved_at = self.owed, {}, time.monotonic()
         self.writing = self.writer.submit(write, self.directory, owed)
 
-    def close(self) -> None:
+    def close(self, epochs: int) -> None:
+        if self.saves:
+            self._keep(epochs, ["last.ckpt"])
         self._write_owed()
         self.writer.shutdown()
         self.events.close()
