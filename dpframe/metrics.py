@@ -17,12 +17,13 @@ Sums = dict[str, tuple[float, float]]
 class Means:
     """Collects without waiting for the GPU; `window` and `total` read, and wait.
 
-    `reduce` sums a tensor over the processes; `agree` turns each process's names into one list.
+    `reduce` sums a tensor over the processes, None: there is one; `agree` turns each process's
+    names into one list.
     """
 
     def __init__(
         self,
-        reduce: Callable[[Tensor], Tensor],
+        reduce: Callable[[Tensor], Tensor] | None,
         agree: Callable[[list[str]], list[str]],
     ) -> None:
         self._reduce = reduce
@@ -74,6 +75,8 @@ class Means:
     def _summed(self) -> Sums:
         local = _weighted_sums(self._kept)
         self._kept.clear()
+        if self._reduce is None:
+            return dict(sorted(local.items()))
         while True:
             # The first number says how many names are news here: any process's news makes all
             # of them agree on the names anew, so the vectors always line up.

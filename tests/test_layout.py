@@ -69,6 +69,16 @@ def test_convolutions_alone_are_turned_and_auto_does_so():
     assert first.shape == shape
 
 
+@pytest.mark.parametrize("colours, size", [(1, 3), (3, 1)])
+def test_what_a_convolution_makes_is_turned_though_its_weights_look_alike_either_way(colours, size):
+    """One colour, or kernels of one pixel: only the strides tell, and torch goes by these."""
+    task = Net()
+    task.net[0] = nn.Conv2d(colours, 8, size)
+    made = trainer(task, Images())
+    rows = torch.rand(4, colours, 8, 8)
+    assert is_turned(task.net[0](rows)) and made.layout == LAYOUT
+
+
 def test_false_leaves_everything_as_it_is_and_a_task_without_convolutions_has_nothing_to_turn():
     made = net_of(channels_last=False)
     assert made.layout == "" and all(p.is_contiguous() for p in made.task.parameters())

@@ -85,6 +85,8 @@ def means_over(strategy: Strategy) -> Means:
     def agree(names: list[str]) -> list[str]:
         return strategy.share(sorted(set().union(*strategy.gather(names))))
 
+    if type(strategy).reduce is Strategy.reduce:
+        return Means(None, agree)
     return Means(lambda tensor: strategy.reduce(tensor), agree)  # looked up anew: it may be timed
 
 

@@ -40,7 +40,7 @@ def place(trainer: "Trainer") -> str:
     if why:
         return f"contiguous: {why}"
     for weight in weights:
-        weight.data = weight.data.contiguous(memory_format=FORMATS[weight.dim()])
+        weight.data = weight.data.to(memory_format=FORMATS[weight.dim()])
     return LAYOUT
 
 
