@@ -1,6 +1,7 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from operator import attrgetter, mul
 from typing import Any
 
@@ -50,9 +51,9 @@ class Means:
         self._window.clear()
         return means
 
-    def total(self) -> dict[str, float]:
-        """The means since the last reset, over all replicas."""
-        self._collect()
+    def total(self, *others: "Means") -> dict[str, float]:
+        """The means since the last reset, over all replicas; `others` are summed on the way."""
+        self._collect(*others)
         return _divided(self._totals)
 
     def state_dict(self) -> dict[str, dict[str, list[float]]]:
@@ -64,32 +65,40 @@ class Means:
         self._window = {name: (value, weight) for name, (value, weight) in state["window"].items()}
         self._totals = {name: (value, weight) for name, (value, weight) in state["totals"].items()}
 
-    def _collect(self) -> None:
-        if not self._kept:
-            return  # in every process alike: each adds something in each step
-        for name, (value, weight) in self._summed().items():
-            for sums in (self._window, self._totals):
-                before = sums.get(name, (0.0, 0.0))
-                sums[name] = (before[0] + value, before[1] + weight)
+    def _collect(self, *others: "Means") -> None:
+        # The same in every process: each adds something in each step.
+        several = [one for one in (self, *others) if one._kept]
+        if not several:
+            return
+        for one, found in zip(several, self._summed(several), strict=True):
+            for name, (value, weight) in found.items():
+                for sums in (one._window, one._totals):
+                    before = sums.get(name, (0.0, 0.0))
+                    sums[name] = (before[0] + value, before[1] + weight)
 
-    def _summed(self) -> Sums:
-        local = _weighted_sums(self._kept)
-        self._kept.clear()
+    def _summed(self, several: list["Means"]) -> list[Sums]:
+        """Over all processes, at one reduction."""
+        local = [_weighted_sums(one._kept) for one in several]
+        for one in several:
+            one._kept.clear()
         if self._reduce is None:
-            return dict(sorted(local.items()))
+            return [dict(sorted(sums.items())) for sums in local]
+        both = list(zip(several, local, strict=True))
         while True:
-            # The first number says how many names are news here: any process's news makes all
+            # The first numbers say how many names are news here: any process's news makes all
             # of them agree on the names anew, so the vectors always line up.
-            news = len(local.keys() - set(self._names))
-            pairs = [local.get(name, (0.0, 0.0)) for name in self._names]
-            numbers = [float(news), *(x for pair in pairs for x in pair)]
+            numbers = [float(len(sums.keys() - set(one._names))) for one, sums in both]
+            for one, sums in both:
+                numbers += chain.from_iterable(sums.get(name, (0.0, 0.0)) for name in one._names)
             numbers = self._reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
-            if numbers[0] == 0:
+            news = numbers[: len(both)]
+            if not any(news):
                 break
-            self._names = self._agree(sorted({*self._names, *local}))
-        return {
-            name: (numbers[1 + 2 * i], numbers[2 + 2 * i]) for i, name in enumerate(self._names)
-        }
+            for count, (one, sums) in zip(news, both, strict=True):
+                if count:
+                    one._names = self._agree(sorted({*one._names, *sums}))
+        rest = iter(numbers[len(both) :])
+        return [{name: (next(rest), next(rest)) for name in one._names} for one in several]
 
 
 def _weighted_sums(kept: list[tuple[dict[str, Any], Any]]) -> Sums:

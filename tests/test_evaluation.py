@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from recorded import once
+from small import fitted
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -136,3 +137,16 @@ def test_predictions_are_all_rows_in_the_order_of_the_data_set(where, kind):
         _, predictions = results(where)[kind, size]
         assert predictions["id"] == list(range(size))
         assert predictions["pair"] == [[row, -row] for row in range(size)]
+
+
+def test_an_epoch_of_training_and_validation_is_reduced_at_once():
+    class Counts(Strategy):
+        reductions = 0
+
+        def reduce(self, tensor):
+            self.reductions += 1
+            return tensor
+
+    strategy = Counts()
+    fitted(strategy=strategy, max_epochs=5, log_every=1000)
+    assert strategy.reductions == 1 + 5  # one more, as the names are news once

@@ -113,6 +113,30 @@ def test_the_names_of_all_processes_are_agreed_on_once():
     assert agreed == [["loss"]]
 
 
+def test_several_are_summed_at_one_reduction_and_one_process_needs_none():
+    def filled(make):
+        one, other = make(), make()
+        one.add([measured([1.0, 4.0], mae=0.25), measured([9.0])])
+        other.add([measured([2.0, 2.5], accuracy=torch.tensor(0.5, dtype=torch.float64))])
+        return one, other
+
+    reduced: list[int] = []
+
+    def counted() -> Means:
+        return Means(lambda tensor: reduced.append(len(tensor)) or tensor, lambda names: names)
+
+    one, other = filled(counted)
+    totals = [one.total(other), other.total()]
+    assert reduced == [2, 2 + 2 * 2 + 2 * 2]  # the names are news once
+    assert totals == [
+        {"loss": pytest.approx(14 / 3), "mae": 0.25},
+        {"accuracy": 0.5, "loss": 2.25},
+    ]
+    alone, second = filled(lambda: Means(None, lambda names: names))
+    assert [alone.total(second), second.total()] == totals
+    assert [list(found) for found in totals] == [["loss", "mae"], ["accuracy", "loss"]]
+
+
 @pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2, 2)])
 def test_a_metric_of_several_numbers_is_refused_by_its_name(value):
     one = means()

@@ -44,12 +44,12 @@ class Evaluation:
         self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
-    def means_of(self, kind: str) -> dict[str, float]:
-        """The exact means over all rows, as `val/loss`, `val/mae` …"""
+    def means_of(self, kind: str, *others: Means) -> dict[str, float]:
+        """The exact means over all rows, as `val/loss`, `val/mae` …; `others` are summed, too."""
         self.means.reset()
         for _, measured in self._batches():
             self.means.add(measured)
-        means = self.task.summarize(self.means.total())
+        means = self.task.summarize(self.means.total(*others))
         if not means:
             raise UserError(f"{kind}: the data set gave no rows")
         return {f"{kind}/{name}": value for name, value in means.items()}

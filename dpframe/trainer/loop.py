@@ -12,6 +12,7 @@ from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
+from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
 from dpframe.trainer import ahead, feed, fingerprint, graphs, layout, state
@@ -213,12 +214,6 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Changes nothing before the validation is over: a run that ends in it validates again."""
         self.guard.read(self)
-        total = self.means.total()
-        means = self.task.summarize(total) if total else {}
-        measured = {f"train/{name}": value for name, value in means.items()}
-        if not total:  # every step was left out: the epoch before is not to stand in for this one
-            self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
-        self.metrics.update(measured)
         learning_rate = self.update.learning_rate
         is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
         if self.lookout.done != self.global_step:
@@ -228,7 +223,13 @@ class Trainer:
         every = self.settings.validate_every_epochs
         validated: dict[str, float] = {}
         if self.has_validation and (is_last or epochs % every == 0):
-            validated = self._measure_validation()
+            validated = self._measure_validation(self.means)
+        total = self.means.total()
+        means = self.task.summarize(total) if total else {}
+        measured = {f"train/{name}": value for name, value in means.items()}
+        if not total:  # every step was left out: the epoch before is not to stand in for this one
+            self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
+        self.metrics.update(measured)
         if is_whole:
             self.epoch = epochs
             self.batches_done = 0
@@ -253,12 +254,12 @@ class Trainer:
             self.report.log(means, step=self.global_step)
             self._call("on_validation_end")
 
-    def _measure_validation(self) -> dict[str, float]:
+    def _measure_validation(self, *others: Means) -> dict[str, float]:
         """The new numbers; none where this very step was validated before."""
         if self.validated_step == self.global_step:
             return {}
         self.strategy.weight_sync(is_read=True)
-        means = self.validation.means_of("val")
+        means = self.validation.means_of("val", *others)
         lean.set_training(self.step, True, self.settings.lean)
         self.metrics.update(means)
         self.validated_step = self.global_step
