@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import split
 from dpframe.errors import UserError
-from dpframe.strategies import ranks, supervisor
+from dpframe.strategies import direct, ranks, supervisor
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, rehearsal
 
@@ -36,6 +36,7 @@ class DDP(Strategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         sync_batchnorm: bool = False,
+        direct_sums: bool = True,
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core)
@@ -48,8 +49,10 @@ class DDP(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self.sync_batchnorm = sync_batchnorm
+        self.direct_sums = direct_sums
         self.timeout_seconds = timeout_seconds
         self.module: Any = None
+        self.direct: direct.Direct | None = None
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun started them already."""
@@ -88,9 +91,16 @@ class DDP(Strategy):
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=self.timeout_seconds),
         )
-        names: list[Any] = [None] * self.world_size
-        dist.all_gather_object(names, str(self.device))
-        self.names = names
+        may_be_direct = self.direct_sums and self.device.type == "cpu"
+        door = None
+        if may_be_direct and direct.is_possible(self.world_size, here.local_world_size):
+            door = direct.Door()
+        found: list[Any] = [None] * self.world_size
+        dist.all_gather_object(found, (str(self.device), door and door.address))
+        self.names = [name for name, _ in found]
+        if door is not None:
+            addresses = [address for _, address in found]
+            self.direct = door.meet(self.rank, addresses, self.timeout_seconds)
 
     @property
     def devices(self) -> list[str]:
@@ -102,7 +112,16 @@ class DDP(Strategy):
         if self.sync_batchnorm:
             module = self._with_synced_batchnorm(module)
         self.module = DistributedDataParallel(module, **self.options)
+        size = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+        if self.direct is not None and size <= direct.LARGEST:
+            self._first_forward = self.module.register_forward_pre_hook(self._share_directly)
         return self.module
+
+    def _share_directly(self, *_: Any) -> None:
+        """Before the first forward: by then a callback may have registered a hook of its own."""
+        self._first_forward.remove()
+        if self.direct is not None and not self.module._comm_hooks:
+            self.module.register_comm_hook(None, self.direct.hook)
 
     def shares(self, rows: Sequence) -> list[Sequence]:
         return [split(rows, self.world_size)[self.rank]]
@@ -114,12 +133,18 @@ class DDP(Strategy):
 
     def reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
-        dist.all_reduce(tensor)
+        if self.direct is not None and tensor.nbytes <= direct.LARGEST:
+            self.direct.sum(tensor)
+        else:
+            dist.all_reduce(tensor)
         return tensor
 
     def tally(self, numbers: list[float]) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)  # by gloo, with CUDA too: the host runs ahead of the device
+        if self.direct is not None:
+            self.direct.sum(sums)
+        else:
+            dist.all_reduce(sums)  # by gloo, with CUDA too: the host runs ahead of the device
         return sums.tolist()
 
     def backward_communication(self) -> float:
@@ -146,6 +171,8 @@ class DDP(Strategy):
             # The reducer goes first: were it the last to hold the process group, its destructor
             # would join gloo's thread under the GIL, for which that thread may be waiting.
             self.module.logger = self.module.reducer = None
+        if self.direct is not None:
+            self.direct.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
