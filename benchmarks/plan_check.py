@@ -223,6 +223,7 @@ def train(recipe: str, names: list[str], epochs: int, folder: Path) -> tuple[flo
     clock = f"+callbacks.clock={{_target_: plan_check.Clock, file: {file}}}"
     strategy = "ddp" if len(names) > 1 else "cpu"
     words = [f"strategy={strategy}", f"trainer.max_epochs={epochs}", "callbacks=none", clock]
+    words += ["strategy.direct_sums=false"] if strategy == "ddp" else []  # all by the wire
     # Without validation, which a plan is not about.
     words += ["logger=none", f"trainer.validate_every_epochs={epochs + 1}"]
     words += [f"hydra.run.dir={folder / 'run'}"]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from small import Adam, Hooks, Rows, Small, fitted, is_same
 from torch import Tensor
 
+from dpframe.errors import Failure
 from dpframe.strategies import direct, fault
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.direct import Direct, Door
@@ -93,7 +94,8 @@ def test_a_rank_that_is_gone_or_does_not_come_is_a_lost_peer(monkeypatch):
     first, second = ranks(2, timeout_seconds=0.05)
     with pytest.raises(dist.DistNetworkError) as late:
         first.sum(torch.ones(2))
-    assert fault.noted(late.value).is_timeout and str(late.value).endswith("rank 1")
+    assert fault.noted(late.value).is_timeout
+    assert str(late.value) == "Timed out waiting 50ms for rank 1"
 
 
 def test_ranks_meet_and_another_users_process_is_sent_away(monkeypatch):
@@ -120,6 +122,12 @@ def test_ranks_meet_and_another_users_process_is_sent_away(monkeypatch):
 
     assert together(work, 2) == [torch.tensor([11.0])] * 2
     assert stranger.recv(1) == b""
+
+
+def test_ranks_out_of_each_others_reach_are_told_what_to_do():
+    door = Door()
+    with pytest.raises(Failure, match="^rank 1 can't reach rank 0 on this machine: Connection ref"):
+        door.meet(1, ["\0nobody", door.address], 20)
 
 
 @pytest.mark.parametrize(

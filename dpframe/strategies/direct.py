@@ -1,5 +1,7 @@
-"""Small sums over the ranks of one machine, each sending to each: gloo passes a few numbers through
-seven threads, which takes thirty times as long."""
+"""Small sums over the ranks of one machine, each sending to each.
+
+Gloo passes a few numbers through its threads, which takes thirty times as long as sending them.
+"""
 
 import os
 import secrets
@@ -10,6 +12,8 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from dpframe.errors import Failure
 
 LARGEST = 64 << 10  # bytes of a tensor: two of them fit into a socket, so that no sender waits
 MOST = 8  # ranks
@@ -36,7 +40,13 @@ class Door:
         others: dict[int, socket.socket] = {}
         for other in range(rank):
             others[other] = socket.socket(socket.AF_UNIX)
-            others[other].connect(addresses[other])
+            try:
+                others[other].connect(addresses[other])
+            except OSError as error:
+                raise Failure(
+                    f"rank {rank} can't reach rank {other} on this machine: {error.strerror}; "
+                    "strategy.direct_sums=false does without"
+                ) from None
             others[other].sendall(bytes([rank]))
         self._listening.settimeout(timeout_seconds)
         while len(others) < len(addresses) - 1:
@@ -74,7 +84,8 @@ class Direct:
                 try:
                     act(rank, other, message)
                 except TimeoutError:
-                    raise dist.DistNetworkError(f"Timed out waiting for rank {rank}") from None
+                    waited = f"Timed out waiting {1000 * (other.gettimeout() or 0):.0f}ms"
+                    raise dist.DistNetworkError(f"{waited} for rank {rank}") from None
                 except OSError:
                     raise dist.DistNetworkError(f"Connection closed by peer: rank {rank}") from None
         total = self._values(0, tensor).clone()
