@@ -25,7 +25,7 @@ ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
-    "torch.distributed": [f"strategies.{name}" for name in ("ddp", "direct", "supervisor", "fault")],
+    "torch.distributed": [f"strategies.{n}" for n in ("ddp", "direct", "supervisor", "fault")],
     "tensorboard": ["loggers"],
     "rich": ["callbacks.progress"],
 }
