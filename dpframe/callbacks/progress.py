@@ -190,4 +190,4 @@ def _devices(names: list[str]) -> str:
 
 
 def _inline(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items()))
+    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())

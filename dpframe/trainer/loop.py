@@ -229,7 +229,7 @@ class Trainer:
         measured = {f"train/{name}": value for name, value in means.items()}
         if not total:  # every step was left out: the epoch before is not to stand in for this one
             self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
-        self.metrics.update(measured)
+        self.metrics.update(measured | validated)
         if is_whole:
             self.epoch = epochs
             self.batches_done = 0
@@ -251,6 +251,7 @@ class Trainer:
         self.guard.read(self)
         means = self._measure_validation()
         if means:
+            self.metrics.update(means)
             self.report.log(means, step=self.global_step)
             self._call("on_validation_end")
 
@@ -261,7 +262,6 @@ class Trainer:
         self.strategy.weight_sync(is_read=True)
         means = self.validation.means_of("val", *others)
         lean.set_training(self.step, True, self.settings.lean)
-        self.metrics.update(means)
         self.validated_step = self.global_step
         return means
 
