@@ -133,19 +133,19 @@ class DDP(Strategy):
 
     def reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
-        if self.direct is not None and tensor.nbytes <= direct.LARGEST:
-            self.direct.sum(tensor)
-        else:
-            dist.all_reduce(tensor)
+        self._sum(tensor)
         return tensor
 
     def tally(self, numbers: list[float]) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
-        if self.direct is not None:
-            self.direct.sum(sums)
-        else:
-            dist.all_reduce(sums)  # by gloo, with CUDA too: the host runs ahead of the device
+        self._sum(sums)  # on the host, with CUDA too: it runs ahead of the device
         return sums.tolist()
+
+    def _sum(self, tensor: Tensor) -> None:
+        if self.direct is not None and tensor.nbytes <= direct.LARGEST:
+            self.direct.sum(tensor)
+        else:
+            dist.all_reduce(tensor)
 
     def backward_communication(self) -> float:
         """As torch samples it, less what the backward itself has hidden."""
