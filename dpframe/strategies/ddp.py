@@ -91,10 +91,9 @@ class DDP(Strategy):
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=self.timeout_seconds),
         )
-        may_be_direct = self.direct_sums and self.device.type == "cpu"
-        door = None
-        if may_be_direct and direct.is_possible(self.world_size, here.local_world_size):
-            door = direct.Door()
+        is_direct = self.direct_sums and self.device.type == "cpu"
+        is_direct &= direct.is_possible(self.world_size, here.local_world_size)
+        door = direct.Door() if is_direct else None
         found: list[Any] = [None] * self.world_size
         dist.all_gather_object(found, (str(self.device), door and door.address))
         self.names = [name for name, _ in found]
