@@ -15,7 +15,7 @@ import pytest
 import torch
 from small import Clock, Hooks, Rows, Scripted, Small, fitted, is_same, trainer
 
-from dpframe import Callback, UserError, checkpoint, seal
+from dpframe import Callback, Strategy, UserError, checkpoint, seal
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.errors import Failure
 
@@ -108,6 +108,26 @@ def test_epochs_shorter_than_seconds_between_are_saved_if_best_and_now_and_then(
     scores = [0.5, 0.0, *[1.0] * 18]
     fitted(Scripted(scores), callbacks=[hooks, keeper], directory=tmp_path, max_epochs=20)
     assert saved == epochs
+
+
+@pytest.mark.parametrize("every_n_epochs", [1, None])
+def test_weights_become_common_as_often_whatever_the_clock_says(tmp_path, every_n_epochs):
+    def syncs(seconds_between: float) -> int:
+        class Counts(Strategy):
+            reads = 0
+
+            def weight_sync(self, is_read):
+                self.reads += is_read
+
+        strategy = Counts()
+        keeper = Checkpoint(
+            every_n_epochs=every_n_epochs, every_n_steps=2, seconds_between=seconds_between
+        )
+        folder = tmp_path / str(seconds_between)
+        fitted(data=Rows(val=False), strategy=strategy, callbacks=[keeper], directory=folder)
+        return strategy.reads
+
+    assert syncs(600) == syncs(0)
 
 
 def test_a_save_that_fails_stops_the_run_with_its_reason(monkeypatch, tmp_path):

@@ -82,11 +82,11 @@ class Checkpoint(Callback):
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if trainer.epoch % (self.every_n_epochs or 1) == 0:
             names, dropped = self._judged(trainer)
-            if not names and self._is_early(trainer):
-                # What weights come of it is not to depend on a clock.
+            if self.every_n_epochs and (names or not self._is_early(trainer)):
+                names = [*names, LAST]
+            elif self.every_n_epochs:  # what weights come of it is not to depend on a clock
                 trainer.strategy.weight_sync(is_read=True)
-                return
-            self._save(trainer, [*names, LAST] if self.every_n_epochs else names, dropped)
+            self._save(trainer, names, dropped)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         names, dropped = self._judged(trainer)
