@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
+from dpframe.callbacks import progress
 from dpframe.callbacks.base import HOOKS
 from dpframe.trainer import Run, lookout, loop, report
 
@@ -86,7 +87,7 @@ class Clock:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.now = 0.0
-        for module in (loop, lookout, report):
+        for module in (loop, lookout, report, progress):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._read))
 
     def _read(self) -> float:

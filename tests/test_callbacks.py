@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from recorded import Recorder
-from small import Hooks, Rows, Scripted, Small, fitted, trainer
+from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 
 from dpframe import Callback, UserError
 from dpframe.callbacks import base
@@ -285,6 +285,55 @@ def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(settings, of):
     plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "\n", out)
     assert not re.search(r"^epoch \d+(/\d+)?  step", plain, re.MULTILINE)
     assert re.search(r"^\d+ steps in .* samples/s\s*$", plain, re.MULTILINE)
+
+
+def said(caplog) -> list[list[int]]:
+    """The epochs of each message that tells of any."""
+    told = [record.getMessage() for record in caplog.records]
+    return [list(map(int, re.findall(r"^epoch (\d+)", text, re.MULTILINE))) for text in told]
+
+
+@pytest.mark.parametrize(
+    ("seconds_a_step", "messages"),
+    [
+        (0.03, [[1], [2], [3], [4], [5]]),
+        (0.012, [[1], [2], [3, 4], [5]]),
+        (0.001, [[1], [2, 3, 4, 5]]),
+    ],
+)
+def test_lines_of_short_epochs_come_several_at_once(monkeypatch, caplog, seconds_a_step, messages):
+    clock = Clock(monkeypatch)
+    caplog.set_level("INFO", "dpframe")
+    hooks = Hooks(on_step_end=clock.ticks(seconds_a_step))
+    fitted(callbacks=[hooks, Progress()], max_epochs=5)
+    assert said(caplog) == messages
+
+
+def test_a_line_does_not_wait_for_the_end_of_a_longer_epoch(monkeypatch, caplog):
+    clock = Clock(monkeypatch)
+    caplog.set_level("INFO", "dpframe")
+    seen: list = []
+
+    def slower(trainer):
+        clock.now += 0.2 if trainer.epoch == 2 else 0.001
+        seen.append(said(caplog))
+
+    fitted(callbacks=[Progress(), Hooks(on_step_end=slower)], max_epochs=3)
+    assert seen[9] == [[1]] and seen[11] == [[1], [2]], "5 steps an epoch: it is said at the next"
+
+
+def test_a_failure_comes_after_the_lines_of_all_epochs_before_it(monkeypatch, caplog):
+    Clock(monkeypatch)
+    caplog.set_level("INFO", "dpframe")
+
+    def fail(trainer):
+        if trainer.global_step == 17:
+            assert said(caplog) == [[1]]
+            raise Broken
+
+    with pytest.raises(Broken):
+        fitted(callbacks=[Progress(), Hooks(on_step_end=fail)], max_epochs=5)
+    assert said(caplog) == [[1], [2, 3]]
 
 
 def read_all(descriptor: int) -> str:

@@ -1,8 +1,12 @@
 """`run.log` has every rank's lines; the screen has the main one's."""
 
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+from dpframe.cli.logs import logging_to
 
 TALKATIVE = """
 import logging
@@ -41,3 +45,15 @@ def test_run_log_has_the_lines_of_every_rank_and_the_screen_the_main_ones(tmp_pa
     assert sum("epoch 2/2" in line for line in lines) == 1
     assert "hello from rank 0" in done.stdout
     assert "hello from rank 1" not in done.stdout + done.stderr
+
+
+def test_each_line_of_a_message_says_whose_it_is(tmp_path: Path, capsys) -> None:
+    with logging_to(tmp_path, rank=0):
+        logging.getLogger("mine").info("one %s\n\n  three", "a\nb")
+        logging.getLogger("mine").warning("")
+    start, end = r"^\S+ \S+ \[rank 0\] ", "$"
+    lines = (tmp_path / "run.log").read_text().splitlines()
+    wanted = ["INFO mine: one a", "INFO mine: b", "INFO mine: ", "INFO mine:   three"]
+    for line, text in zip(lines, [*wanted, "WARNING mine: "], strict=True):
+        assert re.search(start + text + end, line), line
+    assert capsys.readouterr().out == "one a\nb\n\n  three\nwarning: \n"

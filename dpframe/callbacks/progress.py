@@ -1,4 +1,7 @@
-"""What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end."""
+"""What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end.
+
+Bars are drawn, and the lines of epochs shorter than that come several at once, ten times a second.
+"""
 
 import logging
 import sys
@@ -24,6 +27,7 @@ class Progress(Callback):
             raise UserError(f"callbacks.progress.bar={bar} is not one of auto, true, false")
         self.has_bar = sys.stdout.isatty() if bar == "auto" else bool(bar)
         self.bar: Any = None
+        self.lines: list[str] = []  # of epochs, that are yet to be shown
         self.next_draw = 0.0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -35,8 +39,8 @@ class Progress(Callback):
             self._start_bar(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if self.bar is not None and time.perf_counter() >= self.next_draw:
-            self._draw(trainer)
+        if self.bar is not None or self.lines:
+            self._draw_in_time(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
@@ -44,14 +48,11 @@ class Progress(Callback):
         total = trainer.settings.max_epochs
         of = f"/{total}" if total else ""
         metrics = _inline(trainer.metrics)
-        line = f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}"
-        log.info(line, extra={"on_screen": self.bar is None})
-        if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
-            print(line, flush=True)
+        self.lines.append(f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}")
+        self._draw_in_time(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        if self.bar is not None:
-            self._draw(trainer)
+        self._draw(trainer)
         self._stop_bar()
         if not trainer.strategy.is_main:
             return
@@ -65,6 +66,7 @@ class Progress(Callback):
         )
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        self._say_lines()
         self._stop_bar()
 
     def on_validation_end(self, trainer: "Trainer") -> None:
@@ -99,15 +101,31 @@ class Progress(Callback):
         )
         self.bar.start()
 
+    def _draw_in_time(self, trainer: "Trainer") -> None:
+        now = time.perf_counter()
+        if now >= self.next_draw:
+            self.next_draw = now + REDRAW_SECONDS
+            self._draw(trainer)
+
     def _draw(self, trainer: "Trainer") -> None:
-        self.next_draw = time.perf_counter() + REDRAW_SECONDS
-        self.bar.update(
-            self.line,
-            completed=trainer.global_step,
-            description=f"epoch {trainer.epoch}",
-            metrics=_inline(trainer.metrics),
-            refresh=True,
-        )
+        self._say_lines()
+        if self.bar is not None:
+            self.bar.update(
+                self.line,
+                completed=trainer.global_step,
+                description=f"epoch {trainer.epoch}",
+                metrics=_inline(trainer.metrics),
+                refresh=True,
+            )
+
+    def _say_lines(self) -> None:
+        if not self.lines:
+            return
+        text = "\n".join(self.lines)
+        self.lines.clear()
+        log.info(text, extra={"on_screen": self.bar is None})
+        if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
+            print(text, flush=True)
 
     def _stop_bar(self) -> None:
         if self.bar is not None:

@@ -29,8 +29,20 @@ def _file(path: Path, rank: int) -> logging.Handler:
     # Opened to append: the lines of the ranks interleave.
     handler = _File(path, delay=True, encoding="utf-8", errors="replace")
     form = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
-    handler.setFormatter(logging.Formatter(form))
+    handler.setFormatter(_EachLine(form))
     return handler
+
+
+class _EachLine(logging.Formatter):
+    """Says of each line of a message whose it is: those of other ranks come between them."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        whole = record.message
+        record.message, *more = whole.split("\n")
+        text = super().formatMessage(record)
+        start = text.removesuffix(record.message)
+        record.message = whole
+        return "\n".join([text, *(start + line for line in more)])
 
 
 class _File(logging.FileHandler):
