@@ -93,8 +93,10 @@ class TensorBoard(Logger):
 
     def flush(self) -> None:
         for when, step, scalars in self._rows:  # many in a row take half as long as one by one
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-            self._append(Event(wall_time=when, step=step, summary=Summary(value=values)))
+            event = Event(wall_time=when, step=step)
+            for tag, value in scalars.items():
+                event.summary.value.add(tag=tag, simple_value=value)
+            self._append(event)
         self._rows.clear()
         charted = {
             tag.partition("/")[2] for tag in self._logged if tag.startswith(("train/", "val/"))
