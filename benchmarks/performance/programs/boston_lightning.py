@@ -66,7 +66,8 @@ def main() -> None:
         callbacks=[notes],
         **(BARE if given.bare else {"logger": TensorBoardLogger("."), "log_every_n_steps": 50}),
     )
-    validation = None if given.bare else DataLoader(held_out, batch_size=size)
+    trains_only = given.bare and not given.validates
+    validation = None if trains_only else DataLoader(held_out, batch_size=size)
     trainer.fit(Boston(), loader, validation)
     loss = trainer.callback_metrics["train/loss"].item()
     notes.marks.tell(loss=loss, steps_per_epoch=trainer.num_training_batches)
@@ -86,6 +87,7 @@ def options() -> Namespace:
     parser.add_argument(
         "--bare", action="store_true", help="no validation, logger, bar, checkpoint"
     )
+    parser.add_argument("--validates", action="store_true", help="each epoch, even if --bare")
     parser.add_argument("--ranks", type=int, default=1)
     return parser.parse_args()
 
