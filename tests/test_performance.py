@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -75,9 +76,22 @@ def test_processes_take_turns_and_the_first_turn_is_thrown_away(
         process.Program(name, [sys.executable, "-c", line, str(order), name]) for name in "AB"
     ]
     monkeypatch.setattr(process, "CALM", math.inf)
-    runs = process.in_turns(programs, 2)
-    assert order.read_text() == "ABABAB"
-    assert {name: len(found) for name, found in runs.items()} == {"A": 2, "B": 2}
+    runs = process.in_turns(programs, 4)
+    turns = textwrap.wrap(order.read_text(), 2)
+    assert len(turns) == 5 and set(turns) == {"AB", "BA"}, "each in each turn, in either order"
+    assert {name: len(found) for name, found in runs.items()} == {"A": 4, "B": 4}
+
+
+def test_a_run_is_of_its_program_whatever_the_order(
+    process: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = {"A": 1.0, "B": 2.0, "C": 3.0}
+    monkeypatch.setattr(process, "run", lambda program: process.Run(seconds[program.name], 1.0))
+    programs = [process.Program(name, []) for name in seconds]
+    runs = process.in_turns(programs, 5)
+    assert {name: {run.seconds for run in found} for name, found in runs.items()} == {
+        name: {its} for name, its in seconds.items()
+    }
 
 
 def test_of_turns_on_a_busy_machine_the_calmest_are_kept(

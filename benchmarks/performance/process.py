@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -55,19 +56,27 @@ def count_work() -> None:
 
 
 def in_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Run]]:
-    """A B C A B C …, after a turn that warms the disk's cache and is thrown away.
+    """A B C B C A …, after a turn that warms the disk's cache and is thrown away.
 
-    A turn beside which others kept the machine busy is made again, at most twice as often as
-    asked; the calmest are kept, which is not to look at what was measured.
+    The order changes from turn to turn: a machine may be slower after some programs than after
+    others. A turn beside which others kept the machine busy is made again, at most twice as often
+    as asked; the calmest are kept, which is not to look at what was measured.
     """
-    turns = [[run(program) for program in programs]][1:]
+    order = Random(0)
+    turns = [_turn(programs, order)][1:]
     while sum(disturbance(turn) < CALM for turn in turns) < rounds and len(turns) < 3 * rounds:
-        turns.append([run(program) for program in programs])
+        turns.append(_turn(programs, order))
     kept = sorted(turns, key=disturbance)[:rounds]
     return {
         program.name: list(found)
         for program, found in zip(programs, zip(*kept, strict=True), strict=True)
     }
+
+
+def _turn(programs: Sequence[Program], order: Random) -> list[Run]:
+    places = order.sample(range(len(programs)), len(programs))
+    runs = {place: run(programs[place]) for place in places}
+    return [runs[place] for place in range(len(programs))]
 
 
 def disturbance(turn: Sequence[Run]) -> float:
