@@ -1,5 +1,6 @@
 """Callbacks: the order of hooks, ends by a metric, a run that fails, and what is on screen."""
 
+import logging
 import os
 import pty
 import re
@@ -13,7 +14,7 @@ from recorded import Recorder
 from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 
 from dpframe import Callback, UserError
-from dpframe.callbacks import base
+from dpframe.callbacks import base, progress
 from dpframe.callbacks.base import HOOKS
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.callbacks.progress import Progress, banner
@@ -322,6 +323,22 @@ def test_a_line_does_not_wait_for_the_end_of_a_longer_epoch(monkeypatch, caplog)
     assert seen[9] == [[1]] and seen[11] == [[1], [2]], "5 steps an epoch: it is said at the next"
 
 
+def test_what_else_is_logged_comes_after_the_lines_before_it(monkeypatch, caplog):
+    Clock(monkeypatch)
+    caplog.set_level("INFO")
+    before = [list(handler.filters) for handler in logging.getLogger().handlers]
+
+    def speak(trainer):
+        if trainer.global_step == 17:
+            logging.getLogger("mine").info("at 17")
+
+    fitted(callbacks=[Progress(), Hooks(on_step_end=speak)], max_epochs=5, profile=True)
+    told = [record.getMessage().split()[0] for record in caplog.records]
+    assert told == ["epoch", "epoch", "at", "epoch", "where"]
+    assert said(caplog) == [[1], [2, 3], [], [4, 5], []]
+    assert [list(handler.filters) for handler in logging.getLogger().handlers] == before
+
+
 def test_a_failure_comes_after_the_lines_of_all_epochs_before_it(monkeypatch, caplog):
     Clock(monkeypatch)
     caplog.set_level("INFO", "dpframe")
@@ -334,6 +351,22 @@ def test_a_failure_comes_after_the_lines_of_all_epochs_before_it(monkeypatch, ca
     with pytest.raises(Broken):
         fitted(callbacks=[Progress(), Hooks(on_step_end=fail)], max_epochs=5)
     assert said(caplog) == [[1], [2, 3]]
+
+
+def test_a_reader_that_has_gone_does_not_hide_the_failure(monkeypatch):
+    Clock(monkeypatch)
+    monkeypatch.setattr(progress.log, "hasHandlers", lambda: False)  # as in a user's own script
+
+    def gone(*args, **kwargs):
+        raise BrokenPipeError
+
+    def fail(trainer):
+        if trainer.global_step == 17:
+            monkeypatch.setattr(progress, "print", gone, raising=False)
+            raise Broken
+
+    with pytest.raises(Broken):
+        fitted(callbacks=[Progress(), Hooks(on_step_end=fail)], max_epochs=5)
 
 
 def read_all(descriptor: int) -> str:

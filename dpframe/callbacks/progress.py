@@ -1,11 +1,13 @@
 """What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end.
 
-Bars are drawn, and the lines of epochs shorter than that come several at once, ten times a second.
+A bar is redrawn at most ten times a second. Lines of epochs shorter than a tenth of one are shown
+together as often, at the end of a step, and before whatever else is logged.
 """
 
 import logging
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
@@ -27,7 +29,7 @@ class Progress(Callback):
             raise UserError(f"callbacks.progress.bar={bar} is not one of auto, true, false")
         self.has_bar = sys.stdout.isatty() if bar == "auto" else bool(bar)
         self.bar: Any = None
-        self.lines: list[str] = []  # of epochs, that are yet to be shown
+        self.unsaid: list[str] = []  # lines of epochs
         self.next_draw = 0.0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -35,11 +37,13 @@ class Progress(Callback):
             self.has_bar = False
             return
         print(banner(trainer), flush=True)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(self._lines_first)
         if self.has_bar:
             self._start_bar(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if self.bar is not None or self.lines:
+        if self.bar is not None or self.unsaid:
             self._draw_in_time(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
@@ -48,12 +52,12 @@ class Progress(Callback):
         total = trainer.settings.max_epochs
         of = f"/{total}" if total else ""
         metrics = _inline(trainer.metrics)
-        self.lines.append(f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}")
+        self.unsaid.append(f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}")
         self._draw_in_time(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._draw(trainer)
-        self._stop_bar()
+        self._stop()
         if not trainer.strategy.is_main:
             return
         if trainer.stop_reason:
@@ -66,8 +70,9 @@ class Progress(Callback):
         )
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
-        self._say_lines()
-        self._stop_bar()
+        with suppress(OSError):  # of a reader that has gone: not in the place of what ended the run
+            self._say_lines()
+        self._stop()
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         if trainer.mode == "validate" and trainer.strategy.is_main:
@@ -118,16 +123,23 @@ class Progress(Callback):
                 refresh=True,
             )
 
+    def _lines_first(self, record: logging.LogRecord) -> bool:
+        self._say_lines()
+        return True
+
     def _say_lines(self) -> None:
-        if not self.lines:
+        lines = self.unsaid[:]
+        if not lines:
             return
-        text = "\n".join(self.lines)
-        self.lines.clear()
+        del self.unsaid[: len(lines)]  # whatever thread this is: one that comes now stays
+        text = "\n".join(lines)
         log.info(text, extra={"on_screen": self.bar is None})
         if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
             print(text, flush=True)
 
-    def _stop_bar(self) -> None:
+    def _stop(self) -> None:
+        for handler in logging.getLogger().handlers:
+            handler.removeFilter(self._lines_first)
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

@@ -37,12 +37,8 @@ class _EachLine(logging.Formatter):
     """Says of each line of a message whose it is: those of other ranks come between them."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        whole = record.message
-        record.message, *more = whole.split("\n")
-        text = super().formatMessage(record)
-        start = text.removesuffix(record.message)
-        record.message = whole
-        return "\n".join([text, *(start + line for line in more)])
+        start = super().formatMessage(record).removesuffix(record.message)
+        return start + record.message.replace("\n", f"\n{start}")
 
 
 class _File(logging.FileHandler):
