@@ -63,24 +63,20 @@ def in_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Run]]:
     as asked; the calmest are kept, which is not to look at what was measured.
     """
     order = Random(0)
-    turns = [_turn(programs, order)][1:]
-    while sum(disturbance(turn) < CALM for turn in turns) < rounds and len(turns) < 3 * rounds:
-        turns.append(_turn(programs, order))
+
+    def turn() -> dict[str, Run]:
+        shuffled = order.sample(programs, len(programs))
+        return {program.name: run(program) for program in shuffled}
+
+    turns = [turn()][1:]
+    while sum(disturbance(its) < CALM for its in turns) < rounds and len(turns) < 3 * rounds:
+        turns.append(turn())
     kept = sorted(turns, key=disturbance)[:rounds]
-    return {
-        program.name: list(found)
-        for program, found in zip(programs, zip(*kept, strict=True), strict=True)
-    }
+    return {program.name: [its[program.name] for its in kept] for program in programs}
 
 
-def _turn(programs: Sequence[Program], order: Random) -> list[Run]:
-    places = order.sample(range(len(programs)), len(programs))
-    runs = {place: run(programs[place]) for place in places}
-    return [runs[place] for place in range(len(programs))]
-
-
-def disturbance(turn: Sequence[Run]) -> float:
-    return statistics.fmean(measured.beside for measured in turn)
+def disturbance(turn: dict[str, Run]) -> float:
+    return statistics.fmean(measured.beside for measured in turn.values())
 
 
 def run(program: Program, *, counts: bool = False) -> Run:
