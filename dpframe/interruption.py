@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +182,8 @@ class Interruption:
         if not self._is_quiet:
             name = signal.Signals(self.number).name
             because = f", {why}" if self.has_begun else ""
-            os.write(2, f"dpframe: interrupted by {name}{because}\n".encode())
+            with suppress(OSError):  # a full device
+                os.write(2, f"dpframe: interrupted by {name}{because}\n".encode())
         os._exit(128 + self.number)
 
 

@@ -19,6 +19,7 @@ def test_a_run_and_the_streams_it_may_find(tmp_path):
         f"{run} | head -1",
         f"{run} <&- >&- 2>&-",
         f"{run} > /dev/full",
+        f"{run} strategy=ddp trainer.gpus=2 > /dev/full 2>&1",
         f"{ended} < /dev/null",
     ]
     for line in lines:
@@ -37,6 +38,15 @@ def test_help_over_a_pipe_and_without_unicode(tmp_path):
         assert done.returncode == 0 and "[key=value ?]" in done.stdout
         refused = shell(f"{ascii_only} {command} recipe=$'\\xff'", tmp_path)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+def test_on_a_full_device_the_exit_code_alone_tells_what_happened(tmp_path):
+    command = f"{sys.executable} -m dpframe"
+    refused = shell(f"{command} recipe=boton > /dev/full 2>&1", tmp_path)
+    assert refused.returncode == 2, "the line has no place to go"
+    asked = shell(f"{command} --help > /dev/full", tmp_path)
+    said = "dpframe: the output can't be written: No space left on device\n"
+    assert (asked.returncode, asked.stderr) == (1, said)
 
 
 def shell(line, directory):

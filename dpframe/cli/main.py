@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from dpframe import __version__
@@ -63,12 +64,13 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
         print("\ninterrupted", file=sys.stderr)
         code = 130
     except BrokenPipeError:  # `dpframe … | head`: the reader has left
-        screen.let_go()
         code = 141  # as SIGPIPE's
     except Exception as error:
         show_failure(error)
         code = 1
     interruption.close()
+    with suppress(UserError, OSError):
+        sys.stdout.flush()  # what is left there after an error changes no exit code
     gc.freeze()  # nothing to collect on the way out
     sys.exit(code)
 
@@ -105,7 +107,8 @@ def _command(given: Sequence[str], *, is_program: bool) -> int:
     elif is_sweep:
         from dpframe.cli.sweep import sweep
 
-        return sweep(arguments.overrides, arguments.config_dir)
+        with screen.goes_on_unread():
+            return sweep(arguments.overrides, arguments.config_dir)
     else:
         _run(arguments, is_program)
     return 0

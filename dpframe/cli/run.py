@@ -55,6 +55,7 @@ def _unmake(made: list[str] | None) -> None:
         Directory.made(made).unmake()
 
 
+@goes_on_unread()
 def _work(job: Composed) -> dict[str, Any]:
     """What every process of a job does."""
     settings = job.settings
@@ -143,7 +144,7 @@ def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> N
 
 def _in_directory(trainer: Trainer, job: Composed) -> dict[str, Any]:
     directory = Path(trainer.run.directory)
-    with goes_on_unread(), logging_to(directory, rank=trainer.strategy.rank):
+    with logging_to(directory, rank=trainer.strategy.rank):
         if job.settings.mode == "fit":
             trainer.fit()
         else:

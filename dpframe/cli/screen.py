@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from dpframe.errors import Failure
+
 
 def open_all() -> None:
     """A closed stream becomes /dev/null, lest the next file to be opened takes its number."""
@@ -19,42 +21,64 @@ def open_all() -> None:
             setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows a ? for our …
+    sys.stdout = _Asked(_innermost(sys.stdout))  # type: ignore[assignment]
+    sys.stderr = _Unread(_innermost(sys.stderr))  # type: ignore[assignment]
 
 
-def let_go() -> None:
+def _let_go(stream: Any) -> None:
     """What is still to be printed goes nowhere."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
+    os.dup2(null, stream.fileno())
     os.close(null)
 
 
 @contextmanager
 def goes_on_unread() -> Iterator[None]:
     """Inside, a pipe's reader that leaves and a full disk cost the run its screen, no more."""
-    stream = sys.stdout
-    sys.stdout = _Unread(stream)  # type: ignore[assignment]
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (_Unread(_innermost(stream)) for stream in before)  # type: ignore
     try:
         yield
     finally:
-        sys.stdout = stream
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
 
 
 class _Unread:
+    """A stream that nobody needs to read."""
+
     def __init__(self, stream: Any) -> None:
-        self._stream = stream
+        self.innermost = stream
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+        return getattr(self.innermost, name)
 
     def write(self, text: str) -> int:
         try:
-            return self._stream.write(text)
-        except OSError:
-            let_go()
+            return self.innermost.write(text)
+        except OSError as error:
+            self._lose(error)
             return len(text)
 
     def flush(self) -> None:
         try:
-            self._stream.flush()
-        except OSError:
-            let_go()
+            self.innermost.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        _let_go(self.innermost)
+
+
+class _Asked(_Unread):
+    """What was asked for is printed here: that it can't be is a failure."""
+
+    def _lose(self, error: OSError) -> None:
+        super()._lose(error)
+        if isinstance(error, BrokenPipeError):
+            raise error
+        raise Failure(f"the output can't be written: {error.strerror}") from None
+
+
+def _innermost(stream: Any) -> Any:
+    return getattr(stream, "innermost", stream)
