@@ -1,9 +1,12 @@
 """Checkpoints: plain containers, written whole or not at all, read without running code."""
 
+import errno
+import logging
 import os
 import shutil
 import threading
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,15 @@ from dpframe.errors import Failure, UserError
 
 FORMAT = 2
 LARGE = 64 << 20  # bytes of a state
+# What network and FUSE mounts answer that can't sync a file or, more often, a directory.
+CANT_SYNC = {
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EBADF,
+    errno.EACCES,
+}
 CPU = torch.device("cpu")
 PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
 
@@ -100,7 +112,7 @@ def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
         _write(path, lambda part: _write_sealed(state, part))
         for copy in copies:
             _write(copy, lambda part: shutil.copyfile(path, part))
-        _sync_directory(path.parent)
+        _sync(path.parent)
     except OSError as error:
         kept = "; the one before it is kept" if path.exists() else ""
         raise Failure(
@@ -158,8 +170,7 @@ def _write(path: Path, write: Any) -> None:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         write(part)
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        _sync(part)
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -235,9 +246,25 @@ def _first_mismatch(wanted: dict[str, Any], given: dict[str, Any]) -> str:
     return f"it has {extra}, which is not here" if extra is not None else ""
 
 
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """A file or a directory, where its file system can."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in CANT_SYNC:
+            raise
+        _tell_unsynced(path if path.is_dir() else path.parent, error.strerror)
+
+
+@cache  # once is enough
+def _tell_unsynced(directory: Path, why: str) -> None:
+    logging.getLogger("dpframe").warning(
+        "the file system of %s can't sync all it writes (%s): its newest checkpoints survive "
+        "a killed process, but perhaps not a power cut",
+        directory,
+        why,
+    )

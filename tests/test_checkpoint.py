@@ -60,6 +60,23 @@ def test_an_object_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
         fitted(callbacks=[Keeps(), Checkpoint()], directory=tmp_path)
 
 
+@pytest.mark.parametrize("number, is_saved", [(errno.ENOTSUP, True), (errno.EIO, False)])
+def test_what_a_file_system_can_not_sync_is_saved_and_what_fails_to_is_not(
+    tmp_path, monkeypatch, number, is_saved
+):
+    def refuses(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    path = tmp_path / "last.ckpt"
+    if is_saved:
+        checkpoint.save({"task": {}}, path)
+    else:
+        with pytest.raises(Failure, match="can't be written: Input/output error"):
+            checkpoint.save({"task": {}}, path)
+    assert path.is_file() == is_saved
+
+
 # Beside training
 
 

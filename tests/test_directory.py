@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import dpframe, environment, exit_codes_of_two_at_once, write
+from disk import library
 
 from dpframe.cli.directory import as_notes
 from dpframe.cli.resumed import with_saved
@@ -110,3 +111,19 @@ def test_nothing_is_left_of_a_run_that_is_refused_in_its_first_epoch(tmp_path):
     assert done.returncode == 2 and "did you mean val/loss?" in done.stderr
     assert done.stderr.count("\n") == 1
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["outputs"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is the Linux linker's")
+def test_a_file_system_without_locks_and_directory_sync_is_told_and_the_run_goes_on(tmp_path):
+    lacks = {"LD_PRELOAD": library(tmp_path), "NO_LOCKS": "1", "NO_DIRECTORY_SYNC": "1"}
+    words = ["recipe=boston", "trainer.max_epochs=2", "hydra.run.dir=run"]
+    done = dpframe(*words, cwd=tmp_path, env=environment(**lacks))
+    assert (done.returncode, done.stderr) == (
+        0,
+        "dpframe: the file system of run has no locks (No locks available); "
+        "see to it that no other run writes there\n",
+    )
+    unsynced = "warning: the file system of run/checkpoints can't sync all it writes (Invalid"
+    assert done.stdout.count(unsynced) == 1
+    assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
+    assert (tmp_path / "run/summary.json").is_file()

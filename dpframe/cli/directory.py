@@ -1,5 +1,6 @@
 """A run's directory with its `.hydra/`: made once all is checked, unmade if nothing was trained."""
 
+import errno
 import os
 import shutil
 import socket
@@ -96,7 +97,15 @@ class Directory:
         self._lock = path.open("a+")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                self.release()
+                print(
+                    f"dpframe: the file system of {self.path} has no locks ({error.strerror}); "
+                    "see to it that no other run writes there",
+                    file=sys.stderr,
+                )
+                return
             self._lock.seek(0)
             owner = self._lock.read().strip()
             self.release()
