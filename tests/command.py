@@ -67,14 +67,6 @@ def dpframe(*words: str, cwd: Path, **options) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "dpframe", *words], cwd=cwd, **given)
 
 
-def exit_codes_of_two_at_once(*words: str, cwd: Path) -> list[int]:
-    """The same command twice, started in one second."""
-    command = [sys.executable, "-m", "dpframe", *words]
-    quiet = {"env": environment(), "stdout": subprocess.DEVNULL}
-    processes = [subprocess.Popen(command, cwd=cwd, **quiet) for _ in range(2)]
-    return [process.wait(timeout=100) for process in processes]
-
-
 def environment(**more: str) -> dict[str, str]:
     """This one, with the dpframe under test in front wherever the command runs."""
     inherited = {name: value for name, value in os.environ.items() if name not in CLEAN}

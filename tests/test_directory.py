@@ -6,32 +6,86 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import dpframe, environment, exit_codes_of_two_at_once, write
+import yaml
+from command import attempts, dpframe, environment, write
 from disk import library
 
-from dpframe.cli.directory import as_notes
+from dpframe.cli.compose import Composed, composed
+from dpframe.cli.directory import Directory, as_notes
 from dpframe.cli.resumed import with_saved
 
 
+def composed_job() -> Composed:
+    return composed(["recipe=boston"])
+
+
 def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
-    same = "hydra.run.dir=outputs/boston/now"  # what both seconds would have been called
-    conf = write(tmp_path / "mine", {"experiment/now.yaml": "# @package _global_\n"})
-    text = f"# @package _global_\nhydra: {{run: {{dir: {same.partition('=')[2]}}}}}\n"
-    write(conf, {"experiment/now.yaml": text})
-    words = ["recipe=boston", "trainer.max_epochs=1", "--config-dir=mine", "experiment=now"]
-    assert exit_codes_of_two_at_once(*words, cwd=tmp_path) == [0, 0]
-    made = sorted(path.parent.name for path in tmp_path.glob("outputs/boston/*/summary.json"))
-    assert made == ["now", "now-2"]
+    both = [Directory(tmp_path / "boston" / "now", is_given=False) for _ in range(2)]
+    job = composed_job()
+    assert [Path(one.make(job)).name for one in both] == ["now", "now-2"]
+    for one in both:
+        one.release()
 
 
-def test_a_directory_of_the_configs_that_has_a_run_in_it_is_left_to_that_run(tmp_path):
-    (tmp_path / "outputs/boston/now/checkpoints").mkdir(parents=True)
-    (tmp_path / "outputs/boston/now/checkpoints/last.ckpt").touch()
-    text = "# @package _global_\nhydra: {run: {dir: outputs/boston/now}}\n"
-    write(tmp_path / "mine", {"experiment/now.yaml": text})
-    words = ["recipe=boston", "trainer.max_epochs=1", "--config-dir=mine", "experiment=now"]
-    assert dpframe(*words, cwd=tmp_path).returncode == 0
-    assert (tmp_path / "outputs/boston/now-2/summary.json").is_file()
+# What a stranger's file could say, and what the one line names.
+ELSEWHERE = {
+    "hydra: {run: {dir: ../out}}": "hydra.run.dir=../out on the command line",
+    "hydra: {run: {dir: 'outputs/${recipe}/${vars.x}'}}\nvars: {x: ../../..}": "hydra.run.dir",
+    "hydra: {sweep: {dir: /tmp/out}}": "hydra.sweep.dir=/tmp/out on the command line",
+    "hydra: {sweep: {subdir: ../../../out}}": "hydra.sweep.subdir=../../../out on",
+    "hydra: {output_subdir: ../../../out}": "hydra.output_subdir: dpframe has no use for this",
+    "hydra: {job: {chdir: true}}": "hydra.job.chdir: dpframe has no use for this",
+    "recipe: ../../out": "recipe=../../out is no plain name",
+    "recipe: /tmp/out": "recipe=/tmp/out is no plain name",
+    "recipe: a/../../../out": "recipe=a/../../../out is no plain name",
+    "recipe: ~out": "recipe=~out is no plain name",
+    "recipe: ''": "recipe= is no plain name",
+    "logger: {csv: {file: ../../../out}}": "logger.csv.file=../../../out is no plain file name",
+    "logger: {csv: {file: /tmp/out}}": "logger.csv.file=/tmp/out is no plain file name",
+    "logger: {csv: {file: ..}}": "logger.csv.file=.. is no plain file name",
+    "logger: {csv: {file: .hydra}}": "logger.csv.file=.hydra is no plain file name",
+}
+
+
+def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
+    texts = {f"experiment/e{n}.yaml": text for n, text in enumerate(ELSEWHERE)}
+    files = {name: f"# @package _global_\n{text}\n" for name, text in texts.items()}
+    write(tmp_path / "mine", files)
+    start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
+    lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
+    hydras = [text for text in ELSEWHERE if text.startswith("hydra")]
+    swept = [["-m", *line] for line in lines[: len(hydras)]]  # they come first
+    saved = "- recipe=boston\n- logger.csv.file=../../out\n- +hydra.run.dir=../out\n"
+    write(tmp_path / "theirs", {".hydra/overrides.yaml": saved, "checkpoints/last.ckpt": ""})
+    resumed = ["resume=theirs/checkpoints/last.ckpt", "-c", "job"]
+    done, _ = attempts([*lines, *swept, resumed], tmp_path)
+    wanted = [*ELSEWHERE.values(), *(ELSEWHERE[text] for text in hydras)]
+    for line, attempt, said in zip([*lines, *swept], done[:-1], wanted, strict=True):
+        assert (attempt.code, attempt.err.count("\n")) == (2, 1), (line, attempt.err)
+        assert said in attempt.err, line
+        assert attempt.files == ["mine", "theirs"], line
+    assert done[-1].code == 0 and "csv" in done[-1].out
+    typed = [[*lines[0], "hydra.run.dir=mine/out"], [*lines[0], "hydra.run={dir: mine/out}"]]
+    for attempt in attempts([[*line, "-c", "all"] for line in typed], tmp_path)[0]:
+        assert attempt.code == 0 and "dir: mine/out" in attempt.out
+
+
+def test_a_defaults_list_reads_no_file_outside_of_the_config_folders(tmp_path):
+    write(tmp_path, {"secret.yaml": "token: abc\n", "mine/vars/fine.yaml": "x: 1\n"})
+    named = [f"//{tmp_path}/secret@vars", "/../secret@vars", "../../secret@vars"]
+    named += [{"/vars": "../../secret"}, {"/vars": "fine"}]
+    for number, default in enumerate(named):
+        text = "# @package _global_\n" + yaml.safe_dump({"defaults": [default]})
+        write(tmp_path, {f"mine/experiment/e{number}.yaml": text})
+    start = ["--config-dir=mine", "recipe=boston", "-c", "job"]
+    lines = [[*start, f"experiment=e{number}"] for number in range(len(named))]
+    *refused, fine = attempts([*lines[:-1], [*start, "recipe=../../secret"], lines[-1]], tmp_path)[
+        0
+    ]
+    for attempt in refused:
+        assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
+        assert "is outside of the config folders" in attempt.err and "abc" not in attempt.out
+    assert fine.code == 0 and "x: 1" in fine.out
 
 
 def test_a_given_directory_is_used_as_it_is_and_files_need_no_quotes(tmp_path):

@@ -4,9 +4,10 @@ import json
 
 import pytest
 import yaml
-from command import attempts, dpframe, exit_codes_of_two_at_once, write
+from command import attempts, dpframe, write
 
 from dpframe.cli.compose import directory_name
+from dpframe.cli.sweep import _made
 
 OWN = """
 import dpframe.recipes.boston as boston
@@ -99,12 +100,8 @@ def test_recipes_are_swept_into_one_directory(tmp_path):
 
 
 def test_two_sweeps_of_one_second_get_a_directory_each(tmp_path):
-    text = "# @package _global_\nhydra: {sweep: {dir: multirun/now}}\n"
-    write(tmp_path / "mine", {"experiment/now.yaml": text})
-    words = ["-m", "recipe=boston", "trainer.max_epochs=1", "--config-dir=mine", "experiment=now"]
-    assert exit_codes_of_two_at_once(*words, cwd=tmp_path) == [0, 0]
-    made = sorted(path.parent.parent.name for path in tmp_path.glob("multirun/*/0_*/summary.json"))
-    assert made == ["now", "now-2"]
+    first = tmp_path / "multirun" / "now"
+    assert [_made(first, is_given=False).name for _ in range(2)] == ["now", "now-2"]
 
 
 def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(tmp_path):

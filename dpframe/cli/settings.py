@@ -1,5 +1,6 @@
 """The top-level keys of a config, and the check that nothing else is there."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,6 +12,8 @@ from dpframe.errors import UserError, suggestion
 from dpframe.plan.settings import PlanSettings
 from dpframe.trainer.settings import TrainerSettings
 
+# Of a recipe: it is the name of a folder too. A recipe in a folder of others has a slash.
+NAME = r"\w[\w .,+=@-]*(/\w[\w .,+=@-]*)*"
 MODES = ("fit", "validate", "test", "predict", "verify", "plan")
 
 
@@ -36,6 +39,11 @@ class RunSettings:
         if self.mode not in MODES:
             raise UserError(
                 f"mode={self.mode} is not one of {', '.join(MODES)}; {suggestion(self.mode, MODES)}"
+            )
+        if not re.fullmatch(NAME, self.recipe):
+            raise UserError(
+                f"recipe={self.recipe} is no plain name, though it names the folder of its runs; "
+                "give letters, digits, - and _"
             )
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; give 0 to 2**63 - 1")

@@ -3,16 +3,25 @@
 import csv
 import io
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dpframe.errors import UserError
 from dpframe.loggers.base import ROWS_IN_MEMORY, Logger, Scalar
+
+NAME = r"[\w +=@,-][\w.+=@, -]*"  # nothing that leads to another folder
 
 
 class CSV(Logger):
     def __init__(self, *, file: str = "metrics.csv") -> None:
-        self.file = file
+        if not re.fullmatch(NAME, str(file)):
+            raise UserError(
+                f"logger.csv.file={file} is no plain file name; give one, as metrics.csv: it is "
+                "written into the run directory"
+            )
+        self.file = str(file)
         self._columns = ["step"]
         self._rows: list[dict[str, Any]] = []
         self._logged: set[str] = set()
