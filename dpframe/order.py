@@ -89,18 +89,25 @@ class SamplerOrder:
         return len(self.epoch(0))
 
     def epoch(self, epoch: int) -> list[Tensor]:
-        """Drawn once: a second look must not move a generator that the sampler may have."""
-        if self._kept[0] != epoch:
-            self._kept = epoch, [self._checked(batch) for batch in self._drawn(epoch)]
+        """Drawn once, in order: a generator that the sampler may have moves as if no run had
+        been resumed, and a second look does not move it."""
+        last = self._kept[0]
+        if last != epoch:
+            for skipped in range(last + 1, epoch):
+                self._draw(skipped)
+            self._kept = epoch, [self._checked(batch) for batch in self._batches_of(epoch)]
         return self._kept[1]
 
-    def _drawn(self, epoch: int) -> list[Tensor]:
+    def _draw(self, epoch: int) -> list[Any]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
+        with seeding.seeded(self._seed, epoch):
+            return list(islice(self._sampler, self._length + 1))
+
+    def _batches_of(self, epoch: int) -> list[Tensor]:
         # The draws of torch, NumPy and Python are the same in every process, and for what a
         # sampler may draw besides, the main one's count.
-        with seeding.seeded(self._seed, epoch):
-            drawn = self._agree(list(islice(self._sampler, self._length + 1)))
+        drawn = self._agree(self._draw(epoch))
         if not drawn:
             raise UserError(f"train_sampler returned a {type(self._sampler).__name__} of no rows")
         if len(drawn) > self._length:

@@ -126,6 +126,27 @@ def test_shares_put_together_are_the_order_of_the_sampler(name, replicas):
         assert {len(ranks[epoch]) for ranks in per_rank} == {len(batches)}
 
 
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_epoch_that_is_gone_on_with_has_the_order_that_it_would_have_had(name):
+    """A sampler with a generator of its own has to draw the epochs before it, too."""
+
+    def orders(epochs: list[int]) -> list[list[list[int]]]:
+        loader = Loader(
+            TensorDataset(torch.arange(ROWS)),
+            batch_size=BATCH_SIZE,
+            shares=lambda rows: [rows],
+            sampler=SAMPLERS[name](),
+            seed=SEED,
+        )
+        assert loader.batches  # the first epoch is drawn for the length
+        drawn = [list(loader.epoch(epoch)) for epoch in epochs]
+        return [[batch.shares[0].batch[0].tolist() for batch in epoch] for epoch in drawn]
+
+    whole = orders([0, 1, 2, 3])
+    for first in (1, 2, 3):
+        assert orders([*range(first, 4)]) == whole[first:]
+
+
 def one_share(rows: Any, *, replicas: int, rank: int) -> list[Any]:
     return [split(rows, replicas)[rank]]
 

@@ -1,9 +1,10 @@
 """What a run has to share with the one that it goes on with: all that decides its numbers."""
 
-import ast
 import hashlib
 import inspect
+import io
 import sys
+import tokenize
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -87,6 +88,21 @@ def _code(kind: type) -> str:
             continue
         if one.__module__.startswith("dpframe.") and ".recipes." not in one.__module__:
             continue
-        with suppress(OSError, TypeError, SyntaxError):  # it was typed at a prompt, say
-            found.update(ast.dump(ast.parse(inspect.getsource(module))).encode())
+        # It was typed at a prompt, or its file is being edited.
+        with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
+            found.update(significant(inspect.getsource(module)).encode())
     return found.hexdigest()[:16]
+
+
+def significant(source: str) -> str:
+    """The text less comments, blank lines and spaces at the ends of lines.
+
+    It is the same text on every version of Python: syntax trees and tokens are not, but where a
+    comment begins and a line ends is.
+    """
+    lines: list[str | None] = list(source.split("\n"))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE):
+            row, column = token.start
+            lines[row - 1] = (lines[row - 1] or "")[:column].rstrip() or None
+    return "\n".join(line for line in lines if line is not None).rstrip()
