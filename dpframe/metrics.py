@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter, mul
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -13,13 +13,17 @@ from dpframe.errors import UserError
 DIMENSIONS, KIND = attrgetter("ndim"), attrgetter("device", "dtype")
 Sums = dict[str, tuple[float, float]]
 """By name: the weighted values' sum, and the weights'."""
+SOMETIMES_WEIGHTED = (
+    "a step returned a 'weight' for some batches and none for others; return one always, or never"
+)
 
 
 class Means:
     """Collects without waiting for the GPU; `window` and `total` read, and wait.
 
     `reduce` sums a tensor over the processes, None: there is one; `agree` turns each process's
-    names into one list.
+    names into one list. Each process adds its own numbers one after the other, and the processes
+    are summed only where a mean is read: so no sum depends on when it was looked at or saved.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class Means:
         self._kept: list[tuple[dict[str, Any], Any]] = []
         self._window: Sums = {}
         self._totals: Sums = {}
+        self._reduced: Sums | None = None  # the totals over all processes, until more is added
 
     def add(self, measured: Iterable[tuple[int, dict[str, Any]]]) -> None:
         """One (rows, output) a replica; an output with a `weight` counts that instead of rows."""
@@ -43,45 +48,63 @@ class Means:
         self._kept.clear()
         self._window.clear()
         self._totals.clear()
+        self._reduced = None
 
     def window(self) -> dict[str, float]:
         """The means since the last window, over all replicas."""
         self._collect()
-        means = _divided(self._window)
+        (sums,) = self._everywhere([self], [self._window])
         self._window.clear()
-        return means
+        return _divided(sums)
 
     def total(self, *others: "Means") -> dict[str, float]:
         """The means since the last reset, over all replicas; `others` are summed on the way."""
-        self._collect(*others)
-        return _divided(self._totals)
+        for means in (self, *others):
+            means._collect()
+        news = [means for means in (self, *others) if means._reduced is None]
+        everywhere = self._everywhere(news, [means._totals for means in news])
+        for means, sums in zip(news, everywhere, strict=True):
+            means._reduced = sums
+        return _divided(self._reduced or {})
 
     def state_dict(self) -> dict[str, dict[str, list[float]]]:
+        """This process's sums, as they are."""
         self._collect()
         parts = {"window": self._window, "totals": self._totals}
         return {part: {name: list(pair) for name, pair in parts[part].items()} for part in parts}
 
-    def load_state_dict(self, state: dict[str, dict[str, list[float]]]) -> None:
-        self._window = {name: (value, weight) for name, (value, weight) in state["window"].items()}
-        self._totals = {name: (value, weight) for name, (value, weight) in state["totals"].items()}
+    def load_state_dict(
+        self, states: list[dict[str, Any]], *, rank: int = 0, world_size: int = 1
+    ) -> None:
+        """From the states of all processes, {} of none. The main process takes the sums of all of
+        them where there were more or fewer."""
+        counts = len(states) == world_size or rank == 0
+        if len(states) == world_size:
+            states = [states[rank]]
+        self._window = _joined([state["window"] for state in states], counts)
+        self._totals = _joined([state["totals"] for state in states], counts)
+        self._reduced = None
 
-    def _collect(self, *others: "Means") -> None:
-        # The same in every process: each adds something in each step.
-        several = [one for one in (self, *others) if one._kept]
-        if not several:
+    def _collect(self) -> None:
+        if not self._kept:
             return
-        for one, found in zip(several, self._summed(several), strict=True):
-            for name, (value, weight) in found.items():
-                for sums in (one._window, one._totals):
-                    before = sums.get(name, (0.0, 0.0))
-                    sums[name] = (before[0] + value, before[1] + weight)
+        columns = _columns(self._kept)
+        self._kept.clear()
+        self._reduced = None
+        for name, column in columns.items():
+            for sums in (self._window, self._totals):
+                # One after the other: `sum` compensates from Python 3.12 on, and what it has lost
+                # would depend on where a column ends.
+                total, whole = sums.get(name, (0.0, 0.0))
+                for value, weight in column:
+                    total += value * weight
+                    whole += weight
+                sums[name] = total, whole
 
-    def _summed(self, several: list["Means"]) -> list[Sums]:
-        """Over all processes, at one reduction."""
-        local = [_weighted_sums(one._kept) for one in several]
-        for one in several:
-            one._kept.clear()
-        if self._reduce is None:
+    def _everywhere(self, several: list["Means"], local: list[Sums]) -> list[Sums]:
+        """Over all processes, at one reduction. It is made in all of them or in none: each has
+        added something in each step."""
+        if self._reduce is None or not any(local):
             return [dict(sorted(sums.items())) for sums in local]
         both = list(zip(several, local, strict=True))
         while True:
@@ -101,23 +124,35 @@ class Means:
         return [{name: (next(rest), next(rest)) for name in one._names} for one in several]
 
 
-def _weighted_sums(kept: list[tuple[dict[str, Any], Any]]) -> Sums:
+def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[float, float]]]:
+    """By name, what was measured: (value, weight), in order. Of weight 0 there is the name alone:
+    a mean over nothing may be NaN."""
+    if len({"weight" in output for output, _ in kept}) > 1:
+        raise UserError(SOMETIMES_WEIGHTED)
+    counted = [(output, weight) for output, weight in kept if isinstance(weight, Tensor) or weight]
+    names = [name for output, _ in counted for name in output]
+    values = [value for output, _ in counted for value in output.values()]
+    numbers = iter(_numbers(values, names))
+    weights = _numbers([weight for _, weight in counted], ["weight"] * len(counted))
+    columns: dict[str, list[tuple[float, float]]] = {}
+    for output, _ in kept:
+        for name in output:
+            columns.setdefault(name, [])
+    for (output, _), weight in zip(counted, weights, strict=True):
+        for name in output:
+            value = next(numbers)
+            if weight:
+                columns[name].append((value, weight))
+    columns.pop("weight", None)
+    return columns
+
+
+def _joined(several: list[dict[str, list[float]]], counts: bool) -> Sums:
     sums: Sums = {}
-    alike: dict[tuple[str, ...], list[tuple[dict[str, Any], Any]]] = {}
-    for output, weight in kept:
-        if isinstance(weight, Tensor) or weight:
-            alike.setdefault(tuple(output), []).append((output, weight))
-        else:
-            sums |= dict.fromkeys(output, (0.0, 0.0))
-    for names, several in alike.items():
-        numbers = _numbers([value for output, _ in several for value in output.values()], names)
-        weights = _numbers([weight for _, weight in several], ("weight",))
-        whole = sum(weights)
-        for place, name in enumerate(names):
-            value, weight = sums.get(name, (0.0, 0.0))
-            here = sum(map(mul, numbers[place :: len(names)], weights))
-            sums[name] = value + here, weight + whole
-    sums.pop("weight", None)
+    for part in several:
+        for name, (value, weight) in part.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = (before[0] + value, before[1] + weight) if counts else before
     return sums
 
 
@@ -135,9 +170,8 @@ def described(value: Any) -> str:
     return f"as a {type(value).__name__}; return one number, or leave it out"
 
 
-def _numbers(values: list, names: tuple[str, ...]) -> list[float]:
-    """What numbers and one-element tensors hold, with one wait a device and type of number; the
-    names are those of the first values, of the next as many, and so on."""
+def _numbers(values: list, names: list[str]) -> list[float]:
+    """What numbers and one-element tensors hold, with one wait a device and type of number."""
     are_numbers = {*map(type, values)} == {Tensor} and not any(map(DIMENSIONS, values))
     if are_numbers and len({*map(KIND, values)}) == 1:  # most often
         return list(map(float, torch.stack(values).tolist()))  # waits for the GPU
@@ -145,8 +179,7 @@ def _numbers(values: list, names: tuple[str, ...]) -> list[float]:
     places: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
         if not is_number(value):
-            name = names[index % len(names)]
-            raise UserError(f"a step returned '{name}' {described(value)}")
+            raise UserError(f"a step returned '{names[index]}' {described(value)}")
         if isinstance(value, Tensor):
             places.setdefault((value.device, value.dtype), []).append(index)
         else:

@@ -47,7 +47,6 @@ def test_a_weight_counts_instead_of_the_rows():
 def test_a_lent_row_counts_nothing_even_where_it_is_nan():
     one = means()
     one.add([(3, {"loss": torch.tensor(2.0)}), (0, {"loss": torch.tensor(math.nan)})])
-    one.add([(0, {"loss": torch.tensor(math.inf), "weight": torch.tensor(9.0)})])
     assert one.total() == {"loss": 2.0}
 
 
@@ -69,18 +68,45 @@ def test_a_metric_counts_only_where_it_was_measured():
     assert one.total() == {"loss": 4.0, "found": 2.0}
 
 
-def test_the_state_goes_on_where_it_was_to_the_bit():
+PARTS = [
+    [(3, {"loss": math.sin(n), "mae": 0.1 * n}), (2, {"loss": torch.tensor(0.7 + n) / 3})]
+    for n in range(9)
+]
+
+
+@pytest.mark.parametrize("cut", range(9))
+def test_a_sum_does_not_depend_on_when_it_was_looked_at_or_saved(cut):
     whole, first, second = means(), means(), means()
-    parts = [measured([0.1 * n, 0.7]) for n in range(6)]
-    for part in parts[:3]:
-        whole.add([part])
-        first.add([part])
-    whole.window()
-    second.load_state_dict(first.state_dict())
-    for part in parts[3:]:
-        whole.add([part])
-        second.add([part])
+    looked = []
+    for n, part in enumerate(PARTS):
+        whole.add(part)
+        later = first if n < cut else second
+        if n == cut:
+            first.total()
+            second.load_state_dict([first.state_dict()])
+        later.add(part)
+        later.state_dict()
+        if n % 4 == 2:
+            looked.append((later.window(), whole.window()))
+    assert all(one == other for one, other in looked)
     assert second.total() == whole.total()
+    assert second.window() == whole.window()
+
+
+def test_the_state_of_other_processes_is_added_up_in_the_main_one():
+    parts = [means(), means(), means()]
+    for number, part in enumerate(parts):
+        part.add(PARTS[number])
+    states = [part.state_dict() for part in parts]
+    whole = means()
+    for number in range(3):
+        whole.add(PARTS[number])
+    main, other = means(), means()
+    main.load_state_dict(states, rank=0, world_size=2)
+    other.load_state_dict(states, rank=1, world_size=2)
+    assert main.total() == pytest.approx(whole.total(), rel=1e-12)
+    assert other.total() == {}
+    assert other.state_dict()["totals"].keys() == main.state_dict()["totals"].keys()
 
 
 def test_sums_are_in_64_bits():
@@ -135,6 +161,22 @@ def test_several_are_summed_at_one_reduction_and_one_process_needs_none():
     alone, second = filled(lambda: Means(None, lambda names: names))
     assert [alone.total(second), second.total()] == totals
     assert [list(found) for found in totals] == [["loss", "mae"], ["accuracy", "loss"]]
+
+
+def test_what_has_weight_0_counts_nothing_even_where_it_is_nan():
+    one = means()
+    nothing = torch.tensor(0.0)
+    one.add([(2, {"loss": nothing / nothing, "weight": nothing})])
+    assert one.total() == {}
+    one.add([(2, {"loss": torch.tensor(3.0), "weight": torch.tensor(2)})])
+    assert one.total() == {"loss": 3.0}
+
+
+def test_a_weight_that_some_batches_lack_is_refused():
+    one = means()
+    one.add([(2, {"loss": 1.0, "weight": 6.0}), (2, {"loss": 1.0})])
+    with pytest.raises(UserError, match="'weight' for some batches and none for others"):
+        one.total()
 
 
 @pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2, 2)])

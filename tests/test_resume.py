@@ -13,6 +13,7 @@ from recorded import Recorder
 from small import Hooks, Rows, Scripted, Small, fitted, is_same
 from test_numbers import NoisyRows
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import RandomSampler
 
 from dpframe import Callback, Strategy, UserError, checkpoint, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -293,3 +294,73 @@ def test_a_run_goes_on_exactly_on_other_replica_counts_within_its_epochs(tmp_pat
         torch.testing.assert_close(found, weight, rtol=1e-12, atol=1e-14)
     for name, value in whole.metrics.items():
         assert last.metrics[name] == pytest.approx(value, rel=1e-12)
+
+
+class OwnOrder(Rows):
+    """In the order of a sampler that has a generator of its own."""
+
+    def train_sampler(self, dataset):
+        return RandomSampler(dataset, generator=torch.Generator().manual_seed(3))
+
+
+class Saved(Callback):
+    """Takes the state after every step and every epoch: of all processes, as a file has it."""
+
+    runs_last = True
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_step_end(self, trainer):
+        self.states.append(trainer.strategy.share(deepcopy(trainer.state_dict())))
+
+    on_epoch_end = on_step_end
+
+
+def not_alike(strategy: Strategy) -> list[Any]:
+    """Where a run differs that saves after every step, or goes on from one of its files."""
+
+    def run(resume: Any = None, **settings: Any) -> tuple[dict[str, float], Any, Any]:
+        recorder = Recorder()
+        made = fitted(
+            make=partial(Small, small.Adam),
+            data=OwnOrder(27, 4),  # seven batches, two to a step: windows and epochs cross
+            strategy=strategy,
+            loggers=[recorder],
+            precision="64",
+            max_epochs=4,
+            accumulate=2,
+            log_every=3,
+            resume=resume,
+            **settings,
+        )
+        return made.metrics, by_step(recorder.log_), made.task.state_dict()
+
+    whole = run()
+    saved = Saved()
+    found: list[Any] = [] if is_same(run(callbacks=[saved]), whole) else ["saves"]
+    assert len(saved.states) == 20
+    cut = Saved()
+    run(callbacks=[cut], max_steps=6)  # one that ended within an epoch, and looked at its means
+    for state in [*saved.states, cut.states[-1]]:
+        metrics, log, weights = run(deepcopy(state))
+        step = state["progress"]["global_step"]
+        wanted = {at: numbers for at, numbers in whole[1].items() if at > step}
+        log = {at: numbers for at, numbers in log.items() if at > step}
+        if not is_same((metrics, log, weights), (whole[0], wanted, whole[2])):
+            found.append((step, state["progress"]["batches_done"]))
+    return found
+
+
+def not_alike_in_ranks(strategy: Strategy) -> list[Any]:
+    strategy.setup()
+    try:
+        return not_alike(strategy)
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("strategy", [Strategy(), DDP(2, "cpu")], ids=["cpu", "ddp"])
+def test_neither_a_save_nor_a_resume_at_any_step_changes_a_bit_of_a_run(strategy):
+    """Not of its means either, nor of the order of a sampler with a generator of its own."""
+    assert strategy.launch(not_alike_in_ranks, strategy) == []

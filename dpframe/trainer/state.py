@@ -31,6 +31,9 @@ NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "rando
 def of(trainer: "Trainer") -> dict[str, Any]:
     strategy = trainer.strategy
     logged_step, logged = trainer.report.last
+    # Each epoch draws and sums anew, so it is only within one that there is anything to go on with.
+    here = (seeding.random_state(), trainer.means.state_dict()) if trainer.batches_done else None
+    everywhere = [] if here is None else strategy.gather(here)
     return {
         "recipe": trainer.run.recipe,
         "fingerprint": trainer.fingerprint,
@@ -39,13 +42,12 @@ def of(trainer: "Trainer") -> dict[str, Any]:
         "strategy": {strategy.name: strategy.state_dict(trainer.update.optimizer)},
         "progress": {
             **{name: getattr(trainer, name) for name in COUNTERS},
-            "means": trainer.means.state_dict(),
+            "means": [means for _, means in everywhere],
             "logged": dict(logged) if logged_step == trainer.global_step else {},
         },
         "metrics": dict(trainer.metrics),
         "callbacks": {name: one.state_dict() for name, one in _named(trainer.callbacks)},
-        # Each epoch draws anew, so it is only within one that there is anything to go on with.
-        "random": strategy.gather(seeding.random_state()) if trainer.batches_done else [],
+        "random": [random for random, _ in everywhere],
     }
 
 
@@ -72,7 +74,9 @@ def restore(trainer: "Trainer", state: dict[str, Any], *, anyway: bool = False) 
     strategy.load_state_dict(kept_of_it, trainer.update.optimizer)
     for name in COUNTERS:
         setattr(trainer, name, state["progress"][name])
-    trainer.means.load_state_dict(state["progress"]["means"])
+    means = state["progress"]["means"]
+    means = [means] if isinstance(means, dict) else means  # earlier versions saved one for all
+    trainer.means.load_state_dict(means, rank=strategy.rank, world_size=strategy.world_size)
     trainer.metrics = dict(state["metrics"])
     for name, callback in _named(trainer.callbacks):
         if kept := state["callbacks"].get(name):
