@@ -20,6 +20,7 @@ class Adams:
         self._groups = len(optimizer.param_groups)
         kernel = getattr(torch, KERNELS.get(type(optimizer), ""), None)
         self.kernel = kernel if all(map(_is_alike, optimizer.param_groups)) else None
+        self._is_decoupled = type(optimizer) is AdamW
 
     def step(self) -> bool:
         """Whether it is done: all of it, or nothing."""
@@ -28,8 +29,9 @@ class Adams:
             return False
         calls = []
         for group in optimizer.param_groups:
+            is_decoupled = group.get("decoupled_weight_decay", self._is_decoupled)
             call = _collected(group, optimizer.state)
-            if call is None:
+            if call is None or is_decoupled is not self._is_decoupled:  # the other kernel's
                 return False
             calls.append(call)
         for tensors, settings in calls:

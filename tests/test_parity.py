@@ -136,6 +136,10 @@ CASES = {
         partial(Adam, lr=0.01),
         settings={"max_epochs": 6, "accumulate": 3, "log_every": 2},
     ),
+    "decoupled_weight_decay": boston(
+        partial(Adam, lr=0.01, weight_decay=0.3, decoupled_weight_decay=True),
+        settings={"max_epochs": 4},
+    ),
     "clip_norm": boston(
         partial(SGD, lr=0.01, momentum=0.9),
         settings={"max_epochs": 8, "clip_norm": 2.0, "accumulate": 2, "log_every": 3},
