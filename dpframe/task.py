@@ -148,6 +148,51 @@ class EvalStep(nn.Module):
         return [measured for part in results for measured in part]
 
 
+def optimizer_of(task: Task) -> tuple[torch.optim.Optimizer, Any]:
+    """Its optimizer, and its scheduler or None; or one line that says what came instead."""
+    name = type(task).__name__
+    is_default = getattr(task.configure_optimizer, "__func__", None) is Task.configure_optimizer
+    if is_default and hasattr(task, "configure_optimizers"):
+        raise UserError(
+            f"{name}.configure_optimizers is never called; rename it to configure_optimizer, and "
+            f"{RETURNS_OPTIMIZER}"
+        )
+    made = task.configure_optimizer()
+    optimizer, scheduler = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    is_scheduler = scheduler is None or all(
+        inspect.ismethod(getattr(scheduler, method, None))
+        for method in ("step", "state_dict", "load_state_dict")
+    )
+    is_second = isinstance(scheduler, torch.optim.Optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer) or is_second or not is_scheduler:
+        raise UserError(f"{name}.configure_optimizer returned {_made(made)}; {RETURNS_OPTIMIZER}")
+    required = [
+        parameter.name
+        for parameter in inspect.signature(optimizer.step).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if required:
+        raise UserError(
+            f"{type(optimizer).__name__}.step needs a {required[0]}, and dpframe calls it without; "
+            "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
+        )
+    return optimizer, scheduler
+
+
+RETURNS_OPTIMIZER = "return one optimizer, or (optimizer, scheduler)"
+
+
+def _made(value: Any) -> str:
+    """What configure_optimizer has returned, by its types."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    kinds = [type(part).__name__ for part in value] if isinstance(value, list | tuple) else []
+    if isinstance(value, tuple):
+        return f"({', '.join(kinds)})"
+    return f"[{', '.join(kinds)}]" if isinstance(value, list) else f"a {type(value).__name__}"
+
+
 def loss_of(output: Any, task: Task) -> Tensor:
     """The loss of a training step's output, or one line that says what came instead."""
     loss = output.get("loss") if isinstance(output, dict) else None

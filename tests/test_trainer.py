@@ -1,5 +1,6 @@
 """The loop: when it validates, logs and ends, what an update is, and users' mistakes."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -260,12 +261,6 @@ def no_optimizer() -> Any:
     return Small(optimizer=None)
 
 
-def text_for_optimizer() -> Any:
-    task = Small()
-    task.configure_optimizer = lambda: "adam"
-    return task
-
-
 def nothing_to_train() -> Any:
     return Small().requires_grad_(False)
 
@@ -274,7 +269,6 @@ def nothing_to_train() -> Any:
     "make, data, said",
     [
         (no_optimizer, Rows(), "Small has no optimiser; give task.optimizer or write configure_"),
-        (text_for_optimizer, Rows(), "Small.configure_optimizer gave a str; give an optimiser"),
         (nothing_to_train, Rows(), "Small has no parameter to train"),
         (Small, Rows(0, val=False), "Rows.train_dataset() has no rows; give it at least one"),
         (Small, DataModule(), "DataModule.train_dataset() gives no data set; write it"),
@@ -285,6 +279,70 @@ def test_a_fit_that_cannot_start_says_why_in_one_line(make, data, said):
         fitted(make(), data)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+RETURN = "return one optimizer, or (optimizer, scheduler)"
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda sgd, step: "adam", "a str"),
+        (lambda sgd, step: type(sgd), "the class SGD"),
+        (lambda sgd, step: (sgd, sgd), "(SGD, SGD)"),
+        (lambda sgd, step: (sgd, sgd, sgd), "(SGD, SGD, SGD)"),
+        (lambda sgd, step: [sgd], "[SGD]"),
+        (lambda sgd, step: ([sgd], [step]), "(list, list)"),
+        (lambda sgd, step: {"optimizer": sgd, "lr_scheduler": step}, "a dict"),
+        (lambda sgd, step: (sgd, {"scheduler": step}), "(SGD, dict)"),
+        (lambda sgd, step: (sgd, type(step)), "(SGD, type)"),
+        (lambda sgd, step: (sgd, partial(type(step), step_size=1)), "(SGD, partial)"),
+    ],
+)
+def test_what_is_no_optimiser_and_scheduler_is_refused_with_what_to_return(make, said):
+    class Mistaken(Small):
+        def configure_optimizer(self):
+            sgd = super().configure_optimizer()
+            return make(sgd, torch.optim.lr_scheduler.StepLR(sgd, 1))
+
+    with pytest.raises(UserError) as caught:
+        fitted(Mistaken())
+    assert str(caught.value) == f"Mistaken.configure_optimizer returned {said}; {RETURN}"
+
+
+def test_a_configure_optimizers_that_nobody_would_call_is_refused():
+    class Lightnings(Small):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.07)
+
+    class Both(Lightnings):
+        def configure_optimizer(self):
+            return self.configure_optimizers()
+
+    with pytest.raises(UserError) as caught:
+        fitted(Lightnings())
+    assert str(caught.value) == (
+        "Lightnings.configure_optimizers is never called; "
+        f"rename it to configure_optimizer, and {RETURN}"
+    )
+    assert fitted(Both()).update.learning_rate == 0.07
+
+
+class NeedsClosure(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, NeedsClosure])
+def test_an_optimiser_whose_step_needs_a_closure_is_refused_before_anything_begins(kind):
+    hooks = Hooks()
+    with pytest.raises(UserError) as caught:
+        fitted(Small(partial(kind, lr=0.1)), callbacks=[hooks])
+    assert str(caught.value) == (
+        f"{kind.__name__}.step needs a closure, and dpframe calls it without; "
+        "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
+    )
+    assert not hooks.seen
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
 from dpframe.data import move, permutation
-from dpframe.task import Task
+from dpframe.task import Task, optimizer_of
 from dpframe.testing.course import Course
 
 Output = dict[str, Any]
@@ -169,8 +169,7 @@ class _Loop:
         by_step = self.settings.scheduler_every == "step"
         self.task.scheduler_steps = self.task.total_steps if by_step else self.course.epochs
         lean.prepare()
-        made = self.task.configure_optimizer()
-        return made if isinstance(made, tuple) else (made, None)
+        return optimizer_of(self.task)
 
 
 def _named(kind: str, numbers: dict[str, float]) -> dict[str, float]:

@@ -214,7 +214,7 @@ class Graphed:
         """What the optimiser has to look like for torch to record it; outside, all is as ever."""
         update = self._trainer.update
         groups = update.optimizer.param_groups
-        before = [
+        before: list[dict[str, Any]] = [
             {key: group[key] for key in ("lr", "capturable") if key in group} for group in groups
         ]
         schedules_steps, update.schedules_steps = update.schedules_steps, False

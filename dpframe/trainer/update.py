@@ -11,7 +11,7 @@ from dpframe import lean
 from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
-from dpframe.task import Task
+from dpframe.task import Task, optimizer_of
 from dpframe.trainer.fused import fuse
 from dpframe.trainer.layout import align
 from dpframe.trainer.settings import TrainerSettings
@@ -33,13 +33,7 @@ class Update:
             raise UserError(f"{type(task).__name__} has no parameter to train")
         if settings.lean and not settings.compile:
             lean.prepare()
-        made = task.configure_optimizer()
-        self.optimizer, self.scheduler = made if isinstance(made, tuple) else (made, None)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise UserError(
-                f"{type(task).__name__}.configure_optimizer gave a "
-                f"{type(self.optimizer).__name__}; give an optimiser, or (optimiser, scheduler)"
-            )
+        self.optimizer, self.scheduler = optimizer_of(task)
         fuse(self.optimizer, task)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.schedules_steps = (
