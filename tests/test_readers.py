@@ -239,7 +239,7 @@ RECIPE = """
 # @package _global_
 task: {_target_: mine.Net}
 data: {_target_: mine.ImagesData, batch_size: 8, workers: 0}
-trainer: {max_epochs: 1, accelerator: cpu, gpus: 2}
+trainer: {max_epochs: 1, accelerator: cpu, gpus: 2, channels_last: true}
 strategy: {timeout_seconds: 60}
 """
 

@@ -36,7 +36,7 @@ class TrainerSettings:
     data_on_device: Any = "auto"  # or True, or False
     cuda_graph: Any = False  # or True, or "auto"
     lean: bool = True
-    channels_last: Any = "auto"  # or true, or false
+    channels_last: bool = False
     profile: bool = False
     threads: int | None = None
     max_replicas_per_core: int = 8
@@ -49,7 +49,7 @@ class TrainerSettings:
         self._refuse_unknown("accelerator", ACCELERATORS)
         self._refuse_unknown("scheduler_every", INTERVALS)
         self._refuse_unknown("on_nonfinite", ON_NONFINITE)
-        for key in ("data_on_device", "cuda_graph", "channels_last"):
+        for key in ("data_on_device", "cuda_graph"):
             given = getattr(self, key)
             if given != "auto" and not isinstance(given, bool):
                 raise UserError(f"trainer.{key}={given} is not one of auto, true, false; try auto")
