@@ -22,8 +22,8 @@ from omegaconf.errors import OmegaConfBaseException
 from dpframe.cli import plugins
 from dpframe.cli.loader import Loader
 from dpframe.cli.refusal import one_line, unresolved
-from dpframe.cli.resumed import with_saved
-from dpframe.cli.settings import TOP_LEVEL, RunSettings, checked, refuse_values
+from dpframe.cli.resumed import with_saved, with_saved_of
+from dpframe.cli.settings import EVALUATIONS, TOP_LEVEL, RunSettings, checked, refuse_values
 from dpframe.cli.start import start_file
 from dpframe.errors import UserError, suggestion
 
@@ -42,6 +42,7 @@ class Composed:
     text: str
     hydra_text: str
     overrides: list[str]
+    typed: list[str]  # of these; the others are those of the run that this one goes on with
     run_dir: str
     is_run_dir_given: bool
     start: Path | None  # the checkpoint to begin with
@@ -71,30 +72,53 @@ def hydra_over(config_dir: str | None) -> Iterator[Hydra]:
 def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Composed:
     """The checked config, or a UserError."""
     with hydra_over(config_dir):
-        return from_hydra(raw_of_run(overrides, config_dir))
+        return from_hydra(raw_of_run(overrides, config_dir), overrides)
 
 
 def raw_of_run(overrides: Sequence[str], config_dir: str | None) -> DictConfig:
-    """What Hydra composes for one run; a resumed one has the overrides that it was begun with."""
+    """What Hydra composes for one run."""
+    _set(config := raw_with_saved(overrides, config_dir))
+    return config
+
+
+def raw_with_saved(overrides: Sequence[str], config_dir: str | None = None) -> DictConfig:
+    """With the overrides of the run that it goes on with, or whose checkpoint it evaluates."""
 
     def runs() -> Path:
         _set(config := raw(overrides, config_dir=config_dir))
         return Path(str(config.hydra.run.dir)).parent
 
     merged = with_saved(overrides, runs)
+    config = _raw_merged(merged, overrides, config_dir)
+    if (checkpoint := _evaluated(config)) and merged == list(overrides):  # a file may name it
+        merged = with_saved_of(checkpoint, overrides)
+        if merged != list(overrides):
+            config = _raw_merged(merged, overrides, config_dir)
+    return config
+
+
+def _raw_merged(merged: Sequence[str], typed: Sequence[str], config_dir: str | None) -> DictConfig:
     try:
-        _set(config := raw(merged, config_dir=config_dir))
+        return raw(merged, config_dir=config_dir)
     except UserError as error:
-        if any(str(error).startswith(saved) for saved in merged if saved not in overrides):
+        if any(str(error).startswith(saved) for saved in merged if saved not in typed):
             raise UserError(
                 f"{error} (an override that the run was begun with; "
                 "if that had a --config-dir, say it again)"
             ) from None
         raise
-    return config
 
 
-def from_hydra(config: DictConfig) -> Composed:
+def _evaluated(config: DictConfig) -> str | None:
+    try:
+        is_evaluation = OmegaConf.select(config, "mode") in EVALUATIONS
+        checkpoint = OmegaConf.select(config, "checkpoint")
+    except OmegaConfBaseException:
+        return None  # `from_hydra` tells it
+    return str(checkpoint) if is_evaluation and checkpoint is not None else None
+
+
+def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
     try:
         plain = OmegaConf.to_container(job_only(config), resolve=True, throw_on_missing=True)
@@ -113,6 +137,7 @@ def from_hydra(config: DictConfig) -> Composed:
         text=yaml.safe_dump(named, sort_keys=False, allow_unicode=True),
         hydra_text=hydra_text,
         overrides=list(config.hydra.overrides.task),
+        typed=list(typed),
         run_dir=run_dir,
         is_run_dir_given=given,
         start=start_file(settings, Path(run_dir).parent),

@@ -28,7 +28,7 @@ examples
   dpframe recipe=boston strategy=ddp trainer.gpus=4
   dpframe recipe=shapes strategy=data_parallel trainer.gpus=3
   dpframe -m recipe=boston strategy=cpu,ddp task.optimizer.lr=0.01,0.001
-  dpframe recipe=boston mode=test checkpoint=outputs/boston/…/checkpoints/best.ckpt
+  dpframe mode=test checkpoint=outputs/boston/…/checkpoints/best.ckpt
   dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
   dpframe recipe=boston mode=plan plan.bandwidth=1.25e9            (what would 4096 replicas bring?)
 

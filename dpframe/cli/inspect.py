@@ -16,7 +16,7 @@ def show(arguments: argparse.Namespace) -> None:
     with hydra_over(arguments.config_dir) as hydra, explained(overrides):
         if arguments.cfg:
             config = raw_of_run(overrides, arguments.config_dir)
-            from_hydra(config)  # refuses what a run would
+            from_hydra(config, overrides)  # refuses what a run would
             OmegaConf.set_readonly(config.hydra, None)
             config = hydra.get_sanitized_cfg(config, arguments.cfg)
             print(_yaml(config, arguments.package, arguments.resolve), end="")

@@ -15,8 +15,9 @@ from dpframe.cli.build import build, refused
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
 from dpframe.cli.logs import logging_to
+from dpframe.cli.origin import compared
 from dpframe.cli.screen import goes_on_unread
-from dpframe.cli.settings import RunSettings
+from dpframe.cli.settings import EVALUATIONS, RunSettings
 from dpframe.cli.slots import check_targets, trust_of
 from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
@@ -81,7 +82,7 @@ def _work(job: Composed) -> dict[str, Any]:
             run=_run(job),
             interruption=interruption.installed(),
         )
-        _prepare(trainer, job, state)
+        told = _prepare(trainer, job, state)
         interruption.look()
         directory = _directory(job)
         made = directory.make(job) if strategy.is_main else None
@@ -90,7 +91,7 @@ def _work(job: Composed) -> dict[str, Any]:
         if strategy.is_main:
             member.tell("made", directory.all_made)
         try:
-            return _in_directory(trainer, job)
+            return _in_directory(trainer, job, told)
         except UserError:
             if strategy.is_main and trainer.epoch <= 1 and trainer.checkpoint is None:
                 directory.unmake()  # nothing worth keeping yet: leave nothing behind
@@ -124,14 +125,17 @@ def _directory(job: Composed) -> Directory:
     return Directory(path, is_given=bool(resumed) or job.is_run_dir_given)
 
 
-def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> None:
-    """All that can be refused is, before there is a run directory."""
+def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> list[str]:
+    """All that can be refused is, before there is a run directory; gives what is to be told."""
     settings = job.settings
+    told = []
+    if state is not None and settings.mode in EVALUATIONS:
+        told = compared(job, trainer, state)
     if state is not None and settings.resume is None:
         # Only now: the Trainer has made the weights 64 bits, or not.
         checkpoint.load_task(trainer.task, state)
     if settings.mode != "fit":
-        return
+        return told
     resume = state if settings.resume is not None else None
     try:
         trainer.prepare(resume, resume_anyway=settings.resume_anyway)
@@ -140,11 +144,14 @@ def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> N
         if said is None:
             raise
         raise said from None
+    return told
 
 
-def _in_directory(trainer: Trainer, job: Composed) -> dict[str, Any]:
+def _in_directory(trainer: Trainer, job: Composed, told: list[str]) -> dict[str, Any]:
     directory = Path(trainer.run.directory)
     with logging_to(directory, rank=trainer.strategy.rank):
+        for line in told:
+            log.info(line)
         if job.settings.mode == "fit":
             trainer.fit()
         else:
@@ -175,6 +182,9 @@ def _when(trainer: Trainer, job: Composed) -> str:
 
 
 def _evaluate(trainer: Trainer, settings: RunSettings, directory: Path) -> None:
+    limit = settings.trainer.limit_eval_batches
+    if limit is not None:
+        log.warning("trainer.limit_eval_batches=%s: no more batches than that are read", limit)
     if settings.mode != "predict":
         if settings.checkpoint is None:
             log.warning("no checkpoint=FILE is given: these are the numbers of untrained weights")
@@ -205,6 +215,8 @@ def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:
         "seconds": seconds,
         "data_wait_share": trainer.data_seconds / seconds if seconds else 0.0,
         "metrics": trainer.metrics,
-        "checkpoint": trainer.checkpoint,
+        "checkpoint": trainer.checkpoint
+        if job.settings.mode == "fit"
+        else job.start and str(job.start),
         "directory": trainer.run.directory,
     }

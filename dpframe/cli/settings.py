@@ -15,6 +15,7 @@ from dpframe.trainer.settings import TrainerSettings
 # Of a recipe: it is the name of a folder too. A recipe in a folder of others has a slash.
 NAME = r"\w[\w .,+=@-]*(/\w[\w .,+=@-]*)*"
 MODES = ("fit", "validate", "test", "predict", "verify", "plan")
+EVALUATIONS = ("validate", "test", "predict")
 
 
 @dataclass

@@ -14,8 +14,12 @@ def start_file(settings: RunSettings, runs: Path) -> Path | None:
     if settings.resume is not None:
         return resumed_file(settings.resume, runs)
     if settings.checkpoint is not None:
-        return _file("checkpoint", Path(settings.checkpoint))
+        return checkpoint_file(settings.checkpoint)
     return None
+
+
+def checkpoint_file(checkpoint: str) -> Path:
+    return _file("checkpoint", Path(checkpoint))
 
 
 def resumed_file(resume: str, runs: Path) -> Path:

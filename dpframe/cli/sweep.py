@@ -11,7 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from dpframe.cli.compose import (
     CONFIG_NAME,
@@ -20,9 +20,12 @@ from dpframe.cli.compose import (
     from_hydra,
     hydra_over,
     raw,
+    raw_of_run,
+    raw_with_saved,
     with_path_quoted,
 )
 from dpframe.cli.refusal import first_line
+from dpframe.cli.resumed import value_of, with_saved
 from dpframe.errors import UserError
 
 
@@ -32,6 +35,7 @@ def sweep(overrides: list[str], config_dir: str | None) -> int:
     overrides = [with_path_quoted(override) for override in overrides]
     with hydra_over(config_dir) as hydra:
         with explained(overrides):
+            overrides = _with_recipe(overrides, hydra)
             shared = raw(overrides, config_dir=config_dir, mode=RunMode.MULTIRUN)
             points = _points(overrides, hydra)
         jobs = [_checked(point, config_dir) for point in points]
@@ -54,7 +58,7 @@ def run_point(config: DictConfig) -> float | None:
     try:
         with open_dict(config):
             config.hydra = HydraConfig.instance().cfg.hydra  # type: ignore[union-attr]
-        job = from_hydra(config)
+        job = _job(config)
         job.run_dir, job.is_run_dir_given = HydraConfig.get().runtime.output_dir, True
         return run(job)["metrics"].get("val/loss")
     except UserError as error:
@@ -73,11 +77,35 @@ def _points(overrides: list[str], hydra: Hydra) -> list[list[str]]:
 
 
 def _checked(point: list[str], config_dir: str | None) -> Composed:
-    config = raw(point, config_dir=config_dir)
-    HydraConfig.instance().set_config(config)
-    job = from_hydra(config)
+    config = raw_of_run(point, config_dir)
+    job = from_hydra(config, point)
     job.run_dir = str(config.hydra.sweep.dir)
     return job
+
+
+def _job(config: DictConfig) -> Composed:
+    """Hydra composes a point without what the run of its checkpoint was begun with."""
+    hydra, typed = config.hydra, list(config.hydra.overrides.task)
+    if any(OmegaConf.select(config, key) is not None for key in ("checkpoint", "resume")):
+        config = raw_with_saved(typed)
+        overrides = list(config.hydra.overrides.task)
+        with open_dict(config):
+            config.hydra = hydra
+    else:
+        overrides = typed
+    job = from_hydra(config, typed)
+    job.overrides = overrides
+    return job
+
+
+def _with_recipe(overrides: list[str], hydra: Hydra) -> list[str]:
+    """Hydra composes a sweep before its points: the recipe of their checkpoints is to be known."""
+    is_evaluation = value_of("checkpoint", overrides) and not value_of("recipe", overrides)
+    points = _points(overrides, hydra) if is_evaluation else []
+    merged = [with_saved(point, Path) for point in points]
+    recipes = dict.fromkeys(value_of("recipe", point) for point in merged)
+    known = [f"recipe={recipe}" for recipe in recipes if recipe is not None]
+    return [*overrides, *known[:1]]
 
 
 def _check_targets(jobs: list[Composed]) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dpframe.data import tensors_of
+from dpframe.data import DataModule, tensors_of
+from dpframe.task import Task
 
 if TYPE_CHECKING:
     from dpframe.trainer.loop import Trainer
@@ -29,7 +30,7 @@ NOT_DECIDING = ("data.workers",)  # but for whether there are any: see below
 def of(trainer: "Trainer") -> Fingerprint:
     """By the key or the name that a user knows; plain values, that a checkpoint can hold."""
     data, settings = trainer.data, trainer.settings
-    found = _flat({name: trainer.run.config.get(name) for name in ("task", "data")})
+    found = of_config(trainer.run.config)
     found = {key: value for key, value in found.items() if key not in NOT_DECIDING}
     if "task" not in trainer.run.config:
         defaults = trainer.update.optimizer.defaults
@@ -42,7 +43,15 @@ def of(trainer: "Trainer") -> Fingerprint:
         found["rows to train on"] = len(dataset)
     if tensors_of(dataset) is None:  # the workers draw other random numbers than the main process
         found["data.workers > 0"] = trainer.train_loader.readers.draws_apart
-    return found | {"task's code": _code(type(trainer.task)), "data's code": _code(type(data))}
+    return found | of_code(trainer.task, data)
+
+
+def of_config(config: Mapping[str, Any]) -> Fingerprint:
+    return _flat({name: config.get(name) for name in ("task", "data")})
+
+
+def of_code(task: Task, data: DataModule) -> Fingerprint:
+    return {"task's code": _code(type(task)), "data's code": _code(type(data))}
 
 
 def differences(there: Fingerprint, here: Fingerprint) -> list[str]:
