@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import math
 import os
 import shutil
 import threading
@@ -152,7 +153,39 @@ def _loaded(path: Path) -> tuple[str, dict[str, Any]]:
     if state["format"] != FORMAT:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
         return f"has format {state['format']}, this dpframe reads {FORMAT}; {what}", {}
-    return "", state
+    return _unlike_ours(state, path.stat().st_size), state
+
+
+def _unlike_ours(state: dict[str, Any], size: int) -> str:
+    """What `weights_only` reads but no `save` writes: it could fill the memory when it is used."""
+    if not isinstance(state["task"], dict):
+        return "is not a dpframe checkpoint"
+    try:
+        count = _parts(state, {})
+    except RecursionError:
+        count = math.inf
+    except TypeError as error:
+        return f"holds {error}, which no checkpoint of dpframe's does"
+    # Each part takes up a byte or more, but for what is written once and stands in many places.
+    return "" if count <= size else f"has more parts than its {size} bytes can hold"
+
+
+def _parts(value: Any, known: dict[int, float]) -> float:
+    """How many values there are when each is counted wherever it stands; no end in a circle."""
+    if type(value) in PLAIN:
+        return 1
+    if isinstance(value, Tensor):
+        is_dense = value.layout is torch.strided and not value.is_nested
+        if value.device != CPU or (is_dense and value.nbytes > value.untyped_storage().nbytes()):
+            raise TypeError(f"a tensor of size {tuple(value.shape)} without its numbers")
+        return 1
+    if not isinstance(value, dict | list | tuple | set):
+        raise TypeError(f"a {type(value).__module__}.{type(value).__name__}")
+    if id(value) not in known:
+        known[id(value)] = math.inf
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_parts(part, known) for part in inner)
+    return known[id(value)]
 
 
 def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -239,6 +272,8 @@ def _first_mismatch(wanted: dict[str, Any], given: dict[str, Any]) -> str:
     for name, value in wanted.items():
         if name not in given:
             return f"it has no {name}"
+        if isinstance(value, Tensor) != isinstance(given[name], Tensor):
+            return f"{name} is a {type(given[name]).__name__} there, a {type(value).__name__} here"
         sizes = [tuple(getattr(one, "shape", ())) for one in (given[name], value)]
         if sizes[0] != sizes[1]:
             return f"{name} has size {sizes[0]} there and {sizes[1]} here"

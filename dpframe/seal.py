@@ -6,6 +6,7 @@ Every zip reader skips a comment, so torch and others read a sealed file as any 
 import hashlib
 import os
 import pickletools
+import struct
 import zipfile
 from pathlib import Path
 from typing import BinaryIO
@@ -14,6 +15,7 @@ MARK = b"dpframe sha256 "
 LENGTH = len(MARK) + 64
 HEAD = LENGTH.to_bytes(2, "little") + MARK  # a zip file without a comment ends with its length, 0
 BLOCK = 1 << 20
+END = struct.Struct("<4sQ2H2L4Q 4sLQL 4s4H2L")  # the three records that torch ends a zip file with
 
 
 class Sealing:
@@ -38,6 +40,8 @@ class Sealing:
 
 def flaw(path: Path) -> str:
     """What is wrong with a sealed file, or '' if it is as it was written."""
+    if not path.is_file():  # a pipe, say, that nobody writes into
+        return "it is no file"
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -48,9 +52,11 @@ def flaw(path: Path) -> str:
             if not seal.startswith(HEAD):
                 return "its seal is missing: it is cut short, or no checkpoint of dpframe's"
             found = _hash_before(file, size - LENGTH - 2)
+            if seal != HEAD + found.encode():
+                return "it is damaged: its hash is another one"
+            return _bomb(file, size)
     except OSError as error:
         return error.strerror or str(error)
-    return "" if seal == HEAD + found.encode() else "it is damaged: its hash is another one"
 
 
 def newest_good(directory: Path, *, but: Path | None = None) -> Path | None:
@@ -88,6 +94,34 @@ def step_of(path: Path) -> int:
         values = [value for code, value, _ in codes if "PUT" not in code.name]
     step = values[values.index("global_step") + 1] if "global_step" in values else None
     return step if isinstance(step, int) else -1
+
+
+def _bomb(file: BinaryIO, size: int) -> str:
+    """Anybody can seal a file: one that takes up more memory than its size is not unpacked."""
+    at = size - LENGTH - 2 - END.size
+    file.seek(max(0, at))
+    values = END.unpack(file.read(END.size)) if at > 0 else (b"",) * 20
+    (length, start), locator = values[8:10], values[10:14]
+    # Else another reader might see other entries than those that are checked here.
+    is_torchs = values[0] == b"PK\6\6" and locator == (b"PK\6\7", 0, at, 1)
+    if not is_torchs or length + start != at:
+        return "it is no zip file as torch writes them"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            entries = archive.infolist()
+            if any(
+                entry.compress_type or entry.file_size != entry.compress_size for entry in entries
+            ):
+                return "it has compressed entries, which torch never writes"
+            pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+            if len(pickles) != 1 or sum(entry.file_size for entry in entries) > size:
+                return "its entries are not those that torch writes"
+            # Makes as many bytes as it is told to; the other calls that torch allows don't.
+            if b"\nbytearray\n" in archive.read(pickles[0]):
+                return "it holds a bytearray, which no checkpoint of dpframe's does"
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):
+        return "it is no zip file as torch writes them"
+    return ""
 
 
 def _age(path: Path) -> tuple[int, bool, bool]:

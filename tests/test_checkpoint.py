@@ -4,8 +4,10 @@ import errno
 import io
 import math
 import os
+import struct
 import threading
 import time
+import zipfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -229,6 +231,85 @@ def test_weights_only_can_not_be_turned_off_by_the_environment(tmp_path, monkeyp
     with pytest.raises(UserError, match="can't be read"):
         checkpoint.load(tmp_path / "a.ckpt")
     assert capsys.readouterr().out == ""
+
+
+def repacked(content: bytes, **options: Any) -> bytes:
+    """The same entries, written by Python's zip module, and sealed."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w", **options) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return resealed(file.getvalue())
+
+
+def resealed(content: bytes) -> bytes:
+    file = io.BytesIO()
+    sealing = seal.Sealing(file)
+    sealing.write(content)
+    sealing.close()
+    return file.getvalue()
+
+
+def compressed(content: bytes) -> bytes:
+    """With the end that torch writes."""
+    file = io.BytesIO(repacked(content, compression=zipfile.ZIP_DEFLATED))
+    with zipfile.ZipFile(file) as archive:
+        entries, start = len(archive.infolist()), archive.start_dir
+    whole = file.getvalue()
+    end = whole.rindex(b"PK\5\6")
+    there = (b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, end - start, start)
+    more = struct.pack("<4sQ2H2L4Q 4sLQL", *there, b"PK\6\7", 0, end, 1)
+    return resealed(whole[:end] + more + whole[end : end + 20] + bytes(2))
+
+
+class Call:
+    def __init__(self, function: Any, *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def laughs(depth: int = 40) -> list:
+    inner: list = []
+    for _ in range(depth):
+        inner = [inner, inner]
+    return inner
+
+
+def circle() -> list:
+    inner: list = []
+    inner.append(inner)
+    return inner
+
+
+ZEROS = {"format": 2, "task": {"w": torch.zeros(1 << 20)}}
+BOMBS = {
+    "compressed": (compressed(sealed(ZEROS)), "compressed entries, which torch never writes"),
+    "repacked": (repacked(sealed(ZEROS)), "it is no zip file as torch writes them"),
+    "prefixed": (
+        resealed(b"x" * 99 + sealed(ZEROS)[: -seal.LENGTH - 2] + bytes(2)),
+        "no zip file as torch writes them",
+    ),
+    "no zip": (resealed(b"x" * 999 + bytes(2)), "it is no zip file as torch writes them"),
+    "bytes": (Call(bytearray, 10**12), "it holds a bytearray"),
+    "an expanded tensor": (torch.zeros(1).expand(10**9), "a tensor of size (1000000000,) without"),
+    "a tensor on meta": (torch.zeros(10**9, device="meta"), "a tensor of size (1000000000,)"),
+    "a billion laughs": (laughs(), "has more parts than its"),
+    "a circle": (circle(), "has more parts than its"),
+    "a class": (torch.Tensor, "holds a torch._C._TensorMeta"),
+    "a function": (torch._utils._rebuild_tensor_v2, "holds a builtins.function"),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_checkpoint_that_takes_up_more_than_its_size_is_refused_in_one_line(tmp_path, bomb):
+    content, said = BOMBS[bomb]
+    whole = content if isinstance(content, bytes) else sealed({"format": 2, "task": {"w": content}})
+    (tmp_path / "a.ckpt").write_bytes(whole)
+    with pytest.raises(UserError) as caught:
+        checkpoint.load(tmp_path / "a.ckpt")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path):

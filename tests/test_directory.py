@@ -13,6 +13,8 @@ from disk import library
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.directory import Directory, as_notes
 from dpframe.cli.resumed import with_saved
+from dpframe.cli.start import resumed_file
+from dpframe.errors import UserError
 
 
 def composed_job() -> Composed:
@@ -68,6 +70,47 @@ def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
     typed = [[*lines[0], "hydra.run.dir=mine/out"], [*lines[0], "hydra.run={dir: mine/out}"]]
     for attempt in attempts([[*line, "-c", "all"] for line in typed], tmp_path)[0]:
         assert attempt.code == 0 and "dir: mine/out" in attempt.out
+
+
+LINKS = ["run.log", "summary.json", "metrics.csv", "events.out.tfevents.1.a.1.0", "predictions.csv"]
+LINKS += [".hydra", "checkpoints", ".hydra/hydra.yaml", ".hydra/lock", "checkpoints/last.ckpt"]
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_run_directory_that_was_there_leads_nowhere_else(tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "file").write_text("mine")
+    run = tmp_path / "run"
+    link = run / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(outside if name in (".hydra", "checkpoints") else outside / "file")
+    with pytest.raises(UserError, match=f"{name} is a link out of the run directory"):
+        Directory(run, is_given=True).make(composed_job())
+    assert os.listdir(outside) == ["file"] and (outside / "file").read_text() == "mine"
+
+
+def test_a_pipe_in_a_run_directory_is_refused_and_not_waited_for(tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / "run.log")
+    with pytest.raises(UserError, match="run.log is neither a file nor a folder"):
+        Directory(tmp_path / "run", is_given=True).make(composed_job())
+    (tmp_path / "run" / "checkpoints").mkdir()
+    os.mkfifo(tmp_path / "run" / "checkpoints" / "last.ckpt")
+    with pytest.raises(UserError, match="is whole: it is no file"):
+        resumed_file(str(tmp_path / "run"), tmp_path)
+
+
+def test_a_run_directory_that_is_itself_behind_a_link_is_used(tmp_path):
+    (tmp_path / "disk" / "run").mkdir(parents=True)
+    (tmp_path / "outputs").symlink_to("disk")
+    run = tmp_path / "outputs" / "run"
+    (run / "run.log").touch()
+    (run / "newest.log").symlink_to("run.log")
+    directory = Directory(run, is_given=True)
+    directory.make(composed_job())
+    directory.release()
+    assert (tmp_path / "disk" / "run" / ".hydra" / "config.yaml").is_file()
 
 
 def test_a_defaults_list_reads_no_file_outside_of_the_config_folders(tmp_path):

@@ -1,5 +1,6 @@
 """A resumed run ends where it would have ended, to the bit."""
 
+import math
 import random
 from copy import deepcopy
 from functools import partial
@@ -364,3 +365,49 @@ def not_alike_in_ranks(strategy: Strategy) -> list[Any]:
 def test_neither_a_save_nor_a_resume_at_any_step_changes_a_bit_of_a_run(strategy):
     """Not of its means either, nor of the order of a sampler with a generator of its own."""
     assert strategy.launch(not_alike_in_ranks, strategy) == []
+
+
+FORGED: dict[str, tuple[str, Any]] = {
+    "a file of another folder": ("callbacks.Checkpoint.kept", [[0.1, "../../mine.txt"]]),
+    "a file of another kind": ("callbacks.Checkpoint.kept", [[0.1, "last.ckpt"]]),
+    "an absolute path": ("callbacks.Checkpoint.kept", [[0.1, "/epoch0001-step1.ckpt"]]),
+    "a name that is a list": ("callbacks.Checkpoint.kept", [[0.1, ["epoch0001-step1.ckpt"]]]),
+    "no list": ("callbacks.Checkpoint.kept", "epoch0001-step1.ckpt"),
+    "a best that is text": ("callbacks.Checkpoint.best", "0.1"),
+    "a patience that is text": ("callbacks.EarlyStopping.times_without_progress", "1"),
+    "a callback's state that is text": ("callbacks.EarlyStopping", "1"),
+    "callbacks that are a list": ("callbacks", [1]),
+    "a step that is text": ("progress.global_step", "../../1"),
+    "a step below zero": ("progress.global_step", -3),
+    "an epoch that is a fraction": ("progress.epoch", 1.5),
+    "seconds that are none": ("progress.seconds", math.nan),
+    "a logged text": ("progress.logged", {"step/loss": "\x1b[2J"}),
+    "metrics that are a number": ("metrics", 3),
+    "means that are none": ("progress.means", {"window": 3, "totals": {}}),
+    "an optimizer that is none": ("optimizer", {"state": 3}),
+    "a scheduler that is none": ("scheduler", 3),
+    "random numbers that are none": ("random", [{"python": 3}]),
+    "a fingerprint that is none": ("fingerprint", "{"),
+    "a fingerprint that is a number": ("fingerprint", "3"),
+}
+
+
+def test_a_checkpoint_with_anything_else_in_it_is_refused_in_one_line(tmp_path):
+    def callbacks() -> list[Callback]:
+        return [Checkpoint(keep=2, every_n_steps=5), EarlyStopping(patience=50)]
+
+    (tmp_path / "mine.txt").write_text("mine")
+    long_run("epochs", callbacks(), directory=tmp_path / "a" / "run", max_steps=6)
+    good = tmp_path / "a" / "run" / "checkpoints" / "last.ckpt"
+    for name, (key, value) in FORGED.items():
+        state = checkpoint.load(good)
+        *above, leaf = key.split(".")
+        node = state
+        for part in above:
+            node = node[part]
+        assert leaf in node
+        node[leaf] = value
+        with pytest.raises(UserError) as caught:
+            long_run("epochs", callbacks(), state, directory=tmp_path / "a" / "run")
+        assert "use another checkpoint" in str(caught.value), name
+    assert (tmp_path / "mine.txt").read_text() == "mine"

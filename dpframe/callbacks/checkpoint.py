@@ -1,6 +1,7 @@
 """Keeps `last.ckpt`, and `best.ckpt` by a metric, in the run directory."""
 
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,10 +114,16 @@ class Checkpoint(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["watched"] != self.monitor.watched:
+        if state.get("watched") != self.monitor.watched:
             return  # another metric's numbers say nothing about this one's
-        self.monitor.best = state["best"]
-        self.kept = [(value, name) for value, name in state["kept"]]
+        self.monitor.load_best(state.get("best"))
+        kept = state.get("kept")
+        if not (isinstance(kept, list) and all(map(_is_kept, kept))):  # what falls out is removed
+            raise UserError(
+                f"resume: callbacks.checkpoint would have kept {str(kept)[:200]}, which are not "
+                "its files; use another checkpoint"
+            )
+        self.kept = [(value, name) for value, name in kept]
 
     def _drop_outranked(self, trainer: "Trainer") -> None:
         """What a killed run was about to remove. Files of later steps are another try's: kept."""
@@ -171,6 +178,12 @@ class Checkpoint(Callback):
             )
             best = LAST if self.monitor.best is None else BEST
             trainer.checkpoint = str(folder / best)
+
+
+def _is_kept(pair: Any) -> bool:
+    if not (isinstance(pair, list) and len(pair) == 2 and hasattr(pair[0], "__float__")):
+        return False
+    return re.fullmatch(r"epoch[0-9]{4,}-step[0-9]+\.ckpt", str(pair[1])) is not None
 
 
 def _directory(trainer: "Trainer") -> Path:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
+from dpframe.errors import UserError
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -57,7 +58,13 @@ class EarlyStopping(Callback):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["watched"] != self.monitor.watched:
+        if state.get("watched") != self.monitor.watched:
             return  # another metric's numbers say nothing about this one's
-        self.monitor.best = state["best"]
-        self.times_without_progress = state["times_without_progress"]
+        self.monitor.load_best(state.get("best"))
+        times = state.get("times_without_progress")
+        if type(times) is not int or times < 0:
+            raise UserError(
+                f"resume: callbacks.early_stopping counted {str(times)[:200]} validations without "
+                "progress; use another checkpoint"
+            )
+        self.times_without_progress = times

@@ -1,6 +1,7 @@
 """A metric that is watched, and the best it has been."""
 
 import math
+from typing import Any
 
 from dpframe.errors import UserError, suggestion
 
@@ -19,6 +20,15 @@ class Monitor:
     @property
     def watched(self) -> str:
         return f"{self.mode} {self.name}"
+
+    def load_best(self, best: Any) -> None:
+        """As a checkpoint has it, which may be anybody's."""
+        if best is not None and not hasattr(best, "__float__"):
+            raise UserError(
+                f"resume: {self.key} had {str(best)[:200]} for its best {self.name}; "
+                "use another checkpoint"
+            )
+        self.best = best
 
     def value(self, metrics: dict[str, float]) -> float:
         if self.name not in metrics:

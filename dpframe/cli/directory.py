@@ -30,6 +30,8 @@ class Directory:
     def make(self, job: Composed) -> str:
         try:
             self._make()
+            if not self.is_made:
+                refuse_ways_out(self.path)
             notes = self.path / ".hydra"
             notes.mkdir(exist_ok=True)
             self._take(notes / "lock")
@@ -116,6 +118,23 @@ class Directory:
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
+
+
+def refuse_ways_out(directory: Path) -> None:
+    """What a run writes into a directory that was there before must not end up elsewhere.
+
+    The directory itself may be behind a link: that one is its owner's.
+    """
+    inside = directory.resolve()
+    for folder in (directory, directory / ".hydra", directory / "checkpoints"):
+        for entry in sorted(folder.iterdir()) if folder.exists() else []:
+            if not Path(os.path.realpath(entry)).is_relative_to(inside):
+                raise UserError(
+                    f"{entry} is a link out of the run directory, and a run writes into its own "
+                    "alone; put what it leads to in its place, or remove it"
+                )
+            if not (entry.is_file() or entry.is_dir()):
+                raise UserError(f"{entry} is neither a file nor a folder; remove it")
 
 
 def as_notes(overrides: Sequence[str]) -> str:
