@@ -168,7 +168,8 @@ def optimizer_of(task: Task) -> tuple[torch.optim.Optimizer, Any]:
         raise UserError(f"{name}.configure_optimizer returned {_made(made)}; {RETURNS_OPTIMIZER}")
     required = [
         parameter.name
-        for parameter in inspect.signature(optimizer.step).parameters.values()
+        # Of the class: a scheduler has wrapped the optimizer's own, which then shows its self.
+        for parameter in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
