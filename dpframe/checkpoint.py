@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import seal
+from dpframe import files, seal
 from dpframe.errors import Failure, UserError
 
 FORMAT = 2
@@ -58,7 +58,9 @@ class Writer:
             self.wait()
         self._raise()
         with self._lock:
-            self._waiting |= dict.fromkeys(paths, copy)
+            for path in paths:
+                self._waiting.pop(path, None)  # the newest is written last
+                self._waiting[path] = copy
             self._dropped += drop
             is_writing, self._is_writing = self._is_writing, True
         if not is_writing:
@@ -111,8 +113,8 @@ def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, lambda part: _write_sealed(state, part))
-        for copy in copies:
-            _write(copy, lambda part: shutil.copyfile(path, part))
+        for other in copies:
+            _write(other, lambda part: shutil.copyfile(path, part))
         _sync(path.parent)
     except OSError as error:
         kept = "; the one before it is kept" if path.exists() else ""
@@ -121,10 +123,10 @@ def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
         ) from error
 
 
-def sweep(directory: Path) -> None:
-    """Removes what killed processes left half-written."""
-    for part in directory.glob(".*.ckpt.*.part"):
-        part.unlink(missing_ok=True)
+def copy(path: Path, target: Path) -> None:
+    """One more of a file that is there."""
+    _write(target, lambda part: shutil.copyfile(path, part))
+    _sync(target.parent)
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -200,13 +202,9 @@ def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:
 
 
 def _write(path: Path, write: Any) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    with files.whole(path) as part:
         write(part)
         _sync(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _write_sealed(state: dict[str, Any], part: Path) -> None:

@@ -10,6 +10,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/sendfile.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -108,6 +109,8 @@ CHANGES(int, renameat, (int d, const char *from, int e, const char *to), (d, fro
 CHANGES(int, unlink, (const char *path), (path), -1, path)
 CHANGES(int, unlinkat, (int d, const char *path, int flags), (d, path, flags), -1, path)
 CHANGES(int, mkdir, (const char *path, mode_t mode), (path, mode), -1, path)
+CHANGES(ssize_t, sendfile, (int to, int from, off_t *at, size_t size), (to, from, at, size), to, NULL)
+CHANGES(ssize_t, sendfile64, (int to, int from, off64_t *at, size_t size), (to, from, at, size), to, NULL)
 CHANGES(int, rmdir, (const char *path), (path), -1, path)
 CHANGES(int, truncate, (const char *path, off_t size), (path, size), -1, path)
 CHANGES(int, truncate64, (const char *path, off64_t size), (path, size), -1, path)

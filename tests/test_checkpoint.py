@@ -79,6 +79,38 @@ def test_what_a_file_system_can_not_sync_is_saved_and_what_fails_to_is_not(
     assert path.is_file() == is_saved
 
 
+def test_a_run_that_is_done_and_resumed_keeps_the_best_that_it_has(tmp_path):
+    keeping = {"callbacks": [Checkpoint(keep=2)], "directory": tmp_path, "max_epochs": 3}
+    fitted(**keeping)
+    folder = tmp_path / "checkpoints"
+    names = sorted(path.name for path in folder.iterdir())
+    resumed = {**keeping, "callbacks": [Checkpoint(keep=2)]}
+    fitted(**resumed, resume=checkpoint.load(folder / "last.ckpt"))
+    assert sorted(path.name for path in folder.iterdir()) == names
+
+
+def test_a_resumed_run_makes_the_best_ckpt_that_a_killed_one_was_about_to_write(tmp_path):
+    keeping = {"directory": tmp_path, "max_epochs": 2}
+    fitted(callbacks=[Checkpoint(keep=2)], **keeping)
+    folder = tmp_path / "checkpoints"
+    best = (folder / "best.ckpt").read_bytes()
+    (folder / "best.ckpt").write_bytes((folder / "epoch0001-step5.ckpt").read_bytes())
+    state = checkpoint.load(folder / "epoch0002-step10.ckpt")
+    fitted(callbacks=[Checkpoint(keep=2)], **keeping, resume=state)
+    assert (folder / "best.ckpt").read_bytes() == best
+
+
+def test_of_files_that_wait_those_of_the_newest_state_are_written_last(monkeypatch):
+    written = []
+    monkeypatch.setattr(checkpoint, "write", lambda state, *paths: written.extend(paths))
+    last, best = Path("last.ckpt"), Path("best.ckpt")
+    writer = checkpoint.Writer(seconds_between=600)
+    for paths in ([Path("first.ckpt")], [last], [best, last]):
+        writer.save({"n": len(paths)}, paths)
+    writer.wait()
+    assert written[-2:] == [best, last]
+
+
 # Beside training
 
 

@@ -20,7 +20,17 @@ FLOORS = {
     "strategies": 1,
 }  # everything else is on floor 0
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
-GROUND |= {"adam", "lean", "orphans", "interruption", "seal", "order", "reading", "workers"}
+GROUND |= {
+    "files",
+    "adam",
+    "lean",
+    "orphans",
+    "interruption",
+    "seal",
+    "order",
+    "reading",
+    "workers",
+}
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli"],

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from command import environment
+from disk import library
 from oracle import ROWS, STEPS
 from small import is_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -104,13 +105,51 @@ def test_the_comparison_notices_a_resume_that_forgets(tmp_path, bug):
     assert not any(is_same(ending(one), ending(tmp_path / "whole")) for one in within)
 
 
+CLOCKED = ("seconds", "samples_per_second", "data_wait_share")
+
+
+def left(run: Path) -> dict[str, Any]:
+    """All that the command leaves in a run's directory, less what a clock decides."""
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "done.json").write_text(json.dumps(summary["metrics"]))
+    files = {str(path.relative_to(run)) for path in run.rglob("*")}
+    notes = [(run / ".hydra" / name).read_text() for name in ("config.yaml", "overrides.yaml")]
+    return {
+        **ending(run),
+        "notes": notes,
+        "summary": {name: value for name, value in summary.items() if name not in CLOCKED},
+        "files": sorted(name for name in files if not name.startswith("events.")),
+        "curve": curve(run),
+        "table": table(run),
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is the Linux linker's")
+def test_a_resume_that_is_killed_at_a_change_to_its_files_is_resumed_from_there(tmp_path):
+    """At every ninth; each of them takes three minutes."""
+    done = subprocess.run(
+        [sys.executable, TESTS / "killed.py", json.dumps([str(tmp_path), 9])],
+        env=environment(LD_PRELOAD=library(tmp_path)),
+        stdout=subprocess.PIPE,
+        timeout=250,
+    )
+    assert done.returncode == 0
+    codes = json.loads(done.stdout)
+    assert len(codes) > 8 and set(map(tuple, codes.values())) == {(-signal.SIGKILL, 0)}
+    wanted = left(tmp_path / "whole" / "run")
+    for number in codes:
+        found = left(tmp_path / number / "run")
+        different = [name for name in wanted if not is_same(found[name], wanted[name])]
+        assert not different, (number, different)
+
+
 SAVES = """
 import itertools, sys, torch
 from pathlib import Path
-from dpframe import checkpoint
+from dpframe import checkpoint, files
 writer = checkpoint.Writer()
 last, best = (Path(name) for name in ("checkpoints/last.ckpt", "checkpoints/best.ckpt"))
-checkpoint.sweep(last.parent)
+files.sweep(last.parent)
 begin = checkpoint.load(last)["n"] if last.exists() else 0
 for n in itertools.count(begin + 1):
     weights = torch.full((50_000,), float(n))

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe import checkpoint
+from dpframe import checkpoint, files, seal
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
 from dpframe.errors import Interrupted, UserError
@@ -67,8 +67,9 @@ class Checkpoint(Callback):
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
-            checkpoint.sweep(_directory(trainer))
+            files.sweep(_directory(trainer))
             self._drop_outranked(trainer)
+            self._copy_best(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
         is_due = self.every_n_steps and trainer.global_step % self.every_n_steps == 0
@@ -111,6 +112,7 @@ class Checkpoint(Callback):
             "watched": self.monitor.watched,
             "best": self.monitor.best,
             "kept": [list(pair) for pair in self.kept],
+            "judged_step": self.judged_step,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,6 +126,8 @@ class Checkpoint(Callback):
                 "its files; use another checkpoint"
             )
         self.kept = [(value, name) for value, name in kept]
+        judged = state.get("judged_step")
+        self.judged_step = judged if type(judged) is int else -1
 
     def _drop_outranked(self, trainer: "Trainer") -> None:
         """What a killed run was about to remove. Files of later steps are another try's: kept."""
@@ -132,6 +136,14 @@ class Checkpoint(Callback):
             is_past = step.isdigit() and int(step) <= trainer.global_step
             if is_past and path.name not in [name for _, name in self.kept]:
                 path.unlink(missing_ok=True)
+
+    def _copy_best(self, trainer: "Trainer") -> None:
+        """What a killed run was about to: the best has its own name already, where `keep` is 2."""
+        if not self.kept:
+            return
+        own, best = (_directory(trainer) / name for name in (self.kept[0][1], BEST))
+        if own.is_file() and (seal.flaw(best) or seal.step_of(best) < seal.step_of(own)):
+            checkpoint.copy(own, best)
 
     def _is_early(self, trainer: "Trainer") -> bool:
         """Too soon after the last file to copy the state again."""

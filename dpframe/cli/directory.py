@@ -11,6 +11,7 @@ from typing import IO
 
 import yaml
 
+from dpframe import files
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
 
@@ -35,10 +36,12 @@ class Directory:
             notes = self.path / ".hydra"
             notes.mkdir(exist_ok=True)
             self._take(notes / "lock")
+            for folder in (self.path, notes):
+                files.sweep(folder)
             _keep_older(notes / "config.yaml", job.text)
-            (notes / "config.yaml").write_text(job.text, **UTF8)
-            (notes / "hydra.yaml").write_text(job.hydra_text, **UTF8)
-            (notes / "overrides.yaml").write_text(as_notes(job.overrides), **UTF8)
+            _write(notes / "config.yaml", job.text)
+            _write(notes / "hydra.yaml", job.hydra_text)
+            _write(notes / "overrides.yaml", as_notes(job.overrides))
         except OSError as error:
             self.unmake()
             raise UserError(
@@ -142,11 +145,17 @@ def as_notes(overrides: Sequence[str]) -> str:
     return yaml.safe_dump(list(overrides), allow_unicode=True, width=float("inf"))
 
 
+def _write(path: Path, text: str) -> None:
+    with files.whole(path) as part:
+        part.write_text(text, **UTF8)
+
+
 def _keep_older(path: Path, text: str) -> None:
     """A resumed run may have another config: the one that it was begun with stays beside it."""
-    if not path.is_file() or path.read_text(**UTF8) == text:
+    if not path.is_file() or (before := path.read_text(**UTF8)) == text:
         return
-    number = 1
-    while (older := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(older)
+    number, newest = 0, ""
+    while (older := path.with_name(f"{path.stem}-{number + 1}{path.suffix}")).exists():
+        number, newest = number + 1, older.read_text(**UTF8)
+    if before != newest:  # as it is where a resume was killed before it wrote its own
+        _write(older, before)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, interruption, seeding
+from dpframe import checkpoint, files, interruption, seeding
 from dpframe.callbacks import Callback
 from dpframe.cli import restarts
 from dpframe.cli.build import build, refused
@@ -165,7 +165,8 @@ def _in_directory(trainer: Trainer, job: Composed, told: list[str]) -> dict[str,
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
-        path.write_text(text)
+        with files.whole(path) as part:
+            part.write_text(text)
     except OSError as error:
         raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dpframe import files
 from dpframe.errors import UserError
 from dpframe.loggers.base import ROWS_IN_MEMORY, Logger, Scalar
 
@@ -90,9 +91,8 @@ class CSV(Logger):
 
     def _replace(self, rows: list[list[str]]) -> None:
         """All of the new table or all of the old one, whenever the process dies."""
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        temporary.write_text(_text([self._columns, *rows]), encoding="utf-8", newline="")
-        temporary.replace(self._path)
+        with files.whole(self._path) as part:
+            part.write_text(_text([self._columns, *rows]), encoding="utf-8", newline="")
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
