@@ -1,50 +1,98 @@
-"""Tab completion, as bash does it: by the function that the install script defines."""
+"""Tab completion, as each shell does it: by the functions that the install scripts define."""
 
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command import environment, write
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize("command", ["python -m dpframe", "./dpframe"])
-def test_bash_completes(command, tmp_path):
-    write(tmp_path / "mine", {"recipe/ours.yaml": BOSTON})
-    script = f'#!/bin/sh\nexec {sys.executable} -m dpframe "$@"\n'
-    write(tmp_path, {"dpframe": script, "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n'})
-    for name in ("dpframe", "python"):
-        (tmp_path / name).chmod(0o755)
-    typed = {
-        "recipe=": "recipe=boston recipe=lenet recipe=shapes",
-        "recipe=bo": "recipe=boston",
-        "trainer.max_s": "trainer.max_seconds= trainer.max_steps=",
-        "recipe=boston task.optimizer.l": "task.optimizer.lr=",
-        "recipe=boston strategy=c": "strategy=cpu",
-        "--config-dir mine recipe=o": "recipe=ours",
-        "recipe=bosten trainer.max_": "",
-        "recipe=boston 'x y": "",
-        "--hlp": "",
-    }
-    lines = "\n".join(f'complete_line "{command} {words}"' for words in typed)
-    bash = f"""
+TYPED = {
+    "recipe=": "recipe=boston recipe=lenet recipe=shapes",
+    "recipe=bo": "recipe=boston",
+    "trainer.max_s": "trainer.max_seconds= trainer.max_steps=",
+    "recipe=boston task.optimizer.l": "task.optimizer.lr=",
+    "recipe=boston strategy=c": "strategy=cpu",
+    "--config-dir mine recipe=o": "recipe=ours",
+    "recipe=bosten trainer.max_": "",
+    "recipe=boston 'x y": "",
+    "--hlp": "",
+}
+# What each shell runs when a key is pressed, with the line up to the cursor in $1 or $argv.
+SHELLS = {
+    "bash": """
 eval "$({command} -sc install=bash)"
+complete -p dpframe python > /dev/null || exit 1
 complete_line() {{
     COMP_LINE="$1" COMP_POINT=${{#1}} COMP_WORDS=($1)
     COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)) COMPREPLY=()
-    _dpframe_complete "${{COMP_WORDS[0]}}"
+    _dpframe_complete "${{COMP_WORDS[0]}}" "${{COMP_WORDS[COMP_CWORD]}}"
     echo "${{COMPREPLY[*]}}"
 }}
-complete -p dpframe python > /dev/null || exit 1
-{lines}
-"""
-    env = environment(PATH=f"{tmp_path}:{os.environ['PATH']}")
-    done = subprocess.run(
-        ["bash", "-c", bash], capture_output=True, text=True, cwd=tmp_path, env=env
-    )
-    assert done.stdout.splitlines() == list(typed.values())
+""",
+    "zsh": """
+eval "$({command} -sc install=zsh)"
+[[ -n $_comps[dpframe] && -n $_comps[python] ]] || exit 1
+complete_line() {{
+    local -a words COMPREPLY; words=( ${{=1}} )
+    local CURRENT=$#words COMP_LINE="$1" COMP_POINT=$(( 1 + $#1 ))
+    echo $(compgen -F _dpframe_complete -- $words[-1])
+}}
+""",
+    "fish": """
+{command} -sc install=fish | source
+function complete_line
+    echo (complete -C $argv[1] | sort)
+end
+""",
+}
+
+
+def completed(shell: str, command: str, typed: list[str], place: Path) -> list[str]:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    script = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
+    write(place, {"dpframe": script.replace('"$@"', '-m dpframe "$@"'), "python": script})
+    for name in ("dpframe", "python"):
+        (place / name).chmod(0o755)
+    lines = [f"complete_line {quoted(f'{command} {words}')}" for words in typed]
+    text = "\n".join([SHELLS[shell].format(command=command), *lines])
+    env = environment(PATH=f"{place}:{os.environ['PATH']}", HOME=str(place))
+    words = [shell, "-f", "-c", text] if shell == "zsh" else [shell, "-c", text]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=place, env=env)
     assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+def quoted(line: str) -> str:
+    return '"' + line.replace('"', '\\"') + '"'
+
+
+@pytest.mark.parametrize(
+    "shell, command",
+    [("bash", "python -m dpframe"), ("bash", "./dpframe"), ("zsh", "dpframe"), ("fish", "dpframe")],
+)
+def test_a_shell_completes(shell, command, tmp_path):
+    write(tmp_path / "mine", {"recipe/ours.yaml": BOSTON})
+    typed = TYPED if command.endswith(" dpframe") else dict(list(TYPED.items())[1:7:2])
+    assert completed(shell, command, list(typed), tmp_path) == list(typed.values())
+
+
+@pytest.mark.parametrize(
+    "shell, command", [("bash", "dpframe"), ("zsh", "python -m dpframe"), ("fish", "./dpframe")]
+)
+def test_no_name_of_a_file_or_a_key_is_evaluated(shell, command, tmp_path):
+    """Neither when the key is pressed, nor when the line that it has completed is entered."""
+    evil = ["$(touch pwned)", "`touch pwned`", "x;touch pwned", "x${IFS}", "'x", "\x1b[2Jx"]
+    keys = "".join(f'  "{key}": 1\n'.replace("\x1b", "\\e") for key in [*evil, "fine"])
+    write(tmp_path / "mine", {"recipe/ours.yaml": f"{BOSTON}vars:\n{keys}"})
+    write(tmp_path / "mine", {f"strategy/c{name}.yaml": "x: 1" for name in evil})
+    write(tmp_path / "data", dict.fromkeys([*evil, "rows.csv"], ""))
+    typed = ["recipe=boston checkpoint=./data/", "--config-dir mine recipe=ours vars."]
+    typed += ["--config-dir mine recipe=ours strategy=c"]
+    found = completed(shell, command, typed, tmp_path)
+    assert found == ["checkpoint=./data/rows.csv", "vars.fine=", "strategy=cpu"]
+    assert not list(tmp_path.rglob("pwned"))

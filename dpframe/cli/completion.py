@@ -1,83 +1,109 @@
-"""Completes the command line in a shell: Hydra's words, for `dpframe` and `python -m dpframe`."""
+"""Completes the command line in a shell: Hydra's words, for `dpframe` and `python -m dpframe`.
+
+What is completed comes from files that may be anybody's: the scripts never let a shell evaluate
+it, and a word that a shell would evaluate later, once it is in the command line, is not offered.
+"""
 
 import argparse
+import io
 import os
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 
 from hydra._internal.hydra import Hydra
-from hydra.plugins.completion_plugin import CompletionPlugin
 
-from dpframe.cli.compose import CONFIG_NAME, explained, hydra_over
+from dpframe.cli.compose import CONFIG_NAME, hydra_over
 from dpframe.errors import UserError, suggestion
 
-VERBS = ("install", "uninstall", "query")
+WORD = re.compile(r"[\w./:=+~@,%^-]+")
 
-# Hydra's own bash script completes `python FILE.py` and installed commands, not `python -m`.
+# Python's -P: the key that completes is not to import what is in the current directory.
+# In zsh, a function for bash has neither bash's arrays nor its arithmetic in ${…:…}.
 BASH = """\
 _dpframe_complete()
 {
-    local command="$1" choices
-    if [ "$1" != dpframe ] && [ "${1##*/}" != dpframe ]; then
-        [[ "$COMP_LINE" == *" -m dpframe "* ]] || return
-        command="$1 -m dpframe"
-    fi
-    choices=$(COMP_LINE="${COMP_LINE:0:COMP_POINT}" $command -sc query=bash 2> /dev/null)
-    COMPREPLY=($(compgen -W "$choices" -- "${COMP_WORDS[COMP_CWORD]}"))
+    local call choice
+    call=("$1")
+    case "$1" in
+        dpframe|*/dpframe) ;;
+        *) [[ "$COMP_LINE" == *" -m dpframe "* ]] || return; call=("$1" -P -m dpframe) ;;
+    esac
+    COMPREPLY=()
+    while IFS= read -r choice; do
+        [[ "$choice" == "$2"* ]] && COMPREPLY+=("$choice")
+    done < <(COMP_LINE="${COMP_LINE:0:$COMP_POINT}" "${call[@]}" -sc query=bash 2> /dev/null)
 }
-COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+[ -n "$ZSH_VERSION" ] || COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _dpframe_complete dpframe python python3"""
 BASH_OFF = """\
 complete -r dpframe python python3
 unset -f _dpframe_complete"""
+ZSH = f"""\
+(( $+functions[compdef] )) || {{ autoload -U compinit && compinit; }}
+autoload -U bashcompinit && bashcompinit
+{BASH}"""
+ZSH_OFF = """\
+compdef -d dpframe python python3
+unset -f _dpframe_complete"""
+FISH = """\
+function _dpframe_is_called
+    set -l words (commandline -cpo)
+    test "$words[2..3]" = "-m dpframe"
+end
+function _dpframe_complete
+    set -l words (commandline -cpo)
+    set -l call $words[1]
+    _dpframe_is_called; and set call $call -P -m dpframe
+    set -lx COMP_LINE (commandline -cp)
+    $call -sc query=fish 2> /dev/null
+end
+complete -c dpframe -f -a '(_dpframe_complete)'
+complete -c python -n _dpframe_is_called -f -a '(_dpframe_complete)'
+complete -c python3 -n _dpframe_is_called -f -a '(_dpframe_complete)'"""
+FISH_OFF = """\
+complete -e -c dpframe
+complete -e -c python
+complete -e -c python3
+functions -e _dpframe_complete _dpframe_is_called"""
+SCRIPTS = {"bash": (BASH, BASH_OFF), "zsh": (ZSH, ZSH_OFF), "fish": (FISH, FISH_OFF)}
 
 
 def complete(arguments: argparse.Namespace) -> None:
     verb, _, shell = "".join(arguments.overrides[:1]).partition("=")
-    if verb not in VERBS or not shell or len(arguments.overrides) != 1:
+    if verb not in ("install", "uninstall", "query") or not shell or len(arguments.overrides) != 1:
         given = " ".join(arguments.overrides) or "nothing"
         raise UserError(f"--shell-completion {given}: say install=bash, uninstall=bash or =zsh …")
     if verb == "query":
-        _query(shell)
+        _query()
         return
-    with hydra_over(arguments.config_dir) as hydra, explained([]):
-        _script(verb, _plugin(hydra, shell), shell)
+    if shell not in SCRIPTS:
+        near = suggestion(shell, SCRIPTS)
+        raise UserError(f"--shell-completion: no completion for {shell}; {near}")
+    print(SCRIPTS[shell][verb == "uninstall"])
 
 
-def _script(verb: str, plugin: CompletionPlugin, shell: str) -> None:
-    if shell in ("bash", "zsh"):  # zsh reads it after `autoload -U bashcompinit; bashcompinit`
-        print(BASH if verb == "install" else BASH_OFF)
-        return
-    sys.argv[0] = "dpframe"  # what Hydra's scripts call: `__main__.py` is nothing to call
-    getattr(plugin, verb)()
-
-
-def _plugin(hydra: Hydra, shell: str) -> CompletionPlugin:
-    plugins = Hydra.get_shell_to_plugin_map(hydra.config_loader)
-    if shell not in plugins:
-        known = [name for name, found in plugins.items() if found]
-        raise UserError(
-            f"--shell-completion: no completion for {shell}; {suggestion(shell, known)}"
-        )
-    return plugins[shell][0]
-
-
-def _query(shell: str) -> None:
+def _query() -> None:
     """Prints the words that may come next. Whatever is wrong with the line: none, and no noise."""
     sys.stderr = None  # type: ignore[assignment]  # argparse's, about an option not yet whole
+    found = io.StringIO()
     try:
         line = re.sub(r"^\s*\S+(\s+-m\s+dpframe\b)?", "dpframe", os.environ.get("COMP_LINE", ""))
         config_dir, words = _config_dir(line.split(" "))
         if not any(re.match(r"~?recipe\b", word) for word in words[1:-1]):
             words.insert(1, "~recipe")  # else nothing composes before a recipe is chosen
         os.environ["COMP_LINE"] = " ".join(words)
-        with hydra_over(config_dir) as hydra:
-            _plugin(hydra, shell).query(config_name=CONFIG_NAME)
+        with hydra_over(config_dir) as hydra, redirect_stdout(found):
+            plugins = Hydra.get_shell_to_plugin_map(hydra.config_loader)
+            plugins["fish"][0].query(config_name=CONFIG_NAME)  # a word a line
     except (Exception, SystemExit):
         return
     finally:
         sys.stderr = sys.__stderr__
+    for word in found.getvalue().splitlines():
+        if WORD.fullmatch(word):
+            print(word)
 
 
 def _config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:

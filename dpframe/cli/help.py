@@ -37,7 +37,7 @@ options
   -m, --multirun          one run for each combination of the values given, as lr=1,2
   -c, --cfg job           print the config that would run (--resolve: with ${…} filled in)
   --config-dir DIR        a folder of your own recipe/, strategy/ … files
-  --shell-completion install=bash|zsh|fish
+  --shell-completion install=bash|zsh|fish      as eval "$(dpframe -sc install=bash)"
   --version
   -i, --info, --hydra-help, --package, -c hydra|all: as Hydra has them
 """
