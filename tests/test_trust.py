@@ -1,5 +1,6 @@
 """A config from a stranger calls nothing but parts: each attack is one line, and nothing ran."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,9 @@ def cached(width):
     return nn.Linear(width, 1)
 
 
+narrow = functools.partial(nn.Linear, bias=False)
+
+
 @torch.no_grad()
 def undifferentiated(width):
     return nn.Linear(width, 1)
@@ -80,6 +84,15 @@ locked = threading.Lock().acquire
 loads = functools.lru_cache(pickle.loads)
 logged = code.InteractiveConsole().push
 caller = operator.methodcaller("system", "touch canary")
+whole = functools.partial(functools.partial, os.system)
+methodical = nn.ParameterDict
+
+
+def named(path):
+    value = builtins
+    for name in path.split("."):
+        value = __import__(name) if value is builtins else getattr(value, name)
+    return value
 
 
 def make_task():
@@ -149,6 +162,19 @@ mine.tasks.logged mine.tasks.caller mine.tasks.torch.load mine.tasks.builtins.ev
 mine.tasks.DataLoader mine.tasks.Backbone mine.tasks.Fine mine.tasks.torchlike.Backbone
 mine.tasks.Net.__init__ mine.tasks.Net.mro mine.tasks.dpframe.cli.main
 mine.tasks.functools.partial touches.anything antigravity.fly this.s code.InteractiveConsole
+torch.nn.utils.rnn.bind torch.nn.utils._deprecation_utils.lazy_deprecated_import
+torch.nn.utils.stateless._functional_call torch.nn.utils.stateless.functional_call
+torch.nn.utils._named_member_accessor.swap_tensor torch.nn.ParameterDict torch.nn.Container
+torch.nn.modules.container.ParameterDict torch.nn.utils.skip_init torch.nn.parallel.replicate
+torch.nn.parallel.DistributedDataParallel torch.nn.functional.handle_torch_function
+torch.nn.functional.boolean_dispatch torch.nn.functional._canonical_mask torch.nn.Parameter
+torch.nn.modules.linear.math.floor torch.nn.Linear.register_forward_hook torch.nn.Linear.to
+torch.nn.utils.parametrize.register_parametrization torch.nn.utils.prune.custom_from_mask
+torch.nn.utils.fusion.copy.deepcopy torch.optim.swa_utils.update_bn torch.optim.swa_utils.itertools
+torch.optim.optimizer.register_optimizer_step_pre_hook torch.optim.lr_scheduler.partial
+torch.classes.foo.bar torch.ops.load_library torch.hub.load torch.from_file
+torch.nn.Embedding.from_pretrained.__func__ dpframe.cli.known.names dpframe.cli.trust.Trust
+mine.tasks.whole mine.tasks.methodical
 """
 
 
@@ -314,6 +340,9 @@ FINE = [
     {"net": {"_target_": "mine.tasks.undifferentiated", **WIDTH}},
     {"net": {"_target_": "torch.nn.utils.parametrizations.weight_norm", "module": LINEAR}},
     {"net": {"_target_": "torch.nn.Embedding.from_pretrained", "_partial_": True}},
+    {"net": {**LINEAR, "_target_": "torch.nn.modules.linear.Linear"}},
+    {"net": {**LINEAR, "_target_": "mine.tasks.narrow"}},
+    {"net": {"_target_": "torch.optim.swa_utils.get_ema_multi_avg_fn"}},
     {"net": {"_target_": "torch.nn.functional.gelu", "_partial_": True}},
     {"net": {"_target_": "torch.nn.functional.conv2d", "_partial_": True}},
     {"net": {"_target_": "torch.nn.functional.max_pool2d", "_partial_": True}},
@@ -344,6 +373,91 @@ def test_what_was_vouched_for_may_be_called(place):
     assert checked(nodes[:2], place, "trusted_modules=[torchlike]") == ["fine", "fine"]
     *alone, other = checked(nodes, place, "trusted_modules=[torchlike.Backbone,torch.tensor]")
     assert alone == ["fine"] * 3 and "torchlike.Fine is none" in other
+
+
+GIVES = {
+    "os.system": "net: os.system is",
+    "os": "is os, which is none of the names",
+    "pathlib.Path": "is pathlib.Path, which is none",
+    "torch.load": "torch.serialization.load",
+    "torch.nn.utils.stateless.functional_call": "none of the names that a config may call",
+    "torch.nn.ParameterDict": "none of the names that a config may call",
+    "torch.nn.Linear": "",
+    "torch.nn.functional.gelu": "",
+    "torch.tanh": "",
+    "mine.tasks.Net": "",
+    "mine.tasks.narrow": "",
+}
+
+
+def test_a_node_gives_no_other_one_a_function_that_a_config_may_not_call(place):
+    """A function of one's own may look one up by its name, and a stranger may call it."""
+    given = [{"_target_": "mine.tasks.named", "path": path} for path in GIVES]
+    averaging = {"_target_": "torch.optim.swa_utils.get_ema_multi_avg_fn"}
+    said = output_of(BUILDS, [START[2:], [*given, averaging]], place).splitlines()
+    for path, line in zip(GIVES, said[:-1], strict=True):
+        if GIVES[path]:
+            assert line.startswith("x._target_=mine.tasks.named(…) is ") and "; if you know" in line
+            assert path.split(".")[-1] in line
+        else:
+            assert line == "fine", path
+    assert said[-1] == "fine"
+
+
+BUILDS = """
+import json, sys
+from dpframe.cli.build import build
+from dpframe.cli.compose import composed
+from dpframe.cli.run import check_targets
+from dpframe.errors import UserError
+
+given, nodes = json.load(sys.stdin)
+trust = check_targets(composed(given, config_dir="mine"))
+for node in nodes:
+    try:
+        build(node, "x", trust=trust)
+        print("fine")
+    except UserError as error:
+        print(error)
+"""
+
+
+def test_what_is_known_are_layers_optimisers_schedulers_and_a_list_of_functions():
+    """Every name below torch.nn and torch.optim, private ones too, by whatever path."""
+    from torch import nn, optim
+
+    from dpframe.cli import known
+    from dpframe.cli.trust import NOBODY
+
+    kinds = (nn.Module, optim.Optimizer, optim.lr_scheduler.LRScheduler)
+    listed = {f"{at}.{name}" for at, names in known.FUNCTIONS.items() for name in names.split()}
+    functions = [known.names()[name] for name in listed if name in known.names()]
+    walked = dict(_below("torch.nn", nn) | _below("torch.optim", optim))
+    assert len(walked) > 3000
+    for path, target in walked.items():
+        if path in known.names():
+            assert not any(part.startswith("_") for part in path.split(".")), path
+        if NOBODY.allows(target):
+            is_class = isinstance(target, type) and issubclass(target, kinds)
+            is_named = any(target is each for each in [*functions, *known.names().values()])
+            is_bound = target in (nn.Embedding.from_pretrained, nn.EmbeddingBag.from_pretrained)
+            assert is_class or is_named or is_bound, path
+            assert path.split(".")[-1] not in ("ParameterDict", "Container", "bind"), path
+
+
+def _below(path: str, owner: object, depth: int = 4) -> dict[str, object]:
+    found = {}
+    for name in dir(owner):
+        try:
+            value = getattr(owner, name)
+        except Exception:
+            continue
+        if callable(value) and not name.startswith("__"):
+            found[f"{path}.{name}"] = value
+        is_inside = str(getattr(value, "__name__", "")).startswith(("torch.nn", "torch.optim"))
+        if depth and type(value) is type(sys) and is_inside or depth and isinstance(value, type):
+            found |= _below(f"{path}.{name}", value, depth - 1 if type(value) is type(sys) else 0)
+    return found
 
 
 def test_a_node_of_another_kind_than_its_parameter_is_refused(place):

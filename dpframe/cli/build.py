@@ -29,8 +29,11 @@ def build(
 ) -> Any:
     """The object that the node describes; `where` is its key in the config, for the errors."""
     check(node, where, kind, trust=trust)
+    if kind is not None:
+        path = node["_target_"]
+        trust = trust.within(path, trust.part(path, f"{where}._target_", kind))
     try:
-        made = _made(node)
+        made = _made(node, where, trust)
     except Exception as error:
         said = refused(error, {where: node})
         if said is None:
@@ -44,21 +47,32 @@ def build(
     return made
 
 
-def _made(node: Any, *, is_recursive: bool = True) -> Any:
+def _made(node: Any, where: str, trust: Trust, *, is_recursive: bool = True) -> Any:
     """Our own, as Hydra's `instantiate` would read the text in a config a second time: what looks
     like text to `check` could become a node there."""
     if isinstance(node, list):
-        return [_made(value, is_recursive=is_recursive) for value in node]
+        return [
+            _made(value, f"{where}[{index}]", trust, is_recursive=is_recursive)
+            for index, value in enumerate(node)
+        ]
     if not isinstance(node, Mapping):
         return node
     is_recursive = node.get("_recursive_", is_recursive)
-    make = partial(_made, is_recursive=is_recursive) if is_recursive else deepcopy
-    given = {key: make(value) for key, value in node.items() if key not in SPECIAL}
+
+    def make(value: Any, where: str) -> Any:
+        return _made(value, where, trust, is_recursive=True) if is_recursive else deepcopy(value)
+
+    given = {
+        key: make(value, f"{where}.{key}") for key, value in node.items() if key not in SPECIAL
+    }
     if "_target_" not in node:
         return given
-    target = locate(node["_target_"], "_target_")
-    call = partial(partial, target) if node.get("_partial_") else target
-    return call(*make(node.get("_args_", [])), **given)
+    path = node["_target_"]
+    target = trust.target(path, f"{where}._target_")
+    call: Any = partial(partial, target) if node.get("_partial_") else target
+    made = call(*make(node.get("_args_", []), f"{where}._args_"), **given)
+    trust.refuse_returned(made, path, f"{where}._target_")
+    return made
 
 
 def refused(error: Exception, nodes: Mapping[str, Any]) -> UserError | None:

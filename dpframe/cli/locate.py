@@ -8,7 +8,7 @@ import traceback
 import types
 from typing import Any
 
-from dpframe.cli import plugins
+from dpframe.cli import plugins, source
 from dpframe.cli.refusal import first_line
 from dpframe.errors import UserError, suggestion
 
@@ -18,28 +18,41 @@ def locate(path: str, where: str) -> Any:
 
     As Hydra and pydoc walk it: what a module has comes before a submodule of the same name.
     """
-    parts = _parts(path, where)
+    parts = parts_of(path, where)
     found = _imported(parts[0], f"{where}={path}")
     if found is None:
         raise _no_module(path, where)
     for index, name in enumerate(parts[1:], 1):
-        if hasattr(found, name):
-            found = getattr(found, name)
+        has_it, value = _attribute(found, name, f"{where}={path}")
+        if has_it:
+            found = value
             continue
         module = None
         if isinstance(found, types.ModuleType):
             module = _imported(".".join(parts[: index + 1]), f"{where}={path}")
         if module is None:
-            raise _no_attribute(found, parts, index, where)
+            raise no_attribute(".".join(parts[:index]), name, _names(found), path, where)
         found = module
     if not callable(found):
         raise UserError(f"{where}={path} is a {type(found).__name__}, nothing to build from")
     return found
 
 
+def see_current_directory(top: str) -> None:
+    """It is looked at last, and not before a config names a module that is in no other place.
+
+    So what lies in it can't stand for a package that Hydra or torch tries to import.
+    """
+    if sys.flags.safe_path or source.spec_of(top) is not None:
+        return
+    here = source.current_directory_has(top)
+    if here is not None and here not in sys.path:
+        sys.path.append(here)
+
+
 def refuse_misspelt(path: str, where: str) -> None:
     """As `locate` would, as far as that can be seen without importing anything."""
-    top = _parts(path, where)[0]
+    top = parts_of(path, where)[0]
     try:
         is_there = top in sys.modules or importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):
@@ -48,7 +61,7 @@ def refuse_misspelt(path: str, where: str) -> None:
         raise _no_module(path, where)
 
 
-def _parts(path: str, where: str) -> list[str]:
+def parts_of(path: str, where: str) -> list[str]:
     parts = path.split(".")
     if not all(part.isidentifier() for part in parts):
         raise UserError(f"{where}={path} is no dotted path; write package.module.Class")
@@ -66,11 +79,19 @@ def _no_module(path: str, where: str) -> UserError:
     return UserError(f"{where}={path}: there is no module {top}; {near}")
 
 
-def _no_attribute(found: Any, parts: list[str], index: int, where: str) -> UserError:
-    near = suggestion(parts[index], _names(found))
+def no_attribute(above: str, name: str, names: list[str], path: str, where: str) -> UserError:
+    near = suggestion(name, names)
     near = near if near.startswith("did") else "check its spelling"
-    above = ".".join(parts[:index])
-    return UserError(f"{where}={'.'.join(parts)}: {above} has no {parts[index]}; {near}")
+    return UserError(f"{where}={path}: {above} has no {name}; {near}")
+
+
+def _attribute(owner: Any, name: str, where: str) -> tuple[bool, Any]:
+    try:
+        return True, getattr(owner, name)
+    except AttributeError:
+        return False, None
+    except Exception as error:  # a module's own __getattr__, as that of torch.classes
+        raise UserError(f"{where}: {type(error).__name__}: {first_line(error)}") from None
 
 
 def _names(owner: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from dpframe.callbacks import Callback
@@ -26,7 +27,8 @@ def check_targets(job: Composed) -> Trust:
 
 def trust_of(job: Composed) -> Trust:
     """Whom the config may call: a package that one part comes from may bring another's."""
-    trust = Trust(frozenset([*job.plugins, *job.settings.trusted_modules]))
+    typed = frozenset(job.settings.trusted_modules)
+    trust = Trust(typed | set(job.plugins), typed=typed, closed=_closed(job))
     vouched = trust
     for where, node, kind in _parts(job.settings):
         path = node.get("_target_") if isinstance(node, Mapping) else None
@@ -34,6 +36,16 @@ def trust_of(job: Composed) -> Trust:
             with suppress(UserError):  # `check` tells it
                 vouched = vouched.within(path, trust.part(path, f"{where}._target_", kind))
     return vouched
+
+
+def _closed(job: Composed) -> tuple[Path, ...]:
+    """The folder that a run starts from may be a stranger's: it has data, and no code of ours."""
+    if job.start is None:
+        return ()
+    folder = job.start.parent.resolve()
+    if folder.name == "checkpoints":
+        return (folder.parent,)
+    return () if Path.cwd().is_relative_to(folder) else (folder,)
 
 
 def _parts(settings: RunSettings) -> Iterator[tuple[str, Any, type]]:

@@ -5,22 +5,20 @@ import importlib.util
 import inspect
 import sys
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, get_type_hints
 
-from dpframe.cli.locate import locate, refuse_misspelt
-from dpframe.errors import UserError
-
-HARMLESS = {f"builtins.{name}" for name in ("dict", "list", "tuple", "set", "frozenset")}
-HARMLESS |= {"builtins.range", "builtins.slice", "collections.OrderedDict"}
-TORCH = ("torch.nn", "torch.optim")
-# Functions elsewhere in torch.nn and torch.optim are methods, or tools for their own modules.
-TORCH_FUNCTIONS = (
-    "torch.nn.functional",
-    "torch.nn.init",
-    "torch.nn.utils",
-    "torch.optim.swa_utils",
+from dpframe.cli import known, source
+from dpframe.cli.locate import (
+    locate,
+    no_attribute,
+    parts_of,
+    refuse_misspelt,
+    see_current_directory,
 )
+from dpframe.errors import UserError, suggestion
+
 OURS = ("Task", "DataModule", "Callback", "Logger", "Strategy")
 SYSTEM = {"posix": "os", "nt": "os", "_io": "io", "_pickle": "pickle", "_thread": "threading"}
 NEVER_WHOLE = {"torch", "dpframe"}  # a part from there vouches for nothing
@@ -28,78 +26,150 @@ NEVER_WHOLE = {"torch", "dpframe"}  # a part from there vouches for nothing
 
 @dataclass(frozen=True)
 class Trust:
-    """What is defined in `packages` may be called, be it reached through them or `reached`."""
+    """What is defined in `packages` may be called, be it reached through them or `reached`.
+
+    `typed` are those of `packages` that the command line names. Nothing is imported from within
+    `closed`: the run directory or the checkpoint's folder that a run starts from.
+    """
 
     packages: frozenset[str] = frozenset()
     reached: frozenset[str] = frozenset()
+    typed: frozenset[str] = frozenset()
+    closed: tuple[Path, ...] = ()
 
     def part(self, path: str, where: str, kind: type) -> Any:
-        """A slot's own target, which has to be of its kind."""
-        top = path.split(".")[0]
-        if top in sys.stdlib_module_names:
-            raise UserError(f"{where}={path} is Python's own, not a dpframe {kind.__name__}")
+        """A slot's own target, which has to be of its kind; its source says so first."""
+        top = parts_of(path, where)[0]
+        if top in sys.stdlib_module_names or top == "torch":
+            owner = "PyTorch's" if top == "torch" else "Python's"
+            raise UserError(f"{where}={path} is {owner} own, not a dpframe {kind.__name__}")
+        self._refuse_closed(path, where)
+        see_current_directory(top)
+        if not self._names(path):
+            _refuse_unsaid(path, where, kind.__name__)
         target = locate(path, where)
         if isinstance(target, type):
             if not issubclass(target, kind):
                 raise UserError(f"{where}={path} is not a dpframe {kind.__name__}")
         elif not (_says_it_makes(target, kind) or self._defines(target)):
-            raise UserError(
-                f"{where}={path}{_really(path, target)} is no class, and nothing says that it "
-                f"makes a dpframe {kind.__name__}; annotate it with '-> {kind.__name__}'"
-            )
+            raise _not_a_maker(f"{path}{_really(path, target)}", where, kind.__name__)
         return target
 
     def within(self, path: str, target: Any) -> "Trust":
         """With the package that a part comes from: what else is in there, it could call itself."""
         places = [_package_of(_real_name(target)), _package_of(path)]
         package, reached = ({place} - NEVER_WHOLE for place in places)
-        return Trust(self.packages | package, self.reached | reached)
+        return replace(self, packages=self.packages | package, reached=self.reached | reached)
 
     def nested(self, path: str, where: str) -> Any:
         """What a node inside a part calls. Nothing is imported to look at a name from elsewhere."""
-        may_import = (*self.packages, *self.reached, *NEVER_WHOLE, *HARMLESS)
+        top = parts_of(path, where)[0]
+        if path in known.names():
+            return known.names()[path]
+        may_import = (*self.packages, *self.reached, "dpframe")
         if not any(_is_within(path, name) for name in may_import):
-            refuse_misspelt(path, where)
+            _refuse_misspelt(path, where)
             raise _refusal(path, path, where)
+        self._refuse_closed(path, where)
+        see_current_directory(top)
         target = locate(path, where)
         if path not in self.packages and not self.allows(target):
             raise _refusal(path, _real_name(target), where)
         return target
 
+    def target(self, path: str, where: str) -> Any:
+        """What has been checked already."""
+        return known.names()[path] if path in known.names() else locate(path, where)
+
+    def refuse_returned(self, value: Any, path: str, where: str) -> None:
+        """A node may give another one a function, a class or a module only if it may be called."""
+        is_code = isinstance(value, type | types.ModuleType | functools.partial)
+        if is_code or inspect.isroutine(value) or "__wrapped__" in getattr(value, "__dict__", ()):
+            name = value.__name__ if isinstance(value, types.ModuleType) else _real_name(value)
+            if not self._names(name) and not self.allows(value):
+                raise _refusal(f"{path}(…)", name, where)
+
     def allows(self, target: Any) -> bool:
-        """By where it is defined, through every wrapper, whatever name led here."""
-        while True:
-            is_known = _real_name(target) in HARMLESS or self._defines(target)
-            if not (is_known or _is_of_torch(target) or _is_ours(target)):
+        """By what it is, through every wrapper and partial, whatever name led here."""
+        while not known.has(target):
+            if isinstance(target, functools.partial):
+                target = target.func
+                continue
+            if not (self._defines(target) or _is_ours(target)):
                 return False
             if isinstance(target, type) or not hasattr(target, "__wrapped__"):
                 return True
             target = target.__wrapped__
+        return True
 
     def _defines(self, target: Any) -> bool:
-        return any(_is_within(_real_name(target), package) for package in self.packages)
+        return self._names(_real_name(target))
+
+    def _names(self, name: str) -> bool:
+        return any(_is_within(name, package) for package in self.packages)
+
+    def _refuse_closed(self, path: str, where: str) -> None:
+        if not self.closed or any(_is_within(path, name) for name in self.typed):
+            return
+        parts = path.split(".")
+        for length in range(1, len(parts) + 1):
+            file = source.file_of(".".join(parts[:length]))
+            if file is not None and any(file.resolve().is_relative_to(f) for f in self.closed):
+                raise UserError(
+                    f"{where}={path} is in {file}, beside what this run starts from; if you know "
+                    f"what it does, add trusted_modules=[{parts[0]}] to the command"
+                )
 
 
-def _is_of_torch(target: Any) -> bool:
-    name = _real_name(target)
-    if isinstance(target, types.BuiltinFunctionType):
-        functional = sys.modules.get("torch.nn.functional")
-        is_operator = name.startswith(("torch._C._nn.", "torch._VariableFunctionsClass."))
-        return is_operator and getattr(functional, target.__name__, None) is target
-    if not any(_is_within(name, place) for place in TORCH):
-        return False
-    if isinstance(target, types.FunctionType):
-        is_method = "." in target.__qualname__ and "<locals>" not in target.__qualname__
-        return not is_method and any(_is_within(name, place) for place in TORCH_FUNCTIONS)
-    makes_itself = inspect.ismethod(target) and isinstance(target.__self__, type)
-    return isinstance(target, type) or makes_itself  # as Embedding.from_pretrained does
+def _refuse_unsaid(path: str, where: str, kind: str) -> None:
+    """A module is run when it is imported: its source has to say that there is such a part."""
+    module = source.module_of(path)
+    if module in sys.modules or source.spec_of(module) is None:
+        return  # `locate` tells what is wrong
+    if source.spec_of(path) is not None:
+        raise UserError(f"{where}={path} is a module, nothing to build from")
+    if not source.has(path):
+        above = (
+            path[: path.index(".", len(module) + 1)] if path.count(".", len(module) + 1) else path
+        )
+        raise no_attribute(module, above.rpartition(".")[2], source.names_in(module), path, where)
+    if not source.makes(path, kind):
+        source.refuse_unparsable(module, where, path)
+        raise _not_a_maker(path, where, kind, hint=f", or add trusted_modules=[{_key(path)}]")
+
+
+def _not_a_maker(what: str, where: str, kind: str, hint: str = "") -> UserError:
+    return UserError(
+        f"{where}={what} is no class of a dpframe {kind}, and nothing says that it makes one; "
+        f"annotate it with '-> {kind}'{hint}"
+    )
+
+
+def _refuse_misspelt(path: str, where: str) -> None:
+    """Of what is known, the nearest name; of the rest, whether there is such a package."""
+    parts = path.split(".")
+    for index in range(1, len(parts) if parts[0] == "torch" else 0):
+        above, name = ".".join(parts[:index]), parts[index]
+        names = known.below(above)
+        if above not in sys.modules:  # a class
+            return
+        if name not in names:
+            is_there = name in vars(sys.modules[above]) or source.spec_of(f"{above}.{name}")
+            if not is_there and suggestion(name, names).startswith("did"):
+                raise no_attribute(above, name, names, path, where)
+            return
+    if known.below(path):
+        raise UserError(f"{where}={path} is a module, nothing to build from")
+    refuse_misspelt(path, where)
 
 
 def _is_ours(target: Any) -> bool:
     """A recipe's parts, and classes that are meant as parts; not the command or the loader."""
     name = _real_name(target)
-    if not _is_within(name, "dpframe") or _is_within(name, "dpframe.recipes"):
-        return _is_within(name, "dpframe.recipes")
+    if not _is_within(name, "dpframe") or any(part.startswith("_") for part in name.split(".")):
+        return False
+    if inspect.isfunction(target):
+        return _is_within(name, "dpframe.recipes") and "." not in target.__qualname__
     import dpframe
 
     kinds = tuple(getattr(dpframe, kind) for kind in OURS)
