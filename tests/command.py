@@ -14,6 +14,8 @@ HEAVY = ("torch", "numpy", "tensorboard", "rich", "dpframe.trainer.loop", "dpfra
 ATTEMPTS = """
 import contextlib, io, json, os, sys
 
+sys.path.remove("")  # as the console script has it
+
 from dpframe.cli import main
 
 

@@ -123,6 +123,14 @@ FILES = {
     "def touch(path): open(path, 'w').close()\n",
     "touches.py": "open('canary', 'w').close()\ndef anything(): pass\n",
     "beside.py": TASKS,
+    "cleanup.py": "open('canary', 'w').close()\nimport os\nfrom pathlib import Path\n"
+    "import dpframe\nclass Anything: pass\nclass Bag(dict): pass\nclass Home(Path): pass\n"
+    "class Asks(dpframe.UserError): pass\ndef main(): pass\ndef work() -> int: pass\n"
+    "VALUE = 3\nmade = Anything()\nhome = Path('.')\nif VALUE == 4:\n  from beside import Net\n",
+    "pack/__init__.py": "open('canary', 'w').close()\n",
+    "pack/parts.py": "class Nothing: pass\n",
+    "pack/empty/code.py": "open('canary', 'w').close()\n",
+    "broken.py": "open('canary', 'w').close()\nclass Own(\n",
 }
 START = ["--config-dir", "mine", "recipe=victim", "callbacks=none", "logger=none"]
 
@@ -288,6 +296,61 @@ def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(tmp_path):
     line = [*START[:2], "recipe=victim", "resume=run/checkpoints/last.ckpt"]
     (attempt,), _ = attempts([line], write(tmp_path, FILES | run))
     assert "task.net._target_=os.system is none of the names" in said(attempt)
+
+
+UNSAID = {
+    "cleanup": "is a module, nothing to build from",
+    "cleanup.Nothing": "cleanup has no Nothing; ",
+    "cleanup.Anythin": "cleanup has no Anythin; did you mean Anything?",
+    **dict.fromkeys(
+        [
+            *("cleanup.Anything", "cleanup.Bag", "cleanup.Home", "cleanup.Asks", "cleanup.main"),
+            *("cleanup.work", "cleanup.VALUE", "cleanup.made", "cleanup.home", "cleanup.os"),
+            *("cleanup.os.system", "cleanup.Path", "cleanup.Net", "cleanup.Anything.x"),
+            *("cleanup.dpframe.cli.main", "cleanup.Asks.training_step", "pack.parts.Nothing"),
+        ],
+        "is no class of a dpframe Task, and nothing says that it makes one; annotate it with",
+    ),
+    "pack.parts": "is a module, nothing to build from",
+    "pack.empty.code.Own": "has no Own",
+    "pack.nowhere.Own": "pack has no nowhere",
+    "broken.Own": "SyntaxError: '(' was never closed",
+    "nowhere.Own": "there is no module nowhere",
+}
+
+
+def test_no_module_is_imported_that_does_not_say_it_has_such_a_part(place):
+    done, _ = attempts([[*START, f"task._target_={name}"] for name in UNSAID], place)
+    for (name, line), attempt in zip(UNSAID.items(), done, strict=True):
+        assert said(attempt).startswith(f"task._target_={name}") and line in said(attempt)
+
+
+RUN = {
+    "run/.hydra/overrides.yaml": "- recipe=victim\n- task._target_=run.own.Own\n",
+    "run/checkpoints/last.ckpt": "not looked at yet",
+    "run/own.py": "open('canary', 'w').close()\nfrom mine.tasks import Victim as Own\n",
+    "run/checkpoints/beside.py": "open('canary', 'w').close()\nfrom mine.tasks import Victim\n",
+}
+
+
+def test_python_in_a_run_directory_or_beside_a_checkpoint_is_not_imported(tmp_path):
+    place = write(tmp_path, FILES | RUN | {"down/beside.py": RUN["run/checkpoints/beside.py"]})
+    (place / "down" / "some.ckpt").touch()
+    start = "resume=run/checkpoints/last.ckpt"
+    lines = [
+        ["recipe=victim", start],
+        ["recipe=victim", start, "task._target_=run.checkpoints.beside.Victim"],
+        [
+            "recipe=victim",
+            start,
+            "task._target_=mine.tasks.Victim",
+            "+callbacks.x._target_=run.own.Own",
+        ],
+        ["recipe=victim", "checkpoint=down/some.ckpt", "task._target_=down.beside.Victim"],
+    ]
+    done, _ = attempts([[*START[:2], *START[3:], *line] for line in lines], place)
+    for attempt, folder in zip(done, ("run", "run", "run", "down"), strict=True):
+        assert f" is in {place / folder}, beside what this run starts from; " in said(attempt)
 
 
 LINES = {

@@ -42,9 +42,11 @@ class Trust:
         top = parts_of(path, where)[0]
         if top in sys.stdlib_module_names or top == "torch":
             owner = "PyTorch's" if top == "torch" else "Python's"
-            raise UserError(f"{where}={path} is {owner} own, not a dpframe {kind.__name__}")
-        self._refuse_closed(path, where)
+            raise UserError(
+                f"{where}={path} is {owner} own, so it is not a dpframe {kind.__name__}"
+            )
         see_current_directory(top)
+        self._refuse_closed(path, where)
         if not self._names(path):
             _refuse_unsaid(path, where, kind.__name__)
         target = locate(path, where)
@@ -70,8 +72,8 @@ class Trust:
         if not any(_is_within(path, name) for name in may_import):
             _refuse_misspelt(path, where)
             raise _refusal(path, path, where)
-        self._refuse_closed(path, where)
         see_current_directory(top)
+        self._refuse_closed(path, where)
         target = locate(path, where)
         if path not in self.packages and not self.allows(target):
             raise _refusal(path, _real_name(target), where)
