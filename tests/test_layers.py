@@ -156,6 +156,8 @@ def test_the_trainer_never_asks_for_the_type_of_a_strategy():
     assert {n for n in known if is_within(n, "dpframe.strategies")} <= {
         "dpframe.strategies.base",
         "dpframe.strategies.base.Strategy",
+        "dpframe.strategies.auto",  # which one it is, where a program names none
+        "dpframe.strategies.auto.auto",
     }
 
 

@@ -58,7 +58,7 @@ def _trainer(job: Composed) -> Trainer:
     wanted = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     accelerator = "cpu" if isinstance(wanted, CPU) else settings.trainer.accelerator
     strategy = Strategy(accelerator=accelerator)
-    strategy.setup()
+    strategy.open()
     seeding.seed_everything(settings.seed)
     task = build(job.config["task"], "task", Task, trust=trust)
     data = build(job.config["data"], "data", DataModule, trust=trust)

@@ -63,7 +63,7 @@ def _work(job: Composed) -> dict[str, Any]:
     make = partial(build, trust=trust_of(job))
     strategy = make(job.config["strategy"], "strategy", Strategy)
     interruption.look()
-    strategy.setup()
+    strategy.open()
     try:
         state = checkpoint.load(job.start) if job.start is not None else None
         seeding.seed_everything(settings.seed)
@@ -101,7 +101,7 @@ def _work(job: Composed) -> dict[str, Any]:
         finally:
             directory.release()
     finally:
-        strategy.close()
+        strategy.shut()
 
 
 def _run(job: Composed) -> Run:

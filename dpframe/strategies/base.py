@@ -27,6 +27,7 @@ class Strategy:
     replicas = 1  # over all processes
     averaged_over = 1  # gradients come out of backward divided by this many replicas
     launches_ranks = False  # and so can start them again
+    is_set_up = False
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
 
     def __init__(
@@ -62,6 +63,19 @@ class Strategy:
             )
         return run(*args)
 
+    def open(self) -> bool:
+        """Calls `setup`, unless it has run; whether it did so now. Override `setup` instead."""
+        is_first = not self.is_set_up
+        if is_first:
+            self.setup()
+            self.is_set_up = True
+        return is_first
+
+    def shut(self) -> None:
+        """Calls `close`, which is what to override."""
+        self.is_set_up = False
+        self.close()
+
     def setup(self) -> None:
         """Takes this process's device, and joins the others."""
         devices = self.choose_devices(default=1)
@@ -72,6 +86,7 @@ class Strategy:
         self.device = devices[0]
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        self.is_set_up = True  # also where it is called without `open`
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
         return choose(
@@ -138,3 +153,4 @@ class Strategy:
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""
+        self.is_set_up = False

@@ -14,3 +14,4 @@ class CPU(Strategy):
             )
         if self.accelerator == "cuda":
             raise UserError("trainer.accelerator=cuda but strategy=cpu; use strategy=single_gpu")
+        self.is_set_up = True

@@ -20,6 +20,7 @@ class DataParallel(Strategy):
         self.replicas = len(self.places)
         self.device = self.places[0]
         announce(rehearsal(self.places, self.gpus, self.accelerator, kind="virtual replicas"))
+        self.is_set_up = True
 
     @property
     def devices(self) -> list[str]:

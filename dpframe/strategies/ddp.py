@@ -21,6 +21,8 @@ from dpframe.strategies.devices import Gpus, announce, rehearsal
 _names = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers"
 
+_left: set[str] = set()  # the stores in which a process group of this process was
+
 
 class DDP(Strategy):
     launches_ranks = True
@@ -52,6 +54,7 @@ class DDP(Strategy):
         self.direct_sums = direct_sums
         self.timeout_seconds = timeout_seconds
         self.module: Any = None
+        self.owns_group = False
         self.direct: direct.Direct | None = None
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -87,10 +90,13 @@ class DDP(Strategy):
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=self.timeout_seconds),
-        )
+        self.owns_group = not dist.is_initialized()  # else the program's own, which is joined
+        if self.owns_group:
+            _refuse_second_group()
+            dist.init_process_group(
+                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+                timeout=timedelta(seconds=self.timeout_seconds),
+            )
         is_direct = self.direct_sums and self.device.type == "cpu"
         is_direct &= direct.is_possible(self.world_size, here.local_world_size)
         door = direct.Door() if is_direct else None
@@ -100,6 +106,7 @@ class DDP(Strategy):
         if door is not None:
             addresses = [address for _, address in found]
             self.direct = door.meet(self.rank, addresses, self.timeout_seconds)
+        self.is_set_up = True
 
     @property
     def devices(self) -> list[str]:
@@ -172,8 +179,10 @@ class DDP(Strategy):
             self.module.logger = self.module.reducer = None
         if self.direct is not None:
             self.direct.close()
-        if dist.is_initialized():
+        if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
+            _left.add(ranks.store_of_agent())
+        super().close()
 
     def _with_synced_batchnorm(self, module: nn.Module) -> nn.Module:
         if self.device.type != "cuda":
@@ -182,3 +191,12 @@ class DDP(Strategy):
                 "version; set it to false"
             )
         return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+
+
+def _refuse_second_group() -> None:
+    """A second one would find the keys of the first in torchrun's store, and hang."""
+    if ranks.store_of_agent() in _left - {""}:
+        raise UserError(
+            "torchrun's ranks meet once in a process, and this one has closed its strategy; give "
+            "one strategy to all Trainers, and close it after the last"
+        )

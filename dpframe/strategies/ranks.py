@@ -44,7 +44,10 @@ def this_rank() -> Rank:
     given["LOCAL_WORLD_SIZE"] = given["LOCAL_WORLD_SIZE"] or given["WORLD_SIZE"]
     shown = " ".join(f"{name}={value or '(unset)'}" for name, value in given.items())
     if not all(value.isdigit() for value in given.values()):
-        raise UserError(f"strategy=ddp was not launched and finds {shown}; start it by torchrun")
+        raise UserError(
+            f"strategy=ddp was not launched and finds {shown}; start this program by torchrun "
+            "--nproc-per-node=N, or use the command, dpframe … strategy=ddp"
+        )
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             raise UserError(f"the environment has {shown} but no {name}; use torchrun, or unset it")
@@ -52,6 +55,13 @@ def this_rank() -> Rank:
     if not (here.rank < here.world_size and here.local_rank < here.local_world_size):
         raise UserError(f"the environment contradicts itself: {shown}; unset it or use torchrun")
     return here
+
+
+def store_of_agent() -> str:
+    """The address of the store that outlives a process group; '': there is none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def environment_of(rank: int, count: int, port: int) -> dict[str, str]:

@@ -50,7 +50,7 @@ def measure(plan: Plan) -> int:
     leftovers = Leftovers(with_ports=False)  # torch's DDP keeps its group's until the rank ends
     _end_after(plan.give_up_seconds, plan)
     strategy = plan.strategy()
-    strategy.setup()
+    strategy.open()
     try:
         notes.write(plan.directory, "facts", facts(strategy))
         for name in plan.measures:
@@ -59,7 +59,7 @@ def measure(plan: Plan) -> int:
         notes.write(plan.directory, "began", "close")
     finally:
         _end_after(CLOSING_SECONDS, plan)
-        strategy.close()
+        strategy.shut()
     is_caller = os.getpid() == plan.caller  # which looks for itself
     notes.write(plan.directory, "leftovers", [] if is_caller else leftovers.found())
     return os.getpid()

@@ -1,10 +1,11 @@
 """The loop: `fit` -> `_train_epoch` -> `_train_step` -> the task. The rest is built before it."""
 
+import atexit
 import json
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, Self
 
 from dpframe import lean, seeding
 from dpframe.callbacks.base import Callback, hooks_of
@@ -13,6 +14,7 @@ from dpframe.errors import UserError
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means
+from dpframe.strategies.auto import auto
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep
 from dpframe.trainer import ahead, feed, fingerprint, graphs, layout, state
@@ -38,6 +40,7 @@ class Trainer:
     steps_per_epoch: int  # 0 where that is unknown
     total_steps: int
     _look_at: int
+    _owns_strategy: bool
 
     def __init__(
         self,
@@ -54,8 +57,8 @@ class Trainer:
     ) -> None:
         self.task = task
         self.data = data
-        self.strategy = strategy or Strategy()
         self.settings = settings or TrainerSettings()
+        self.strategy = self._opened(strategy)
         self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self.seed = seed
         self.run = run or Run()
@@ -80,12 +83,26 @@ class Trainer:
         self._logged_at, self._logged_rows = 0.0, 0
         self._set_up()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the strategy if this Trainer has set it up; else its owner does."""
+        if self._owns_strategy:
+            self._owns_strategy = False
+            atexit.unregister(self.strategy.shut)
+            self.strategy.shut()
+
     # ---- the four modes
 
     def fit(
         self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False
     ) -> dict[str, float]:
         """Goes on with the checkpoint `resume`; `anyway`: even if it can't go on exactly."""
+        self._refuse_closed()
         if self.mode != "fit":
             self.prepare(resume, resume_anyway=resume_anyway)
         self._begin()
@@ -108,18 +125,21 @@ class Trainer:
         return self.metrics
 
     def validate(self) -> dict[str, float]:
+        self._refuse_closed()
         self.mode = "validate"
         self.metrics.update(feed.evaluation(self, "val", "validation_step").means_of("val"))
         self._call("on_validation_end")
         return self.metrics
 
     def test(self) -> dict[str, float]:
+        self._refuse_closed()
         self.mode = "test"
         self.metrics.update(feed.evaluation(self, "test", "test_step").means_of("test"))
         self._call("on_test_end")
         return self.metrics
 
     def predict(self) -> Predictions | None:
+        self._refuse_closed()
         self.mode = "predict"
         predictions = feed.evaluation(self, "predict", "predict_step").predictions()
         if predictions is not None:
@@ -286,6 +306,25 @@ class Trainer:
 
     # ---- set up, once
 
+    def _opened(self, strategy: Strategy | None) -> Strategy:
+        """Set up, for all the modes and until `close`, or else the program's end."""
+        settings = self.settings
+        if strategy is None:
+            strategy = auto(settings.gpus, settings.accelerator, settings.max_replicas_per_core)
+        elif not strategy.is_set_up:
+            _refuse_other_devices(strategy, settings)
+        self._owns_strategy = strategy.open()
+        if self._owns_strategy:
+            atexit.register(strategy.shut)
+        return strategy
+
+    def _refuse_closed(self) -> None:
+        if not self.strategy.is_set_up:
+            raise UserError(
+                f"{self.strategy.name} is closed, by Trainer.close() or the end of a with block; "
+                "call this before, or make another Trainer"
+            )
+
     def _set_up(self) -> None:
         if self.settings.deterministic:
             seeding.refuse_nondeterminism(self.strategy.device)
@@ -347,3 +386,14 @@ class Trainer:
         self._read_clock()
         self.strategy.weight_sync(is_read=True)
         return state.of(self)
+
+
+def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None:
+    """The command's configs say it once; in Python each is said where it is made."""
+    for key, unset in (("gpus", None), ("accelerator", "auto")):
+        there, here = getattr(strategy, key, unset), getattr(settings, key)
+        if here not in (unset, there):
+            raise UserError(
+                f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
+                f"{there!r}); give {key} to the strategy alone"
+            )

@@ -1,0 +1,144 @@
+"""A Trainer that is made in Python: its strategy, its devices, and where its files go."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from command import ROOT, environment
+from small import Rows, Small
+
+from dpframe import Strategy, Trainer, TrainerSettings, UserError
+from dpframe.strategies.cpu import CPU
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+
+ONCE = TrainerSettings(max_epochs=1)
+
+
+class Counted(Strategy):
+    """As a plugin may: neither calls `super`."""
+
+    def __init__(self):
+        super().__init__()
+        self.called = []
+
+    def setup(self):
+        self.called.append("setup")
+
+    def close(self):
+        self.called.append("close")
+
+
+def test_a_trainer_sets_up_its_strategy_for_all_modes_and_closes_it_at_the_end_of_with():
+    strategy = Counted()
+    with Trainer(Small(), Rows(), strategy=strategy, settings=ONCE) as trainer:
+        assert strategy.called == ["setup"]
+        for mode in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+            mode()
+        Trainer(Small(), Rows(), strategy=strategy, settings=ONCE).fit()
+        assert strategy.called == ["setup"]
+    trainer.close()
+    assert strategy.called == ["setup", "close"]
+    with pytest.raises(UserError, match=r"^Counted is closed, by Trainer.close\(\)"):
+        trainer.test()
+
+
+@pytest.mark.parametrize("kind", [Counted, CPU, DataParallel])
+def test_a_strategy_that_another_has_opened_is_left_open(kind):
+    strategy = kind()
+    assert strategy.open() and not strategy.open()
+    with Trainer(Small(), Rows(), strategy=strategy, settings=ONCE) as trainer:
+        trainer.fit()
+    assert strategy.is_set_up
+    strategy.shut()
+    assert not strategy.is_set_up
+
+
+def test_data_parallel_needs_no_call_but_fit():
+    losses = []
+    for strategy in (None, DataParallel(3)):
+        torch.manual_seed(0)
+        settings = TrainerSettings(max_epochs=2, precision="64")
+        losses.append(Trainer(Small(), Rows(), strategy=strategy, settings=settings).fit())
+    assert strategy.replicas == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_ranks_that_nobody_has_started_are_one_line():
+    for given in ({"strategy": DDP(2)}, {"settings": TrainerSettings(gpus=4)}):
+        with pytest.raises(UserError) as caught:
+            Trainer(Small(), Rows(), **given)
+        line = str(caught.value)
+        assert "start this program by torchrun --nproc-per-node=N, or use the command" in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"gpus": 4},
+            r"TrainerSettings\(gpus=4\) but the strategy is CPU\(gpus=None\); give",
+        ),
+        (
+            {"accelerator": "cuda"},
+            r"accelerator='cuda'\) but .* is CPU\(accelerator='auto'",
+        ),
+    ],
+)
+def test_devices_that_contradict_the_strategys_are_refused(settings, said):
+    with pytest.raises(UserError, match=said):
+        Trainer(Small(), Rows(), strategy=CPU(), settings=TrainerSettings(**settings))
+
+
+RANKS = """
+import sys
+sys.path.insert(0, "tests")
+import torch
+from small import Rows, Small
+from dpframe import Trainer, TrainerSettings
+from dpframe.strategies.ddp import DDP
+
+
+def trained(**given):
+    torch.manual_seed(0)
+    trainer = Trainer(Small(), Rows(), **given)
+    trainer.fit()
+    loss = trainer.test()["test/loss"]
+    if trainer.strategy.is_main:
+        print(trainer.strategy.name, trainer.strategy.replicas, loss)
+    return trainer
+
+
+once = TrainerSettings(max_epochs=1)
+shared = DDP()
+first = trained(settings=once, strategy=shared)
+trained(settings=once, strategy=shared)
+trained(settings=TrainerSettings(max_epochs=1, gpus=2))  # joins the group of the first
+first.close()
+try:
+    trained(settings=once, strategy=DDP())
+except BaseException as error:
+    if shared.is_main:
+        print(error)
+"""
+
+
+def test_ddp_is_set_up_once_in_each_of_torchruns_ranks(tmp_path):
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(
+        torchrun,
+        cwd=ROOT,
+        env=environment(OMP_NUM_THREADS="1"),
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    *trained, refused = done.stdout.splitlines()
+    assert len(trained) == 3 and len(set(trained)) == 1 and trained[0].startswith("DDP 2 ")
+    assert refused.startswith("torchrun's ranks meet once in a process")
+    assert os.environ.get("RANK") is None
