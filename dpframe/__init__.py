@@ -17,6 +17,7 @@ _HOME = {
     "Callback": "dpframe.callbacks",
     "DataModule": "dpframe.data",
     "Logger": "dpframe.loggers",
+    "Run": "dpframe.trainer",
     "Strategy": "dpframe.strategies",
     "Task": "dpframe.task",
     "Trainer": "dpframe.trainer",
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     from dpframe.loggers import Logger
     from dpframe.strategies import Strategy
     from dpframe.task import Task
-    from dpframe.trainer import Trainer
+    from dpframe.trainer import Run, Trainer
     from dpframe.trainer.settings import TrainerSettings
 
 __all__ = [
     "Callback",
     "DataModule",
     "Logger",
+    "Run",
     "Strategy",
     "Task",
     "Trainer",

@@ -9,7 +9,11 @@ import torch
 from command import ROOT, environment
 from small import Rows, Small
 
-from dpframe import Strategy, Trainer, TrainerSettings, UserError
+from dpframe import Run, Strategy, Trainer, TrainerSettings, UserError
+from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.callbacks.progress import Progress
+from dpframe.loggers.csv import CSV
+from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -142,3 +146,33 @@ def test_ddp_is_set_up_once_in_each_of_torchruns_ranks(tmp_path):
     assert len(trained) == 3 and len(set(trained)) == 1 and trained[0].startswith("DDP 2 ")
     assert refused.startswith("torchrun's ranks meet once in a process")
     assert os.environ.get("RANK") is None
+
+
+@pytest.mark.parametrize("part", [Checkpoint, CSV, TensorBoard])
+def test_what_writes_files_asks_for_a_directory(part, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    kind = "callbacks" if part is Checkpoint else "loggers"
+    trainer = Trainer(Small(), Rows(), settings=ONCE, **{kind: [part()]})
+    with pytest.raises(
+        UserError, match=rf"^{part.__name__} writes files, .* run=Run\(directory=…\)$"
+    ):
+        trainer.fit()
+    assert list(tmp_path.iterdir()) == []
+    run = Run(directory=str(tmp_path / "mine"))
+    Trainer(Small(), Rows(), settings=ONCE, run=run, **{kind: [part()]}).fit()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_without_files_no_directory_is_needed_or_named(capsys):
+    Trainer(Small(), Rows(), settings=ONCE, callbacks=[Progress()]).fit()
+    assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
+
+
+def test_a_dashboard_is_named_where_a_logger_has_one(tmp_path, capsys):
+    run = Run(directory=str(tmp_path / "its run"))
+    for logger in (CSV(), TensorBoard()):
+        given = {"callbacks": [Progress()], "loggers": [logger], "run": run}
+        Trainer(Small(), Rows(), settings=ONCE, **given).fit()
+        lines = [o for o in capsys.readouterr().out.splitlines() if o.startswith("dashboard")]
+        wanted = [f"dashboard  tensorboard --logdir '{run.directory}'"]
+        assert lines == (wanted if isinstance(logger, TensorBoard) else [])

@@ -34,6 +34,7 @@ HOOKS = (
 
 class Callback:
     runs_last = False  # True: after all others, so that it sees what they decided
+    needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Everything is built and placed; no step was taken yet."""

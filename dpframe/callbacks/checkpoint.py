@@ -26,6 +26,7 @@ class Checkpoint(Callback):
     """
 
     runs_last = True  # what the others decided at this hook belongs into the checkpoint
+    needs_directory = True
 
     def __init__(
         self,

@@ -153,12 +153,13 @@ def banner(trainer: "Trainer") -> str:
         ("step", _batch(trainer)),
         ("data", _data(trainer)),
         ("precision", trainer.settings.precision),
-        ("run", trainer.run.directory),
     ]
     if trainer.layout:
-        rows.insert(-1, ("layout", trainer.layout))
-    if trainer.report.loggers:
-        rows.append(("dashboard", f"tensorboard --logdir {trainer.run.directory}"))
+        rows.append(("layout", trainer.layout))
+    if trainer.run.directory:
+        rows.append(("run", trainer.run.directory))
+    dashboards = (logger.dashboard(trainer.run.directory) for logger in trainer.report.loggers)
+    rows += [("dashboard", command) for command in dashboards if command]
     facts = "\n".join(f"{name:<10} {value}" for name, value in rows)
     return f"{facts}\n\n{parameters(trainer)}\n"
 

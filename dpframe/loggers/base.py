@@ -12,6 +12,8 @@ ROWS_IN_MEMORY = 256
 class Logger:
     """The Trainer calls these on the main process alone, in this order; none may touch the GPU."""
 
+    needs_directory = False  # true: it is not opened without a `run_dir`
+
     def open(
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
     ) -> None:
@@ -28,6 +30,10 @@ class Logger:
 
     def flush(self) -> None:
         """A few times a second, and before a checkpoint: what was logged survives the process."""
+
+    def dashboard(self, run_dir: str) -> str:
+        """The command that shows what was logged, for the banner; '': there is none."""
+        return ""
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         """The run is over, with its final metrics."""

@@ -16,6 +16,8 @@ NAME = r"[\w +=@,-][\w.+=@, -]*"  # nothing that leads to another folder
 
 
 class CSV(Logger):
+    needs_directory = True
+
     def __init__(self, *, file: str = "metrics.csv") -> None:
         if not re.fullmatch(NAME, str(file)):
             raise UserError(

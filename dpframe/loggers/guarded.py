@@ -31,6 +31,9 @@ class Guarded(Logger):
     def flush(self) -> None:
         self._attempt(self.logger.flush)
 
+    def dashboard(self, run_dir: str) -> str:
+        return self.logger.dashboard(run_dir)
+
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         self._attempt(self.logger.close, metrics, succeeded=succeeded)
 

@@ -7,6 +7,7 @@ writer in 160 ms, and the stock writer holds what was logged for up to two minut
 import logging
 import math
 import re
+import shlex
 import textwrap
 import time
 from pathlib import Path
@@ -40,6 +41,8 @@ SESSION_END = "_hparams_/session_end_info"
 
 
 class TensorBoard(Logger):
+    needs_directory = True
+
     def __init__(self, *, graph: bool = True) -> None:
         self.draws_graph = graph
         self._rows: list[tuple[float, int, dict[str, float]]] = []
@@ -90,6 +93,9 @@ class TensorBoard(Logger):
                 type(error).__name__,
                 reason,
             )
+
+    def dashboard(self, run_dir: str) -> str:
+        return f"tensorboard --logdir {shlex.quote(run_dir)}"
 
     def flush(self) -> None:
         for when, step, scalars in self._rows:  # many in a row take half as long as one by one

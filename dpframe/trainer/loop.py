@@ -360,6 +360,14 @@ class Trainer:
         self.should_stop = settings.are_done(self.epoch, self.global_step)
 
     def _begin(self) -> None:
+        loggers = [guarded.logger for guarded in self.report.loggers]
+        parts: list[Callback | Logger] = [*self.callbacks, *loggers]
+        for part in parts:
+            if part.needs_directory and not self.run.directory:
+                raise UserError(
+                    f"{type(part).__name__} writes files, and nothing says where; give the Trainer "
+                    "run=Run(directory=…)"
+                )
         if self._resumed is not None:
             state.reopen(self, self._resumed, self._changes)
         else:

@@ -25,7 +25,7 @@ TELLING = ("max_epochs", "max_steps", "precision", "accumulate", "clip_norm", "c
 class Run:
     """Where a run's files go, and the config it came from."""
 
-    directory: str = "."
+    directory: str = ""  # none
     recipe: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     config_text: str = ""
@@ -34,7 +34,7 @@ class Run:
 
 class Report:
     def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
-        self.loggers: list[Logger] = [Guarded(logger) for logger in loggers]
+        self.loggers = [Guarded(logger) for logger in loggers]
         self.run = run
         self._flushed_at = 0.0
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
