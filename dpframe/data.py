@@ -23,7 +23,7 @@ from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.order import Agree, order_of
 from dpframe.order import permutation as permutation
-from dpframe.reading import Refused, Together, described, name_of, read
+from dpframe.reading import Refused, Together, described, name_of, read, refused
 from dpframe.workers import Chosen, Workers, chosen
 
 Shares = Callable[[Sequence], list[Sequence]]
@@ -233,7 +233,6 @@ class _ByWorkers:
             batch_sampler=self._sampler,  # type: ignore[arg-type]
             collate_fn=_as_it_is,
             num_workers=workers.count,
-            timeout=workers.timeout_seconds,
             persistent_workers=True,
             pin_memory=pin_memory,
             generator=self._generator,
@@ -244,9 +243,9 @@ class _ByWorkers:
         self._sampler.plan, self._sampler.seed = plan, worker_seed
         self._generator.manual_seed(worker_seed)
         read = iter(self._loader)
-        with self._workers.watched(read):
+        with self._workers.watched(read) as batches:
             for local, total in plan:
-                shares = [Share(next(read), n) for _, n in local]
+                shares = [Share(next(batches), n) for _, n in local]
                 for batch, _ in shares:
                     if type(batch) is Refused:
                         raise batch.kind(batch.line)
@@ -277,8 +276,8 @@ class _Seeded(Dataset):
         seeding.reseed(seed)
         try:
             return self._together(read(self._dataset, rows), rows)
-        except UserError as error:
-            return Refused(str(error), type(error))
+        except (UserError, SystemExit) as error:
+            return refused(error)
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -296,7 +295,6 @@ class _Stream:
             shares,
             batch_size=None,
             num_workers=workers.count,
-            timeout=workers.timeout_seconds,
             generator=self._generator,
             worker_init_fn=workers.start,
         )
@@ -308,8 +306,8 @@ class _Stream:
             self._dataset.stream.set_epoch(epoch)
         # Without workers a DataLoader would do no more than this, and take longer over it.
         read = iter(self._loader) if self._workers.count else map(default_convert, self._dataset)
-        with self._workers.watched(read):
-            for given in read:
+        with self._workers.watched(read) as batches:
+            for given in batches:
                 if type(given) is Refused:
                     raise given.kind(given.line)
                 shares, total = given
@@ -339,8 +337,8 @@ class _StreamShares(IterableDataset):
         torch.utils.data._utils.worker._worker_info = None
         try:
             yield from self._walk(worker.id, worker.num_workers)
-        except UserError as error:
-            yield Refused(str(error), type(error))
+        except (UserError, SystemExit) as error:
+            yield refused(error)
 
     def _walk(self, number: int, workers: int) -> Iterator[tuple[list[tuple[Any, int]], int]]:
         drawn = _Randomness(*self.seed)  # the stream's own, so that all its readers read the same

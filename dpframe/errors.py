@@ -1,7 +1,10 @@
 """How a run ends early: a user's mistake, a failure of the machine or the numbers, a signal."""
 
+import os
 import signal
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
 
@@ -28,6 +31,30 @@ class Interrupted(BaseException):
         self.number = number
         self.said = said
         self.exit_code = 128 + number
+
+
+def exited(error: SystemExit, *, who: str = "") -> Failure:
+    """`sys.exit()` in the middle of the work, whatever code it was called with."""
+    called = [
+        f"{frame.name} ({os.path.basename(frame.filename)}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.endswith("_sitebuiltins.py")  # exit() and quit()
+    ]
+    code = "" if error.code is None else repr(error.code)
+    return Failure(
+        f"{who}sys.exit({code}) in {called[-1]} ended it before its work was done; raise an "
+        "exception instead"
+    )
+
+
+@contextmanager
+def exits_told() -> Iterator[None]:
+    """A `sys.exit()` within is a failure."""
+    try:
+        yield
+    except SystemExit as error:
+        several = os.environ.get("WORLD_SIZE", "1") != "1"
+        raise exited(error, who=f"rank {os.environ.get('RANK')}: " if several else "") from None
 
 
 def suggestion(given: str, valid: Iterable[str]) -> str:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset, get_worker_info
 
-from dpframe.errors import UserError
+from dpframe.errors import Failure, UserError, exited
 from dpframe.workers import Chosen
 
 SHOWN = 10
@@ -20,6 +20,15 @@ class Refused:
 
     line: str
     kind: type[UserError]
+
+
+def refused(error: UserError | SystemExit) -> Refused:
+    """In a data worker."""
+    if isinstance(error, UserError):
+        return Refused(str(error), type(error))
+    worker = get_worker_info()
+    who = f"data worker {worker.id}: " if worker is not None else ""
+    return Refused(str(exited(error, who=who)), Failure)
 
 
 @dataclass(frozen=True)

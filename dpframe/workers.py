@@ -1,4 +1,4 @@
-"""Data workers that are killed or hang: one line says which, and what may be done about it."""
+"""Data workers that are killed, hang or stop: one line says which, and what to do about it."""
 
 import faulthandler
 import os
@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 from dpframe import interruption
 from dpframe.errors import Failure
+from dpframe.heartbeat import Clock, is_stopped
 
 STACK_SECONDS = 2.0  # for a hung worker's to come
 FRAMES = 4
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+WHOLE = re.compile(r"in _bootstrap\b|in <module>")
 OURS = re.compile(r"dpframe/(reading|data)\.py$")
 MEANING = {
     "SIGKILL": "perhaps for memory: try a smaller data.workers or data.batch_size",
@@ -46,7 +48,7 @@ class Workers:
 
     def __init__(self, count: int, timeout_seconds: float = 0.0) -> None:
         self.count = count
-        self.timeout_seconds = timeout_seconds if count else 0.0  # 0: for ever
+        self.timeout_seconds = timeout_seconds  # 0: for ever
         self.stacks = Stacks() if count else None
 
     def start(self, number: int) -> None:
@@ -56,35 +58,100 @@ class Workers:
             self.stacks.mind()
 
     @contextmanager
-    def watched(self, batches: Any) -> Iterator[None]:
-        """What torch raises of a worker that is lost is one line; any other error goes on."""
-        if self.count:
-            _tell_of_the_killed()
+    def watched(self, batches: Any) -> Iterator[Iterator[Any]]:
+        """The batches. A worker that is lost or hangs is one line; any other error goes on."""
+        if not self.count:
+            yield batches
+            return
+        _tell_of_the_killed()
+        watch = _Watch(self, batches)
         try:
-            yield
+            yield watch.batches()
         except Exception as error:
-            lost = self._lost(error, batches) if isinstance(error, RuntimeError) else None
-            if self.count:
-                batches._shutdown_workers()  # else they live for as long as the traceback does
+            lost = watch.hung or _killed(str(error), batches)
+            batches._shutdown_workers()  # else they live for as long as the traceback does
             if lost is None:
                 raise
             raise lost from None
+        finally:
+            watch.close()
 
-    def _lost(self, error: RuntimeError, batches: Any) -> Failure | None:
-        text = str(error)
-        if text.startswith("DataLoader timed out"):
-            return self._hung(batches)
-        return _killed(text, batches)
 
-    def _hung(self, batches: Any) -> Failure:
-        """Of the workers, the one whose batch is waited for."""
-        number = batches._task_info[batches._rcvd_idx][0]
-        pid = batches._workers[number].pid
-        where = self.stacks.of(pid) if self.stacks is not None else ""
+class _Watch:
+    """A thread that ends the workers where a batch does not come in time.
+
+    A timeout of the DataLoader's own would not do. It counts seconds in which the whole job is
+    stopped, and it does not cover the wait for a tensor's memory, which a worker hands over by a
+    thread of its own: a worker that is stopped, or keeps its GIL, never does. Ending the workers
+    ends that wait.
+    """
+
+    def __init__(self, workers: Workers, batches: Any) -> None:
+        self.hung: Failure | None = None
+        self._workers = workers
+        self._batches = batches
+        self._asked = 0  # batches so far
+        self._is_waiting = False
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="data watch", daemon=True)
+        if workers.timeout_seconds:
+            self._thread.start()
+
+    def batches(self) -> Iterator[Any]:
+        while True:
+            self._asked += 1
+            self._is_waiting = True
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                return
+            finally:
+                self._is_waiting = False
+            yield batch
+
+    def close(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _look(self) -> None:
+        patience = self._workers.timeout_seconds
+        clock, asked, since = Clock(), 0, 0.0
+        while not self._over.wait(min(1.0, patience / 4)):
+            now = clock.seconds()
+            if not self._is_waiting or self._asked != asked:
+                asked, since = self._asked, now
+            elif now - since >= patience:
+                self.hung = self._blamed()
+                for worker in self._batches._workers:
+                    _ENDED[worker.pid] = self.hung
+                    worker.kill()  # SIGTERM does not reach one that is stopped or spins
+                return
+
+    def _blamed(self) -> Failure:
+        """The worker whose batch is waited for, unless it is idle and another is not."""
+        workers, stacks = self._batches._workers, self._workers.stacks
+        awaited = self._batches._task_info.get(self._batches._rcvd_idx, (0,))[0]
+        for number in sorted(range(len(workers)), key=lambda number: number != awaited):
+            pid = workers[number].pid
+            if is_stopped(pid):
+                how, fix = ": it is stopped, by SIGSTOP or a debugger", "continue it"
+            elif stacks is not None and (where := stacks.of(pid)):
+                how, fix = f", in {where}", "mend that"
+            else:
+                continue
+            return self._failure(number, how, fix)
+        return self._failure(awaited, "", "mend that")
+
+    def _failure(self, number: int, how: str, fix: str) -> Failure:
         return Failure(
-            f"data worker {number} (pid {pid}) has given nothing for {self.timeout_seconds:g} s"
-            f"{f', in {where}' if where else ''}; mend that, or raise trainer.data_timeout_seconds"
+            f"data worker {number} (pid {self._batches._workers[number].pid}) has given nothing "
+            f"for {self._workers.timeout_seconds:g} s{how}; {fix}, or raise "
+            "trainer.data_timeout_seconds"
         )
+
+
+_ENDED: dict[int, Failure] = {}  # by us, and why
 
 
 class Stacks:
@@ -104,14 +171,20 @@ class Stacks:
             faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=False)
 
     def of(self, pid: int) -> str:
-        """Its innermost frames, as `wait (data.py, line 3) in __getitem__ (data.py, line 9)`."""
+        """Where it reads, as `wait (data.py, line 3) in __getitem__ (data.py, line 9)`."""
+        if self._file is None:
+            return ""
+        before = os.fstat(self._file).st_size
         os.kill(pid, signal.SIGUSR2)
         deadline = time.monotonic() + STACK_SECONDS
         text = ""
-        while not FRAME.search(text) and time.monotonic() < deadline:
+        while not WHOLE.search(text) and time.monotonic() < deadline:
             time.sleep(0.02)
-            text = os.pread(self._file, 65536, 0).decode(errors="replace")
-        own = takewhile(lambda frame: not OURS.search(frame[0]), FRAME.findall(text))
+            text = os.pread(self._file, 65536, before).decode(errors="replace")
+        frames = FRAME.findall(text)
+        if not any(OURS.search(file) for file, _, _ in frames):
+            return ""  # it is idle
+        own = takewhile(lambda frame: not OURS.search(frame[0]), frames)
         told = [f"{name} ({os.path.basename(file)}, line {line})" for file, line, name in own]
         return " in ".join(told[:FRAMES])
 
@@ -141,6 +214,9 @@ def _killed(text: str, batches: Any) -> Failure | None:
     if found is None:
         return None
     pids = found[1]
+    for pid in re.findall(r"\d+", pids):
+        if int(pid) in _ENDED:
+            return _ENDED[int(pid)]
     by = re.search(r"by signal: ([^.]+)\.", text)
     names = {signal.strsignal(number): number.name for number in signal.Signals}
     name = names.get(by[1].strip(), by[1].strip()) if by else _signal_of(pids, batches)

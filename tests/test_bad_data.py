@@ -1,14 +1,18 @@
 """Bad data and bad steps: one line, or the user's own traceback, with the rows that it is about."""
 
 import os
+import re
 import shlex
 import signal
+import sys
 import time
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 import torch
 from command import attempts, dpframe, write
+from conftest import descendants
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from dpframe.data import Loader
@@ -60,6 +64,16 @@ class Bad(Dataset):
 
     def hung(self):
         time.sleep(60)
+
+    def exits(self):
+        sys.exit(0)
+
+    def stopped(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return {"x": torch.ones(4), "y": (9, 1.0)}
+
+    def spins(self):
+        sum(repeat(0))  # in C, and it never gives its GIL away
 
 
 class Stream(IterableDataset):
@@ -146,12 +160,8 @@ def test_rows_read_together_and_a_collate_of_ones_own_are_told_by_all_their_numb
     ],
 )
 def test_a_lost_worker_is_one_line(fault, line, kind):
-    handler = signal.getsignal(signal.SIGCHLD)
-    try:
-        with pytest.raises(Failure) as caught:
-            read(kind(fault), workers=2)
-    finally:
-        signal.signal(signal.SIGCHLD, handler)
+    with pytest.raises(Failure) as caught:
+        read(kind(fault), workers=2)
     assert str(caught.value).startswith("data worker (pid ") and line in str(caught.value)
 
 
@@ -166,10 +176,39 @@ def test_a_hung_worker_is_told_by_where_it_is():
     assert f"__getitem__ ({Path(__file__).name}, line " in line
 
 
+def told_of(fault: str, **given) -> tuple[str, list[int]]:
+    """The line that a fault of a worker ends with, and the workers that outlive it."""
+    before = set(descendants())
+    with pytest.raises(Failure) as caught:
+        read(Bad(fault), workers=2, **given)
+    return str(caught.value), list(set(descendants()) - before)
+
+
+def test_a_worker_that_is_stopped_or_keeps_its_gil_is_told_and_ended():
+    line, left = told_of("stopped", timeout_seconds=1.0)
+    assert not left and line.startswith("data worker 0 (pid ")
+    assert ") has given nothing for 1 s: it is stopped, by SIGSTOP or a debugger; " in line
+    line, left = told_of("spins", timeout_seconds=1.0)
+    assert not left and line.startswith("data worker 0 (pid ")
+    assert ") has given nothing for 1 s, in spins (test_bad_data.py, line " in line
+
+
+def test_a_worker_that_exits_is_told_by_where():
+    line, _ = told_of("exits")
+    assert re.fullmatch(
+        r"data worker 0: sys\.exit\(0\) in exits \(test_bad_data\.py, line \d+\) ended it before "
+        r"its work was done; raise an exception instead",
+        line,
+    )
+
+
 # Through the command
 
 
 PARTS = """
+import sys
+from itertools import repeat
+
 import torch
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -189,6 +228,7 @@ RETURNS = {
     "text": lambda loss: {"loss": loss, "mae": "low"},
     "no number": lambda loss: {"loss": loss, "mae": None},
     "numbers": lambda loss: {"loss": loss, "mae": torch.ones(3)},
+    "exits": lambda loss: sys.exit(0),
 }
 
 
@@ -227,6 +267,11 @@ class Broken(Dataset):
         return torch.ones(1), torch.ones(1)
 
 
+class Spins(Broken):
+    def __getitem__(self, row):
+        return torch.ones(1), torch.ones(1) * (sum(repeat(0)) if row == 8 else 0)
+
+
 class Nothing(IterableDataset):
     def __iter__(self):
         return iter(())
@@ -239,6 +284,7 @@ KINDS = {
     "list": lambda: [],
     "stream": Nothing,
     "broken": Broken,
+    "spins": Spins,
 }
 
 
@@ -337,6 +383,19 @@ def test_ranks_refuse_it_alike(way, place):
     assert done.returncode == 2, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"dpframe: {(STEPS | DATA)[way]}")
     assert "Traceback" not in done.stderr and not (place / "outputs").exists()
+
+
+def test_a_step_that_exits_and_a_worker_that_spins_at_the_end_do_not_end_the_run_unnoticed(place):
+    odd = "sys.exit(0) in <lambda> (odd.py, line "
+    spins = ["data.train=spins", "data.workers=1", "trainer.max_steps=1", "data.val=none"]
+    (exits, unread), _ = attempts([[*START, "task.train=exits"], [*START, *spins]], place)
+    assert (exits.code, exits.err.count("\n")) == (1, 1)
+    assert exits.err.startswith(f"dpframe: {odd}")
+    assert unread.code == 0, unread.err
+    done = dpframe(*START, *RANKS, "task.train=exits", cwd=place)
+    assert done.returncode == 1
+    assert re.search(rf"^dpframe: rank [01]: {re.escape(odd)}", done.stderr.splitlines()[-1])
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

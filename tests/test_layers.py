@@ -22,6 +22,7 @@ FLOORS = {
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
     "files",
+    "heartbeat",
     "adam",
     "lean",
     "orphans",

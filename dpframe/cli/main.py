@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from dpframe import __version__
+from dpframe import __version__, orphans
 from dpframe.cli import ending, screen
 from dpframe.errors import Interrupted, UserError, suggestion
 from dpframe.interruption import Interruption, look
@@ -69,6 +69,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
         show_failure(error)
         code = 1
     interruption.close()
+    orphans.end_children()
     with suppress(UserError, OSError):
         sys.stdout.flush()  # what is left there after an error changes no exit code
     gc.freeze()  # nothing to collect on the way out

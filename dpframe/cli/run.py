@@ -21,7 +21,7 @@ from dpframe.cli.settings import EVALUATIONS, RunSettings
 from dpframe.cli.slots import check_targets, trust_of
 from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
-from dpframe.errors import Failure, Interrupted, UserError
+from dpframe.errors import Failure, Interrupted, UserError, exits_told
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, member, ranks  # noqa: F401  ranks counts threads when imported
 from dpframe.task import Task
@@ -33,7 +33,8 @@ log = logging.getLogger("dpframe")
 def run(job: Composed) -> dict[str, Any]:
     """The summary, from the main process; the strategy decides how many there are."""
     interruption.allow(job.settings.trainer.grace_seconds)
-    trust = check_targets(job)
+    with exits_told():  # in a module that it imports
+        trust = check_targets(job)
     if job.settings.mode == "verify":
         from dpframe.cli.verify import verified  # the kit, which no other mode needs
 
@@ -57,6 +58,7 @@ def _unmake(made: list[str] | None) -> None:
 
 
 @goes_on_unread()
+@exits_told()
 def _work(job: Composed) -> dict[str, Any]:
     """What every process of a job does."""
     settings = job.settings
