@@ -219,6 +219,42 @@ def test_launch_returns_the_value_of_the_main_process_and_puts_everything_back()
     assert (signal.getsignal(signal.SIGINT), dict(os.environ)) == before
 
 
+def listening(pid: int) -> list[str]:
+    """The addresses at which a process waits for others, as /proc has them."""
+    sockets = {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                found.append(address.partition(":")[0])
+    return found
+
+
+def listening_of_the_job() -> list[list[str]]:
+    strategy = DDP(2, "cpu", direct_sums=False)
+    strategy.setup()
+    try:
+        strategy.reduce(torch.ones(1))
+        return strategy.gather(listening(os.getpid())) + [listening(os.getppid())]
+    finally:
+        strategy.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_job_of_one_machine_listens_on_its_loopback_alone(monkeypatch):
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    *of_ranks, of_parent = DDP(2, "cpu").launch(listening_of_the_job)
+    assert of_parent == ["0100007F"]  # 127.0.0.1
+    assert all(set(one) <= {"0100007F"} for one in of_ranks), of_ranks
+
+
+def test_a_network_that_the_user_has_chosen_is_kept(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert ranks.environment_of(0, 2, 1)["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
 # torchrun
 
 

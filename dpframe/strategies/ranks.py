@@ -20,6 +20,9 @@ def _native_threads() -> int:
 NATIVE_THREADS = _native_threads()
 
 
+HERE = "127.0.0.1"  # where the ranks that we start find each other, and nobody else finds them
+
+
 class Rank(NamedTuple):
     rank: int
     world_size: int
@@ -79,7 +82,10 @@ def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,
     }
-    words = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words = {"MASTER_ADDR": HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    if sys.platform == "linux":  # gloo and NCCL would listen where others can reach this machine
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            words[name] = os.environ.get(name, "lo")
     return {name: str(number) for name, number in numbers.items()} | words
 
 

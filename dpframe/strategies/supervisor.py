@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -138,7 +139,16 @@ class _Job:
         for one in self.members:
             one.start(context, self.members[: one.rank], len(self.members), run, args)
         # Only now: it has a thread, and a fork with threads is none that we would make.
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        # Of its own accord the store would listen on every network that the machine is in.
+        listening = socket.create_server((ranks.HERE, 0))
+        port = listening.getsockname()[1]
+        self.store = TCPStore(
+            ranks.HERE,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listening.detach(),
+        )
         for one in self.members:
             one.send((self.store.port, self._grace_seconds))
 
