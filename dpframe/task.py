@@ -54,6 +54,8 @@ class Task(nn.Module):
         return self.validation_step(batch)
 
     def predict_step(self, batch: Any) -> Any:
+        """A tensor whose first dimension is the rows, a list of an entry a row, or tuples and dicts
+        of these."""
         raise UserError(f"{type(self).__name__} has no predict_step; mode=predict needs one")
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
@@ -140,7 +142,8 @@ class EvalStep(nn.Module):
         else:
             with self.autocast():
                 output = step(batch)
-        _check_evaluated(output, self.task, self.step)
+        if self.step != "predict_step":  # whose parts are looked at where they are joined
+            _check_evaluated(output, self.task, self.step)
         return [(rows, output)]
 
     @staticmethod
@@ -205,16 +208,12 @@ def loss_of(output: Any, task: Task) -> Tensor:
 def _check_evaluated(output: Any, task: Task, step: str) -> None:
     """What a step that is not trained on has returned, before anything is made of it."""
     name = f"{type(task).__name__}.{step}"
-    if step == "predict_step":
-        if output is None:
-            raise UserError(f"{name} returned None; return tensors, or lists and dicts of them")
-    elif not isinstance(output, dict) or not output:
+    if not isinstance(output, dict) or not output:
         what = "an empty dict" if output == {} else type(output).__name__
         raise UserError(f"{name} returned {what}; return a dict of what was measured")
-    else:
-        for key, value in output.items():
-            if not is_number(value):
-                raise UserError(f"{name} returned {key!r} {described(value)}")
+    for key, value in output.items():
+        if not is_number(value):
+            raise UserError(f"{name} returned {key!r} {described(value)}")
 
 
 def _check_weight(weight: Any, task: Task) -> None:

@@ -1,19 +1,20 @@
 """Validation, test and prediction see every row exactly once, for every size and every strategy."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from recorded import once
-from small import fitted
+from small import fitted, is_same
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from dpframe import DataModule, Strategy, Task, Trainer
+from dpframe import DataModule, Strategy, Task, Trainer, UserError
 from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.trainer.predictions import as_table
 
 SIZES = range(1, 18)
 BATCH_SIZE = 5  # on four replicas 2 2 1 0
@@ -150,3 +151,83 @@ def test_an_epoch_of_training_and_validation_is_reduced_at_once():
     strategy = Counts()
     fitted(strategy=strategy, max_epochs=5, log_every=1000)
     assert strategy.reductions == 1 + 5  # one more, as the names are news once
+
+
+class Returns(Ids):
+    """Predicts what the test says."""
+
+    def __init__(self, output: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.output = output
+
+    def predict_step(self, batch: Any) -> Any:
+        return self.output(numbers(batch))
+
+
+def joined(output: Callable[[Tensor], Any], replicas: int) -> Any:
+    strategy = DataParallel(replicas, "cpu") if replicas > 1 else CPU()
+    strategy.setup()
+    predictions = Trainer(Returns(output), Numbers("tensors", 12), strategy=strategy).predict()
+    assert predictions is not None
+    return predictions.joined()
+
+
+OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
+    "tuple": lambda ids: (ids, torch.stack([ids, -ids], 1)),
+    "list": lambda ids: [torch.arange(int(i)) for i in ids],
+    "texts": lambda ids: {"name": [f"row {int(i)}" for i in ids], "nested": ({"id": ids}, ids + 1)},
+    "numpy": lambda ids: {"id": ids.numpy()},
+    "padded": lambda ids: ids[:, None].expand(-1, int(ids.max()) % 2 + 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_predictions_of_any_kind_have_an_entry_a_row_on_any_number_of_replicas(name):
+    alone = joined(OF_ROWS[name], 1)
+    for replicas in (2, 3):
+        assert shape_of(joined(OF_ROWS[name], replicas)) == shape_of(alone)
+    if name == "tuple":
+        ids, pairs = alone
+        assert is_same(pairs, torch.stack([torch.arange(12.0), -torch.arange(12.0)], 1).double())
+        assert as_table(alone).keys() == {"output_0", "output_1_0", "output_1_1"}
+
+
+def shape_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: shape_of(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(shape_of, value))
+    return type(value), len(value)
+
+
+@pytest.mark.parametrize(
+    "output, said",
+    [
+        (lambda ids: ids.sum(), "of shape () for a batch of 5 rows; make the rows its first"),
+        (lambda ids: ids[:3], "of shape (3,) for a batch of 5 rows; make the rows its"),
+        (
+            lambda ids: {"a": {"b": ids[:2]}},
+            "['a']['b'] as a tensor of shape (2,) for a batch",
+        ),
+        (lambda ids: (ids, 1.0), "[1] as a float for a batch of 5 rows; return an entry a row"),
+        (lambda ids: "low", "a str for a batch of 5 rows; return an entry a row"),
+        (
+            lambda ids: [ids, ids],
+            "a list of 2 for a batch of 5 rows; a list is an entry a row, a tuple several parts",
+        ),
+        (lambda ids: {}, "an empty dict; return tensors, or lists, tuples and dicts of them"),
+        (
+            lambda ids: ids if 0 in ids else {"id": ids},
+            "a dict for some batches and a Tensor for others; return the same parts for all",
+        ),
+        (
+            lambda ids: {"id" if 0 in ids else "number": ids},
+            "other parts for some batches (id, number); return the same parts for all",
+        ),
+    ],
+)
+def test_predictions_that_are_no_rows_are_refused(output, said):
+    with pytest.raises(UserError) as caught:
+        joined(output, 1)
+    assert said in str(caught.value)
+    assert "predict_step returned" in str(caught.value)

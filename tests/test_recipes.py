@@ -207,12 +207,12 @@ class Named(Task):
 
 class Numpy(Task):
     def predict_step(self, batch: Any) -> Any:
-        return [batch[0].numpy()[:, :2], {"nested": batch[0].numpy().sum()}]
+        return batch[0].numpy()[:, :2], {"nested": batch[0].numpy()[:, :, None]}
 
 
 class Unkept(Task):
     def predict_step(self, batch: Any) -> Any:
-        return {"where": Path("here")}
+        return {"where": [Path("here") for _ in batch[0]]}
 
 
 def predicted(tmp_path: Path, task: type[Task]) -> Path:
@@ -241,7 +241,7 @@ def test_text_beside_numbers_is_a_table(tmp_path):
 
 def test_numpy_arrays_are_kept_as_tensors(tmp_path):
     kept = torch.load(predicted(tmp_path, Numpy), weights_only=True)
-    assert kept[0].shape == (30, 2)
+    assert kept[0].shape == (100, 2)
 
 
 def test_predictions_that_could_not_be_loaded_again_are_refused(tmp_path):

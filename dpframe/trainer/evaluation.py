@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dpframe import lean, seeding
 from dpframe.data import Loader
@@ -14,7 +13,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
 from dpframe.trainer import ahead
 from dpframe.trainer.lookout import Lookout
-from dpframe.trainer.predictions import Predictions, collected
+from dpframe.trainer.predictions import Predictions, by_rows, collected
 
 
 class Evaluation:
@@ -57,7 +56,11 @@ class Evaluation:
     @torch.no_grad()
     def predictions(self) -> Predictions | None:
         """Every row's output in dataset order, on the main process; None elsewhere."""
-        here = [[(rows, on_cpu(output)) for rows, output in part] for _, part in self._batches()]
+        name = f"{type(self.task).__name__}.{self.step_name}"
+        here = [
+            [by_rows(output, rows, f"{name} returned") for rows, output in part if rows]
+            for _, part in self._batches()
+        ]
         everywhere = self.strategy.gather(here)
         return collected(everywhere) if self.strategy.is_main else None
 
@@ -88,15 +91,3 @@ def means_over(strategy: Strategy) -> Means:
     if type(strategy).reduce is Strategy.reduce:
         return Means(None, agree)
     return Means(lambda tensor: strategy.reduce(tensor), agree)  # looked up anew: it may be timed
-
-
-def on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {name: on_cpu(part) for name, part in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [on_cpu(part) for part in value]
-    if hasattr(value, "__array__"):  # NumPy's: what is kept has to load without running code
-        return torch.as_tensor(value)
-    return value

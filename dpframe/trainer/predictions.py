@@ -11,16 +11,20 @@ from torch import Tensor
 from dpframe.errors import UserError
 
 CELLS = (int, float, str, bool)
+WANTED = "return tensors, or lists, tuples and dicts of them"
+ALIKE = "return the same parts for all"
 
 
 class Predictions:
-    """`batches` holds, for each global batch, what each replica returned, in replica order."""
+    """`batches` holds, for each global batch, what each replica returned, in replica order: every
+    tensor has a first dimension of rows, every list an entry a row."""
 
     def __init__(self, batches: list[list[Any]]) -> None:
         self.batches = batches
 
     def joined(self) -> Any:
-        """One value over all rows: a tensor, or a dict of them; a list where they are neither."""
+        """One value over all rows: a tensor, or a tuple or dict of them; a list of an entry a row
+        where tensors of rows would not fit together."""
         return join(list(chain.from_iterable(self.batches)))
 
     def save(self, directory: Path) -> Path:
@@ -40,34 +44,91 @@ class Predictions:
         return path
 
 
-def collected(replicas: list[list[list[tuple[int, Any]]]]) -> Predictions:
-    """From each process's batches of (rows, output) to dataset order; lent rows fall out."""
-    batches = [
-        [output for part in parts for rows, output in part if rows]
-        for parts in zip(*replicas, strict=True)
-    ]
+def by_rows(value: Any, rows: int, told: str) -> Any:
+    """A share's output on the CPU: each of its parts has an entry a row, or is refused. Otherwise
+    what is joined would depend on how many replicas there are."""
+    if isinstance(value, dict) and value:
+        return {name: by_rows(part, rows, _at(told, name)) for name, part in value.items()}
+    if isinstance(value, tuple) and value:
+        return tuple(by_rows(part, rows, _at(told, at)) for at, part in enumerate(value))
+    if isinstance(value, dict | tuple) or value is None:
+        what = "None" if value is None else f"an empty {type(value).__name__}"
+        raise UserError(f"{told} {what}; {WANTED}")
+    value = on_cpu(value)
+    of = f"for a batch of {rows} rows"
+    if isinstance(value, Tensor):
+        if not value.ndim or len(value) != rows:
+            shape = tuple(value.shape)
+            raise UserError(
+                f"{told} a tensor of shape {shape} {of}; make the rows its first dimension"
+            )
+    elif not isinstance(value, list):
+        raise UserError(f"{told} a {type(value).__name__} {of}; return an entry a row")
+    elif len(value) != rows:
+        raise UserError(
+            f"{told} a list of {len(value)} {of}; a list is an entry a row, a tuple several parts"
+        )
+    return value
+
+
+def _at(told: str, name: Any) -> str:
+    return f"{told.removesuffix(' as')}[{name!r}] as"
+
+
+def on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [on_cpu(part) for part in value]
+    if hasattr(value, "__array__"):  # NumPy's: what is kept has to load without running code
+        return torch.as_tensor(value)
+    return value
+
+
+def collected(processes: list[list[list[Any]]]) -> Predictions:
+    """From each process's batches to those over all replicas, in the order of the data set."""
+    batches = [list(chain.from_iterable(parts)) for parts in zip(*processes, strict=True)]
     if not batches:
         raise UserError("predict: the data set gave no rows")
     return Predictions(batches)
 
 
 def join(parts: list[Any]) -> Any:
-    if all(isinstance(part, Tensor) and part.ndim for part in parts) and _alike(parts):
-        return torch.cat(parts)
-    if all(isinstance(part, dict) for part in parts):
-        return {name: join([part[name] for part in parts]) for name in parts[0]}
-    if all(isinstance(part, list) for part in parts):
+    """What `by_rows` made of the shares, over all rows."""
+    first = parts[0]
+    names = {type(part).__name__ for part in parts}
+    if len(names) > 1:
+        one, other = sorted(names, key=str.lower)[:2]
+        raise UserError(
+            f"predict_step returned a {one} for some batches and a {other} for others; {ALIKE}"
+        )
+    if isinstance(first, Tensor):
+        is_even = len({part.shape[1:] for part in parts}) == 1
+        return torch.cat(parts) if is_even else [row for part in parts for row in part]
+    if isinstance(first, list):
         return list(chain.from_iterable(parts))
-    return parts
+    if isinstance(first, dict):
+        if odd := set().union(*parts) - set.intersection(*map(set, parts)):
+            raise UserError(
+                f"predict_step returned other parts for some batches ({_listed(odd)}); {ALIKE}"
+            )
+        return {name: join([part[name] for part in parts]) for name in first}
+    if len({len(part) for part in parts}) > 1:
+        raise UserError(f"predict_step returned tuples of several lengths; {ALIKE}")
+    return tuple(join(list(column)) for column in zip(*parts, strict=True))
 
 
-def _alike(parts: list[Tensor]) -> bool:
-    return len({part.shape[1:] for part in parts}) == 1
+def _listed(names: set[Any]) -> str:
+    return ", ".join(sorted(map(str, names)))
 
 
 def as_table(joined: Any) -> dict[str, list] | None:
     """Columns by name, one entry a row; None where the outputs are not a table."""
-    if not isinstance(joined, dict):
+    if isinstance(joined, tuple):
+        joined = {f"output_{index}": part for index, part in enumerate(joined)}
+    elif not isinstance(joined, dict):
         joined = {"output": joined}
     table: dict[str, list] = {}
     for name, value in joined.items():
@@ -85,7 +146,7 @@ def as_table(joined: Any) -> dict[str, list] | None:
 def _refuse_objects(joined: Any) -> None:
     """What `weights_only` could not load again is not written."""
     parts = joined.values() if isinstance(joined, dict) else joined
-    if isinstance(joined, (dict, list)):
+    if isinstance(joined, (dict, list, tuple)):
         for part in parts:
             _refuse_objects(part)
     elif joined is not None and not isinstance(joined, (Tensor, *CELLS)):

@@ -14,7 +14,7 @@ from dpframe.loggers import Guarded, Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.evaluation import on_cpu
+from dpframe.trainer.predictions import on_cpu
 
 BETWEEN_FLUSHES = 0.2  # seconds
 log = logging.getLogger("dpframe")
