@@ -1,6 +1,7 @@
 """A Task is what a recipe trains: model, loss and optimiser in one nn.Module."""
 
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,6 +16,7 @@ Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
 Measured = tuple[int, Output]
 """The rows of a share, and what the step measured on them."""
+READ_AT_ONCE = {"cpu"}  # devices whose numbers are there: to read any other's is to wait for it
 Autocast = Callable[[], AbstractContextManager]
 
 
@@ -88,6 +90,21 @@ class Task(nn.Module):
         return {"total_steps": self.scheduler_steps}
 
 
+class Nothing(torch.autograd.Function):
+    """A loss of 0 without a gradient: 0 times the gradient of a NaN would be NaN.
+
+    All of the backward runs nevertheless, so that nobody waits for a collective in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor) -> Tensor:
+        return torch.zeros_like(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
+        return None
+
+
 class TrainStep(nn.Module):
     """What a strategy wraps: one forward of the task, its loss scaled to its part of the step."""
 
@@ -100,7 +117,7 @@ class TrainStep(nn.Module):
         """A share has `rows` of the step's rows; `of` is all of them over replicas averaged.
 
         A replica whose share is empty is lent one row and has rows=0: it takes part in every
-        collective and adds exactly nothing.
+        collective and adds exactly nothing. So does a share of weight 0, even if its mean is NaN.
         """
         batch, rows = share
         if self.autocast is None:
@@ -109,11 +126,12 @@ class TrainStep(nn.Module):
             with self.autocast():
                 output = self.task.training_step(batch)
         loss = loss_of(output, self.task)
-        if "weight" in output:
-            _check_weight(output["weight"], self.task)
-            loss = loss * (output["weight"] / of if rows else 0.0)
-        elif rows != of:
-            loss = loss * (rows / of)
+        is_weighted = "weight" in output
+        weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
+        if not rows or (is_weighted and is_nothing(output)):
+            loss = Nothing.apply(loss)
+        elif is_weighted or rows != of:
+            loss = loss * (weight / of)
         return loss, [(rows, detached(output))]
 
     @staticmethod
@@ -216,10 +234,26 @@ def _check_evaluated(output: Any, task: Task, step: str) -> None:
             raise UserError(f"{name} returned {key!r} {described(value)}")
 
 
-def _check_weight(weight: Any, task: Task) -> None:
+def is_nothing(output: Output) -> bool:
+    """A mean over weights that are all 0, which is NaN; False where only a GPU could tell."""
+    if "weight" not in output or output["loss"].device.type not in READ_AT_ONCE:
+        return False
+    return not output["weight"] and not math.isfinite(output["loss"].item())
+
+
+def _exact_weight(weight: Any, task: Task) -> Tensor | float:
+    """In 64 bits: in its own type a count would be divided in 32."""
+    name = f"{type(task).__name__}.training_step"
     if not is_number(weight):
-        name = f"{type(task).__name__}.training_step"
         raise UserError(f"{name} returned 'weight' {described(weight)}")
+    if not isinstance(weight, Tensor):
+        return float(weight if isinstance(weight, int | float) else weight.item())
+    if weight.requires_grad:
+        raise UserError(
+            f"{name} returned a 'weight' with a gradient; it only says how much the loss counts: "
+            "return weight.detach()"
+        )
+    return weight.double().reshape(())
 
 
 def detached(output: Output) -> Output:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
 from dpframe import Trainer, UserError, seeding
-from dpframe.trainer import graphs, nonfinite
+from dpframe.trainer import graphs
 from dpframe.trainer.graphs import Graphed, copied, copy_into, kind_of
 
 # A rate that is the same in single and in double precision.
@@ -80,7 +80,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Rerun:
     monkeypatch.setattr(graphs, "misfit", lambda trainer: graphs.unrecordable(trainer.update))
     monkeypatch.setattr(graphs, "Recorder", lambda device: one)
     monkeypatch.setattr(graphs, "Graphed", made)
-    monkeypatch.setattr(nonfinite, "READ_AT_ONCE", set())
+    monkeypatch.setattr("dpframe.task.READ_AT_ONCE", set())
     return one
 
 

@@ -18,7 +18,6 @@ from torch.overrides import TorchFunctionMode
 import dpframe
 from dpframe import Callback, Strategy, Trainer, TrainerSettings
 from dpframe.recipes.boston import Boston, BostonData
-from dpframe.trainer import nonfinite
 
 HOUSE = str(Path(dpframe.__file__).parent)
 
@@ -179,7 +178,7 @@ class Weighted(Small):
 )
 def test_nothing_is_read_between_log_steps(monkeypatch, task, settings):
     """As on a GPU: the CPU's losses are there at once, and looked at."""
-    monkeypatch.setattr(nonfinite, "READ_AT_ONCE", set())
+    monkeypatch.setattr("dpframe.task.READ_AT_ONCE", set())
     reads = Reads()
 
     class Steps(Callback):

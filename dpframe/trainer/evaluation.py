@@ -46,12 +46,15 @@ class Evaluation:
     def means_of(self, kind: str, *others: Means) -> dict[str, float]:
         """The exact means over all rows, as `val/loss`, `val/mae` …; `others` are summed, too."""
         self.means.reset()
-        for _, measured in self._batches():
+        seen = 0
+        for rows, measured in self._batches():
             self.means.add(measured)
-        means = self.task.summarize(self.means.total(*others))
-        if not means:
-            raise UserError(f"{kind}: the data set gave no rows")
-        return {f"{kind}/{name}": value for name, value in means.items()}
+            seen += rows
+        total = self.means.total(*others)
+        if not total:
+            why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
+            raise UserError(f"{kind}: {why if seen else 'the data set gave no rows'}")
+        return {f"{kind}/{name}": value for name, value in self.task.summarize(total).items()}
 
     @torch.no_grad()
     def predictions(self) -> Predictions | None:

@@ -187,14 +187,17 @@ class Trainer:
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
             loss, measured = self.step(self.to_device(batch.shares), of)
+            for here, output in measured:
+                if ("weight" in output) is not self.update.is_weighted:
+                    self.update.agree_on_weights(measured)
+                if self.update.is_weighted:
+                    weights.append(output["weight"] if here else 0.0)
             if self.guard.refuses(self, measured, index):
                 self.update.skip()
                 self.skipped_steps += 1
                 break
             self.update.backward(loss)
             all_measured += measured
-            if "weight" in measured[0][1]:
-                weights += [output["weight"] if here else 0.0 for here, output in measured]
         else:
             self.means.add(all_measured)
             wants_norm = (self.global_step + 1) % self._log_every == 0

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dpframe import task
 from dpframe.errors import Failure
 from dpframe.strategies.base import Strategy
-from dpframe.task import Measured
+from dpframe.task import Measured, is_nothing
 
 if TYPE_CHECKING:
     from dpframe.trainer.loop import Trainer
 
-READ_AT_ONCE = {"cpu"}  # devices whose numbers are there: to read any other's is to wait for it
 SHOWN = 20
 log = logging.getLogger("dpframe")
 
@@ -29,7 +29,7 @@ class LossGuard:
     def __init__(self, strategy: Strategy, on_nonfinite: str) -> None:
         self._strategy = strategy
         self._skips = on_nonfinite == "skip"
-        self._is_deferred = not (self._skips or strategy.device.type in READ_AT_ONCE)
+        self._is_deferred = not (self._skips or strategy.device.type in task.READ_AT_ONCE)
         self._unread: list[tuple[list[Measured], int, int]] = []
 
     def refuses(self, trainer: "Trainer", measured: list[Measured], batch_index: int) -> bool:
@@ -39,8 +39,8 @@ class LossGuard:
             self._unread.append((measured, step, batch_index))
             return False
         is_bad = False
-        for _, output in measured:
-            if not math.isfinite(output["loss"].item()):
+        for rows, output in measured:
+            if not math.isfinite(output["loss"].item()) and rows and not is_nothing(output):
                 is_bad = True
         if not self._skips:
             if is_bad:
@@ -55,12 +55,14 @@ class LossGuard:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        losses = [output["loss"] for measured, *_ in unread for _, output in measured]
+        losses = [output["loss"] for measured, *_ in unread for rows, output in measured if rows]
+        if not losses:
+            return
         place = losses[0].device  # replicas have one each
         if bool(torch.stack([loss.double().to(place) for loss in losses]).isfinite().all()):
             return
         for measured, step, batch_index in unread:
-            if not all(math.isfinite(output["loss"].item()) for _, output in measured):
+            if not all(math.isfinite(output["loss"].item()) for rows, output in measured if rows):
                 raise _failure(trainer, measured, step, batch_index)
 
 
@@ -76,9 +78,9 @@ def _failure(trainer: "Trainer", measured: list[Measured], step: int, batch_inde
 def _said(trainer: "Trainer", measured: list[Measured], step: int, batch_index: int) -> str:
     shares = _rows(trainer, batch_index)
     found = []
-    for number, (_, output) in enumerate(measured):
+    for number, (here, output) in enumerate(measured):
         value = output["loss"].item()
-        if not math.isfinite(value):
+        if not math.isfinite(value) and here and not is_nothing(output):
             rows = f", rows {_listed(shares[number])}" if shares else ""
             found.append(f"{value}{_place(trainer.strategy, number, len(measured))}{rows}")
     return f"step {step}: the loss is {'; '.join(found)}"

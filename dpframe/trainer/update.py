@@ -10,8 +10,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dpframe import lean
 from dpframe.data import move
 from dpframe.errors import UserError, suggestion
+from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.strategies.base import Strategy
-from dpframe.task import Task, optimizer_of
+from dpframe.task import Measured, Task, optimizer_of
 from dpframe.trainer.fused import fuse
 from dpframe.trainer.layout import align
 from dpframe.trainer.settings import TrainerSettings
@@ -44,6 +45,7 @@ class Update:
         self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
         self._backward = lean.backward if settings.lean else Tensor.backward
         self.grad_norm: Tensor | float = float("nan")
+        self.is_weighted: bool | None = None  # whether steps return a weight, after the first one
 
     @property
     def learning_rate(self) -> float:
@@ -54,6 +56,17 @@ class Update:
             self._backward(loss)
         else:
             self.scaler.scale(loss).backward()
+
+    def agree_on_weights(self, measured: list[Measured]) -> None:
+        """Once, after the first batch of all, between the processes; a later one that differs is
+        refused in the process that has it."""
+        here = {"weight" in output for _, output in measured}
+        if self.is_weighted is None:
+            several = self.strategy.tally([float(True in here), float(False in here)])
+            if 0.0 in several:
+                self.is_weighted = here == {True}
+                return
+        raise UserError(SOMETIMES_WEIGHTED)
 
     def step(self, rows: int, weights: list[Any], *, wants_norm: bool) -> None:
         """The gradients are the step's exact mean when the optimiser sees them."""
@@ -107,9 +120,15 @@ class Update:
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
         total = self.strategy.reduce(here.sum())
+        factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing has no gradient
         for parameter in self.parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_((rows / total).to(parameter.grad))
+                parameter.grad.mul_(factor.to(parameter.grad))
+        if all(parameter.grad is None for parameter in self.parameters):
+            # Each share was nothing, and NaN; where one is finite its gradients are 0, so here too.
+            for parameter in self.parameters:
+                if parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
 
     def kinds(self) -> dict[str, str | None]:
         return {
