@@ -9,8 +9,10 @@ import pytest
 import yaml
 from command import attempts, dpframe, environment, write
 from disk import library
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
-from dpframe.cli.compose import Composed, composed
+from dpframe.cli.compose import Composed, composed, quoted
 from dpframe.cli.directory import Directory, as_notes
 from dpframe.cli.resumed import with_saved
 from dpframe.cli.start import resumed_file
@@ -224,3 +226,43 @@ def test_a_file_system_without_locks_and_directory_sync_is_told_and_the_run_goes
     assert done.stdout.count(unsynced) == 1
     assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
     assert (tmp_path / "run/summary.json").is_file()
+
+
+def test_a_name_that_is_too_long_is_one_line(tmp_path):
+    long = "x" * 300
+    given = [f"hydra.run.dir={long}", f"resume={long}", f"--config-dir={long}"]
+    given += [f"hydra.run.dir={'/'.join(['y' * 200] * 30)}", f"resume=run/{long}"]
+    lines = [["recipe=boston", word] for word in given]
+    lines.append(["recipe=boston", "mode=test", f"checkpoint={long}"])
+    for line, done in zip(lines, attempts(lines, tmp_path)[0], strict=True):
+        assert (done.code, done.err.count("\n"), done.files) == (2, 1, []), (line, done.err)
+
+
+ODD = ["a b", "a\\b c", "a${b}", "a\\${b}", "q'x", "q\\'x", "end\\", "e\\\\", "${", "a\\\\b ${x} '"]
+
+
+def test_text_in_quotes_is_read_back_letter_by_letter():
+    parser = OverridesParser.create()
+    for text in ODD:
+        config = OmegaConf.create({"key": parser.parse_override(f"key={quoted(text)}").value()})
+        assert OmegaConf.to_container(config, resolve=True) == {"key": text}
+
+
+def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
+    directory = tmp_path / "a${b}\\'~\\"
+    write(directory, {"recipe/mine.yaml": "# @package _global_\ndefaults: [boston, _self_]\n"})
+    run = directory / "outputs/boston/${now}~"
+    lines = [
+        ["recipe=mine", f"--config-dir={directory}", f"hydra.run.dir={quoted(str(run))}"],
+        [f"resume={run}", "trainer.max_epochs=2", "--config-dir=."],
+        ["resume=last", "recipe=mine", "trainer.max_epochs=3", "--config-dir=."],
+        ["mode=test", f"checkpoint={run}/checkpoints/best.ckpt", "--config-dir=."],
+        ["-m", "recipe=boston", "seed=1,2"],
+    ]
+    lines[0].append("trainer.max_epochs=1")
+    *done, swept = attempts(lines, directory)[0]
+    assert [one.code for one in done] == [0] * 4, [one.err for one in done]
+    assert "epoch 3/3" in done[2].out and "test/loss" in done[3].out
+    assert (run / "summary.json").is_file()
+    assert (swept.code, swept.err.count("\n")) == (2, 1)
+    assert "has a ${, which Hydra would take for a reference" in swept.err

@@ -23,7 +23,14 @@ from dpframe.cli import plugins
 from dpframe.cli.loader import Loader
 from dpframe.cli.refusal import one_line, unresolved
 from dpframe.cli.resumed import with_saved, with_saved_of
-from dpframe.cli.settings import EVALUATIONS, TOP_LEVEL, RunSettings, checked, refuse_values
+from dpframe.cli.settings import (
+    EVALUATIONS,
+    TOP_LEVEL,
+    RunSettings,
+    checked,
+    literal,
+    refuse_values,
+)
 from dpframe.cli.start import start_file
 from dpframe.errors import UserError, suggestion
 
@@ -147,7 +154,9 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
 
 def _folders(config: DictConfig) -> list[Path]:
     """Ours and the user's, which come before plugins'."""
-    own = [s.path for s in config.hydra.runtime.config_sources if s.provider == "--config-dir"]
+    runtime = OmegaConf.to_container(config.hydra.runtime)  # a path with ${ is no reference
+    assert isinstance(runtime, dict)
+    own = [s["path"] for s in runtime["config_sources"] if s["provider"] == "--config-dir"]
     return [Path(str(files("dpframe.conf"))), *map(Path, own)]
 
 
@@ -212,8 +221,14 @@ def with_path_quoted(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals or re.fullmatch(r"[\w./:+-]*", value, re.ASCII) or not _exists(value):
         return override
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
+    return f"{key}={quoted(value)}"
+
+
+def quoted(text: str) -> str:
+    """As Hydra reads it back: in quotes, where a backslash counts before a quote or a ${ alone."""
+    text = re.sub(r"(\\*)'", r"\1\1\\'", literal(text))
+    text = re.sub(r"(\\+)\Z", r"\1\1", text)
+    return f"'{text}'"
 
 
 def _exists(path: str) -> bool:
@@ -230,7 +245,7 @@ def _hydra() -> Hydra:
 
 
 def _readable(config_dir: str) -> str:
-    if not Path(config_dir).is_dir():
+    if not os.path.isdir(config_dir):
         raise UserError(f"--config-dir={config_dir} is not a directory")
     try:
         os.listdir(config_dir)

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpframe.cli.compose import Composed
+from dpframe.cli.compose import Composed, quoted
 from dpframe.cli.resumed import key_of, refuse_recipe
 from dpframe.cli.settings import TOP_LEVEL, shown
 from dpframe.errors import UserError
@@ -100,8 +100,7 @@ def _override(key: str, value: Any) -> str:
     is_plain = not isinstance(value, str) or re.fullmatch(r"[A-Za-z_./][\w./:-]*|\d+", value)
     if is_plain:
         return f"{key}={shown(value)}"
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return shlex.quote(f"{key}='{escaped}'")
+    return shlex.quote(f"{key}={quoted(value)}")
 
 
 def _brought(job: Composed) -> list[str]:

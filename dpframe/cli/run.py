@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -119,7 +120,8 @@ def _directory(job: Composed) -> Directory:
     resumed = resumed_directory(job.start) if job.settings.resume and job.start else None
     path = resumed or Path(job.run_dir)
     is_fresh = job.settings.mode == "fit" and resumed is None
-    if is_fresh and job.is_run_dir_given and any(path.glob("checkpoints/*.ckpt")):
+    is_there = job.is_run_dir_given and os.path.isdir(path)
+    if is_fresh and is_there and any(path.glob("checkpoints/*.ckpt")):
         raise UserError(
             f"the run directory {path} has the checkpoints of another run; go on with that one by "
             f"resume={path}, or name another directory by hydra.run.dir=DIR"

@@ -125,13 +125,22 @@ def _check_data(data: Mapping[str, Any]) -> None:
 def _typed(prefix: str, given: Mapping[str, Any], kind: type) -> Any:
     _refuse_unknown(prefix, given, kind)
     try:
-        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(given)))
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(given)))
     except OmegaConfBaseException as error:
         name = (error.full_key or "").split(".")[0]
         key, value = (f"{prefix}.{name}" if prefix else name), given.get(name)
         wanted = {f.name: f.type for f in fields(kind)}.get(name)
         spoken = _spoken(getattr(wanted, "__name__", None) or str(wanted))
         raise UserError(f"{key}={shown(value)} is {kind_of(value)}; give {spoken}") from None
+
+
+def literal(value: Any) -> Any:
+    """As OmegaConf reads it back: a ${ that is left in a resolved config, a path's say, is text."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, Mapping):
+        return {key: literal(part) for key, part in value.items()}
+    return [literal(part) for part in value] if isinstance(value, list) else value
 
 
 def _refuse_unknown(prefix: str, given: Mapping[str, Any], kind: type) -> None:

@@ -1,5 +1,6 @@
 """Which checkpoint a run starts from: found before torch is imported, once for all ranks."""
 
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ def resumed_file(resume: str, runs: Path) -> Path:
             raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
         return _newest_good(found[-1].parent, "resume=last")
     path = Path(resume).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # and a name that is too long is none
         return _newest_good(path / "checkpoints", f"resume={resume}")
     return _file("resume", path)
 
@@ -55,8 +56,8 @@ def _newest_good(directory: Path, given: str) -> Path:
 
 def _file(key: str, path: Path) -> Path:
     path = path.expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):
         raise UserError(f"{key}={path} is a directory; name a file in it, as checkpoints/best.ckpt")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise UserError(f"{key}={path}: there is no such file")
     return path

@@ -1,6 +1,7 @@
 """A sweep: Hydra's sweeper names the points, each is checked first, then each is a run."""
 
 import gc
+import os
 import sys
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from dpframe.cli.compose import (
     explained,
     from_hydra,
     hydra_over,
+    quoted,
     raw,
     raw_of_run,
     raw_with_saved,
@@ -129,13 +131,17 @@ def _directory(
         first = first.parent.with_name(",".join(recipes)) / first.name
         more = ["hydra.job.config.override_dirname.exclude_keys=[]"]
     directory = _made(first, is_given=False)
-    quoted = str(directory).replace("\\", "\\\\").replace("'", "\\'")
-    return directory, [*more, f"hydra.sweep.dir='{quoted}'"]
+    return directory, [*more, f"hydra.sweep.dir={quoted(str(directory))}"]
 
 
 def _made(first: Path, *, is_given: bool) -> Path:
     """Two sweeps of one second get one each."""
     directory, number = first, 1
+    if "${" in os.path.abspath(first):
+        raise UserError(
+            f"the sweep's directory {os.path.abspath(first)} has a ${{, which Hydra would take for "
+            "a reference; name another by hydra.sweep.dir=DIR"
+        )
     try:
         first.parent.mkdir(parents=True, exist_ok=True)
         while True:
