@@ -1,16 +1,22 @@
 """dpframe trains PyTorch models from Hydra configs: change the strategy, not the maths."""
 
+# Nothing that Python has not imported already: with `python -m dpframe`, what lies in the current
+# directory comes first until `__main__` runs.
 import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING
+import os
+
+TYPE_CHECKING = False
 
 __version__ = "0.1.0"
 
 # Run from a checkout, `dpframe.conf` and `dpframe.recipes` are the folders beside this one;
 # an installed package carries them inside and never takes this branch.
-_checkout = Path(__file__).resolve().parent.parent
-if not Path(__file__).with_name("conf").exists() and (_checkout / "conf" / "config.yaml").exists():
-    __path__.append(str(_checkout))
+_package = os.path.dirname(os.path.realpath(__file__))
+_checkout = os.path.dirname(_package)
+if not os.path.exists(os.path.join(_package, "conf")) and os.path.exists(
+    os.path.join(_checkout, "conf", "config.yaml")
+):
+    __path__.append(_checkout)
 
 # Each name is imported when first used: `import dpframe` alone never imports torch.
 _HOME = {

@@ -300,3 +300,12 @@ def test_broken_metadata_is_no_reason_to_stop(folder, moon, site):
     write(site, {"bare-1.0.dist-info/entry_points.txt": "[dpframe.plugins]\na = moon.conf\n"})
     write(site, {f"{notes}/METADATA": "Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n"})
     assert "(dpframe-moon 1.0)" in dpframe("--help", at=folder, site=site).succeeded()
+
+
+def test_what_lies_in_the_current_directory_was_not_installed(folder):
+    """Else it would bring options, and vouch for torch as a whole."""
+    files = {"moon/conf/strategy/moonlight.yaml": strategy("moon.light"), "moon/__init__.py": ""}
+    install(folder, "dpframe-moon", files, conf="moon.conf")
+    install(folder, "dpframe-torch", {}, conf="torch.conf")
+    for path in ("", folder, f":{folder}"):
+        assert "moonlight" not in dpframe("--help", at=folder, PYTHONPATH=str(path)).succeeded()

@@ -1,10 +1,11 @@
 """A sweep checks every point before the first one runs; then each is a run with its directory."""
 
 import json
+import os
 
 import pytest
 import yaml
-from command import attempts, dpframe, write
+from command import ROOT, attempts, dpframe, environment, write
 
 from dpframe.cli.compose import directory_name
 from dpframe.cli.sweep import _made
@@ -155,11 +156,12 @@ store(group="hydra/launcher", name="own", node=Launcher, provider="own")
 
 
 def test_a_sweeper_and_a_launcher_of_another_package(tmp_path):
-    write(tmp_path, PLUGINS)
+    write(tmp_path / "site", PLUGINS)
     chosen = ("hydra/sweeper=own", "hydra/launcher=own")
     drawn = "task.optimizer.lr=interval(0.01,0.02)"  # more than Hydra's own sweeper can
     words = ("-m", "recipe=boston", "trainer.max_epochs=1", drawn, *chosen)
-    done = dpframe(*words, cwd=tmp_path)
+    path = f"{ROOT}{os.pathsep}{tmp_path / 'site'}"
+    done = dpframe(*words, cwd=tmp_path, env=environment(PYTHONPATH=path))
     assert done.returncode == 0, done.stderr
     assert "launching 2" in done.stdout and "sweep: 2 of 2 runs finished" in done.stdout
     seeds = {

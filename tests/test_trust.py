@@ -1,10 +1,15 @@
 """A config from a stranger calls nothing but parts: each attack is one line, and nothing ran."""
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from command import Attempt, attempts, dpframe, output_of, write
+from command import Attempt, attempts, dpframe, environment, output_of, write
+
+from dpframe.strategies import ranks
+from dpframe.strategies.ddp import DDP
 
 TOUCH = '["touch canary"]'
 
@@ -531,3 +536,41 @@ def test_a_node_of_another_kind_than_its_parameter_is_refused(place):
         "task.net._target_=torch.optim.Adam makes no Module; name one, as torch.nn.Linear",
         "task.optimizer._target_=torch.nn.Linear makes no Optimizer; name one, as torch.optim.Adam",
     ]
+
+
+STOLEN = (
+    *("yaml", "argparse", "hydra", "omegaconf", "antlr4", "typing", "json", "logging", "tempfile"),
+    *("torch", "numpy", "tensorflow", "opt_einsum", "pickle", "multiprocessing", "hydra_plugins.x"),
+)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_nothing_in_the_current_directory_stands_for_a_package(tmp_path):
+    """Not for one that is not installed either; a config's own module is found there, at last."""
+    sings = "import os\nprint(__name__)\nopen(os.environ['CANARY'], 'a').write(__name__)\n"
+    place = write(tmp_path, FILES | {f"{n.replace('.', '/')}.py": sings for n in STOLEN})
+    run = ("recipe=shapes", "trainer.max_steps=1", "callbacks=none", "hydra.run.dir=out")
+    ddp = ("strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu", "callbacks=none")
+    script = Path(sys.executable).with_name("dpframe")
+    commands = [
+        [sys.executable, "-m", "dpframe", "--help"],
+        [sys.executable, "-P", "-m", "dpframe", "--help"],
+        [sys.executable, "-m", "dpframe", *run],
+        [sys.executable, "-m", "dpframe", *START, *ddp, "trainer.max_steps=1", "mode=validate"],
+        *([[script, "--help"]] if script.is_file() else []),
+    ]
+    canary = tmp_path.with_name("sung")
+    for command in commands:
+        env = environment(CANARY=str(canary))
+        done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True)
+        assert not canary.exists(), (command, canary.read_text(), done.stderr)
+        assert "there is no module" not in done.stderr, done.stderr
+
+
+def test_a_spawned_rank_begins_without_the_current_directory(tmp_path, monkeypatch):
+    write(tmp_path, dict.fromkeys(("pickle.py", "socket.py", "torch.py"), "open('canary', 'w')\n"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ranks, "start_method", lambda *, uses_cuda: "spawn")
+    before = dict(os.environ)
+    assert DDP(2, "cpu").launch(os.getenv, "PYTHONSAFEPATH") is None
+    assert not (tmp_path / "canary").exists() and dict(os.environ) == before

@@ -53,7 +53,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     interruption.open()  # before the imports, which take the longest of a start-up
     gc.disable()  # imports make a million objects and no garbage
     try:
-        _see_current_directory()
+        _refuse_no_directory()
         code = _command(sys.argv[1:] if given is None else given, is_program=given is None)
         sys.stdout.flush()  # a reader that has left is noticed here, not on the way out
     except UserError as error:
@@ -76,14 +76,11 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     sys.exit(code)
 
 
-def _see_current_directory() -> None:
-    """What `python -m` starts can import what is beside it; the console script should, too."""
+def _refuse_no_directory() -> None:
     try:
-        here = os.getcwd()
+        os.getcwd()
     except FileNotFoundError:
         raise UserError("the current directory is gone; go to another one") from None
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
 
 
 def _command(given: Sequence[str], *, is_program: bool) -> int:

@@ -7,6 +7,7 @@ The folder joins Hydra's search path, after dpframe's own and the user's `--conf
 nearer wins. Nothing of a package is imported before one of its options is asked for.
 """
 
+import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
@@ -41,7 +42,7 @@ def installed() -> tuple[Plugin, ...]:
     from importlib import metadata  # a tenth of the time of --help: only if needed
 
     found: dict[tuple[str, str], Plugin] = {}
-    for package in metadata.distributions():
+    for package in metadata.distributions(path=_places()):
         for module in _modules(package):
             plugin = Plugin(f"{package.name} {package.version}", module, _folder(module))
             found.setdefault((package.name.lower(), module), plugin)
@@ -90,9 +91,16 @@ def origin_of(module: str) -> str:
 
 def _is_any() -> bool:
     """Whether an installed package speaks of plugins."""
-    patterns = (f"{escape(place or '.')}/*-info/entry_points.txt" for place in sys.path)
+    patterns = (f"{escape(place)}/*-info/entry_points.txt" for place in _places())
     files = (Path(file) for pattern in patterns for file in iglob(pattern))
     return any(GROUP in _text(file) for file in files)
+
+
+def _places() -> list[str]:
+    """Where packages are installed. What lies in the current directory was not, though Python or a
+    `PYTHONPATH=:…` may look there."""
+    here = os.path.realpath(os.curdir)
+    return [place for place in sys.path if os.path.realpath(place or os.curdir) != here]
 
 
 def _text(file: Path) -> str:

@@ -50,6 +50,7 @@ def live(
     """The first function of a rank; `others` are the parent's ends, where a fork has them too."""
     global _home
     orphans.die_with_parent()
+    ranks.forget_safe_path()
     interruption.forget()
     for other in others:
         other.close()

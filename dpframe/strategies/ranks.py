@@ -3,9 +3,13 @@
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from dpframe.errors import UserError
+
+SAFE_PATH, MARK = "PYTHONSAFEPATH", "dpframe"
 
 
 def _native_threads() -> int:
@@ -98,3 +102,23 @@ def _fork_is_safe() -> bool:
 
 def start_method(*, uses_cuda: bool) -> str:
     return "fork" if _fork_is_safe() and not uses_cuda else "spawn"
+
+
+@contextmanager
+def safe_path() -> Iterator[None]:
+    """A spawned process begins as `python -c`, with the current directory first: a ./pickle.py
+    there would run before it has its parent's path."""
+    if SAFE_PATH in os.environ:
+        yield
+        return
+    os.environ[SAFE_PATH] = MARK
+    try:
+        yield
+    finally:
+        del os.environ[SAFE_PATH]
+
+
+def forget_safe_path() -> None:
+    """In the child: what it starts itself is not ours."""
+    if os.environ.get(SAFE_PATH) == MARK:
+        del os.environ[SAFE_PATH]

@@ -66,7 +66,7 @@ class _Member:
         self.process = context.Process(
             target=member.live, args=(self.rank, count, theirs, stacks, closed, run, args)
         )
-        with _signals_blocked():
+        with _signals_blocked(), ranks.safe_path():
             self.process.start()
         theirs.close()
         stacks.close()
