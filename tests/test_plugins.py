@@ -224,7 +224,7 @@ def test_no_package_is_imported_before_it_is_asked_for(folder, moon):
     assert "moonlight" in dpframe("--help", **known).succeeded()
     dpframe("recipe=lines", "strategy=moonlight", "-c", "job", **known).succeeded()
     dpframe("recipe=boston", *QUICK, **known).succeeded()
-    assert dpframe("recipe=boston", "strategy=moonlight", **known).errors == "imported\n"
+    assert "imported" in dpframe("recipe=boston", "strategy=moonlight", **known).errors
 
 
 def test_help_imports_no_torch(folder, moon):
