@@ -1,6 +1,7 @@
 """How a run ends early: a user's mistake, a failure of the machine or the numbers, a signal."""
 
 import os
+import re
 import signal
 import traceback
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,15 @@ def exits_told() -> Iterator[None]:
     except SystemExit as error:
         several = os.environ.get("WORLD_SIZE", "1") != "1"
         raise exited(error, who=f"rank {os.environ.get('RANK')}: " if several else "") from None
+
+
+# Control characters but for the tab and the end of a line; those that turn the writing direction.
+STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """To show what comes from a file: it can't steer the terminal, e.g. hide what was printed."""
+    return STEERING.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 def suggestion(given: str, valid: Iterable[str]) -> str:

@@ -1,5 +1,6 @@
 """No reader, no terminal, no disk, no unicode: none of it ends a run or shows a traceback."""
 
+import logging
 import re
 import signal
 import subprocess
@@ -9,7 +10,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command import environment
+import yaml
+from command import attempts, environment, write
+from small import trainer
+
+from dpframe.callbacks.progress import Progress
+from dpframe.cli.logs import logging_to
 
 
 def test_a_run_and_the_streams_it_may_find(tmp_path):
@@ -89,3 +95,53 @@ def assert_interrupted(process, said):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert re.fullmatch(said, err), err
+
+
+# Clears the screen, hides the cursor's way, sets the title, turns the writing direction.
+STEERING = "\x1b[2J \x9b2K \x1b]0;mine\x07 \r \u202e \u2066 \x08"
+STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def test_no_file_steers_the_terminal(tmp_path):
+    """By its comments, its name, its keys or its values, in help, in errors or in a config."""
+    name = STEERING.replace("/", "")
+    text = yaml.safe_dump(STEERING)
+    recipe = "# @package _global_\n"
+    for n, more in enumerate(
+        (
+            f"recipe: {text}",
+            f"defaults: [boston, _self_]\nrecipe: {text}",
+            f"defaults: [boston, _self_]\ntrainer: {{max_epochs: {text}}}",
+            f"defaults: [boston, _self_]\n{text.strip()}: 1\n",
+            f"defaults: [boston, _self_]\ntask: {{_target_: {text}}}",
+            f"defaults: [boston, _self_]\nlogger: {{csv: {{file: {text}}}}}",
+            f"defaults: [boston, _self_]\nvars: {{x: {text}}}\ntask: {{net: 3}}",
+            f"defaults: [boston, {text}]",
+            f"{STEERING}: [",
+        )
+    ):
+        write(tmp_path / "mine", {f"recipe/r{n}.yaml": recipe + more.replace("\n}", "}")})
+    write(tmp_path / "mine", {f"recipe/{name}.yaml": f"# {STEERING}\n", f"{name}/a.yaml": "x: 1"})
+    start = ["--config-dir=mine"]
+    lines = [[*start, f"recipe=r{n}", "trainer.max_epochs=1"] for n in range(9)]
+    lines += [["-m", *line] for line in lines[:3]]
+    lines += [[*start, "--help"], [*start, "recipe=none"], [*start, "recipe=r6", "-c", "job"]]
+    lines += [[*start, "recipe=r6", "-c", "job", "-p", "vars.x"], [*start, "recipe=boston", "-i"]]
+    for line, attempt in zip(lines, attempts(lines, tmp_path)[0], strict=True):
+        found = STEERS.search(attempt.out + attempt.err)
+        assert not found, (line, found, attempt)
+        assert attempt.out or attempt.err, line
+
+
+def test_neither_a_run_nor_a_log_steers_the_terminal(tmp_path, capsys):
+    made = trainer(callbacks=[Progress(bar=False)], max_epochs=1)
+    made.run.recipe = made.run.directory = STEERING
+    with logging_to(tmp_path, rank=0):
+        made.fit()
+        logging.getLogger("dpframe").warning("there is no %s", STEERING)
+        logging.getLogger("mine").info("\x1b[32mgreen\x1b[0m")
+    shown = capsys.readouterr().out
+    coloured = "\x1b[32mgreen\x1b[0m"
+    assert coloured in shown and not STEERS.search(shown.replace(coloured, ""))
+    assert "\\x1b[2J \\x9b2K" in shown
+    assert "\\x1b[2J \\x9b2K" in (tmp_path / "run.log").read_text()

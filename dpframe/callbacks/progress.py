@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
 from dpframe.data import split
-from dpframe.errors import UserError
+from dpframe.errors import UserError, printable
 
 if TYPE_CHECKING:
     from dpframe.trainer import Predictions, Trainer
@@ -36,7 +36,7 @@ class Progress(Callback):
         if not trainer.strategy.is_main:
             self.has_bar = False
             return
-        print(banner(trainer), flush=True)
+        print(printable(banner(trainer)), flush=True)
         for handler in logging.getLogger().handlers:
             handler.addFilter(self._lines_first)
         if self.has_bar:
@@ -64,7 +64,7 @@ class Progress(Callback):
             log.info("stopped: %s", trainer.stop_reason)
         rate = trainer.rows_seen / trainer.seconds if trainer.seconds else 0.0
         print(
-            f"{table(trainer.metrics)}\n"
+            f"{printable(table(trainer.metrics))}\n"
             f"{trainer.global_step} steps in {trainer.seconds:.2f} s, {rate:,.0f} samples/s",
             flush=True,
         )
@@ -76,11 +76,11 @@ class Progress(Callback):
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         if trainer.mode == "validate" and trainer.strategy.is_main:
-            print(table(trainer.metrics), flush=True)
+            print(printable(table(trainer.metrics)), flush=True)
 
     def on_test_end(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
-            print(table(trainer.metrics), flush=True)
+            print(printable(table(trainer.metrics)), flush=True)
 
     def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
         print(f"predicted    {len(predictions.batches)} batches", flush=True)
@@ -221,4 +221,4 @@ def _devices(names: list[str]) -> str:
 
 
 def _inline(metrics: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return printable("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

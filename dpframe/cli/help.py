@@ -7,6 +7,7 @@ from typing import Any
 from dpframe.cli import plugins
 from dpframe.cli.compose import groups, hydra_over, options_of
 from dpframe.cli.settings import MODES
+from dpframe.errors import printable
 
 USAGE = """\
 dpframe trains PyTorch models from Hydra configs: change the strategy, not the maths.
@@ -47,7 +48,7 @@ def text(config_dir: str | None) -> str:
     with hydra_over(config_dir):
         menus = [_group(group, config_dir) for group in groups()]
     modes = f"modes\n  mode={'|'.join(MODES)}    (fit is the default)\n"
-    return "\n".join([USAGE, modes, *menus, KEYS, EXAMPLES]).rstrip()
+    return printable("\n".join([USAGE, modes, *menus, KEYS, EXAMPLES]).rstrip())
 
 
 def _group(group: str, config_dir: str | None) -> str:

@@ -1,6 +1,8 @@
 """What can be seen without a run: the config that would run, and Hydra's own help."""
 
 import argparse
+import io
+from contextlib import redirect_stdout
 
 from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -8,7 +10,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from dpframe.cli.compose import CONFIG_NAME, explained, from_hydra, hydra_over, raw_of_run
 from dpframe.cli.refusal import has, nearest
 from dpframe.cli.settings import shown
-from dpframe.errors import UserError
+from dpframe.errors import UserError, printable
 
 
 def show(arguments: argparse.Namespace) -> None:
@@ -19,12 +21,15 @@ def show(arguments: argparse.Namespace) -> None:
             from_hydra(config, overrides)  # refuses what a run would
             OmegaConf.set_readonly(config.hydra, None)
             config = hydra.get_sanitized_cfg(config, arguments.cfg)
-            print(_yaml(config, arguments.package, arguments.resolve), end="")
-        elif arguments.info:
-            hydra.show_info(arguments.info, CONFIG_NAME, overrides)
-        else:
-            parser = get_args_parser()
-            hydra.hydra_help(CONFIG_NAME, parser, parser.parse_args(["--hydra-help"]))
+            print(printable(_yaml(config, arguments.package, arguments.resolve)), end="")
+            return
+        with redirect_stdout(io.StringIO()) as told:
+            if arguments.info:
+                hydra.show_info(arguments.info, CONFIG_NAME, overrides)
+            else:
+                parser = get_args_parser()
+                hydra.hydra_help(CONFIG_NAME, parser, parser.parse_args(["--hydra-help"]))
+        print(printable(told.getvalue()), end="")
 
 
 def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dpframe.errors import printable
+
 
 @contextmanager
 def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
@@ -38,7 +40,7 @@ class _EachLine(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         start = super().formatMessage(record).removesuffix(record.message)
-        return start + record.message.replace("\n", f"\n{start}")
+        return start + _shown(record, record.message).replace("\n", f"\n{start}")
 
 
 class _File(logging.FileHandler):
@@ -67,5 +69,10 @@ def _screen() -> logging.Handler:
 
 class _Plain(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = _shown(record, super().format(record))
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+def _shown(record: logging.LogRecord, text: str) -> str:
+    """Ours may quote a file; what others log may have colours."""
+    return printable(text) if record.name.partition(".")[0] == "dpframe" else text

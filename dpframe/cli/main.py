@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from dpframe import __version__, orphans
 from dpframe.cli import ending, screen
-from dpframe.errors import Interrupted, UserError, suggestion
+from dpframe.errors import Interrupted, UserError, printable, suggestion
 from dpframe.interruption import Interruption, look
 
 RANK_0_SECONDS = 5  # how long the other ranks wait for it to say what is wrong
@@ -134,13 +134,13 @@ def _say(error: UserError) -> int:
         # Torchrun ends all ranks with the first that leaves: let that be the one that speaks.
         time.sleep(RANK_0_SECONDS)
     line = " ".join(str(error).splitlines())
-    print(f"dpframe: {line}", file=sys.stderr)
+    print(f"dpframe: {printable(line)}", file=sys.stderr)
     return error.exit_code
 
 
 def _say_interrupted(error: Interrupted) -> int:
     if _speaks():
-        print(f"dpframe: {error}", file=sys.stderr)
+        print(f"dpframe: {printable(str(error))}", file=sys.stderr)
     return error.exit_code
 
 
@@ -151,6 +151,7 @@ def _speaks() -> bool:
 
 def show_failure(error: Exception) -> None:
     if type(error).__name__ == "RankFailed":  # carries the rank's own traceback
-        print(error, file=sys.stderr)
+        text = str(error)
     else:
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error)).rstrip("\n")
+    print(printable(text), file=sys.stderr)

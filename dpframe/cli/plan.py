@@ -12,7 +12,7 @@ from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
 from dpframe.cli.slots import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import UserError
+from dpframe.errors import UserError, printable
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Link, predictions
 from dpframe.plan.report import Plan
@@ -26,7 +26,7 @@ def planned(job: Composed) -> dict[str, Any]:
     """Prints the plan, and writes it down only into a directory that was given."""
     _refuse(job)
     plan = plan_of(job)
-    print(plan, flush=True)
+    print(printable(str(plan)), flush=True)
     if job.is_run_dir_given:
         _keep(plan, job)
     return {"metrics": {}}

@@ -8,7 +8,7 @@ from typing import Any
 
 from dpframe import interruption, seal
 from dpframe.cli.compose import Composed
-from dpframe.errors import UserError
+from dpframe.errors import UserError, printable
 from dpframe.strategies import Strategy, ranks
 from dpframe.strategies.fault import RankFailed
 
@@ -22,7 +22,7 @@ def launch(strategy: Strategy, work: Callable[[Composed], Any], job: Composed) -
         try:
             return strategy.launch(work, job)
         except RankFailed as error:
-            print(error, file=sys.stderr)
+            print(printable(str(error)), file=sys.stderr)
             job, where = _again(job, error.told.get("directory"))
             print(f"restart {number} of {allowed} {where}", file=sys.stderr, flush=True)
             interruption.look()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from dpframe import seal
 from dpframe.cli.settings import RunSettings
-from dpframe.errors import UserError
+from dpframe.errors import UserError, printable
 
 
 def start_file(settings: RunSettings, runs: Path) -> Path | None:
@@ -50,7 +50,8 @@ def _newest_good(directory: Path, given: str) -> Path:
     if good is None:
         raise UserError(f"{given}: no checkpoint in {directory} is whole: {seal.flaw(there[0])}")
     if good != last and last.exists() and (flaw := seal.flaw(last)):
-        print(f"dpframe: {last}: {flaw}; going on from {good}", file=sys.stderr)
+        line = f"dpframe: {last}: {flaw}; going on from {good}"
+        print(printable(line), file=sys.stderr)
     return good
 
 

@@ -28,7 +28,7 @@ from dpframe.cli.compose import (
 )
 from dpframe.cli.refusal import first_line
 from dpframe.cli.resumed import value_of, with_saved
-from dpframe.errors import UserError
+from dpframe.errors import UserError, printable
 
 
 def sweep(overrides: list[str], config_dir: str | None) -> int:
@@ -64,7 +64,7 @@ def run_point(config: DictConfig) -> float | None:
         job.run_dir, job.is_run_dir_given = HydraConfig.get().runtime.output_dir, True
         return run(job)["metrics"].get("val/loss")
     except UserError as error:
-        print(f"dpframe: {error}", file=sys.stderr)
+        print(f"dpframe: {printable(str(error))}", file=sys.stderr)
     except Exception as error:
         show_failure(error)
     return None
@@ -166,7 +166,7 @@ def _report(directory: Path, began: float) -> int:
     failed = [run for run in runs if not _is_new(run / "summary.json", began)]
     print(f"sweep: {len(runs) - len(failed)} of {len(runs)} runs finished", flush=True)
     for run in sorted(failed):
-        print(f"sweep: failed: {run}", file=sys.stderr)
+        print(f"sweep: failed: {printable(str(run))}", file=sys.stderr)
     return 1 if failed else 0
 
 

@@ -15,7 +15,7 @@ from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
 from dpframe.cli.slots import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import UserError
+from dpframe.errors import UserError, printable
 from dpframe.strategies import Strategy
 from dpframe.task import Task
 from dpframe.testing.course import Recipe
@@ -31,7 +31,7 @@ def verified(job: Composed) -> dict[str, Any]:
             "weights; leave it out"
         )
     report = verify(strategy_of(job), recipe=recipe_of(job))
-    print(report, flush=True)
+    print(printable(str(report)), flush=True)
     if job.is_run_dir_given:
         _keep(report, job)
     is_alone = OmegaConf.is_missing(HydraConfig.get().job, "num")
