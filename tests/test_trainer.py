@@ -7,6 +7,7 @@ import pytest
 import torch
 from recorded import Recorder, logs_apart
 from small import Clock, Hooks, Rows, Small, fitted, gradients, trainer
+from torch.optim.lr_scheduler import StepLR
 
 from dpframe import Callback, DataModule, Logger, Task, TrainerSettings, UserError
 
@@ -304,7 +305,7 @@ def test_what_is_no_optimiser_and_scheduler_is_refused_with_what_to_return(make,
     class Mistaken(Small):
         def configure_optimizer(self):
             sgd = super().configure_optimizer()
-            return make(sgd, torch.optim.lr_scheduler.StepLR(sgd, 1))
+            return make(sgd, StepLR(sgd, 1))
 
     with pytest.raises(UserError) as caught:
         fitted(Mistaken())
@@ -344,6 +345,8 @@ def test_an_optimiser_whose_step_needs_a_closure_is_refused_before_anything_begi
         "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
     )
     assert not hooks.seen
+    scheduled = Small(partial(torch.optim.SGD, lr=0.1), partial(StepLR, step_size=1))
+    assert fitted(scheduled).global_step  # a scheduler wraps its optimizer's step
 
 
 @pytest.mark.parametrize(
