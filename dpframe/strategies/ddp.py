@@ -119,7 +119,8 @@ class DDP(Strategy):
             module = self._with_synced_batchnorm(module)
         self.module = DistributedDataParallel(module, **self.options)
         size = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        if self.direct is not None and size <= direct.LARGEST:
+        is_sparse = any(getattr(part, "sparse", False) for part in module.modules())  # as DDP asks
+        if self.direct is not None and size <= direct.LARGEST and not is_sparse:
             self._first_forward = self.module.register_forward_pre_hook(self._share_directly)
         return self.module
 

@@ -30,3 +30,22 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
         # (SGD's kernel would leave its momentum unset if that happens at the first step.)
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return True
+
+
+def unfuse_late(optimizer: Optimizer) -> bool:
+    """Before a step: a group of ours goes back to its plain way where that step could not be fused.
+
+    SGD's kernel takes the momenta of all weights or of none, and a momentum begins with its
+    weight's first gradient. Whether to look again: until all of them have begun.
+    """
+    looks_again = False
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]):
+            continue
+        weights = group["params"]
+        begun = sum("momentum_buffer" in optimizer.state.get(weight, ()) for weight in weights)
+        if begun < len(weights) and (begun or any(weight.grad is None for weight in weights)):
+            group["fused"] = None
+        elif begun < len(weights):
+            looks_again = True
+    return looks_again

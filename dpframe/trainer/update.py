@@ -1,5 +1,6 @@
 """One optimiser update: scaling, clipping, the step, and the learning rate's schedule."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from dpframe.errors import UserError, suggestion
 from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, optimizer_of
-from dpframe.trainer.fused import fuse
+from dpframe.trainer.fused import fuse, unfuse_late
 from dpframe.trainer.layout import align
 from dpframe.trainer.settings import TrainerSettings
 
@@ -35,7 +36,12 @@ class Update:
         if settings.lean and not settings.compile:
             lean.prepare()
         self.optimizer, self.scheduler = optimizer_of(task)
-        fuse(self.optimizer, task)
+        updated = {
+            id(weight) for group in self.optimizer.param_groups for weight in group["params"]
+        }
+        self._others = [weight for weight in self.parameters if id(weight) not in updated]
+        is_fused = fuse(self.optimizer, task)
+        self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.schedules_steps = (
             self.scheduler is not None
@@ -43,19 +49,15 @@ class Update:
             and settings.scheduler_every == "step"
         )
         self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
-        self._backward = lean.backward if settings.lean else Tensor.backward
+        self.backward: Callable[[Tensor], Any] = lean.backward if settings.lean else Tensor.backward
+        if scaler is not None:
+            self.backward = lambda loss: scaler.scale(loss).backward()
         self.grad_norm: Tensor | float = float("nan")
         self.is_weighted: bool | None = None  # whether steps return a weight, after the first one
 
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
-
-    def backward(self, loss: Tensor) -> None:
-        if self.scaler is None:
-            self._backward(loss)
-        else:
-            self.scaler.scale(loss).backward()
 
     def agree_on_weights(self, measured: list[Measured]) -> None:
         """Once, after the first batch of all, between the processes; a later one that differs is
@@ -76,11 +78,13 @@ class Update:
         if weights:
             self._reweigh(rows, weights)
         if settings.clip_norm is not None:
-            self.grad_norm = clip_grad_norm_(self.parameters, settings.clip_norm)
+            self.grad_norm = clip_grad_norm_(self._updated(), settings.clip_norm)
         elif wants_norm:
-            self.grad_norm = get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+            self.grad_norm = get_total_norm([weight.grad for weight in self._updated()])
         if settings.clip_value is not None:
-            clip_grad_value_(self.parameters, settings.clip_value)
+            clip_grad_value_(self._updated(), settings.clip_value)
+        if self._awaits_momenta:
+            self._awaits_momenta = unfuse_late(self.optimizer)
         if self.scaler is None:
             self._step()
         else:
@@ -89,12 +93,16 @@ class Update:
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # as zero_grad does, less the calls that profile it
+        for parameter in self._others:
+            parameter.grad = None
         if self.schedules_steps:
             self.scheduler.step()
 
     def skip(self) -> None:
         """All that there is of a step that is left out."""
         self.optimizer.zero_grad()
+        for parameter in self._others:
+            parameter.grad = None
         if self.schedules_steps:
             self.scheduler.step()
 
@@ -121,14 +129,31 @@ class Update:
             here = here + move(weight, here.device)
         total = self.strategy.reduce(here.sum())
         factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing has no gradient
-        for parameter in self.parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad))
+        for weight in self._updated():
+            weight.grad.mul_(factor.to(weight.grad))
         if all(parameter.grad is None for parameter in self.parameters):
             # Each share was nothing, and NaN; where one is finite its gradients are 0, so here too.
             for parameter in self.parameters:
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
+
+    def _updated(self) -> list[Any]:
+        """What the optimizer takes and has a gradient: the others' have no part in a norm.
+
+        A sparse gradient's values stand in for it, as torch takes no norm of it: they are its own
+        memory, and what it leaves out is zero.
+        """
+        found: list[Any] = []
+        for group in self.optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None and weight.grad.is_sparse:
+                    weight.grad = weight.grad.coalesce()
+                    values = weight.grad.values()
+                    weight = values.detach()
+                    weight.grad = values
+                if weight.grad is not None:
+                    found.append(weight)
+        return found
 
     def kinds(self) -> dict[str, str | None]:
         return {
@@ -152,6 +177,8 @@ class Update:
         defaults = dict(self.optimizer.defaults)
         if is_same["optimizer"]:
             self.optimizer.load_state_dict(state["optimizer"])
+            if there.get("trainer.precision") == here["trainer.precision"]:
+                self._keep_types(state["optimizer"])
             align(self.optimizer)
         if self.scheduler is not None and is_same["scheduler"] and is_same["scheduler's steps"]:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -163,6 +190,16 @@ class Update:
                 for key in {*there, *here}
             ):
                 self._set(name, value)
+
+    def _keep_types(self, saved: dict[str, Any]) -> None:
+        """Torch makes all that it loads of its weight's type: NAdam's product of momenta too."""
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for weight, number in zip(weights, numbers, strict=True):
+            kept = self.optimizer.state.get(weight, {})
+            for name, value in saved["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dtype != kept[name].dtype:
+                    kept[name] = value.to(kept[name].device)
 
     def _set(self, name: str, value: Any) -> None:
         """A changed setting of the optimiser; a schedule goes on in proportion to the new rate."""
