@@ -180,12 +180,12 @@ def optimizer_of(task: Task) -> tuple[torch.optim.Optimizer, Any]:
         )
     made = task.configure_optimizer()
     optimizer, scheduler = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    is_other = isinstance(scheduler, torch.optim.Optimizer | type)
     is_scheduler = scheduler is None or all(
-        inspect.ismethod(getattr(scheduler, method, None))
+        callable(getattr(scheduler, method, None))
         for method in ("step", "state_dict", "load_state_dict")
     )
-    is_second = isinstance(scheduler, torch.optim.Optimizer)
-    if not isinstance(optimizer, torch.optim.Optimizer) or is_second or not is_scheduler:
+    if not isinstance(optimizer, torch.optim.Optimizer) or is_other or not is_scheduler:
         raise UserError(f"{name}.configure_optimizer returned {_made(made)}; {RETURNS_OPTIMIZER}")
     required = [
         parameter.name

@@ -113,6 +113,9 @@ class Strategy:
     def grad_sync(self, is_last: bool) -> None:
         """Before each micro-batch under accumulation: only the last one's gradients are shared."""
 
+    def check_gradients(self) -> None:
+        """Before each optimiser update: refuses gradients that are not the whole job's."""
+
     def weight_sync(self, is_read: bool) -> None:
         """After each optimiser update; and, `is_read`, before something looks at the weights.
 

@@ -55,6 +55,8 @@ class DDP(Strategy):
         self.timeout_seconds = timeout_seconds
         self.module: Any = None
         self.owns_group = False
+        self._shared: dict[str, Tensor] = {}  # parameters by name, as they were wrapped
+        self._frozen: dict[str, Tensor] = {}
         self.direct: direct.Direct | None = None
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -118,6 +120,9 @@ class DDP(Strategy):
         if self.sync_batchnorm:
             module = self._with_synced_batchnorm(module)
         self.module = DistributedDataParallel(module, **self.options)
+        named = list(module.named_parameters())
+        self._shared = {name: weight for name, weight in named if weight.requires_grad}
+        self._frozen = {name: weight for name, weight in named if not weight.requires_grad}
         size = sum(p.nbytes for p in module.parameters() if p.requires_grad)
         is_sparse = any(getattr(part, "sparse", False) for part in module.modules())  # as DDP asks
         if self.direct is not None and size <= direct.LARGEST and not is_sparse:
@@ -137,6 +142,21 @@ class DDP(Strategy):
         # What `no_sync` sets, without its frames. A static graph can't be without: torch counts
         # its backwards; gradients that are shared each time add up to the same.
         self.module.require_backward_grad_sync = is_last or self.options["static_graph"]
+
+    def check_gradients(self) -> None:
+        """Torch tells at the next forward, when each rank has made an update of its own."""
+        if self.module is None:
+            return
+        for weight in self._frozen.values():
+            if weight.requires_grad and self.world_size > 1:
+                raise UserError(self._thawed())
+        # A private name: `grad is None` would miss what an update's last batch alone leaves out.
+        check = getattr(self.module, "_check_reducer_finalized", None)
+        try:
+            if check is not None:
+                check()
+        except RuntimeError:
+            raise UserError(self._unshared()) from None
 
     def reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
@@ -185,6 +205,25 @@ class DDP(Strategy):
             _left.add(ranks.store_of_agent())
         super().close()
 
+    def _thawed(self) -> str:
+        thawed = [name for name, weight in self._frozen.items() if weight.requires_grad]
+        return (
+            f"{_listed(thawed)} {'was' if len(thawed) == 1 else 'were'} frozen when {self.name} "
+            f"began and {'is' if len(thawed) == 1 else 'are'} trained now, but the ranks don't "
+            "share their gradients; leave requires_grad=True from the start, with lr=0 until then, "
+            "or use strategy=data_parallel"
+        )
+
+    def _unshared(self) -> str:
+        lacking = [name for name, weight in self._shared.items() if weight.grad is None]
+        static = "strategy.static_graph=false " if self.options["static_graph"] else ""
+        return (
+            f"{_listed(lacking) or 'parameters'} {'has' if len(lacking) == 1 else 'have'} no "
+            f"gradient in this step on rank {self.rank}, so the ranks can't share theirs; set "
+            f"{static}strategy.find_unused_parameters=true where a step may leave out or freeze "
+            "parameters"
+        )
+
     def _with_synced_batchnorm(self, module: nn.Module) -> nn.Module:
         if self.device.type != "cuda":
             raise UserError(
@@ -201,3 +240,12 @@ def _refuse_second_group() -> None:
             "torchrun's ranks meet once in a process, and this one has closed its strategy; give "
             "one strategy to all Trainers, and close it after the last"
         )
+
+
+def _listed(names: list[str]) -> str:
+    """As the task calls them; the first few."""
+    names = [name.removeprefix("task.") for name in names]
+    shown, more = names[:3], len(names) - 3
+    if more > 0:
+        return f"{', '.join(shown)} and {more} more"
+    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))

@@ -199,6 +199,7 @@ class Trainer:
             self.update.backward(loss)
             all_measured += measured
         else:
+            strategy.check_gradients()
             self.means.add(all_measured)
             wants_norm = (self.global_step + 1) % self._log_every == 0
             self.update.step(rows, weights, wants_norm=wants_norm)

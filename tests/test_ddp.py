@@ -1,0 +1,161 @@
+"""Gradients that the ranks would not share: told before an update is made of them."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from recorded import once
+from small import Hooks, Rows, Small, fitted
+from torch import Tensor
+
+from dpframe import Trainer, UserError
+from dpframe.strategies.ddp import DDP
+
+SECONDS = 10
+
+
+class Partly(Small):
+    """Leaves its second layer out of some forwards, by their number or by the rank."""
+
+    def __init__(self, leaves_out: Callable[[int], bool]) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+        self.leaves_out = leaves_out
+        self.forwards = 0
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        self.forwards += 1
+        out = self.net[0](x) if self.leaves_out(self.forwards) else self.net(x)
+        return {"loss": (out[:, 0] - y).square().mean()}
+
+
+def thaw(trainer: Trainer) -> None:
+    trainer.task.net[0].requires_grad_(trainer.global_step >= 2)
+
+
+def freeze(trainer: Trainer) -> None:
+    trainer.task.net[0].bias.requires_grad_(trainer.global_step < 2)
+
+
+class Thawing(Small):
+    """Its optimiser is ready for what is frozen yet."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.05))
+        self.net[0].requires_grad_(False)
+
+    def configure_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+FIX = "set strategy.find_unused_parameters=true where a step may leave out or freeze parameters"
+LACKS = f"have no gradient in this step on rank {{rank}}, so the ranks can't share theirs; {FIX}"
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] = {
+    "unused at the last step": (
+        lambda: Partly(lambda forward: forward == 3),
+        {},
+        {},
+        "net.3.weight and net.3.bias " + LACKS,
+    ),
+    "unused in an update's last batch": (
+        lambda: Partly(lambda forward: forward == 6),
+        {"accumulate": 2},
+        {},
+        "parameters " + LACKS,
+    ),
+    "a graph that is not static": (
+        lambda: Partly(lambda forward: forward == 3),
+        {},
+        {"static_graph": True},
+        "net.3.weight and net.3.bias "
+        + LACKS.replace("strategy.find", "strategy.static_graph=false strategy.find"),
+    ),
+    "frozen in between": (
+        Small,
+        {"callbacks": [Hooks(on_step_end=freeze)]},
+        {},
+        "net.0.bias " + LACKS.replace("have", "has"),
+    ),
+    "thawed in between": (
+        Thawing,
+        {"callbacks": [Hooks(on_step_end=thaw)]},
+        {},
+        "net.0.weight and net.0.bias were frozen when DDP began and are trained now, but "
+        "the ranks don't share their gradients; leave requires_grad=True from the start, with lr=0 "
+        "until then, or use strategy=data_parallel",
+    ),
+}
+
+
+def outcome(strategy: DDP, name: str) -> Any:
+    """What it was refused with, and the updates made; the weights of each rank where it was not."""
+    make, settings, options, _ = CASES[name]
+    before = dict(strategy.options)
+    strategy.options |= options
+    updates: list[int] = []
+    callbacks = [
+        Hooks(on_step_end=lambda trainer: updates.append(trainer.global_step)),
+        *settings.get("callbacks", ()),
+    ]
+    settings = {**settings, "callbacks": callbacks, "precision": "64", "max_steps": 3}
+    try:
+        one = fitted(make(), Rows(30, 5, val=False), strategy=strategy, **settings)
+    except UserError as error:
+        return str(error), updates
+    finally:
+        strategy.options = before
+    return strategy.gather([p.detach().numpy().copy() for p in one.task.parameters()])
+
+
+def all_of_them() -> list[dict[str, Any]]:
+    strategy = DDP()
+    strategy.setup()
+    try:
+        found = {name: outcome(strategy, name) for name in CASES}
+        strategy.options["find_unused_parameters"] = True
+        found |= {f"{name}, found": outcome(strategy, name) for name in ALLOWED}
+        return strategy.gather(found)
+    finally:
+        strategy.close()
+
+
+ALLOWED = ["unused at the last step", "unused in an update's last batch", "frozen in between"]
+
+
+@once
+def by_ranks() -> list[dict[str, Any]]:
+    return DDP(2, "cpu").launch(all_of_them)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_that_would_not_be_shared_are_told_before_their_update(name):
+    for rank, found in enumerate(by_ranks()):
+        assert found[name] == (CASES[name][-1].format(rank=rank), [1, 2])
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_what_find_unused_parameters_allows_is_trained_alike_on_all_ranks(name):
+    first, second = by_ranks()[0][f"{name}, found"]
+    assert all((mine == other).all() for mine, other in zip(first, second, strict=True))
+
+
+def apart(strategy: DDP) -> None:
+    strategy.setup()
+    try:
+        task = Partly(lambda forward: forward == 3 and strategy.rank == 1)
+        fitted(task, Rows(30, 5, val=False), strategy=strategy, max_steps=3)
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize("direct_sums", [True, False])
+def test_a_rank_that_alone_leaves_a_parameter_out_ends_the_job_with_its_line(direct_sums):
+    strategy = DDP(2, "cpu", direct_sums=direct_sums, timeout_seconds=60)
+    began = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        strategy.launch(apart, strategy)
+    assert str(caught.value) == "net.3.weight and net.3.bias " + LACKS.format(rank=1)
+    assert time.monotonic() - began < SECONDS
