@@ -112,6 +112,7 @@ class TrainStep(nn.Module):
         super().__init__()
         self.task = task
         self.autocast = autocast
+        self.has_sparse = any(getattr(part, "sparse", False) for part in task.modules())
 
     def forward(self, share: tuple[Any, int], of: float) -> tuple[Tensor, list[Measured]]:
         """A share has `rows` of the step's rows; `of` is all of them over replicas averaged.
@@ -128,7 +129,9 @@ class TrainStep(nn.Module):
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
-        if not rows or (is_weighted and is_nothing(output)):
+        if not rows and self.has_sparse:
+            loss = loss * 0.0  # DDP takes no sparse gradient of nothing, but one of zeros
+        elif not rows or (is_weighted and is_nothing(output)):
             loss = Nothing.apply(loss)
         elif is_weighted or rows != of:
             loss = loss * (weight / of)
