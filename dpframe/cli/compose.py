@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.cli import plugins
 from dpframe.cli.loader import Loader
+from dpframe.cli.objective import Objective, objective_of
 from dpframe.cli.refusal import one_line, unresolved
 from dpframe.cli.resumed import with_saved, with_saved_of
 from dpframe.cli.settings import (
@@ -55,6 +56,10 @@ class Composed:
     start: Path | None  # the checkpoint to begin with
     plugins: list[str]  # the packages whose options are in it
     is_repeated: bool = False  # from its beginning, as its ranks failed before a checkpoint
+
+    @property
+    def objective(self) -> Objective:
+        return objective_of(self.settings.callbacks)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 
 from dpframe import checkpoint, files, interruption, seeding
 from dpframe.callbacks import Callback
+from dpframe.callbacks.best import Best
 from dpframe.cli import restarts
 from dpframe.cli.build import build, refused
 from dpframe.cli.compose import Composed
@@ -73,13 +74,14 @@ def _work(job: Composed) -> dict[str, Any]:
         task = make(job.config["task"], "task", Task)
         data = make(job.config["data"], "data", DataModule)
         callbacks = _several(make, settings.callbacks, "callbacks", Callback)
+        best = Best(*job.objective)
         writes = settings.mode == "fit"
         trainer = Trainer(
             task,
             data,
             strategy=strategy,
             settings=settings.trainer,
-            callbacks=callbacks,
+            callbacks=[*callbacks, best],
             loggers=_several(make, settings.logger, "logger", Logger) if writes else [],
             seed=settings.seed,
             run=_run(job),
@@ -94,7 +96,7 @@ def _work(job: Composed) -> dict[str, Any]:
         if strategy.is_main:
             member.tell("made", directory.all_made)
         try:
-            return _in_directory(trainer, job, told)
+            return _in_directory(trainer, job, told, best)
         except UserError:
             if strategy.is_main and trainer.epoch <= 1 and trainer.checkpoint is None:
                 directory.unmake()  # nothing worth keeping yet: leave nothing behind
@@ -151,7 +153,7 @@ def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> l
     return told
 
 
-def _in_directory(trainer: Trainer, job: Composed, told: list[str]) -> dict[str, Any]:
+def _in_directory(trainer: Trainer, job: Composed, told: list[str], best: Best) -> dict[str, Any]:
     directory = Path(trainer.run.directory)
     with logging_to(directory, rank=trainer.strategy.rank):
         for line in told:
@@ -160,7 +162,7 @@ def _in_directory(trainer: Trainer, job: Composed, told: list[str]) -> dict[str,
             trainer.fit()
         else:
             _evaluate(trainer, job.settings, directory)
-    summary = _summary(trainer, job)
+    summary = _summary(trainer, job) | {"best": best.value}
     if trainer.strategy.is_main:
         _write(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary

@@ -1,10 +1,12 @@
 """A sweep: Hydra's sweeper names the points, each is checked first, then each is a run."""
 
 import gc
+import math
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.hydra import Hydra
@@ -26,9 +28,12 @@ from dpframe.cli.compose import (
     raw_with_saved,
     with_path_quoted,
 )
+from dpframe.cli.objective import Objective, direction, objective_of
 from dpframe.cli.refusal import first_line
 from dpframe.cli.resumed import value_of, with_saved
 from dpframe.errors import UserError, printable
+
+BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
 def sweep(overrides: list[str], config_dir: str | None) -> int:
@@ -39,21 +44,43 @@ def sweep(overrides: list[str], config_dir: str | None) -> int:
         with explained(overrides):
             overrides = _with_recipe(overrides, hydra)
             shared = raw(overrides, config_dir=config_dir, mode=RunMode.MULTIRUN)
-            points = _points(overrides, hydra)
+            is_listed = shared.hydra.sweeper._target_ == BASIC  # a file may choose another, too
+            points = _points(overrides, hydra) if is_listed else []
         jobs = [_checked(point, config_dir) for point in points]
         _check_targets(jobs)
         gc.freeze()
         gc.enable()  # main has disabled it for the imports
+        with explained(overrides):
+            objective = jobs[0].objective if jobs else _objective(shared)
+            aim = direction(shared.hydra.sweeper, objective, overrides)
         directory, more = _directory(shared, jobs, overrides)
         try:
-            hydra.multirun(CONFIG_NAME, run_point, [*overrides, *more])
+            hydra.multirun(CONFIG_NAME, run_point, [*overrides, *aim, *more])
+        except RunFailed:
+            print("sweep: the sweeper has ended it, as a run failed", file=sys.stderr)
         except HydraException as error:
             raise UserError(first_line(error)) from None
     return _report(directory, began)
 
 
+class RunFailed(Exception):
+    """For a sweeper, which is to know that there is no value, and why."""
+
+
 def run_point(config: DictConfig) -> float | None:
-    """One run, in the directory that Hydra made for it; its validation loss, to optimise."""
+    """One run, in the directory that Hydra made for it; its objective's value.
+
+    Hydra's own sweeper, which optimises nothing, would give up at the first that fails.
+    """
+    try:
+        return _value(config)
+    except RunFailed as failed:
+        if HydraConfig.get().sweeper._target_ == BASIC:
+            return None
+        raise failed from None
+
+
+def _value(config: DictConfig) -> float:
     from dpframe.cli.main import show_failure
     from dpframe.cli.run import run
 
@@ -62,12 +89,21 @@ def run_point(config: DictConfig) -> float | None:
             config.hydra = HydraConfig.instance().cfg.hydra  # type: ignore[union-attr]
         job = _job(config)
         job.run_dir, job.is_run_dir_given = HydraConfig.get().runtime.output_dir, True
-        return run(job)["metrics"].get("val/loss")
+        value = job.objective.value(run(job))
     except UserError as error:
         print(f"dpframe: {printable(str(error))}", file=sys.stderr)
+        raise RunFailed(str(error)) from None
     except Exception as error:
         show_failure(error)
-    return None
+        raise RunFailed(first_line(error)) from None
+    if value is None or math.isnan(value):
+        raise RunFailed(f"{job.objective.metric} is {value}")
+    return value
+
+
+def _objective(shared: DictConfig) -> Objective:
+    callbacks: Any = OmegaConf.to_container(shared.callbacks or OmegaConf.create(), resolve=True)
+    return objective_of(callbacks)
 
 
 def _points(overrides: list[str], hydra: Hydra) -> list[list[str]]:
