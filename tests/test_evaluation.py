@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import small
 import torch
 from recorded import once
-from small import fitted, is_same
+from small import Hooks, Small, fitted, is_same
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
@@ -231,3 +232,59 @@ def test_predictions_that_are_no_rows_are_refused(output, said):
         joined(output, 1)
     assert said in str(caught.value)
     assert "predict_step returned" in str(caught.value)
+
+
+class Normed(Small):
+    """Has running statistics, a counter, and flags: each rank would have its own of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.register_buffer("positive", torch.zeros(3, dtype=torch.bool))
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        output = super().training_step(batch)
+        if self.training:
+            self.positive = batch[0].sum(dim=0) > 0
+        return {**output, "positive": self.positive.double().mean()}
+
+
+def reported_and_kept(strategy: Strategy) -> list[list[float]]:
+    """val/ numbers of a run, and what a single process makes of what would be saved then."""
+    strategy.setup()
+    pairs = []
+
+    def look(trainer: Trainer) -> None:
+        state = trainer.state_dict()["task"]
+        kept = Normed().double()
+        kept.load_state_dict(state)
+        again = Trainer(kept, data, settings=trainer.settings).validate()
+        pairs.append([trainer.metrics[name] - again[name] for name in ("val/loss", "val/positive")])
+
+    try:
+        data = small.Rows(30, 6)
+        run = fitted(
+            make=Normed,
+            data=data,
+            strategy=strategy,
+            callbacks=[Hooks(on_validation_end=look)],
+            precision="64",
+            validate_every_steps=3,
+        )
+        buffers = [buffer.double().sum().item() for buffer in run.task.buffers()]
+        everywhere = strategy.gather(buffers)
+        assert all(other == everywhere[0] for other in everywhere)
+        return pairs
+    finally:
+        strategy.close()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [Strategy(), DataParallel(2, "cpu"), DDP(2, "cpu"), DDP(3, "cpu")],
+    ids=["cpu-1", "data_parallel-2", "ddp-2", "ddp-3"],
+)
+def test_what_a_validation_reports_is_what_its_checkpoint_gives(strategy):
+    pairs = strategy.launch(reported_and_kept, strategy)
+    assert len(pairs) == 5  # at steps 3 6 9, and at the ends of the epochs of 5 steps
+    assert all(abs(difference) <= 1e-12 for pair in pairs for difference in pair)

@@ -119,8 +119,9 @@ class Strategy:
     def weight_sync(self, is_read: bool) -> None:
         """After each optimiser update; and, `is_read`, before something looks at the weights.
 
-        For strategies whose replicas have weights of their own in between: when a validation, a
-        checkpoint or the end of training looks at them, all replicas must have the same ones.
+        For strategies whose replicas have weights or buffers of their own in between: when a
+        validation, a checkpoint or the end of training looks at them, all replicas must have the
+        same ones, and the ones that the main process saves.
         """
 
     def reduce(self, tensor: Tensor) -> Tensor:

@@ -158,6 +158,12 @@ class DDP(Strategy):
         except RuntimeError:
             raise UserError(self._unshared()) from None
 
+    def weight_sync(self, is_read: bool) -> None:
+        """The weights are the same on all ranks. The buffers (running statistics) are each rank's
+        own since its last forward: the main one's count."""
+        if is_read and self.module is not None:
+            _broadcast(list(self.module.buffers()))
+
     def reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
         self._sum(tensor)
@@ -249,3 +255,14 @@ def _listed(names: list[str]) -> str:
     if more > 0:
         return f"{', '.join(shown)} and {more} more"
     return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[Tensor]) -> None:
+    """The main process's, at one collective a type of device: as bytes, whatever they are of."""
+    for kind in dict.fromkeys(tensor.device.type for tensor in tensors):
+        here = [tensor for tensor in tensors if tensor.device.type == kind]
+        together = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in here])
+        dist.broadcast(together, src=0)
+        for tensor, part in zip(here, together.split([t.nbytes for t in here]), strict=True):
+            tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
