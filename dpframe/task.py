@@ -218,6 +218,17 @@ def _made(value: Any) -> str:
     return f"[{', '.join(kinds)}]" if isinstance(value, list) else f"a {type(value).__name__}"
 
 
+def refuse_stateful_metrics(task: Task, replicas: int, where: str) -> None:
+    """A metric that adds up by itself knows neither lent rows nor other replicas."""
+    for name, module in task.named_modules() if replicas > 1 else ():
+        if any(kind.__module__.split(".")[0] == "torchmetrics" for kind in type(module).__mro__):
+            raise UserError(
+                f"{type(task).__name__}.{name} is a {type(module).__name__} of torchmetrics, which "
+                f"would count rows that are lent to the {replicas} replicas of {where}; return "
+                "numbers from the step, their means are exact, or use trainer.gpus=1"
+            )
+
+
 def loss_of(output: Any, task: Task) -> Tensor:
     """The loss of a training step's output, or one line that says what came instead."""
     loss = output.get("loss") if isinstance(output, dict) else None

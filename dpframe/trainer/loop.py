@@ -16,7 +16,7 @@ from dpframe.loggers import Logger
 from dpframe.metrics import Means
 from dpframe.strategies.auto import auto
 from dpframe.strategies.base import Strategy
-from dpframe.task import Measured, Task, TrainStep
+from dpframe.task import Measured, Task, TrainStep, refuse_stateful_metrics
 from dpframe.trainer import ahead, feed, fingerprint, graphs, layout, state
 from dpframe.trainer.evaluation import Evaluation, means_over
 from dpframe.trainer.lookout import Lookout
@@ -332,6 +332,7 @@ class Trainer:
     def _set_up(self) -> None:
         if self.settings.deterministic:
             seeding.refuse_nondeterminism(self.strategy.device)
+        refuse_stateful_metrics(self.task, self.strategy.replicas, self.strategy.name)
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.layout = layout.place(self)
