@@ -14,9 +14,9 @@ from recorded import Recorder
 from small import Hooks, Rows, Scripted, Small, fitted, is_same
 from test_numbers import NoisyRows
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import RandomSampler
+from torch.utils.data import Dataset, RandomSampler
 
-from dpframe import Callback, Strategy, UserError, checkpoint, seeding
+from dpframe import Callback, Strategy, Trainer, UserError, checkpoint, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
@@ -411,3 +411,58 @@ def test_a_checkpoint_with_anything_else_in_it_is_refused_in_one_line(tmp_path):
             long_run("epochs", callbacks(), state, directory=tmp_path / "a" / "run")
         assert "use another checkpoint" in str(caught.value), name
     assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+PLATEAU = partial(ReduceLROnPlateau, patience=0, threshold=0.9)
+
+
+class DrawsToValidate(Rows):
+    """Its rows draw, those that are held out too."""
+
+    def collate(self, rows):
+        x, y = super().collate(rows)
+        return [x + 0.1 * torch.randn_like(x), y]
+
+    def val_dataset(self):
+        return Listed(list(self.held_out))
+
+    def train_dataset(self):
+        return Listed(list(self.train))
+
+
+class Listed(Dataset):
+    def __init__(self, rows: list) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[row]
+
+
+@pytest.mark.parametrize("monitor", ["val/loss", "train/loss"])
+@pytest.mark.parametrize("first", [{"max_epochs": 4}, {"max_steps": 17}], ids=["epochs", "steps"])
+def test_a_run_that_ended_and_is_extended_ends_as_one_long_run(monitor, first):
+    """The validation at the end of the shorter run is one that the long run does not make."""
+
+    def run(resume: Any = None, **settings: Any) -> tuple[Trainer, EarlyStopping]:
+        stopping = EarlyStopping(monitor, patience=50, min_delta=0.01)
+        made = fitted(
+            make=partial(Small, scheduler=PLATEAU, dropout=0.3),
+            data=DrawsToValidate(),
+            callbacks=[stopping],
+            plateau_monitor=monitor,
+            validate_every_epochs=3,
+            resume=resume,
+            **{"max_epochs": 8, **settings},
+        )
+        return made, stopping
+
+    whole, counted = run()
+    short, _ = run(**first)
+    again, counted_again = run(deepcopy(short.state_dict()))
+    assert again.update.learning_rate == whole.update.learning_rate < 0.05
+    assert is_same(again.task.state_dict(), whole.task.state_dict())
+    assert counted_again.state_dict() == counted.state_dict()
+    assert is_same(again.metrics, whole.metrics)

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Callback):
-    """`patience` counts validations, or epochs where `monitor` is a train/ metric."""
+    """`patience` counts validations, or epochs where `monitor` is a train/ metric.
+
+    What is measured only because training ends does not count: the run may be extended.
+    """
 
     def __init__(
         self,
@@ -28,11 +31,13 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)  # a resumed run may have stopped already
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        if self.monitor.is_of_validation and trainer.mode == "fit":
+        is_scheduled = trainer.mode == "fit" and not trainer.is_extra_validation
+        if self.monitor.is_of_validation and is_scheduled:
             self._judge(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        if not (self.monitor.is_of_validation and trainer.has_validation):
+        is_whole = trainer.batches_done == 0
+        if is_whole and not (self.monitor.is_of_validation and trainer.has_validation):
             self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> None:

@@ -75,6 +75,7 @@ class Trainer:
         self.data_seconds = 0.0  # of these, waiting for training data
         self.metrics: dict[str, float] = {}
         self.validated_step = -1  # whose val/ numbers `metrics` holds
+        self.is_extra_validation = False  # at the end of training: a longer run does not make it
         self.ended_step = 0  # the last one of an epoch, or of training, that is wholly done
         self.clock = 0.0  # seconds of training as of the last look: the same in all processes
         self.checkpoint: str | None = None
@@ -244,10 +245,15 @@ class Trainer:
             self._look()
         epochs = self.epoch + is_whole
         is_last = self.should_stop or self.settings.are_done(epochs, self.global_step)
-        every = self.settings.validate_every_epochs
+        is_due = is_whole and epochs % self.settings.validate_every_epochs == 0
+        every = self._validates_steps
+        self.is_extra_validation = not (is_due or (every and self.global_step % every == 0))
         validated: dict[str, float] = {}
-        if self.has_validation and (is_last or epochs % every == 0):
+        if self.has_validation and (is_last or is_due):
+            drawn = None if is_whole else seeding.random_state()
             validated = self._measure_validation(self.means)
+            if drawn is not None:  # a run that goes on from here draws as if it had not ended
+                seeding.restore_random_state(drawn)
         total = self.means.total()
         means = self.task.summarize(total) if total else {}
         measured = {f"train/{name}": value for name, value in means.items()}
@@ -262,7 +268,7 @@ class Trainer:
         if validated:
             self._call("on_validation_end")
         if is_whole:
-            is_stale = self.has_validation and self.validated_step != self.global_step
+            is_stale = self.has_validation and self.is_extra_validation
             self.update.end_epoch(self.metrics, is_stale=is_stale)
         measured |= validated | {"progress/lr": learning_rate, "progress/epoch": float(self.epoch)}
         self.report.log(measured, step=self.global_step)
@@ -273,6 +279,7 @@ class Trainer:
 
     def _validate(self) -> None:
         self.guard.read(self)
+        self.is_extra_validation = False
         means = self._measure_validation()
         if means:
             self.metrics.update(means)

@@ -107,7 +107,7 @@ class Update:
             self.scheduler.step()
 
     def end_epoch(self, metrics: dict[str, float], *, is_stale: bool) -> None:
-        """`is_stale`: the val/ numbers are those of an earlier epoch."""
+        """`is_stale`: the val/ numbers are those of an earlier epoch, or of the end of training."""
         if self.scheduler is None or self.schedules_steps:
             return
         if not self.is_plateau:
