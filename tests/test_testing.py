@@ -22,7 +22,7 @@ from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single_gpu import SingleGPU
 from dpframe.testing import Recipe, check_strategy, verify
 from dpframe.testing.checks import CHECKS
-from dpframe.testing.tasks import Small, Table
+from dpframe.testing.course import Small, Table
 
 TWO = {"gpus": 2, "accelerator": "cpu"}
 THREE = {"gpus": 3, "accelerator": "cpu"}

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from dpframe.testing import course
 from dpframe.testing.course import Course
-from dpframe.testing.measure import Plan
-from dpframe.testing.notes import Note
-from dpframe.testing.reference import Curve, trained
-from dpframe.testing.separable import Separable, separable
+from dpframe.testing.measure import Note, Plan
+from dpframe.testing.reference import Curve, Separable, separable, trained
 from dpframe.testing.wrong import Cuts
 
 

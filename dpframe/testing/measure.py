@@ -2,8 +2,9 @@
 
 import faulthandler
 import os
+import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +18,10 @@ from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task, TrainStep
-from dpframe.testing import course, notes
-from dpframe.testing.course import Course, Recipe
+from dpframe.testing import course
+from dpframe.testing.course import Counted, Course, Numbers, Recipe, Small, Squares
 from dpframe.testing.leftovers import Leftovers
 from dpframe.testing.reference import Curve, Log, weights_of
-from dpframe.testing.tasks import Counted, Numbers, Small, Squares
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 
@@ -31,6 +31,8 @@ PREDICTED_BATCH = 4
 COUNTED = ((12, 4, True), (11, 4, False))  # rows, batch size, shuffled
 CLOSING_SECONDS = 30.0
 CHECKPOINT = "kit.ckpt"
+SUFFIX = ".notes"  # a file a process: nothing of the strategy carries what it measured
+Note = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -52,16 +54,16 @@ def measure(plan: Plan) -> int:
     strategy = plan.strategy()
     strategy.open()
     try:
-        notes.write(plan.directory, "facts", facts(strategy))
+        write(plan.directory, "facts", facts(strategy))
         for name in plan.measures:
-            notes.write(plan.directory, "began", name)
-            notes.write(plan.directory, name, MEASURES[name](strategy, plan))
-        notes.write(plan.directory, "began", "close")
+            write(plan.directory, "began", name)
+            write(plan.directory, name, MEASURES[name](strategy, plan))
+        write(plan.directory, "began", "close")
     finally:
         _end_after(CLOSING_SECONDS, plan)
         strategy.shut()
     is_caller = os.getpid() == plan.caller  # which looks for itself
-    notes.write(plan.directory, "leftovers", [] if is_caller else leftovers.found())
+    write(plan.directory, "leftovers", [] if is_caller else leftovers.found())
     return os.getpid()
 
 
@@ -279,3 +281,27 @@ def _trainer(strategy: Strategy, task: Task, data: DataModule, **settings: Any) 
 def _gradient(task: Task) -> list[float]:
     known = [p.grad for p in task.parameters() if p.grad is not None]
     return torch.cat([g.detach().cpu().flatten() for g in known]).tolist() if known else []
+
+
+# ---- how it comes back
+
+
+def write(directory: Path, name: str, value: Any) -> None:
+    """At once, so that it is there even if this process ends in the next moment."""
+    with (directory / f"{os.getpid()}{SUFFIX}").open("ab") as file:
+        pickle.dump((name, value), file)
+
+
+def read(directory: Path) -> list[Note]:
+    """Each process's values by name, in the order of the ranks."""
+    notes = [dict(_values(path)) for path in directory.glob(f"*{SUFFIX}")]
+    return sorted(notes, key=lambda note: note.get("facts", {}).get("rank", -1))
+
+
+def _values(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        while True:
+            try:
+                yield pickle.load(file)
+            except (EOFError, pickle.UnpicklingError):  # the end, or killed while it wrote
+                return

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dpframe import lean
 from dpframe.data import move, permutation
 from dpframe.task import Task, optimizer_of
-from dpframe.testing.course import Course
+from dpframe.testing.course import Course, why_not
 
 Output = dict[str, Any]
 Log = list[tuple[int, dict[str, float]]]
@@ -174,3 +174,111 @@ class _Loop:
 
 def _named(kind: str, numbers: dict[str, float]) -> dict[str, float]:
     return {f"{kind}/{name}": value for name, value in numbers.items()}
+
+
+# ---- what can be compared at all
+
+NEAR = 1e-9
+
+
+class Separable(NamedTuple):
+    """`reason` is why the curve can't be compared; `others` are metrics that are no such means."""
+
+    reason: str = ""
+    others: frozenset[str] = frozenset()
+
+
+def separable(course: Course) -> Separable:
+    """Tries it: a batch's numbers against the means of what its halves give."""
+    task, data = course.build()
+    if reason := why_not(task):
+        return Separable(reason)
+    task.double().train()
+    data.setup()
+    train: Any = data.train_dataset()
+    rows = torch.arange(min(course.batch_size, len(train)))
+    whole, halves = Sums(), Sums()
+    with torch.no_grad():
+        for sums, parts in ((whole, [rows]), (halves, rows.tensor_split(2))):
+            for part in filter(len, parts):
+                batch = data.collate([train[int(row)] for row in part])
+                sums.add(task.training_step(move(batch, torch.device("cpu"), torch.float64)), part)
+    one, two = whole.means(), halves.means()
+    apart = frozenset(name for name in one if not _is_near(one[name], two[name]))
+    if "loss" not in apart:
+        return Separable(others=apart)
+    return Separable(
+        f"the loss of its first {len(rows)} rows is {one['loss']:.6g} in one batch and "
+        f"{two['loss']:.6g} in two: it is no mean over rows, or draws random numbers"
+    )
+
+
+def _is_near(one: float, two: float) -> bool:
+    return abs(one - two) <= NEAR * max(abs(one), abs(two), 1e-300) or one != one
+
+
+# ---- how far two runs are apart: the largest relative difference, and where it is
+
+Weights = list[tuple[str, Tensor]]
+INFINITY = float("inf")
+
+
+class Apart(NamedTuple):
+    """`where` reads on after "first apart" or "most apart"."""
+
+    most: float
+    where: str = ""
+
+
+def weights_apart(given: Weights, wanted: Weights) -> float:
+    return weights_compared(given, wanted).most
+
+
+def weights_compared(given: Weights, wanted: Weights) -> Apart:
+    """Tensor by tensor in their order: their names are another check's."""
+    if [t.shape for _, t in given] != [t.shape for _, t in wanted]:
+        names = ", ".join(name for name, _ in given)
+        return Apart(INFINITY, f"these are not the task's own tensors: {names}")
+    apart = [(_of(mine, its), name) for (name, its), (_, mine) in zip(wanted, given, strict=True)]
+    most, name = max(apart, default=(0.0, ""))
+    return Apart(most, f"most in {name}")
+
+
+def logs_compared(given: Log, wanted: Log, names: set[str], tolerance: float) -> Apart:
+    """Where they are first apart: later numbers follow from that one."""
+    if [step for step, _ in given] != [step for step, _ in wanted]:
+        return Apart(INFINITY, f"{len(given)} points were logged, {len(wanted)} are due")
+    apart, where = 0.0, ""
+    largest = {name: _largest(wanted, name) for name in names}
+    for (step, numbers), (_, its) in zip(given, wanted, strict=True):
+        for name in sorted(its.keys() & names):
+            here = _relative(numbers.get(name, INFINITY), its[name], largest[name])
+            if not here <= tolerance and not where:
+                where = f"first in {name} at step {step}: {numbers.get(name)}, not {its[name]}"
+            apart = max(apart, here)
+    return Apart(apart, where)
+
+
+def _of(given: Tensor, wanted: Tensor) -> float:
+    """Relative to the largest number of the tensor."""
+    if not wanted.numel():
+        return 0.0
+    largest = float(wanted.double().abs().max())
+    return _known(float((given.double() - wanted.double()).abs().max()) / (largest or 1.0))
+
+
+def _relative(given: float, wanted: float, largest: float) -> float:
+    """A number that is nearly 0 by chance, as a loss of one row, has lost its last digits."""
+    if given != given and wanted != wanted:
+        return 0.0  # both say that there is no such number
+    return _known(abs(given - wanted) / (max(abs(wanted), largest / 1000) or 1.0))
+
+
+def _largest(log: Log, name: str) -> float:
+    known = [abs(numbers[name]) for _, numbers in log if numbers.get(name) is not None]
+    return max((number for number in known if number == number), default=0.0)
+
+
+def _known(number: float) -> float:
+    """What is not a number is apart from every number."""
+    return number if number == number else INFINITY

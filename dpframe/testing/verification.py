@@ -15,14 +15,12 @@ from dpframe.errors import UserError
 from dpframe.strategies import ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.fault import RankFailed
-from dpframe.testing import notes
 from dpframe.testing.checks import chosen, judged, needed
 from dpframe.testing.course import Recipe
 from dpframe.testing.evidence import Evidence
-from dpframe.testing.found import TOLERANCE, counted
 from dpframe.testing.leftovers import Leftovers
-from dpframe.testing.measure import Plan, measure
-from dpframe.testing.report import Finding, Report
+from dpframe.testing.measure import Plan, measure, read
+from dpframe.testing.report import TOLERANCE, Finding, Report, counted
 
 GIVE_UP_SECONDS = 300.0
 
@@ -58,7 +56,7 @@ def _report(plan: Plan, names: list[str]) -> Report:
     returned, failure = _launched(made, plan)
     torch.set_num_threads(1)  # no pool of threads: the next job's ranks may be forked, too
     has_failed = failure is not None
-    evidence = Evidence(plan, notes.read(plan.directory), returned, before.found(), has_failed)
+    evidence = Evidence(plan, read(plan.directory), returned, before.found(), has_failed)
     findings = [judged(name, evidence) for name in names]
     if failure is not None:
         causes = _broken(evidence, failure), judged("launch", evidence).cause
@@ -82,7 +80,7 @@ def _launched(made: Strategy, plan: Plan) -> tuple[object, Failure | None]:
     try:
         return made.launch(measure, plan), None
     except Exception as error:
-        has_begun = any("facts" in note for note in notes.read(plan.directory))
+        has_begun = any("facts" in note for note in read(plan.directory))
         if isinstance(error, UserError) and not has_begun:
             raise  # it was asked for what it can't do, which is no fault of its
         has_hung = time.monotonic() - began >= plan.give_up_seconds

@@ -6,9 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dpframe.testing.apart import Weights, weights_apart
 from dpframe.testing.course import Course
-from dpframe.testing.reference import Measure, Way, exact, trained, weight_of
+from dpframe.testing.reference import (
+    Measure,
+    Way,
+    Weights,
+    exact,
+    trained,
+    weight_of,
+    weights_apart,
+)
 
 Cut = Callable[[Tensor], list[Tensor]]
 
