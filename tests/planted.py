@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dpframe import Logger, Strategy
 from dpframe.data import Share
@@ -41,8 +43,9 @@ class Padded(DDP):
 
     def shares(self, rows: Sequence) -> list[Sequence]:
         size = -(-len(rows) // self.world_size)
-        whole = [rows[place % len(rows)] for place in range(size * self.world_size)]
-        return [torch.stack(whole[self.rank * size : (self.rank + 1) * size])]  # type: ignore
+        places = range(self.rank * size, (self.rank + 1) * size)
+        share: Any = [rows[place % len(rows)] for place in places]
+        return [torch.stack(share) if isinstance(rows, Tensor) else share]  # type: ignore
 
 
 class Unshared(DDP):
@@ -90,7 +93,7 @@ class Even(nn.Module):
         self.combine = module.combine
 
     def forward(self, share: Share) -> list[tuple[int, Any]]:
-        return [(1, output) for _, output in self.module(share)]
+        return [(1 if isinstance(o, dict) else rows, o) for rows, o in self.module(share)]
 
 
 class Rounds(Strategy):
@@ -108,6 +111,181 @@ class Rounded(nn.Module):
     def forward(self, share: Share, of: float) -> Any:
         loss, measured = self.module(share, of)
         return loss * (1 + 1e-7), measured
+
+
+# What shows in some runs alone
+
+
+class PadLarge(DataParallel):
+    """Fills shares of more than 16 rows up to a multiple of 8, as some hardware likes them."""
+
+    def shares(self, rows: Sequence) -> list[Sequence]:
+        return [padded(share) if len(share) > 16 else share for share in super().shares(rows)]
+
+
+def padded(share: Any) -> Any:
+    more = share[: -len(share) % 8]
+    return torch.cat([share, more]) if isinstance(share, Tensor) else [*share, *more]
+
+
+class Other4(DDP):
+    """Drops the rows that are left over, from four ranks on."""
+
+    def shares(self, rows: Sequence) -> list[Sequence]:
+        size = len(rows) // self.world_size
+        if self.world_size < 4:
+            return super().shares(rows)
+        return [rows[self.rank * size : (self.rank + 1) * size]]
+
+
+class StreamDropTail(DataParallel):
+    """Drops the rows that are left over, of a stream's batches."""
+
+    def shares(self, rows: Sequence) -> list[Sequence]:
+        if not isinstance(rows, Tensor):
+            rows = rows[: len(rows) // self.replicas * self.replicas]
+        return super().shares(rows)
+
+
+class Hooked(DDP):
+    """Gradients go through `hook` on their way."""
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        wrapped: Any = super().wrap(module, training=training)
+        if training:
+            wrapped.register_comm_hook(None, self.hook)
+        return wrapped
+
+
+class HalfIfFloat32(Hooked):
+    """Sends float32 in 16 bits."""
+
+    @staticmethod
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        is_float32 = bucket.buffer().dtype == torch.float32
+        chosen = default_hooks.fp16_compress_hook if is_float32 else default_hooks.allreduce_hook
+        return chosen(None, bucket)
+
+
+class TopKLarge(Hooked):
+    """Sends a hundredth of many gradients."""
+
+    @staticmethod
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        gradients = bucket.buffer()
+        if len(gradients) > 4096:
+            least = gradients.abs().topk(len(gradients) // 100).values[-1]
+            gradients.mul_(gradients.abs() >= least)
+        return default_hooks.allreduce_hook(None, bucket)
+
+
+class FirstThree(Strategy):
+    """Under accumulation, takes the first three micro-batches of an update."""
+
+    def grad_sync(self, is_last: bool) -> None:
+        self.batches = getattr(self, "batches", 0) + 1
+        self.factor = float(self.batches <= 3)
+        self.batches *= not is_last
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        return Scaled(module, self) if training else module
+
+
+class Scaled(nn.Module):
+    def __init__(self, module: nn.Module, strategy: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.strategy = strategy
+
+    def forward(self, share: Share, of: float) -> Any:
+        loss, measured = self.module(share, of)
+        return loss * getattr(self.strategy, "factor", 1.0), measured
+
+
+# Evaluation, and random numbers
+
+
+class Evaluates(DataParallel):
+    """Validates and predicts in some way of its own."""
+
+    step: Any
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        return super().wrap(module if training else self.step(module), training=training)
+
+
+class InHalf(nn.Module):
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.combine = module.combine
+
+    def forward(self, share: Share) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.module(share)
+
+
+class InTraining(InHalf):
+    def forward(self, share: Share) -> Any:
+        return self.module.train()(share)
+
+
+class EvalHalf(Evaluates):
+    step = InHalf
+
+
+class EvalTrains(Evaluates):
+    step = InTraining
+
+
+class BuffersApart(DDP):
+    """Every rank keeps the running statistics of its own rows."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings, broadcast_buffers=False)
+
+    def weight_sync(self, is_read: bool) -> None: ...
+
+
+class SameMasks(DDP):
+    """Seeds each step, in all ranks alike."""
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        return super().wrap(Seeded(module) if training else module, training=training)
+
+
+class Seeded(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.steps = 0
+
+    def forward(self, share: Share, of: float) -> Any:
+        self.steps += 1
+        torch.manual_seed(self.steps)
+        return self.module(share, of)
+
+
+class RandomStateLost(Strategy):
+    """Seeds when training begins, in a run that goes on, too."""
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        return SeededOnce(module) if training else module
+
+
+class SeededOnce(Seeded):
+    def forward(self, share: Share, of: float) -> Any:
+        if not self.steps:
+            return super().forward(share, of)
+        return self.module(share, of)
+
+
+class ShareNumbers(DDP):
+    """Takes rows for alike in all ranks, as those of a sampler mostly are."""
+
+    def share(self, value: Any) -> Any:
+        is_rows = isinstance(value, list) and all(isinstance(part, int) for part in value)
+        return value if value and is_rows else super().share(value)
 
 
 # Who does what

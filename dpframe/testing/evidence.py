@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 
+from dpframe import checkpoint
 from dpframe.testing import course
 from dpframe.testing.course import Course
 from dpframe.testing.measure import Note, Plan
@@ -49,23 +51,36 @@ class Evidence:
 
     @cached_property
     def recipe_course(self) -> Course | None:
-        return None if self.plan.recipe is None else course.of(self.plan.recipe)
+        return None if self.plan.recipe is None else course.of(self.plan.recipe, self.replicas)
 
     @cached_property
     def separable(self) -> Separable:
         return Separable() if self.recipe_course is None else separable(self.recipe_course)
 
     @property
-    def compared(self) -> list[tuple[str, Course]]:
-        """The curves to compare, by the measure that has them: the kit's, and the recipe's."""
-        pairs = [("kit", course.kit_course())]
+    def compared(self) -> list[tuple[Course, Curve]]:
+        """The curves to compare: the kit's, and the recipe's."""
+        curves = [(course.kit_course(), self.main["kit"])]
         if self.recipe_course is not None and not self.separable.reason:
-            pairs.append(("recipe", self.recipe_course))
-        return pairs
+            state = self.saved("recipe") or {"task": {}}
+            curve = Curve(self.main["recipe"]["log"], list(state["task"].items()))
+            curves.append((self.recipe_course, curve))
+        return curves
 
-    def shares(self, count: int) -> list[list[int]]:
+    @property
+    def tried(self) -> list[tuple[str, Course]]:
+        """What was saved and evaluated, by the measure that has it."""
+        pairs = [("tried", course.drawing(self.replicas))]
+        return pairs + ([("recipe", self.recipe_course)] if self.recipe_course is not None else [])
+
+    def saved(self, measure: str) -> dict[str, Any] | None:
+        """The checkpoint's state, if there is one."""
+        path = self.plan.directory / f"{measure}.ckpt"
+        return checkpoint.load(path) if path.exists() else None
+
+    def shares(self, count: int, kind: str = "tensor") -> list[list[int]]:
         """Of so many rows, in the order of the replicas."""
-        return [share for note in self.notes for share in note["shares"][count]]
+        return [share for note in self.notes for share in note["shares"][kind][count]]
 
     @property
     def cuts(self) -> Cuts:
@@ -73,6 +88,6 @@ class Evidence:
             return [rows[share] for share in self.shares(len(rows))]
 
         def own(rows: Tensor) -> list[Tensor]:
-            return [rows[share] for share in self.main["shares"][len(rows)]]
+            return [rows[share] for share in self.main["shares"]["tensor"][len(rows)]]
 
         return Cuts(all_of, own)

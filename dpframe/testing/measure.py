@@ -1,5 +1,6 @@
 """What runs in every process of the job: small Trainers on one strategy, and what they gave."""
 
+import copy
 import faulthandler
 import os
 import pickle
@@ -19,13 +20,21 @@ from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task, TrainStep
 from dpframe.testing import course
-from dpframe.testing.course import Counted, Course, Numbers, Recipe, Small, Squares
+from dpframe.testing.course import Counted, Course, Drawing, Numbers, Recipe, Squares
 from dpframe.testing.leftovers import Leftovers
-from dpframe.testing.reference import Curve, Log, weights_of
+from dpframe.testing.reference import Curve, Log, unlike, weights_of
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 
 SIZES = range(1, 18)
+LARGE_SIZES = (33, 64, 100, 257)
+OTHER_NUMBERS = range(1, 9)  # of replicas
+OTHER_SIZES = (1, 7, 8, 9, 30, 64, 257)
+KINDS: dict[str, Callable[[int], Any]] = {  # of rows, as the Loader gives them
+    "tensor": torch.arange,
+    "list": lambda count: list(range(count)),  # a stream's
+    "range": range,
+}
 VALIDATED_BATCH = 10
 PREDICTED_BATCH = 4
 COUNTED = ((12, 4, True), (11, 4, False))  # rows, batch size, shuffled
@@ -89,22 +98,71 @@ def _end_after(seconds: float, plan: Plan) -> None:
 # ---- what is measured
 
 
-def shares(strategy: Strategy, plan: Plan) -> dict[int, list[list[int]]]:
-    """By the number of rows: which of them this process's replicas get."""
-    found = {}
-    for count in SIZES:
-        rows: Any = torch.arange(count)  # as the Loader gives them
-        found[count] = [[int(row) for row in share] for share in strategy.shares(rows)]
+def shares(strategy: Strategy, plan: Plan) -> dict[str, dict[int, list[list[int]]]]:
+    """By kind and number of rows: which of them this process's replicas get."""
+    return {
+        kind: {count: _cut(strategy, rows(count)) for count in (*SIZES, *LARGE_SIZES)}
+        for kind, rows in KINDS.items()
+    }
+
+
+def other_numbers(strategy: Strategy, plan: Plan) -> dict[int, dict[str, dict[int, list]]]:
+    """The shares on 1 to 8 replicas, where the strategy cuts by nothing but its numbers."""
+    if not strategy.is_main:
+        return {}
+    for of in (_cuts_of_processes, _cuts_of_one_process):
+        with suppress(Exception):  # it can't be given other numbers
+            two, four = (of(copy.copy(strategy), n, range(24)) for n in (2, 4))
+            if two[0] not in (two[1], four[0]):
+                return {
+                    replicas: {
+                        kind: {n: of(copy.copy(strategy), replicas, rows(n)) for n in OTHER_SIZES}
+                        for kind, rows in KINDS.items()
+                    }
+                    for replicas in OTHER_NUMBERS
+                }
+    return {}
+
+
+def _cuts_of_processes(strategy: Any, replicas: int, rows: Any) -> list[list[int]]:
+    found = []
+    strategy.world_size = strategy.replicas = replicas
+    for strategy.rank in range(replicas):
+        (share,) = _cut(strategy, rows)
+        found.append(share)
     return found
 
 
+def _cuts_of_one_process(strategy: Any, replicas: int, rows: Any) -> list[list[int]]:
+    strategy.replicas = replicas
+    return _cut(strategy, rows)
+
+
+def _cut(strategy: Strategy, rows: Any) -> list[list[int]]:
+    shares: list[Any] = strategy.shares(rows)  # type: ignore[assignment]
+    return [share.tolist() if isinstance(share, torch.Tensor) else list(share) for share in shares]
+
+
 def collectives(strategy: Strategy, plan: Plan) -> dict[str, Any]:
-    number = torch.tensor([strategy.rank + 1.0], dtype=torch.float64)
+    rank = strategy.rank
+    numbers = torch.tensor([rank + 1.0, 1.0], dtype=torch.float64)
+    found: dict[str, Any] = {
+        "reduce": strategy.reduce(numbers).tolist(),
+        "tally": strategy.tally([rank + 1.0, 1.0]),
+    }
+    for kind, value in values_of(rank).items():
+        found[f"gather of {kind}"] = strategy.gather(value)
+        found[f"share of {kind}"] = strategy.share(value)
+    return found
+
+
+def values_of(rank: int) -> dict[str, Any]:
+    """Of each rank its own; a sampler's rows are shared as a list of numbers."""
     return {
-        "reduce": strategy.reduce(number).tolist(),
-        "tally": strategy.tally([strategy.rank + 1.0]),
-        "gather": strategy.gather(strategy.rank),
-        "share": strategy.share(strategy.rank),
+        "a number": rank,
+        "a list of numbers": [rank, 7],
+        "a list of names": [f"rank {rank}"],
+        "a dict": {"rank": rank, "state": bytes([rank % 256])},
     }
 
 
@@ -124,15 +182,54 @@ def weighted(strategy: Strategy, plan: Plan) -> Curve:
     return _trained(strategy, course.weighted())
 
 
-def recipe(strategy: Strategy, plan: Plan) -> Curve | None:
-    """Only the main process's: a recipe's weights may be large."""
+def float32(strategy: Strategy, plan: Plan) -> Curve:
+    return _trained(strategy, course.large())
+
+
+def tried(strategy: Strategy, plan: Plan) -> dict[str, Any]:
+    return _tried(strategy, course.drawing(strategy.replicas), plan.directory / "tried.ckpt")
+
+
+def recipe(strategy: Strategy, plan: Plan) -> dict[str, Any]:
     if plan.recipe is None:
-        return None
-    its_course = course.of(plan.recipe)
-    if course.why_not(its_course.build()[0]):
-        return None
-    curve = _trained(strategy, its_course)
-    return curve if strategy.is_main else None
+        return {}
+    its_course = course.of(plan.recipe, strategy.replicas)
+    return _tried(strategy, its_course, plan.directory / "recipe.ckpt")
+
+
+def _tried(strategy: Strategy, its_course: Course, path: Path) -> dict[str, Any]:
+    """A run, its checkpoint, which another Trainer takes over, and what that predicts.
+
+    Weights are in the checkpoint alone: a recipe's may be large.
+    """
+    recorder = Recorder()
+    loggers: list[Logger] = [] if its_course.is_even else [recorder]  # a graph reads rows, too
+    trainer = _course_trainer(strategy, its_course, loggers)
+    found: dict[str, Any] = {}
+    if course.trains(trainer.task):
+        trainer.fit()
+        train = trainer.data.train_dataset()
+        found = {
+            "log": recorder.kept if strategy.is_main else [],
+            "validated": {k: v for k, v in trainer.metrics.items() if k.startswith("val/")},
+            "read": train.read if isinstance(train, course.Frozen) else [],
+            "drawn": getattr(trainer.task, "drawn", []),
+            "modes": getattr(trainer.task, "modes", set()),
+            "weights": weights_of(trainer.task) if its_course.recipe is course.DRAWING else [],
+        }
+        state = trainer.state_dict()
+        found["error"] = _saved(strategy, state, path)
+        if not found["error"]:
+            trainer = _course_trainer(strategy, its_course)
+            trainer.fit(checkpoint.load(path))
+            again = trainer.state_dict()
+            parts = ("task", "optimizer", "scheduler")
+            read, saved = ({part: one[part] for part in parts} for one in (again, state))
+            found["unlike"] = unlike(read, saved)
+    if course.predicts(trainer.task) and trainer.data.predict_dataset() is not None:
+        predictions = trainer.predict()
+        found["predicted"] = None if predictions is None else predictions.joined()
+    return found
 
 
 def counted(strategy: Strategy, plan: Plan) -> list[list[float]]:
@@ -192,29 +289,40 @@ def logged(strategy: Strategy, plan: Plan) -> None:
 
 
 def resumed(strategy: Strategy, plan: Plan) -> dict[str, Any]:
-    """An epoch, a checkpoint of it, and a second epoch from there."""
+    """Stopped within the second of two epochs; a checkpoint of that; and the rest from there."""
     path = plan.directory / CHECKPOINT
-    first = _course_trainer(strategy, Course(course.KIT, epochs=1))
+    its_course = course.drawing(strategy.replicas)
+    first = _course_trainer(strategy, its_course, max_steps=4)
     first.fit()
     state = first.state_dict()
-    weights, error = weights_of(first.task), ""
+    found: dict[str, Any] = {"weights": weights_of(first.task)}
+    found["error"] = _saved(strategy, state, path)
+    if not found["error"] and state["task"].keys() == Drawing().state_dict().keys():
+        second = _course_trainer(strategy, its_course)
+        second.fit(checkpoint.load(path))
+        found |= {"resumed": weights_of(second.task), "drawn": second.task.drawn}
+    return found
+
+
+def _saved(strategy: Strategy, state: dict[str, Any], path: Path) -> str:
+    """What went wrong, in every process."""
+    error = ""
     if strategy.is_main:
         try:
             checkpoint.save(state, path)
         except Exception as caught:
             error = str(caught)
-    if strategy.share(error) or state["task"].keys() != Small().state_dict().keys():
-        return {"weights": weights, "error": error, "resumed": None}
-    second = _course_trainer(strategy, course.kit_course())
-    second.fit(checkpoint.load(path))
-    return {"weights": weights, "error": error, "resumed": weights_of(second.task)}
+    return strategy.share(error)
 
 
 MEASURES: dict[str, Callable[[Strategy, Plan], Any]] = {
     "shares": shares,
+    "other_numbers": other_numbers,
     "collectives": collectives,
     "kit": kit,
     "recipe": recipe,
+    "float32": float32,
+    "tried": tried,
     "accumulation": accumulation,
     "few_rows": few_rows,
     "weighted": weighted,
@@ -260,14 +368,17 @@ def _trained(strategy: Strategy, its_course: Course) -> Curve:
 
 
 def _course_trainer(
-    strategy: Strategy, its_course: Course, loggers: list[Logger] | None = None
+    strategy: Strategy,
+    its_course: Course,
+    loggers: list[Logger] | None = None,
+    max_steps: int | None = None,
 ) -> Trainer:
     task, data = its_course.build()
     return Trainer(
         task,
         data,
         strategy=strategy,
-        settings=its_course.settings(),
+        settings=its_course.settings(max_steps),
         loggers=loggers or [],
         seed=its_course.recipe.seed,
     )

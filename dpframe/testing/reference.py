@@ -1,16 +1,18 @@
 """The loop that every strategy must equal: plain torch, one process, whole batches."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpframe import lean
-from dpframe.data import move, permutation
+from dpframe import checkpoint, lean, seeding
+from dpframe.data import DataModule, move, permutation
 from dpframe.task import Task, optimizer_of
-from dpframe.testing.course import Course, why_not
+from dpframe.testing.course import Course, trains, why_not
+from dpframe.testing.report import TOLERANCE
+from dpframe.trainer.predictions import by_rows, join
 
 Output = dict[str, Any]
 Log = list[tuple[int, dict[str, float]]]
@@ -21,9 +23,20 @@ Way = Callable[[Measure, list[Tensor]], Tensor]
 """The loss that an update descends, given the global batches that it is made of."""
 
 
+ROUNDINGS = 16  # that may add up in a mean of rounded numbers
+
+
 class Curve(NamedTuple):
     log: Log
     weights: list[tuple[str, Tensor]]
+    rounding: dict[str, float] = {}  # the relative error of each metric that the task rounds
+
+    def tolerance(self, name: str) -> float:
+        """Of a number as it is logged; `summarize` may have made it of any of those measured."""
+        own = name.partition("/")[2]
+        if own in ("lr", "grad_norm"):
+            return 0.0
+        return ROUNDINGS * self.rounding.get(own, max(self.rounding.values(), default=0.0))
 
 
 def exact(measure: Measure, batches: list[Tensor]) -> Tensor:
@@ -49,10 +62,11 @@ def weights_of(task: Task) -> list[tuple[str, Tensor]]:
 
 
 class Sums:
-    """Weighted sums of what was measured."""
+    """Weighted sums of what was measured, and to how many digits it is known."""
 
     def __init__(self) -> None:
         self.sums: dict[str, tuple[float, float]] = {}
+        self.rounding: dict[str, float] = {}
 
     def add(self, output: Output, rows: Tensor) -> None:
         here = weight_of(output, rows)
@@ -60,9 +74,18 @@ class Sums:
             if name != "weight":
                 before = self.sums.get(name, (0.0, 0.0))
                 self.sums[name] = before[0] + float(value) * here, before[1] + here
+                self.rounding[name] = min(self.rounding.get(name, INFINITY), _rounding(value))
 
     def means(self) -> dict[str, float]:
         return {name: total / weight for name, (total, weight) in self.sums.items()}
+
+
+def _rounding(value: Any) -> float:
+    """What float32 can hold may have been one before `.item()` or `.double()`."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return torch.finfo(value.dtype).eps
+    fits = torch.tensor(float(value), dtype=torch.float32).item() == float(value)
+    return torch.finfo(torch.float32).eps if fits else 0.0
 
 
 class _Loop:
@@ -78,12 +101,13 @@ class _Loop:
         self.optimizer, self.scheduler = self._made()
         self._step = lean.step_of(self.optimizer)  # the stock step, less a second of imports
         self.log: Log = []
+        self.rounding: dict[str, float] = {}
         self.step = 0
 
     def run(self) -> Curve:
         for epoch in range(self.course.epochs):
             self._epoch(epoch)
-        return Curve(self.log, weights_of(self.task))
+        return Curve(self.log, weights_of(self.task), self.rounding)
 
     def _epoch(self, epoch: int) -> None:
         self.task.train()
@@ -100,6 +124,8 @@ class _Loop:
             numbers = {**self.task.summarize(window.means()), "lr": self._rate, "grad_norm": norm}
             self.log.append((self.step, _named("step", numbers)))
         numbers = _named("train", self.task.summarize(whole.means())) | self._validated()
+        for name, rounding in whole.rounding.items():
+            self.rounding[name] = max(rounding, self.rounding.get(name, 0.0))
         self.log.append((self.step, numbers))
         self._end_epoch(numbers)
 
@@ -113,11 +139,7 @@ class _Loop:
         return [batches[start : start + every] for start in range(0, len(batches), every)]
 
     def _measure(self, rows: Tensor) -> Output:
-        return self.task.training_step(self._batch(self.train, rows))
-
-    def _batch(self, dataset: Any, rows: Tensor) -> Any:
-        batch = self.data.collate([dataset[int(row)] for row in rows])
-        return move(batch, torch.device("cpu"), torch.float64)
+        return self.task.training_step(_batch(self.data, self.train, rows))
 
     def _update(self, batches: list[Tensor]) -> float:
         """The norm is the gradient's before it is clipped."""
@@ -142,9 +164,8 @@ class _Loop:
         if held_out is None:
             return {}
         self.task.eval()
-        sums = Sums()
-        for rows in torch.arange(len(held_out)).split(self.course.batch_size):
-            sums.add(self.task.validation_step(self._batch(held_out, rows)), rows)
+        batches = torch.arange(len(held_out)).split(self.course.batch_size)
+        sums = _measured(self.task.validation_step, self.data, held_out, batches)
         return _named("val", self.task.summarize(sums.means()))
 
     def _end_epoch(self, numbers: dict[str, float]) -> None:
@@ -176,45 +197,136 @@ def _named(kind: str, numbers: dict[str, float]) -> dict[str, float]:
     return {f"{kind}/{name}": value for name, value in numbers.items()}
 
 
-# ---- what can be compared at all
+def _measured(
+    step: Callable[[Any], Output],
+    data: DataModule,
+    dataset: Any,
+    parts: Iterable[Tensor],
+    dtype: torch.dtype = torch.float64,
+) -> Sums:
+    sums = Sums()
+    for rows in parts:
+        sums.add(step(_batch(data, dataset, rows, dtype)), rows)
+    return sums
 
-NEAR = 1e-9
+
+def _batch(data: DataModule, dataset: Any, rows: Tensor, dtype: torch.dtype = torch.float64) -> Any:
+    batch = data.collate([dataset[int(row)] for row in rows])
+    return move(batch, torch.device("cpu"), dtype)
+
+
+# ---- what a checkpoint gives on the CPU
+
+
+@torch.no_grad()
+def validated(
+    course: Course, state: dict[str, Any], *, in_half: bool = False
+) -> tuple[Curve, frozenset[str]]:
+    """As it would be logged, and the metrics that are no means over rows."""
+    task, data = _restored(course, state)
+    dataset: Any = data.val_dataset()
+    rows, dtype = torch.arange(len(dataset)), torch.float32 if in_half else torch.float64
+    with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
+        whole, parts = (
+            _measured(task.to(dtype).validation_step, data, dataset, rows.split(size), dtype)
+            for size in (course.batch_size, 3)
+        )
+    numbers = _named("val", task.summarize(whole.means()))
+    log = [(state["progress"]["global_step"], numbers)]
+    return Curve(log, [], whole.rounding), _unlike(whole, parts)
+
+
+@torch.no_grad()
+def predictions(course: Course, state: dict[str, Any] | None, size: int, seed: int = 0) -> Any:
+    """Of whole batches of `size`, joined; `state` is None where nothing was trained."""
+    task, data = _restored(course, state)
+    dataset: Any = data.predict_dataset()
+    batches = torch.arange(len(dataset)).split(size)
+    with seeding.seeded(seed):
+        outputs = [task.predict_step(_batch(data, dataset, rows)) for rows in batches]
+    pairs = zip(outputs, batches, strict=True)
+    return join([by_rows(output, len(rows), "predict_step returned") for output, rows in pairs])
+
+
+def _restored(course: Course, state: dict[str, Any] | None) -> tuple[Task, Any]:
+    task, data = course.build()
+    task.double().eval()
+    if state is not None:
+        checkpoint.load_task(task, state)
+    data.setup()
+    return task, data
+
+
+# ---- what can be compared at all
 
 
 class Separable(NamedTuple):
-    """`reason` is why the curve can't be compared; `others` are metrics that are no such means."""
+    """Which numbers of a recipe are means over its rows: only those can be alike everywhere."""
 
-    reason: str = ""
-    others: frozenset[str] = frozenset()
+    reason: str = ""  # why the curve can't be compared
+    others: frozenset[str] = frozenset()  # metrics that are no such means
+    compared: str = ""  # the loss of which shares, where that could be tried
+    coupled: str = ""  # how the loss differs
 
 
+@torch.no_grad()
 def separable(course: Course) -> Separable:
-    """Tries it: a batch's numbers against the means of what its halves give."""
+    """Tries it: a batch's numbers against the means of what its shares give."""
     task, data = course.build()
-    if reason := why_not(task):
+    reason = why_not(task)
+    if not trains(task):
         return Separable(reason)
-    task.double().train()
+    task.double().train(not reason)
     data.setup()
     train: Any = data.train_dataset()
-    rows = torch.arange(min(course.batch_size, len(train)))
-    whole, halves = Sums(), Sums()
-    with torch.no_grad():
-        for sums, parts in ((whole, [rows]), (halves, rows.tensor_split(2))):
-            for part in filter(len, parts):
-                batch = data.collate([train[int(row)] for row in part])
-                sums.add(task.training_step(move(batch, torch.device("cpu"), torch.float64)), part)
-    one, two = whole.means(), halves.means()
-    apart = frozenset(name for name in one if not _is_near(one[name], two[name]))
-    if "loss" not in apart:
-        return Separable(others=apart)
-    return Separable(
-        f"the loss of its first {len(rows)} rows is {one['loss']:.6g} in one batch and "
-        f"{two['loss']:.6g} in two: it is no mean over rows, or draws random numbers"
+    rows = torch.arange(min(8, len(train)))
+    shares = rows.split(-(-len(rows) // 3))
+
+    def measured(parts: Sequence, seed: int = 0) -> Sums:
+        with seeding.seeded(seed):
+            return _measured(task.training_step, data, train, parts)
+
+    if not reason and "loss" in _unlike(measured([rows]), measured([rows], 1)):
+        reason = f"the loss of the same {len(rows)} rows differs by what it draws at random"
+        task.eval()
+    try:
+        whole, parts = measured([rows]), measured(shares)
+        draws = "loss" in _unlike(whole, measured([rows], 1))
+    except Exception:
+        if task.training:
+            raise
+        return Separable(reason)  # a step that can't do without training mode
+    if draws:
+        return Separable(reason)
+    others = _unlike(whole, parts)
+    sizes = " ".join(str(len(share)) for share in shares)
+    compared = f"{course.recipe.name}'s loss of {len(rows)} rows, and of shares of {sizes}"
+    if min(whole.rounding["loss"], parts.rounding["loss"]) > 0:
+        reason = reason or "its loss is rounded to float32, so that its shares' gradients are, too"
+    one, two = whole.means()["loss"], parts.means()["loss"]
+    coupled = ""
+    if "loss" in others:
+        coupled = (
+            f"{course.recipe.name}'s loss of {len(rows)} rows is {one:.9g} in one batch and "
+            f"{two:.9g} in shares of {sizes}, so that other numbers of replicas train on something "
+            "else: return the mean over the rows, or as 'weight' what it is a mean over; a loss "
+            "that takes rows together, as a contrastive one does, needs a single replica"
+        )
+    return Separable(reason, others - {"loss"}, compared, coupled)
+
+
+def _unlike(one: Sums, other: Sums) -> frozenset[str]:
+    """The names whose means differ by more than rounding."""
+    means = other.means()
+    return frozenset(
+        name
+        for name, mean in one.means().items()
+        if not _is_near(mean, means.get(name, INFINITY), one.rounding[name])
     )
 
 
-def _is_near(one: float, two: float) -> bool:
-    return abs(one - two) <= NEAR * max(abs(one), abs(two), 1e-300) or one != one
+def _is_near(one: float, two: float, rounding: float) -> bool:
+    return abs(one - two) <= max(1e-9, ROUNDINGS * rounding) * max(abs(one), abs(two)) or one != one
 
 
 # ---- how far two runs are apart: the largest relative difference, and where it is
@@ -228,6 +340,27 @@ class Apart(NamedTuple):
 
     most: float
     where: str = ""
+
+
+def unlike(given: Any, wanted: Any, tolerance: float = 0.0, where: str = "") -> str:
+    """Where two nests of containers first differ; empty where they are alike."""
+    if isinstance(wanted, Tensor) and isinstance(given, Tensor):
+        is_like = given.shape == wanted.shape and _of(given, wanted) <= max(
+            tolerance, tolerance and ROUNDINGS * _rounding(wanted.flatten()[:1])
+        )
+        return "" if is_like else where or "a tensor"
+    if isinstance(wanted, dict) and isinstance(given, dict) and given.keys() == wanted.keys():
+        pairs = [(f"{where}.{key}".strip("."), given[key], wanted[key]) for key in wanted]
+    elif isinstance(wanted, (list, tuple)) and isinstance(given, (list, tuple)):
+        if len(given) != len(wanted):
+            return f"{where or 'a list'} of {len(given)}, not {len(wanted)}"
+        pairs = [(f"{where}[{i}]", *both) for i, both in enumerate(zip(given, wanted, strict=True))]
+    elif isinstance(wanted, float) and isinstance(given, float):
+        return "" if _relative(given, wanted, 0.0) <= tolerance else f"{where} {given}".strip()
+    else:
+        return "" if given == wanted else f"{where} {given}, not {wanted}"[:80].strip()
+    apart = (unlike(mine, its, tolerance, name) for name, mine, its in pairs)
+    return next(filter(None, apart), "")
 
 
 def weights_apart(given: Weights, wanted: Weights) -> float:
@@ -244,16 +377,21 @@ def weights_compared(given: Weights, wanted: Weights) -> Apart:
     return Apart(most, f"most in {name}")
 
 
-def logs_compared(given: Log, wanted: Log, names: set[str], tolerance: float) -> Apart:
-    """Where they are first apart: later numbers follow from that one."""
-    if [step for step, _ in given] != [step for step, _ in wanted]:
-        return Apart(INFINITY, f"{len(given)} points were logged, {len(wanted)} are due")
+def logs_compared(
+    given: Log, wanted: Curve, names: set[str], tolerance: float = TOLERANCE
+) -> Apart:
+    """Where they are first apart: later numbers follow from that one; nowhere if they are not."""
+    if [step for step, _ in given] != [step for step, _ in wanted.log]:
+        return Apart(INFINITY, f"{len(given)} points were logged, {len(wanted.log)} are due")
     apart, where = 0.0, ""
-    largest = {name: _largest(wanted, name) for name in names}
-    for (step, numbers), (_, its) in zip(given, wanted, strict=True):
+    largest = {name: _largest(wanted.log, name) for name in names}
+    for (step, numbers), (_, its) in zip(given, wanted.log, strict=True):
         for name in sorted(its.keys() & names):
-            here = _relative(numbers.get(name, INFINITY), its[name], largest[name])
-            if not here <= tolerance and not where:
+            known = wanted.tolerance(name)
+            # A number that is nearly 0 by chance, as a loss of one row, has lost its last digits.
+            least = largest[name] if known else largest[name] / 1000
+            here = _relative(numbers.get(name, INFINITY), its[name], least)
+            if not here <= max(tolerance, known) and not where:
                 where = f"first in {name} at step {step}: {numbers.get(name)}, not {its[name]}"
             apart = max(apart, here)
     return Apart(apart, where)
@@ -267,11 +405,10 @@ def _of(given: Tensor, wanted: Tensor) -> float:
     return _known(float((given.double() - wanted.double()).abs().max()) / (largest or 1.0))
 
 
-def _relative(given: float, wanted: float, largest: float) -> float:
-    """A number that is nearly 0 by chance, as a loss of one row, has lost its last digits."""
+def _relative(given: float, wanted: float, least: float) -> float:
     if given != given and wanted != wanted:
         return 0.0  # both say that there is no such number
-    return _known(abs(given - wanted) / (max(abs(wanted), largest / 1000) or 1.0))
+    return _known(abs(given - wanted) / (max(abs(wanted), least) or 1.0))
 
 
 def _largest(log: Log, name: str) -> float:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 TOLERANCE = 1e-12
+FLOAT32_TOLERANCE = 1e-5
 SHOWN = 6  # numbers of a long list
 
 

@@ -83,10 +83,20 @@ def _accumulating_ways(accumulate: int) -> Iterator[tuple[str, Way]]:
     )
     yield (
         "it is what each update's last micro-batch gives: the others are lost",
-        lambda measure, batches: (
-            measure(batches[-1])["loss"] * (len(batches[-1]) / sum(map(len, batches)))
-        ),
+        _some_of(slice(-1, None)),
     )
+    for count in range(1, accumulate):
+        yield (
+            f"it is what each update's first {count} micro-batches give: others are lost",
+            _some_of(slice(count)),
+        )
+
+
+def _some_of(kept: slice) -> Way:
+    def way(measure: Measure, batches: list[Tensor]) -> Tensor:
+        return _shares_of(measure, batches[kept], sum(map(len, batches)))
+
+    return way
 
 
 def _losses(measure: Measure, batches: list[Tensor]) -> Tensor:
