@@ -18,6 +18,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
+from omegaconf.resolvers import oc
 
 from dpframe.cli import plugins
 from dpframe.cli.loader import Loader
@@ -31,6 +32,7 @@ from dpframe.cli.settings import (
     checked,
     literal,
     refuse_values,
+    shown,
 )
 from dpframe.cli.start import start_file
 from dpframe.errors import UserError, suggestion
@@ -46,6 +48,7 @@ class Composed:
     """A config ready to run: as plain containers, as settings, and as the texts to write down."""
 
     config: dict[str, Any]
+    public: dict[str, Any]  # the same, with `${oc.env:…}` for what comes from the environment
     settings: RunSettings
     text: str
     hydra_text: str
@@ -133,9 +136,7 @@ def _evaluated(config: DictConfig) -> str | None:
 def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
     try:
-        plain = OmegaConf.to_container(job_only(config), resolve=True, throw_on_missing=True)
-        assert isinstance(plain, dict)
-        named: dict[str, Any] = {str(key): value for key, value in plain.items()}
+        named, public = resolved(job_only(config))
         settings = checked(named)
         run_dir = str(config.hydra.run.dir)
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
@@ -145,16 +146,56 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     given = any(override.startswith("hydra.run.dir=") for override in config.hydra.overrides.hydra)
     return Composed(
         config=named,
+        public=public,
         settings=settings,
-        text=yaml.safe_dump(named, sort_keys=False, allow_unicode=True),
+        text=yaml.safe_dump(public, sort_keys=False, allow_unicode=True),
         hydra_text=hydra_text,
-        overrides=list(config.hydra.overrides.task),
+        overrides=written_overrides(config),
         typed=list(typed),
         run_dir=run_dir,
         is_run_dir_given=given,
         start=start_file(settings, Path(run_dir).parent),
         plugins=plugins.selected(config.hydra.runtime.choices, _folders(config)),
     )
+
+
+def resolved(job: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The config, and as it is written down: what is in the environment may be a secret."""
+    is_read = False
+
+    def read(*given: Any) -> Any:
+        nonlocal is_read
+        is_read = True
+        return oc.env(*given)
+
+    try:
+        OmegaConf.register_new_resolver("oc.env", read, replace=True)
+        config = public = _plain(job, resolve=True)
+        if is_read:
+            OmegaConf.register_new_resolver("oc.env", _as_written, replace=True)
+            try:
+                public = _plain(job, resolve=True)
+            except OmegaConfBaseException:  # it is a part of another name, say
+                public = _plain(job, resolve=False)
+        return config, public
+    finally:
+        OmegaConf.register_new_resolver("oc.env", oc.env, replace=True)
+
+
+def _plain(job: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    plain = OmegaConf.to_container(job, resolve=resolve, throw_on_missing=resolve)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _as_written(*given: Any) -> str:
+    return f"${{oc.env:{','.join(map(shown, given))}}}"
+
+
+def written_overrides(config: DictConfig) -> list[str]:
+    """As they were typed: who reads them one by one gets what their `${…}` stand for."""
+    written: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
+    return list(written["task"])
 
 
 def _folders(config: DictConfig) -> list[Path]:

@@ -27,7 +27,7 @@ DECIDING = ("task", "data", "seed", "trainer.precision")
 def compared(job: Composed, trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
     """What to tell: the run's overrides, and all that is another value here because it is typed."""
     what = f"checkpoint={job.start}"
-    there, here = _fingerprint(what, state), fingerprint.of_config(job.config)
+    there, here = _fingerprint(what, state), fingerprint.of_config(job.config, job.public)
     if "task._target_" not in there:  # made from Python, without a config
         return []
     if state.get("recipe") not in ("", None, job.settings.recipe):
@@ -74,7 +74,12 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
 
 
 def _is_typed(key: str, value: Any, job: Composed) -> bool:
-    """Itself or a part that it is in; or what others refer to: the seed, vars, a group of files."""
+    """Itself or a part that it is in; or what others refer to: the seed, vars, a group of files.
+
+    What comes from the environment is as good as typed.
+    """
+    if fingerprint.is_hidden(value):
+        return True
     typed = [key_of(override) for override in job.typed]
     if _is_below(key, typed) or ("seed" in typed and value == job.settings.seed):
         return True

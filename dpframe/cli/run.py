@@ -113,6 +113,7 @@ def _run(job: Composed) -> Run:
     return Run(
         recipe=job.settings.recipe,
         config=job.config,
+        public=job.public,
         config_text=job.text,
         is_repeated=job.is_repeated,
     )

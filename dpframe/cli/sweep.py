@@ -27,6 +27,7 @@ from dpframe.cli.compose import (
     raw_of_run,
     raw_with_saved,
     with_path_quoted,
+    written_overrides,
 )
 from dpframe.cli.objective import Objective, direction, objective_of
 from dpframe.cli.refusal import first_line
@@ -123,10 +124,10 @@ def _checked(point: list[str], config_dir: str | None) -> Composed:
 
 def _job(config: DictConfig) -> Composed:
     """Hydra composes a point without what the run of its checkpoint was begun with."""
-    hydra, typed = config.hydra, list(config.hydra.overrides.task)
+    hydra, typed = config.hydra, written_overrides(config)
     if any(OmegaConf.select(config, key) is not None for key in ("checkpoint", "resume")):
         config = raw_with_saved(typed)
-        overrides = list(config.hydra.overrides.task)
+        overrides = written_overrides(config)
         with open_dict(config):
             config.hydra = hydra
     else:

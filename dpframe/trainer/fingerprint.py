@@ -3,6 +3,7 @@
 import hashlib
 import inspect
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ NOT_DECIDING = ("data.workers",)  # but for whether there are any: see below
 def of(trainer: "Trainer") -> Fingerprint:
     """By the key or the name that a user knows; plain values, that a checkpoint can hold."""
     data, settings = trainer.data, trainer.settings
-    found = of_config(trainer.run.config)
+    found = of_config(trainer.run.config, trainer.run.public)
     found = {key: value for key, value in found.items() if key not in NOT_DECIDING}
     if "task" not in trainer.run.config:
         defaults = trainer.update.optimizer.defaults
@@ -46,8 +47,26 @@ def of(trainer: "Trainer") -> Fingerprint:
     return found | of_code(trainer.task, data)
 
 
-def of_config(config: Mapping[str, Any]) -> Fingerprint:
-    return _flat({name: config.get(name) for name in ("task", "data")})
+def of_config(config: Mapping[str, Any], public: Mapping[str, Any] | None = None) -> Fingerprint:
+    """A value that `public` keeps out of files is told apart by its hash."""
+    flat = _flat({name: config.get(name) for name in ("task", "data")})
+    if public is None or public is config:
+        return flat
+    written = _flat({name: public.get(name) for name in ("task", "data")})
+    hidden = {key: value for key, value in flat.items() if written.get(key) != value}
+    return flat | {
+        key: f"{written.get(key, 'hidden')} (sha256 {_hash(repr(value))})"
+        for key, value in hidden.items()
+    }
+
+
+def is_hidden(value: Any) -> bool:
+    return isinstance(value, str) and re.search(r" \(sha256 [0-9a-f]{8}\)$", value) is not None
+
+
+def _hash(text: str) -> str:
+    """Short: it tells two values apart, and does not help to guess one."""
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def of_code(task: Task, data: DataModule) -> Fingerprint:

@@ -28,6 +28,7 @@ class Run:
     directory: str = ""  # none
     recipe: str = ""
     config: dict[str, Any] = field(default_factory=dict)
+    public: dict[str, Any] | None = None  # `config` as files may have it; None: as it is
     config_text: str = ""
     is_repeated: bool = False  # from its first step, in the directory of a job that failed
 
@@ -53,7 +54,7 @@ class Report:
             logger.open(
                 run.directory,
                 config=run.config_text,
-                hparams=facts | hyperparameters(run.config),
+                hparams=facts | hyperparameters(run.config if run.public is None else run.public),
                 purge_step=purge_step,
             )
 
