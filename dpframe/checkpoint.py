@@ -150,7 +150,7 @@ def _loaded(path: Path) -> tuple[str, dict[str, Any]]:
     except Exception as error:
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         return f"can't be read: {cause[:160]}", {}
-    if not isinstance(state, dict) or "task" not in state or "format" not in state:
+    if not isinstance(state, dict) or "task" not in state or type(state.get("format")) is not int:
         return "is not a dpframe checkpoint", {}
     if state["format"] != FORMAT:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"

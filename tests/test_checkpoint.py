@@ -244,6 +244,8 @@ def sealed(content: Any) -> bytes:
         (sealed({"format": 2, "task": Fires()}), "can't be read: Weights only load failed"),
         (sealed({"weights": 1}), "is not a dpframe checkpoint"),
         (sealed([1, 2]), "is not a dpframe checkpoint"),
+        (sealed({"format": "two", "task": {}}), "is not a dpframe checkpoint"),
+        (sealed({"format": None, "task": {}}), "is not a dpframe checkpoint"),
         (sealed({"format": 99, "task": {}}), "has format 99, this dpframe reads 2; upgrade dpf"),
     ],
 )

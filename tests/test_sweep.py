@@ -157,7 +157,9 @@ store(group="hydra/launcher", name="own", node=Launcher, provider="own")
 
 def test_a_sweeper_and_a_launcher_of_another_package(tmp_path):
     write(tmp_path / "site", PLUGINS)
-    chosen = ("hydra/sweeper=own", "hydra/launcher=own")
+    chosen = ("--config-dir=mine", "experiment=draws", "hydra/launcher=own")
+    draws = "defaults: [override /hydra/sweeper: own]\nhydra: {sweeper: {max_batch_size: 3}}\n"
+    write(tmp_path, {"mine/experiment/draws.yaml": f"# @package _global_\n{draws}"})
     drawn = "task.optimizer.lr=interval(0.01,0.02)"  # more than Hydra's own sweeper can
     words = ("-m", "recipe=boston", "trainer.max_epochs=1", drawn, *chosen)
     path = f"{ROOT}{os.pathsep}{tmp_path / 'site'}"

@@ -286,6 +286,77 @@ def test_what_looks_like_text_stays_text(place):
     assert said(attempt) == "Victim has no parameter to train"  # its net is the text
 
 
+# What only the command line may say, in an experiment file.
+SAYS = {
+    "resume: last": "a config file sets resume, which only you can",
+    "vars: {x: last}\nresume: ${vars.x}": "a config file sets resume, which only you can",
+    "resume_anyway: true": "a config file sets resume_anyway, which only you can",
+    "hydra: {sweeper: {_target_: mine.tasks.Net}}": "is no plugin of Hydra's",
+    "hydra: {launcher: {_target_: hydra_plugins.x.Y}}": "is no plugin of Hydra's",
+    "hydra: {callbacks: '${vars}'}": "hydra.callbacks: ",
+    "hydra: {job: {env_set: {LD_PRELOAD: x.so}}}": "hydra.job.env_set: ",
+    "hydra: {job: {name: '#SBATCH x'}}": "a config file sets hydra.job.name",
+    "hydra: {job: {name: '${vars}'}}": "a config file sets hydra.job.name",
+    "hydra: {job_logging: {root: '${oc.select:hydra.job.num,null}', handlers: {x: {(): os.system}}"
+    "}}": "hydra.job_logging: ",
+    "hydra: {sweeper: {params: {trusted_modules: '[os]'}}}": "hydra.sweeper.params.trusted_modules",
+    "hydra: {sweeper: {params: {+resume: 'a,b'}}}": "hydra.sweeper.params.+resume",
+    "hydra: {sweeper: {params: {hydra.run.dir: 'a,b'}}}": "hydra.sweeper.params.hydra.run.dir",
+    "hydra: {searchpath: ['file:///tmp']}": "only supported from the primary config",
+    "defaults: [override /hydra/launcher: setup]": "a config file sets hydra.launcher.setup, which",
+    "defaults: [override /hydra/launcher: srun]": "a config file sets hydra.launcher.srun, which",
+    "defaults: [override /hydra/launcher: deep]": "a config file sets hydra.launcher.more.x, which",
+    "defaults: [override /hydra/launcher: name]": "a config file sets hydra.launcher.name, which",
+    "defaults: [override /hydra/sweeper: draws]": "a config file sets hydra.sweeper.storage, which",
+    "defaults: [override /hydra/sweeper: own]": "sets hydra.sweeper.custom_search_space, which",
+}
+PLUGIN = "_target_: hydra._internal.core_plugins.basic_{0}.Basic{0}\n"
+LAUNCHER, SWEEPER = PLUGIN.replace("Basic{0}", "BasicLauncher"), PLUGIN.replace("{0}", "sweeper")
+OPTIONS = {
+    "launcher/setup": LAUNCHER.format("launcher") + "setup: [touch canary]\n",
+    "launcher/srun": LAUNCHER.format("launcher") + "srun: --x=y\n",
+    "launcher/deep": LAUNCHER.format("launcher") + "more: {x: 3}\n",
+    "launcher/name": LAUNCHER.format("launcher") + "name: '${recipe}'\n",
+    "sweeper/draws": SWEEPER.replace("Basicsweeper", "BasicSweeper") + "storage: sqlite:///x\n",
+    "sweeper/own": SWEEPER.replace("Basicsweeper", "BasicSweeper") + "custom_search_space: run\n",
+}
+
+
+def test_what_names_code_or_a_run_to_go_on_with_comes_from_the_command_line_alone(tmp_path):
+    files = {f"mine/hydra/{name}.yaml": text for name, text in OPTIONS.items()}
+    for number, text in enumerate(SAYS):
+        files[f"mine/experiment/x{number}.yaml"] = f"# @package _global_\n{text}\n"
+    files["mine/experiment/fine.yaml"] = (
+        "# @package _global_\nhydra: {sweeper: {max_batch_size: 3, params: {seed: '1,2'}}}\n"
+    )
+    place = write(tmp_path, FILES | files)
+    lines = [[*START, f"experiment=x{number}"] for number in range(len(SAYS))]
+    typed = [*lines[0], "resume=null", "-c", "job"], [*START, "experiment=fine", "-c", "job"]
+    done, heavy = attempts([*([*line, "-c", "job"] for line in lines), *typed], place)
+    for (text, line), attempt in zip(SAYS.items(), done, strict=False):
+        assert line in said(attempt), text
+    assert [attempt.code for attempt in done[-2:]] == [0, 0], done[-2:]
+    assert heavy == []
+
+
+MISTAKES = {
+    "hydra.sweeper=null": "hydra.sweeper has no _target_",
+    "hydra.launcher=null": "hydra.launcher has no _target_",
+    "hydra.sweeper._target_=hydra_plugins.x.Y": "is no plugin of Hydra's",
+    "hydra.sweeper._target_=hydra._internal.core_plugins.x.Y": "is no plugin of Hydra's",
+    "hydra.sweeper._target_=hydra._internal.core_plugins.basic_launcher.BasicLauncher": "no plugin",
+    "+hydra.sweeper._recursive_=3": "hydra.sweeper._recursive_: dpframe has no use for this",
+    "task._target_=torch.classes.foo.bar": "is PyTorch's own",
+    "+task.net._target_=torch.classes.foo.bar": "is none of the names",
+}
+
+
+def test_a_mistake_around_these_is_one_line(place):
+    done, _ = attempts([["-m", *START, mistake] for mistake in MISTAKES], place)
+    for line, attempt in zip(MISTAKES.values(), done, strict=True):
+        assert line in said(attempt)
+
+
 @pytest.mark.parametrize("recipe", ["vouches", "unsafe"])
 def test_a_file_can_neither_vouch_for_itself_nor_hide_code_in_yaml(recipe, place):
     line = ["--config-dir", "mine", f"recipe={recipe}"]
@@ -296,7 +367,9 @@ def test_a_file_can_neither_vouch_for_itself_nor_hide_code_in_yaml(recipe, place
 def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(tmp_path):
     """A resume takes the overrides that are written there."""
     net = f"+task.net={{_target_:os.system,_args_:{TOUCH}}}"
-    notes = "".join(f"- '{one}'\n" for one in (*START[2:], "trusted_modules=[os]", net))
+    owner = ("trusted_modules=[os]", " trusted_modules=[os]", "++trusted_modules=[os]")
+    others = ("resume=x", "hydra.run.dir=x", "hydra/launcher=x", "++hydra.job.chdir=true")
+    notes = "".join(f"- '{one}'\n" for one in (*START[2:], *owner, *others, net))
     run = {"run/.hydra/overrides.yaml": notes, "run/checkpoints/last.ckpt": "not looked at yet"}
     line = [*START[:2], "recipe=victim", "resume=run/checkpoints/last.ckpt"]
     (attempt,), _ = attempts([line], write(tmp_path, FILES | run))

@@ -1,5 +1,6 @@
 """What goes on with a run, or evaluates it, has its overrides, below those that are typed now."""
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -10,6 +11,7 @@ from dpframe.cli.settings import EVALUATIONS
 from dpframe.cli.start import checkpoint_file, resumed_directory, resumed_file
 from dpframe.errors import UserError
 
+KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode")
 OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
@@ -63,7 +65,7 @@ def key_of(override: str) -> str:
 
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
-    if key in (*OF_ONE_START, *OF_ITS_OWNER) or key.startswith("hydra"):
+    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra"):
         return False
     if key.startswith("strategy."):  # another strategy has other keys
         chosen = [o for o in typed if key_of(o) == "strategy"]
@@ -93,4 +95,8 @@ def _saved(start: Path) -> list[str]:
         raise UserError(f"{path} can't be read: {str(error).splitlines()[0]}") from None
     if not isinstance(saved, list):
         raise UserError(f"{path} is no list of overrides; fix it, or remove it")
-    return [str(override) for override in saved]
+    overrides = [str(override).strip() for override in saved]
+    strange = next((each for each in overrides if not re.match(KEY, each)), None)
+    if strange is not None:
+        raise UserError(f"{path}: {strange!r} is no override; fix it, or remove the file")
+    return overrides

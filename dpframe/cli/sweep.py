@@ -42,6 +42,7 @@ def sweep(overrides: list[str], config_dir: str | None) -> int:
     began = time.time() - 1  # a file system's clock may lag a little
     overrides = [with_path_quoted(override) for override in overrides]
     with hydra_over(config_dir) as hydra:
+        hydra.config_loader.typed = overrides  # type: ignore[attr-defined]
         with explained(overrides):
             overrides = _with_recipe(overrides, hydra)
             shared = raw(overrides, config_dir=config_dir, mode=RunMode.MULTIRUN)
