@@ -68,6 +68,14 @@ def test_a_rank_that_raises_has_its_traceback_last_on_stderr(tmp_path, rank):
     assert f"rank {rank} failed:" in lines
     assert lines.index(f"rank {rank} failed:") < lines.index("Traceback (most recent call last):")
     assert done.stderr.count("Traceback") == 1
+    assert reason(tmp_path) == lines[lines.index(f"rank {rank} failed:") - 1 :]
+
+
+def reason(folder: Path) -> list[str]:
+    """What run.log ends with."""
+    (log,) = folder.glob("outputs/*/*/run.log")
+    said = " [parent] ERROR dpframe: "
+    return [line.partition(said)[2] for line in log.read_text().splitlines() if said in line]
 
 
 def test_one_traceback_is_shown_where_every_rank_raises(tmp_path):
@@ -92,6 +100,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path, fault, workers, said):
     assert name == f"rank {fault[-1]} failed:"
     assert last.startswith(said)
     assert "Traceback" not in done.stderr
+    assert reason(tmp_path)[-2:] == [name, last]
 
 
 @pytest.mark.parametrize("rank", ["1", "all"])

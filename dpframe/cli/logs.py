@@ -2,24 +2,35 @@
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from dpframe.errors import printable
+from dpframe.errors import Interrupted, UserError, printable
+from dpframe.strategies import member
 
 
 @contextmanager
 def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
-    """Sends what is logged, here and by user code, to the run's file and the main one's screen."""
+    """Sends what is logged, here and by user code, to the run's file and the main one's screen.
+
+    What ends the run goes into the file alone: the screen gets it last, from the command.
+    """
     root = logging.getLogger()
     before = root.level
-    handlers = [_file(directory / "run.log", rank)] + ([_screen()] if rank == 0 else [])
+    handlers = [_file(directory / "run.log", f"rank {rank}")] + ([_screen()] if rank == 0 else [])
     root.setLevel(logging.INFO)
     for handler in handlers:
         root.addHandler(handler)
     try:
         yield
+    except BaseException as error:
+        if not member.has_parent():  # else it is the parent that appends it
+            is_line = isinstance(error, (UserError, Interrupted))
+            reason = str(error) if is_line else "".join(traceback.format_exception(error)).rstrip()
+            logging.getLogger("dpframe").error("%s", reason, extra={"on_screen": False})
+        raise
     finally:
         root.setLevel(before)
         for handler in handlers:
@@ -27,10 +38,18 @@ def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
             handler.close()
 
 
-def _file(path: Path, rank: int) -> logging.Handler:
+def append(directory: Path, reason: str) -> None:
+    """What ended a job of ranks: its parent knows which of them was the first to fail."""
+    handler = _file(directory / "run.log", "parent")
+    level = {"levelno": logging.ERROR, "levelname": "ERROR"}
+    handler.handle(logging.makeLogRecord({"name": "dpframe", "msg": reason, **level}))
+    handler.close()
+
+
+def _file(path: Path, owner: str) -> logging.Handler:
     # Opened to append: the lines of the ranks interleave.
     handler = _File(path, delay=True, encoding="utf-8", errors="replace")
-    form = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
+    form = f"%(asctime)s [{owner}] %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(_EachLine(form))
     return handler
 

@@ -1,5 +1,6 @@
 """Starts a job's ranks again after one has failed, from the newest checkpoint that is whole."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dpframe import interruption, seal
+from dpframe.cli import logs
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError, printable
 from dpframe.strategies import Strategy, ranks
@@ -20,13 +22,23 @@ def launch(strategy: Strategy, work: Callable[[Composed], Any], job: Composed) -
         _refuse_where_impossible(strategy, allowed)
     for number in range(1, allowed + 1):
         try:
-            return strategy.launch(work, job)
+            return _launched(strategy, work, job)
         except RankFailed as error:
             print(printable(str(error)), file=sys.stderr)
             job, where = _again(job, error.told.get("directory"))
             print(f"restart {number} of {allowed} {where}", file=sys.stderr, flush=True)
             interruption.look()
-    return strategy.launch(work, job)
+    return _launched(strategy, work, job)
+
+
+def _launched(strategy: Strategy, work: Callable[[Composed], Any], job: Composed) -> Any:
+    try:
+        return strategy.launch(work, job)
+    except (RankFailed, UserError) as error:
+        directory = error.told.get("directory", "")
+        if os.path.isdir(directory):
+            logs.append(Path(directory), str(error))
+        raise
 
 
 def _refuse_where_impossible(strategy: Strategy, allowed: int) -> None:

@@ -49,7 +49,8 @@ def run(job: Composed) -> dict[str, Any]:
     try:
         return restarts.launch(strategy, _work, job)
     except UserError as error:
-        _unmake(error.told.get("made"))
+        if error.exit_code == UserError.exit_code:
+            _unmake(error.told.get("made"))
         raise
 
 
@@ -97,8 +98,10 @@ def _work(job: Composed) -> dict[str, Any]:
             member.tell("made", directory.all_made)
         try:
             return _in_directory(trainer, job, told, best)
-        except UserError:
-            if strategy.is_main and trainer.epoch <= 1 and trainer.checkpoint is None:
+        except UserError as error:
+            is_empty = trainer.epoch <= 1 and trainer.checkpoint is None
+            is_refused = error.exit_code == UserError.exit_code or trainer.global_step == 0
+            if strategy.is_main and is_empty and is_refused:
                 directory.unmake()  # nothing worth keeping yet: leave nothing behind
             raise
         except Interrupted as error:
@@ -163,9 +166,9 @@ def _in_directory(trainer: Trainer, job: Composed, told: list[str], best: Best) 
             trainer.fit()
         else:
             _evaluate(trainer, job.settings, directory)
-    summary = _summary(trainer, job) | {"best": best.value}
-    if trainer.strategy.is_main:
-        _write(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
+        summary = _summary(trainer, job) | {"best": best.value}
+        if trainer.strategy.is_main:
+            _write(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
     return summary
 
 

@@ -24,6 +24,11 @@ def tell(name: str, value: Any) -> None:
         _home.send("told", (name, value))
 
 
+def has_parent() -> bool:
+    """Whether one waits for this rank, and tells how the job has ended."""
+    return _home is not None
+
+
 class _Home:
     """The way to the parent, for the main thread and the one that minds the signals."""
 
