@@ -1,5 +1,6 @@
 """A mistake is one line on stderr, exit code 2, and leaves nothing behind; help is quick."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -37,7 +38,11 @@ BEFORE_TORCH = {
     "trainer.gpus=[0,0]": "list of different ids",
     "trainer.gpus=-1": "trainer.gpus=-1 is neither",
     "trainer.gpus=two": "trainer.gpus=two is neither",
-    "trainer.gpus=0": "use strategy=cpu",
+    "trainer.gpus=0": "leave it out, and use strategy=cpu",
+    "callbacks.early_stopping.patience=3": "callbacks=early_stopping has it",
+    "callbacks.mine.x=3": "+callbacks.mine._target_=… adds it",
+    "seed=1,2": "several values are a sweep, which needs -m\n",
+    "data.file=a,b": "for one text write \"data.file='a,b'\"",
     "trainer.gpus=1.5": "neither a count",
     "trainer.gpus=true": "neither a count",
     "trainer.gpus=${trainer.gpu}": "no key trainer.gpu; did you mean trainer.gpus?",
@@ -85,6 +90,10 @@ WITH_TORCH = {
     "task.optimizer._target_=torch.optm.Adam": "torch has no optm; did you mean optim?",
     "task.optimizer._target_=torh.optim.Adam": "no module torh; did you mean torch?",
     "task.optimizer._target_=torch": "nothing to build from",
+    "task.optimizer=sgd": "is text; name its class, as task.optimizer._target_=torch.optim.SGD",
+    "task.scheduler=5": "{_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 9",
+    "task.net=5": "task.net=5 is a whole number; name its class by a _target_",
+    "task.optimizer._partial_=false": "Adam is made later, by the Task; add ++task.optimizer._par",
     "task.optimizer._target_=": "is no dotted path",
     "task._target_=torch.nn.Linear": "is not a dpframe Task",
     "+strategy.gpu=3": "auto takes no such argument; did you mean gpus?",
@@ -249,7 +258,7 @@ def test_help_a_typo_completion_and_cfg_import_nothing_heavy(tmp_path):
     lines += [["--version"], ["-sc", "install=bash"], ["-sc", "install=fish"], ["--hydra-help"]]
     lines += [["-m", "recipe=boston", "seed=1,abc"]]
     done, heavy = attempts(lines, tmp_path)
-    assert [one.code for one in done] == [0, 2, 0, 2, 0, 0, 0, 0, 2]
+    assert [one.code for one in done] == [0, 2, 0, 0, 0, 0, 0, 0, 2]
     assert heavy == []
 
 
@@ -346,3 +355,43 @@ def test_a_test_of_untrained_weights_says_so(tmp_path):
     done = dpframe("recipe=boston", "mode=test", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "no checkpoint=FILE is given: these are the numbers of untrained weights" in done.stdout
+
+
+STEPLR = "+task.scheduler._target_=torch.optim.lr_scheduler.StepLR"
+PARTIAL = "_partial_: true, step_size: 9"
+LATER = "++task.scheduler._partial_=true"
+FOLLOWED = [  # a mistake, and what its line says to type, as often as it says something
+    [["task.optimizer=sgd"], ["task.optimizer._target_=torch.optim.SGD"]],
+    [["task.scheduler=5"], [f"task.scheduler={{_target_: {STEPLR.partition('=')[2]}, {PARTIAL}}}"]],
+    [[STEPLR], [STEPLR, LATER], [STEPLR, LATER, "+task.scheduler.step_size=3"]],
+    [["callbacks.early_stopping.patience=3"], ["callbacks=early_stopping"]],
+    [["logger=none", "logger.csv.file=a"], ["logger=csv", "logger.csv.file=a"]],
+    [["trainer.gpus=0"], ["strategy=cpu"]],
+    [["strategy=cpu", "trainer.gpus=2"], ["strategy=data_parallel", "trainer.gpus=2"]],
+    [["vars.x=1"], ["+vars.x=1"]],
+]
+
+
+def test_what_a_refusal_says_to_type_is_not_refused(tmp_path):
+    short = ["recipe=boston", "trainer.max_steps=1", "callbacks.progress=null"]
+    lines = [[*short, *words] for chain in FOLLOWED for words in chain]
+    done = iter(attempts(lines, tmp_path)[0])
+    for chain in FOLLOWED:
+        *refused, followed = [next(done) for _ in chain]
+        assert [each.code for each in refused] == [2] * len(refused), refused
+        assert all(each.err.count("\n") == 1 for each in refused), refused
+        for each, words in zip(refused, chain[1:], strict=True):
+            said = words[-1].split("=")[0] if len(chain) > 2 else words[0].split("=")[0]
+            assert said.lstrip("+") in each.err, each
+        assert followed.code == 0, followed
+
+
+def test_info_needs_no_recipe_and_hydra_help_lists_no_flag_that_is_refused(tmp_path):
+    info, helped = attempts([["--info"], ["--hydra-help"]], tmp_path)[0]
+    assert (info.code, info.err) == (0, "") and "defaults" in info.out.lower()
+    flags = re.findall(r"^(--[a-z-]+)", helped.out, re.M)
+    assert len(flags) > 8 and "--config-name" not in flags
+    given = {"--cfg": "--cfg=job", "--config-dir": "--config-dir=."}
+    lines = [[given.get(flag, flag), "recipe=bostn"] for flag in flags]
+    for flag, each in zip(flags, attempts(lines, tmp_path)[0], strict=True):
+        assert "there is no option" not in each.err, flag

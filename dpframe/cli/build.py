@@ -6,7 +6,7 @@ import types
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from dpframe.cli.locate import locate
 from dpframe.cli.refusal import first_line
@@ -99,7 +99,7 @@ def check(
     kind: type | None = None,
     *,
     trust: Trust = NOBODY,
-    wanted: type | None = None,
+    wanted: "Wanted | None" = None,
 ) -> None:
     """Refuses, before anything is called, a target or an argument that can't be right.
 
@@ -108,14 +108,18 @@ def check(
     if kind is not None and not (isinstance(node, Mapping) and node.get("_target_")):
         given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
         raise UserError(f"{given} has no _target_; name its class")
-    hints: dict[str, Any] = {}
+    hints: dict[str, Wanted] = {}
+    if isinstance(node, SCALARS) and wanted is not None and wanted.is_called_by_us:
+        raise UserError(f"{where}={shown(node)} is {kind_of(node)}; {_named(node, where, wanted)}")
     if isinstance(node, Mapping):
         if "_target_" in node:
             _check_special(node, where)
             key, path = f"{where}._target_", node["_target_"]
             target = trust.nested(path, key) if kind is None else trust.part(path, key, kind)
             trust = trust if kind is None else trust.within(path, target)
-            _check_wanted(target, node, where, wanted)
+            if wanted is not None:
+                _check_wanted(target, node, where, wanted.kind)
+                _check_partial(target, node, where, wanted)
             _check_arguments(target, node, where)
             hints = _wanted(target)
         for name, value in node.items():
@@ -140,7 +144,14 @@ def _check_special(node: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _wanted(target: Any) -> dict[str, type]:
+class Wanted(NamedTuple):
+    """What a parameter is to be."""
+
+    kind: type
+    is_called_by_us: bool = True  # a Task may make its optimiser of anything
+
+
+def _wanted(target: Any) -> dict[str, Wanted]:
     """What is certain of a constructor's parameters: a Task's optimizer and scheduler, modules."""
     from torch import nn, optim
 
@@ -148,15 +159,51 @@ def _wanted(target: Any) -> dict[str, type]:
 
     hints = {name: hint for name, hint in _hints(target).items() if isinstance(hint, type)}
     modules = [name for name, hint in hints.items() if issubclass(hint, nn.Module)]
-    wanted: dict[str, type] = dict.fromkeys(modules, nn.Module)
+    wanted = dict.fromkeys(modules, Wanted(nn.Module))
     if isinstance(target, type) and issubclass(target, Task):
-        wanted |= {"optimizer": optim.Optimizer, "scheduler": optim.lr_scheduler.LRScheduler}
+        is_ours = target.configure_optimizer is Task.configure_optimizer
+        wanted["optimizer"] = Wanted(optim.Optimizer, is_ours)
+        wanted["scheduler"] = Wanted(optim.lr_scheduler.LRScheduler, is_ours)
     return wanted
 
 
-def _check_wanted(target: Any, node: Mapping[str, Any], where: str, wanted: type | None) -> None:
+def _named(value: Any, where: str, wanted: Wanted) -> str:
+    """What to type instead."""
+    from torch import optim
+
+    if issubclass(wanted.kind, optim.Optimizer):
+        near = [name for name in optim.__all__ if name.lower() == str(value).lower()]
+        return f"name its class, as {where}._target_=torch.optim.{(near or ['Adam'])[0]}"
+    example = EXAMPLES[wanted.kind.__name__]
+    if issubclass(wanted.kind, optim.lr_scheduler.LRScheduler):
+        return (
+            f'name its class, as "{where}={{_target_: {example}, _partial_: true, step_size: 9}}"'
+        )
+    return f"name its class by a _target_, as {example}"
+
+
+def _check_partial(target: Any, node: Mapping[str, Any], where: str, wanted: Wanted) -> None:
+    """An optimiser and a scheduler are called later, with the parameters or the optimiser."""
+    from torch import nn
+
+    if not wanted.is_called_by_us or not isinstance(target, type) or wanted.kind is nn.Module:
+        return
+    if issubclass(target, wanted.kind) and not node.get("_partial_"):
+        raise UserError(
+            f"{where}: {target.__name__} is made later, by the Task; add ++{where}._partial_=true"
+        )
+    _, *parameters = inspect.signature(target).parameters.values()
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    for one in parameters if not node.get("_args_") else ():
+        is_needed = one.kind in plain and one.default is one.empty and one.name != "total_steps"
+        key = f"{where}.{one.name}"
+        if is_needed and one.name not in node:
+            raise UserError(f"{key} is missing; {target.__name__} needs it, as +{key}=…")
+
+
+def _check_wanted(target: Any, node: Mapping[str, Any], where: str, wanted: type) -> None:
     """A class alone says what it makes; one with __call__, not a partial, may be what makes it."""
-    if wanted is None or not isinstance(target, type) or issubclass(target, wanted):
+    if not isinstance(target, type) or issubclass(target, wanted):
         return
     from torch import nn
 

@@ -4,11 +4,12 @@ import argparse
 import io
 from contextlib import redirect_stdout
 
-from hydra._internal.utils import get_args_parser
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from dpframe.cli.compose import CONFIG_NAME, explained, from_hydra, hydra_over, raw_of_run
+from dpframe.cli.main import parser
 from dpframe.cli.refusal import has, nearest
+from dpframe.cli.resumed import value_of
 from dpframe.cli.settings import shown
 from dpframe.errors import UserError, printable
 
@@ -25,10 +26,11 @@ def show(arguments: argparse.Namespace) -> None:
             return
         with redirect_stdout(io.StringIO()) as told:
             if arguments.info:
+                has_recipe = value_of("recipe", overrides) is not None
+                overrides = overrides if has_recipe else [*overrides, "~recipe"]
                 hydra.show_info(arguments.info, CONFIG_NAME, overrides)
             else:
-                parser = get_args_parser()
-                hydra.hydra_help(CONFIG_NAME, parser, parser.parse_args(["--hydra-help"]))
+                hydra.hydra_help(CONFIG_NAME, parser(), arguments)
         print(printable(told.getvalue()), end="")
 
 

@@ -28,22 +28,25 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def _arguments(given: Sequence[str]) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """What the command takes; `--hydra-help` shows the help of each."""
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
     add = parser.add_argument
-    add("overrides", nargs="*")
-    add("--help", "-h", action="store_true")
-    add("--version", action="store_true")
-    add("--run", "-r", action="store_true")
-    add("--multirun", "-m", action="store_true")
-    add("--cfg", "-c", choices=("job", "hydra", "all"))
-    add("--resolve", action="store_true")
-    add("--package", "-p")
-    add("--config-dir", "-cd")
-    add("--info", "-i", nargs="?", const="all")
-    add("--hydra-help", action="store_true")
-    add("--shell-completion", "-sc", action="store_true")
-    return parser.parse_intermixed_args(given)
+    add("overrides", nargs="*", help="key=value, as trainer.max_epochs=3")
+    add("--help", "-h", action="store_true", help="dpframe's help")
+    add("--hydra-help", action="store_true", help="this page")
+    add("--version", action="store_true", help="dpframe's version")
+    add("--run", "-r", action="store_true", help="one run, the default")
+    add("--multirun", "-m", action="store_true", help="a run for each combination of values")
+    add("--cfg", "-c", choices=("job", "hydra", "all"), help="the config, without a run")
+    add("--resolve", action="store_true", help="with --cfg: ${…} filled in")
+    add("--package", "-p", help="with --cfg: this part of it")
+    add("--config-dir", "-cd", help="a folder of your own recipe/, strategy/ … files")
+    kinds = "all, config, defaults, defaults-tree, plugins or searchpath"
+    add("--info", "-i", nargs="?", const="all", help=f"how the config came about: {kinds}")
+    shells = "install=bash|zsh|fish"
+    add("--shell-completion", "-sc", action="store_true", help=f"the shell's code: {shells}")
+    return parser
 
 
 def main(given: Sequence[str] | None = None) -> NoReturn:
@@ -84,7 +87,7 @@ def _refuse_no_directory() -> None:
 
 
 def _command(given: Sequence[str], *, is_program: bool) -> int:
-    arguments = _arguments(given)
+    arguments = parser().parse_intermixed_args(given)
     if (arguments.package or arguments.resolve) and not arguments.cfg:
         raise UserError("--package and --resolve go with --cfg")
     is_sweep = arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import yaml
@@ -23,6 +23,7 @@ from omegaconf.errors import (
 from dpframe.cli import plugins
 from dpframe.errors import UserError, suggestion
 
+PARTS = ("callbacks", "logger")  # of which each has a class
 OPEN = ("task", "data", "callbacks", "logger", "strategy", "vars")  # where a user adds keys
 
 
@@ -66,7 +67,7 @@ def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
     return UserError(f"{key}: {first_line(error)}")
 
 
-def nearest(config: Any, key: str) -> str:
+def nearest(config: Any, key: str, options: Callable[[str], list[str]] | None = None) -> str:
     """'did you mean trainer.gpus?' for `trainer.gpu`; for a known part, what is in it."""
     node, known = config, ""
     for part in key.split("."):
@@ -79,8 +80,13 @@ def nearest(config: Any, key: str) -> str:
     if isinstance(node, ListConfig):
         return f"{known[:-1]} is a list; give all of it, as {known[:-1]}=[…]"
     found = suggestion(part, (name for name in names if name != "hydra"))
-    if not found.startswith("did") and key.split(".")[0] in OPEN:
-        return f"+{key}=… adds it"
+    head, _, rest = key.partition(".")
+    if not found.startswith("did") and head in OPEN:
+        name = rest.partition(".")[0]
+        if head in PARTS and not OmegaConf.select(config, f"{head}.{name}"):
+            has_option = options is not None and name in options(head)
+            return f"{head}={name} has it" if has_option else f"+{head}.{name}._target_=… adds it"
+        return f"+{key}=… adds it" + ("" if head == "vars" else ", if its class takes it")
     return found.replace("mean ", f"mean {known}")
 
 
@@ -145,10 +151,15 @@ def _not_composed(
         )
     if match := re.search(r"Ambiguous value for argument '(.+)'", text):
         key, _, value = match[1].partition("=")
-        return UserError(
-            f"{match[1]}: several values are a sweep, which needs -m; for one list write "
-            f"{key}=[{value}], for one text \"{key}='{value}'\""
+        now: Any = 0  # what could be a list or a text is told how to write one
+        with suppress(Exception):  # another of the overrides may be wrong, too
+            if not options(key):
+                now = OmegaConf.select(compose([o for o in overrides if _is_other(o, key)]), key)
+        lists = (
+            f"; for one list write {key}=[{value}]" if now is None or OmegaConf.is_list(now) else ""
         )
+        texts = f"; for one text write \"{key}='{value}'\"" if isinstance(now, str | None) else ""
+        return UserError(f"{match[1]}: several values are a sweep, which needs -m{lists}{texts}")
     if match := re.search(r"already at '([^']+)'|Multiple values for ([^.]+)\.", text):
         key = match[1] or match[2]
         return UserError(f"{key} has a value already; write {key}=… without the +")
@@ -159,7 +170,11 @@ def _not_composed(
     config = compose([o for o in overrides if "." not in o.split("=")[0] and o != given])
     if "[" in key or "@" in key or has(config, key):
         return UserError(f"{given}: {first_line(error.__cause__ or error)}")
-    return UserError(f"{given}: there is no key {key}; {nearest(config, key)}")
+    return UserError(f"{given}: there is no key {key}; {nearest(config, key, options)}")
+
+
+def _is_other(override: str, key: str) -> bool:
+    return override.lstrip("+~").partition("=")[0] != key
 
 
 def _key_in(text: str) -> str:

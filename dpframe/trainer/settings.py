@@ -103,7 +103,7 @@ class TrainerSettings:
     def _check_gpus(self) -> None:
         given = self.gpus
         if given == 0 and type(given) is int:
-            raise UserError("trainer.gpus=0 is out of range; use strategy=cpu to train on the CPU")
+            raise UserError("trainer.gpus=0 is out of range; leave it out, and use strategy=cpu")
         ids = given if isinstance(given, list) else [given]
         whole = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
         if given is None or (whole and ids and len(set(ids)) == len(ids)):
