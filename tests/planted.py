@@ -147,6 +147,14 @@ class StreamDropTail(DataParallel):
         return super().shares(rows)
 
 
+class DropsOf20(DataParallel):
+    """Drops a row of batches of 20."""
+
+    def shares(self, rows: Sequence) -> list[Sequence]:
+        *others, last = super().shares(rows)
+        return [*others, last[1:] if len(rows) == 20 else last]
+
+
 class Hooked(DDP):
     """Gradients go through `hook` on their way."""
 

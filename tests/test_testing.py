@@ -97,13 +97,13 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
     ),
     "Padded": (
         TWO,
-        OTHER_WEIGHTS | {"rows_once", "validation", "predict_order"},
+        OTHER_WEIGHTS | {"rows_once", "validation", "predict_order", "evaluation"},
         "rows_once: of a batch of 11 rows the shares have 6 6: the shares are padded to one size, "
         "row 0 counts twice",
     ),
     "Unshared": (
         TWO,
-        OTHER_WEIGHTS | {"rows_once", "gradient_sync"},
+        OTHER_WEIGHTS | {"rows_once", "gradient_sync", "evaluation"},
         "weights: rank 1 ends with other weights than rank 0 .* it is what the main process's own "
         "rows give: the gradients are not shared",
     ),
@@ -133,13 +133,14 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
             "accumulation",
             "weighted",
             "float32",
+            "evaluation",
         },
         "validation: of 0² to 9² the mean is 28.5; it gave 6, the mean of the main process's own "
         "rows: `reduce` does not sum over the processes",
     ),
     "EvenMeans": (
         THREE,
-        {"loss_curve", "metrics", "validation", "accumulation", "float32"},
+        {"loss_curve", "metrics", "validation", "accumulation", "float32", "evaluation"},
         "validation: of 0² to 9² the mean is 28.5; it gave 35.8333, the mean of the replicas' "
         "means, not the mean over all rows",
     ),
@@ -177,8 +178,19 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
     ),
     "EvalHalf": (
         TWO,
-        {"float32"},
-        "float32: the weights are right, but the log is apart first in val/loss",
+        {"float32", "evaluation"},
+        "evaluation: .* was validated otherwise than it was saved, first in val/loss at step 6: .* "
+        "as the checkpoint gives on the CPU: it is what bfloat16 gives",
+    ),
+    "EvalTrains": (
+        THREE,
+        {"evaluation", "checkpoint"},
+        "evaluation: .* validation_step runs in training mode",
+    ),
+    "BuffersApart": (
+        TWO,
+        {"evaluation"},
+        "evaluation: .*: rank 1 has another net.1.running_mean than rank 0, and validates with it",
     ),
     "SameMasks": (
         TWO,
@@ -219,7 +231,7 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
     ),
     "WrapsInPlace": (
         {"accelerator": "cpu"},
-        {"checkpoint"},
+        {"checkpoint", "evaluation"},
         "checkpoint: it has net.module.0.weight in place of net.0.weight: wrap must leave the task",
     ),
     "ForgetsItsState": (
@@ -281,10 +293,10 @@ def test_check_strategy_raises_with_the_table_and_the_causes():
 
 
 def test_a_check_that_is_skipped_is_no_fail():
-    report = check_strategy(planted.WrapsInPlace, accelerator="cpu", skip=["checkpoint"])
-    assert [finding.check for finding in report.findings] == [
-        c for c in CHECKS if c != "checkpoint"
-    ]
+    report = check_strategy(
+        planted.WrapsInPlace, accelerator="cpu", only=["weights", "checkpoint"], skip=["checkpoint"]
+    )
+    assert [finding.check for finding in report.findings] == ["weights"]
 
 
 def test_an_unknown_check_is_refused():
@@ -413,6 +425,34 @@ def test_a_recipe_that_differs_by_share_is_left_out_of_the_curves_and_says_so(ta
     assert "mine" not in report["weights"].compared
 
 
+class Predicting(Small):
+    def predict_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.net(batch[0])
+
+
+class PredictData(Table):
+    def predict_dataset(self) -> Any:
+        return self.held_out
+
+
+NORMED = Recipe("mine", partial(with_layer, Predicting, nn.BatchNorm1d(8)), PredictData)
+TRIED = ["rows_once", "evaluation", "predict_order", "checkpoint"]
+
+
+def test_a_recipe_without_a_curve_is_tried_for_its_rows_evaluation_checkpoint_and_order():
+    report = check_strategy(DDP, recipe=NORMED, only=TRIED, **THREE)
+    assert report["evaluation"].compared.endswith("dropout, mine")
+    report = verify(partial(planted.EvalTrains, **THREE), recipe=NORMED, only=TRIED)
+    assert "mine was validated otherwise than it was saved" in report["evaluation"].cause
+    assert "mine predicts something else than on the CPU" in report["predict_order"].cause
+
+
+def test_a_row_of_a_recipe_that_is_dropped_is_found_though_no_share_of_the_kits_shows_it():
+    drops = partial(planted.DropsOf20, gpus=5, accelerator="cpu")
+    report = verify(drops, recipe=NORMED, only=["rows_once"])
+    assert re.match(r"2 epochs of mine read row [\d ]+ 1 .*times", report["rows_once"].cause)
+
+
 @pytest.mark.parametrize("layer", [nn.Dropout(0.0), nn.Identity()])
 def test_a_recipe_whose_dropout_is_zero_is_compared(layer):
     recipe = Recipe("mine", partial(with_layer, Small, layer), Table)
@@ -521,7 +561,7 @@ def test_a_sweep_verifies_each_and_counts_those_that_fail(tmp_path):
     assert done.returncode == 1
     assert "sweep: 1 of 2 runs finished" in done.stdout
     kept = sorted(path.read_text().splitlines()[-1] for path in tmp_path.rglob("verify.txt"))
-    assert kept == ["15 of 16 checks passed", "16 of 16 checks passed"]
+    assert kept == ["16 of 17 checks passed", "17 of 17 checks passed"]
 
 
 def test_mode_verify_refuses_a_checkpoint(tmp_path):

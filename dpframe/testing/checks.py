@@ -552,6 +552,7 @@ CHECKS: dict[str, Check] = {
     "mean_over_rows": Check(("facts",), mean_over_rows),
     "float32": Check(("float32",), float32),
     "validation": Check(("shares", "validation"), validation),
+    "evaluation": Check(("tried", "recipe"), evaluation),
     "predict_order": Check(("predicted", "recipe"), predict_order),
     "accumulation": Check(("shares", "accumulation"), accumulation),
     "few_rows": Check(("shares", "few_rows"), few_rows),
