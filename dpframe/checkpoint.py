@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpframe import files, seal
 from dpframe.errors import Failure, UserError
+from dpframe.heartbeat import beat
 
 FORMAT = 2
 LARGE = 64 << 20  # bytes of a state
@@ -115,6 +116,7 @@ def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
         _write(path, lambda part: _write_sealed(state, part))
         for other in copies:
             _write(other, lambda part: shutil.copyfile(path, part))
+        beat()
         _sync(path.parent)
     except OSError as error:
         kept = "; the one before it is kept" if path.exists() else ""

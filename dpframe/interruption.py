@@ -10,12 +10,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from dpframe import orphans
+from dpframe import heartbeat, orphans
 from dpframe.errors import Interrupted
+from dpframe.heartbeat import END, Clock, Watcher, beats
+from dpframe.heartbeat import SIGNALS as SIGNALS
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+STOP = signal.SIGTSTP  # Ctrl-Z
+TICK_SECONDS = 1.0
 ECHO_SECONDS = 0.25  # `timeout` and torchrun send what a terminal sent already: no second signal
 STARTUP_SECONDS = 1.0  # there is nothing to save yet
+
+Tell = Callable[[str, Any], None]
+"""Takes news: of what kind they are, and their value."""
 
 _installed: "Interruption | None" = None
 
@@ -48,17 +54,23 @@ class Interruption:
         *,
         grace_seconds: float = 30.0,
         inbox: Any = None,
-        tell: Callable[[int], None] | None = None,
+        tell: Tell | None = None,
         is_quiet: bool = False,
     ) -> None:
-        """In a rank, the parent's signals come by `inbox`, and its own are told to the parent."""
+        """In a rank, the parent's signals come by `inbox`, and its news are told to the parent."""
         self.grace_seconds = grace_seconds
         self.number: int | None = None  # of the first signal
         self.has_begun = False  # from then on there may be something to save
+        self.is_to_pause = False  # as the parent wishes: Ctrl-Z
         self._inbox = inbox
         self._tell = tell
         self._is_quiet = is_quiet
+        self._clock = Clock()
         self._since = 0.0
+        self._tick_seconds: float | None = None  # None: nobody looks after this process
+        self._hang_seconds: float | None = None
+        self._link: int | None = None  # to the watcher
+        self._goes_on = threading.Event()
         self._thread: threading.Thread | None = None
         self._handlers: dict[int, Any] = {}
 
@@ -67,6 +79,7 @@ class Interruption:
         global _installed
         if threading.current_thread() is not threading.main_thread() or _installed is not None:
             return
+        self._main = threading.get_ident()
         self.wakes, self._writes = os.pipe()
         os.set_blocking(self.wakes, False)
         os.set_blocking(self._writes, False)
@@ -94,24 +107,81 @@ class Interruption:
         self.has_begun = True
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside there is no thread: one may fork, and has to wait at `wakes` and `heed` it."""
-        self._stop()
+    def watched(self, hang_seconds: float | None) -> Iterator[None]:
+        """Within, this process is ended where its work makes no progress in that many seconds.
+
+        A rank's parent does so, else a watcher, which also sees to `grace_seconds`.
+        """
+        if self._thread is None or not self._thread.is_alive():  # not open, or of before a fork
+            yield
+            return
+        heartbeat.beat()
+        self._hang_seconds = None if heartbeat.is_debugged() else hang_seconds
+        self._tick_seconds = min(TICK_SECONDS, (self._hang_seconds or TICK_SECONDS) / 4)
+        watcher = None
+        if self._tell is None:
+            watcher = Watcher(
+                self.wakes,
+                hang_seconds=self._hang_seconds,
+                grace_seconds=self.grace_seconds,
+                is_quiet=self._is_quiet,
+            )
+            self._tell, self._link = watcher.send, watcher.link
+        self._wake()
         try:
             yield
         finally:
+            self._tick_seconds = self._hang_seconds = None
+            if watcher is not None:
+                self._stop()  # it may be about to write to the watcher
+                self._tell = self._link = None
+                watcher.close()
+                self._start()
+            else:
+                self._say("beat", None)
+
+    def pause(self) -> None:
+        """Between two steps of a rank, until its parent goes on."""
+        self._goes_on.clear()
+        self._say("paused", None)
+        if self.number is None:
+            self._goes_on.wait()
+        self.is_to_pause = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside there is no thread: one may fork, and has to wait at `wakes` and `heed` it."""
+        self._stop()
+        stops = signal.getsignal(STOP) is signal.SIG_DFL
+        if stops:
+            signal.signal(STOP, _do_nothing)
+        try:
+            yield
+        finally:
+            if stops:
+                signal.signal(STOP, signal.SIG_DFL)
             if self.number is None:  # else we are on the way out, which nothing needs to hurry
                 self._start()
 
     def heed(self) -> bool:
         """Takes in what has woken us; whether it is to end at once."""
-        came = [self._signalled(number) for number in self._read() if number in SIGNALS]
+        numbers = self._read()
+        self.is_to_pause |= STOP in numbers
+        came = [self._signalled(number) for number in numbers if number in SIGNALS]
         return any(came)
+
+    def stop_here(self) -> None:
+        """What Ctrl-Z does where nobody handles it; returns when the process goes on."""
+        self.is_to_pause = False
+        signal.signal(STOP, signal.SIG_DFL)
+        signal.raise_signal(STOP)
+        signal.signal(STOP, _do_nothing)
 
     def remember(self, number: int) -> None:
         """What another process was signalled."""
         if self.number is None:
-            self.number, self._since = number, time.monotonic()
+            self.number, self._since = number, self._clock.seconds()
+            self._goes_on.set()
 
     # ---- the thread
 
@@ -121,7 +191,7 @@ class Interruption:
 
     def _stop(self) -> None:
         if self._thread is not None:
-            os.write(self._writes, b"\0")
+            self._wake(b"\0")
             self._thread.join()
             task = Path(f"/proc/self/task/{self._thread.native_id}")
             deadline = time.monotonic() + 1
@@ -134,11 +204,26 @@ class Interruption:
         waiting.register(self.wakes, select.POLLIN)
         if self._inbox is not None:
             waiting.register(self._inbox.fileno(), select.POLLIN)
+        link, beaten = None, -1
         while True:
-            left = self._seconds_left()
+            left, tick = self._seconds_left(), self._tick_seconds
             if left is not None and left <= 0:
                 self._end(f"not done in trainer.grace_seconds={self.grace_seconds:g}, so killed")
-            ready = [fd for fd, _ in waiting.poll(None if left is None else 1000 * left + 1)]
+            if link is None and self._link is not None:
+                link = self._link
+                waiting.register(link, select.POLLIN)
+            if tick is not None and (beats.count != beaten or heartbeat.is_at_prompt(self._main)):
+                beaten = beats.count
+                self._say("beat", self._hang_seconds)
+            limits = [seconds for seconds in (left, tick) if seconds is not None]
+            patience = min(TICK_SECONDS, *limits) * 1000 + 1 if limits else None
+            ready = [fd for fd, _ in waiting.poll(patience)]
+            if link in ready:
+                with suppress(OSError):
+                    if os.read(link, 1) == END:
+                        os._exit(1)  # the watcher has said why
+                waiting.unregister(link)  # the watcher is gone
+                self._tick_seconds = self._tell = None
             if self._inbox is not None and self._inbox.fileno() in ready and not self._receive():
                 waiting.unregister(self._inbox.fileno())  # the parent is gone
                 self._inbox = None
@@ -158,24 +243,38 @@ class Interruption:
 
     def _receive(self) -> bool:
         try:
-            self.remember(self._inbox.recv())
+            number = self._inbox.recv()
         except (EOFError, OSError):
             return False
+        if number == STOP:
+            self.is_to_pause = True
+        elif number == signal.SIGCONT:
+            self.is_to_pause = False
+            self._goes_on.set()
+        else:
+            self.remember(number)
         return True
 
     def _signalled(self, number: int) -> bool:
         if self.number is not None:
-            return time.monotonic() - self._since > ECHO_SECONDS
+            return self._clock.seconds() - self._since > ECHO_SECONDS
         self.remember(number)
-        if self._tell is not None:
-            self._tell(number)
+        self._say("signalled", number)
         return False
+
+    def _say(self, kind: str, value: Any) -> None:
+        if self._tell is not None:
+            with suppress(OSError):  # who would hear it is gone
+                self._tell(kind, value)
+
+    def _wake(self, what: bytes = b"\xff") -> None:
+        os.write(self._writes, what)
 
     def _seconds_left(self) -> float | None:
         if self.number is None:
             return None
         patience = self.grace_seconds if self.has_begun else STARTUP_SECONDS
-        return self._since + patience - time.monotonic()
+        return self._since + patience - self._clock.seconds()
 
     def _end(self, why: str) -> None:
         assert self.number is not None
@@ -202,7 +301,7 @@ def leave_to_parent() -> None:
     """In a data worker: it ends with its parent, and not before, be the whole group signalled."""
     orphans.die_with_parent()
     forget()
-    for number in (signal.SIGINT, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP, STOP):  # a rank that is to stop waits for a batch
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

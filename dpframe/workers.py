@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from dpframe import interruption
 from dpframe.errors import Failure
-from dpframe.heartbeat import Clock, is_stopped
+from dpframe.heartbeat import FRAME, Clock, is_stopped, shown
 
 STACK_SECONDS = 2.0  # for a hung worker's to come
-FRAMES = 4
-FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 WHOLE = re.compile(r"in _bootstrap\b|in <module>")
 OURS = re.compile(r"dpframe/(reading|data)\.py$")
 MEANING = {
@@ -184,9 +182,7 @@ class Stacks:
         frames = FRAME.findall(text)
         if not any(OURS.search(file) for file, _, _ in frames):
             return ""  # it is idle
-        own = takewhile(lambda frame: not OURS.search(frame[0]), frames)
-        told = [f"{name} ({os.path.basename(file)}, line {line})" for file, line, name in own]
-        return " in ".join(told[:FRAMES])
+        return shown(list(takewhile(lambda frame: not OURS.search(frame[0]), frames)))
 
 
 def _tell_of_the_killed() -> None:

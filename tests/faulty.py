@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from itertools import repeat
 from pathlib import Path
 
 import torch
@@ -75,6 +76,8 @@ class Faulty(dpframe.Task):
             os._exit(7)
         if self.fault == "ignore":
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what torch has the parent's death send
+        if self.fault == "spin":
+            spin()
         if self.fault in ("hang", "ignore"):
             time.sleep(600)
 
@@ -82,8 +85,22 @@ class Faulty(dpframe.Task):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
+class HangsAtTheEnd(dpframe.Callback):
+    def __init__(self, rank: str) -> None:
+        self.rank = rank
+
+    def on_fit_end(self, trainer: dpframe.Trainer) -> None:
+        if self.rank == os.environ.get("RANK"):
+            note_the_time()
+            time.sleep(600)
+
+
+def spin() -> None:
+    sum(repeat(0))  # in C, and it never gives its GIL away
+
+
 def note_the_time() -> None:
     """Whole or not at all: the test may be looking."""
     part = Path(f"part-{os.getpid()}")
     part.write_text(str(time.time()))
-    part.rename(f"fault-{os.environ['RANK']}")
+    part.rename(f"fault-{os.environ.get('RANK', 0)}")

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def _fail() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exit0":
         os._exit(0)
+    if kind == "spin":
+        sum(repeat(0))  # in C, and it never gives its GIL away
     if kind == "collective":
         dist.barrier()
     time.sleep(600)
@@ -198,8 +201,9 @@ class Job:
 
 @contextmanager
 def started(folder: Path, *overrides: str, **variables: str) -> Iterator[Job]:
-    """In a session of its own, so that its group can be signalled."""
+    """In a group of its own, so that it can be signalled; in this session, so that it can stop."""
     before = set(descendants())
+    folder.mkdir(exist_ok=True)
     with (folder / "said").open("w") as said:
         process = subprocess.Popen(
             command(folder, *overrides),
@@ -207,7 +211,7 @@ def started(folder: Path, *overrides: str, **variables: str) -> Iterator[Job]:
             env=environment(**variables),
             stdout=subprocess.DEVNULL,
             stderr=said,
-            start_new_session=True,
+            process_group=0,
         )
     try:
         yield Job(process, folder)

@@ -124,12 +124,51 @@ def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
     done = broken(tmp_path, "trainer.gpus=2", "task.fault=hang 1", "strategy.timeout_seconds=3")
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[-1].endswith("in _outcome")
+    assert lines[-1].endswith("in _work")
     stack = lines[lines.index("rank 1 hung; its stack:") :]
     assert "faulty.py" in stack[2] and stack[2].endswith("in fail")
     assert re.match(
         "rank 0 waited for it in vain: .*Timed out waiting 3000ms", lines[-len(stack) - 1]
     )
+
+
+TWO_RANKS = ("trainer.gpus=2",)
+ALONE = ("strategy=cpu",)
+AT_THE_END = ("callbacks=none", "+callbacks.end._target_=faulty.HangsAtTheEnd")
+HANGS = {  # what hangs, who says so, the exit code, and where
+    "alone": (ALONE, "hang all", "it", 1, "fail"),
+    "alone in C": (ALONE, "spin all", "it", -signal.SIGKILL, "spin"),
+    "all ranks": (TWO_RANKS, "hang all", "rank [01]", 1, "fail"),
+    "a rank in C": (TWO_RANKS, "spin 1", "rank 1", 1, "spin"),
+    "the main rank at its end": (
+        (*TWO_RANKS, *AT_THE_END, "+callbacks.end.rank='0'"), "", "rank 0", 1, "on_fit_end"
+    ),
+}  # fmt: skip
+
+
+def test_a_run_that_makes_no_progress_shows_its_stacks_and_ends(tmp_path):
+    """All at once: each of them waits for most of the time."""
+    jobs = {}
+    for name, (setting, fault, *_) in HANGS.items():
+        folder = tmp_path / name.replace(" ", "-")
+        folder.mkdir()
+        words = [*setting, f"task.fault={fault}", "trainer.hang_seconds=2"]
+        command = faulty_command(folder, *words, "strategy.timeout_seconds=60")
+        command = [word for word in command if setting is not ALONE or "timeout" not in word]
+        jobs[name] = subprocess.Popen(
+            command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
+        )
+    for name, job in jobs.items():
+        _, _, who, code, where = HANGS[name]
+        said = job.communicate(timeout=90)[1]
+        assert job.returncode == code, f"{name}: {said}"
+        assert re.fullmatch(
+            r"dpframe: no step, batch or checkpoint came for trainer\.hang_seconds=2; "
+            rf"{who} hangs in {where} \(faulty\.py, line \d+\).*; mend that, raise "
+            r"trainer\.hang_seconds, or set it to null",
+            said.splitlines()[-1],
+        ), f"{name}: {said}"
+        assert said.count(f"in {where}\n") == (2 if name == "all ranks" else 1), f"{name}: {said}"
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 from injector import STEPS, fail_at, last, run, started, weights
@@ -11,6 +12,7 @@ from small import Hooks, is_same, trainer
 
 from dpframe import interruption
 from dpframe.errors import Interrupted
+from dpframe.heartbeat import is_stopped
 from dpframe.interruption import Interruption
 from dpframe.strategies.ddp import DDP
 from dpframe.trainer.lookout import Lookout
@@ -118,6 +120,46 @@ def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting):
     assert said == [
         "dpframe: interrupted by SIGHUP, not done in trainer.grace_seconds=0.5, so killed"
     ]
+
+
+def test_what_spins_in_c_is_killed_when_the_grace_period_is_over(tmp_path):
+    for setting, code in ((ONE, -signal.SIGKILL), (TWO, 143)):
+        folder = tmp_path / str(code)
+        with started(folder, *setting, "trainer.grace_seconds=0.5", **fail_at(0, 3, "spin")) as job:
+            job.wait_for("fired")
+            send(job, TERM, "parent")
+            ended = job.ended(within=SECONDS)
+        line = "interrupted by SIGTERM, not done in trainer.grace_seconds=0.5, so killed"
+        assert ended == (code, [f"dpframe: {line}"])
+
+
+LIMITS = ("trainer.hang_seconds=2", "trainer.data_timeout_seconds=2")
+STOPPED_SECONDS = 4  # longer than every one of them
+
+
+def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
+    """As Ctrl-Z and `fg` do it, to the whole group; both jobs at once."""
+    settings = (*ONE, *WORKERS), (*TWO, *WORKERS, "strategy.timeout_seconds=2")
+    with ExitStack() as stack:
+        jobs = []
+        for setting in settings:
+            words = (tmp_path / str(len(jobs)), *setting, *LIMITS, "trainer.max_epochs=10")
+            jobs.append(stack.enter_context(started(*words, STEP_SECONDS="0.05")))
+        jobs[0].wait_for("training-0")
+        jobs[1].wait_for("training-0", "training-1")
+        for job in jobs:
+            os.killpg(job.process.pid, signal.SIGTSTP)
+        for job in jobs:
+            while not is_stopped(job.process.pid):
+                assert job.process.poll() is None, (job.folder / "said").read_text()
+                time.sleep(0.01)
+        time.sleep(STOPPED_SECONDS)
+        for job in jobs:
+            assert is_stopped(job.process.pid)
+            os.killpg(job.process.pid, signal.SIGCONT)
+        for job in jobs:
+            assert job.ended(within=60) == (0, [])
+            assert last(job.folder)["progress"]["global_step"] == 80
 
 
 def steps_where_one_rank_knows() -> list[int]:

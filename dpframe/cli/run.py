@@ -5,6 +5,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dpframe.cli.slots import check_targets, trust_of
 from dpframe.cli.start import resumed_directory
 from dpframe.data import DataModule
 from dpframe.errors import Failure, Interrupted, UserError, exits_told
+from dpframe.heartbeat import beat
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, member, ranks  # noqa: F401  ranks counts threads when imported
 from dpframe.task import Task
@@ -64,6 +66,12 @@ def _unmake(made: list[str] | None) -> None:
 @exits_told()
 def _work(job: Composed) -> dict[str, Any]:
     """What every process of a job does."""
+    stop = interruption.installed()
+    with stop.watched(job.settings.trainer.hang_seconds) if stop is not None else nullcontext():
+        return _worked(job)
+
+
+def _worked(job: Composed) -> dict[str, Any]:
     settings = job.settings
     make = partial(build, trust=trust_of(job))
     strategy = make(job.config["strategy"], "strategy", Strategy)
@@ -72,8 +80,10 @@ def _work(job: Composed) -> dict[str, Any]:
     try:
         state = checkpoint.load(job.start) if job.start is not None else None
         seeding.seed_everything(settings.seed)
+        beat()
         task = make(job.config["task"], "task", Task)
         data = make(job.config["data"], "data", DataModule)
+        beat()
         callbacks = _several(make, settings.callbacks, "callbacks", Callback)
         best = Best(*job.objective)
         writes = settings.mode == "fit"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dpframe import heartbeat
 from dpframe.errors import Failure, UserError
 
 CUT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
@@ -33,6 +34,7 @@ class Fault:
     is_hang: bool = False
     is_in_users_code: bool = False  # and not in a collective of ours
     was_noted: bool = False  # by the rank itself
+    last: str = ""  # what is shown after everything else
     time: int = field(default_factory=time.time_ns)
 
 
@@ -63,8 +65,13 @@ def ended(rank: int, pid: int, exit_code: int) -> Fault:
     return Fault(rank, text, text)
 
 
-def hung(rank: int, stack: str) -> Fault:
-    return Fault(rank, stack, "it hung as well", is_hang=True)
+def hung(rank: int, stack: str, hang_seconds: float | None = None) -> Fault:
+    """With `hang_seconds`: of a rank that made no progress in that time, as its parent has seen."""
+    brief = f"hung as well; its stack:\n{stack}"
+    fault = Fault(rank, stack, brief, is_hang=True, is_in_users_code=_ends_in_users_code(stack))
+    if hang_seconds is not None:
+        fault.last = heartbeat.told(stack, hang_seconds, who=f"rank {rank}")
+    return fault
 
 
 def left(rank: int) -> Fault:
@@ -87,12 +94,15 @@ def report(faults: list[Fault]) -> RankFailed | UserError:
     if first.is_timeout:
         lines.append("the ranks waited for each other in different collectives")
     heading = "hung; its stack:" if first.is_hang else "failed:"
-    return RankFailed("\n".join([*lines, f"rank {first.rank} {heading}", first.text]))
+    words = [*lines, f"rank {first.rank} {heading}", first.text, first.last]
+    return RankFailed("\n".join(filter(None, words)))
 
 
 def _of_peer(fault: Fault, first: Fault) -> str:
     if first.is_hang and fault.is_timeout:
         return f"waited for it in vain: {fault.brief}"
+    if fault.is_hang:
+        return fault.brief
     if fault.is_echo and fault.text:
         return "ended after it: its connection was cut"
     return f"ended after it: {fault.brief}"
@@ -103,6 +113,14 @@ def _is_in_users_code(error: BaseException) -> bool:
     files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     own = [file for file in files if f"{os.sep}torch{os.sep}" not in file]
     return bool(own) and not own[-1].startswith(HOUSE)
+
+
+def _ends_in_users_code(stack: str) -> bool:
+    """As a stack of faulthandler's shows it: the innermost frame first, the main thread last."""
+    frames = heartbeat.FRAME.findall(stack.rpartition("\n\n")[2])
+    return bool(frames) and not any(
+        part in frames[0][0] for part in (f"{os.sep}torch{os.sep}", heartbeat.HOUSE)
+    )
 
 
 def _is_about_peers(error: BaseException) -> bool:

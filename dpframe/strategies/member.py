@@ -63,12 +63,14 @@ def live(
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     home = _home = _Home(pipe)
-    port, grace_seconds = pipe.recv()
+    port, grace_seconds, pauses = pipe.recv()
+    if pauses:  # the parent says when: not in the middle of a collective, which has a timeout
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     os.environ.update(ranks.environment_of(rank, count, port))
     stop = Interruption(
         grace_seconds=grace_seconds,
         inbox=pipe,
-        tell=lambda number: home.send("signalled", number),
+        tell=home.send,
         is_quiet=True,
     )
     stop.open()

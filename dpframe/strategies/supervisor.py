@@ -3,10 +3,8 @@
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -16,6 +14,7 @@ from typing import Any
 
 from dpframe import interruption
 from dpframe.errors import Interrupted
+from dpframe.heartbeat import Clock, main_thread_last
 from dpframe.interruption import SIGNALS, Interruption
 from dpframe.strategies import fault, member, ranks
 from dpframe.strategies.fault import Fault
@@ -23,6 +22,8 @@ from dpframe.strategies.fault import Fault
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
 EXIT_SECONDS = 10.0  # and once their work is done
 STACK_SECONDS = 1.0  # for a hung rank's to come
+PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step, where a job is stopped
+TICK_SECONDS = 1.0
 
 
 def launch(
@@ -52,6 +53,9 @@ class _Member:
         self.is_interrupted = False
         self.is_over = False  # the process has ended
         self.is_heard = True  # its pipe is open
+        self.is_paused = False  # between two steps
+        self.hang_seconds: float | None = None  # None: it may take as long as it likes
+        self.beaten_at = 0.0
 
     @property
     def is_silent(self) -> bool:
@@ -92,7 +96,11 @@ class _Member:
             if not part:
                 break
             text, seconds = text + part, 0.1
-        return _without_ours(text.decode(errors="replace"))
+        return main_thread_last(text.decode(errors="replace"))
+
+    def signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         if self.process is not None and not self.is_over:
@@ -120,8 +128,10 @@ class _Job:
         self.said = ""  # when that was, in the main rank's words
         self.told: dict[str, Any] = {}
         self.value: Any = None
+        self._clock = Clock()  # a job that was stopped has had no time
         self._deadline = float("inf")
         self._interrupted_at = float("inf")
+        self._pausing_until: float | None = None
 
     @property
     def _grace_seconds(self) -> float:
@@ -129,7 +139,7 @@ class _Job:
 
     @property
     def _patience_is_over(self) -> bool:
-        return time.monotonic() >= self._interrupted_at + self._grace_seconds
+        return self._clock.seconds() >= self._interrupted_at + self._grace_seconds
 
     def start(self, run: Callable[..., Any], args: tuple) -> None:
         from torch.distributed import TCPStore
@@ -150,18 +160,21 @@ class _Job:
             master_listen_fd=listening.detach(),
         )
         for one in self.members:
-            one.send((self.store.port, self._grace_seconds))
+            one.send((self.store.port, self._grace_seconds, self.stop is not None))
 
     def watch(self) -> None:
         """Until every rank has ended: by itself, or by us when its time is up."""
         while not all(one.is_over for one in self.members):
-            left = self._deadline - time.monotonic()
+            left = self._deadline - self._clock.seconds()
             if left <= 0:
                 self._give_up()
                 return
+            if self._hangs():
+                return
             sources = dict(self._sources())
-            for source in wait(list(sources), None if left == float("inf") else left):
+            for source in wait(list(sources), min(left, self._tick_seconds)):
                 sources[source]()
+            self._pause()
 
     def outcome(self) -> Any:
         faults = [one.fault for one in self.members if one.fault is not None]
@@ -236,6 +249,14 @@ class _Job:
     def _on_signalled(self, one: _Member, number: int) -> None:
         self._interrupt(number)
 
+    def _on_beat(self, one: _Member, hang_seconds: float | None) -> None:
+        one.hang_seconds, one.beaten_at = hang_seconds, self._clock.seconds()
+
+    def _on_paused(self, one: _Member, _: None) -> None:
+        one.is_paused = True
+        if self._pausing_until is None:  # too late: the job has been stopped, and goes on
+            self._go_on(one)
+
     def _on_told(self, one: _Member, told: tuple[str, Any]) -> None:
         self.told[told[0]] = told[1]
 
@@ -247,11 +268,15 @@ class _Job:
                 one.kill()
         elif self.stop.number is not None:
             self._interrupt(self.stop.number)
+        elif self.stop.is_to_pause and self._pausing_until is None:
+            self._pausing_until = self._clock.seconds() + PAUSE_SECONDS
+            for one in self.members:
+                one.send(signal.SIGTSTP)
 
     def _interrupt(self, number: int) -> None:
         """By a message, not a signal: a terminal's Ctrl-C has reached the ranks already."""
         if self.number is None:
-            self.number, self._interrupted_at = number, time.monotonic()
+            self.number, self._interrupted_at = number, self._clock.seconds()
             if self.stop is not None:
                 self.stop.remember(number)
             for one in self.members:
@@ -259,9 +284,56 @@ class _Job:
             self._expect_end(self._grace_seconds + 2)
 
     def _expect_end(self, seconds: float) -> None:
-        self._deadline = min(self._deadline, time.monotonic() + seconds)
+        self._deadline = min(self._deadline, self._clock.seconds() + seconds)
+
+    def _pause(self) -> None:
+        """Stops the job as Ctrl-Z asks: by preference where no rank waits for another.
+
+        A collective has a timeout that goes on while the job is stopped.
+        """
+        if self._pausing_until is None or self.stop is None:
+            return
+        running = [one for one in self.members if not (one.is_paused or one.is_done or one.is_over)]
+        if running and self.number is None and self._clock.seconds() < self._pausing_until:
+            return
+        self._pausing_until = None
+        if self.number is None:
+            for one in running:
+                one.signal(signal.SIGSTOP)
+            self.stop.stop_here()
+            for one in running:
+                one.signal(signal.SIGCONT)
+        for one in self.members:
+            self._go_on(one)
+
+    def _go_on(self, one: _Member) -> None:
+        one.is_paused = False
+        one.beaten_at = self._clock.seconds()
+        one.send(signal.SIGCONT)
+
+    @property
+    def _tick_seconds(self) -> float:
+        limits = [one.hang_seconds for one in self.members if one.hang_seconds is not None]
+        return min(TICK_SECONDS, min(limits, default=TICK_SECONDS) / 4)
 
     # ---- the end
+
+    def _hangs(self) -> bool:
+        """Whether a rank has made no progress for too long; the job is over then."""
+        if self.number is not None or self._pausing_until is not None:
+            return False
+        silent = [one for one in self.members if one.is_silent and one.hang_seconds is not None]
+        now = self._clock.seconds()
+        if not any(now - one.beaten_at >= (one.hang_seconds or 0) for one in silent):
+            return False
+        for one in silent:
+            if now - one.beaten_at >= (one.hang_seconds or 0) / 2:
+                one.fault = fault.hung(one.rank, one.stack(), one.hang_seconds)
+            else:
+                one.fault = fault.left(one.rank)
+        for one in self.members:
+            one.kill()
+        return True
 
     def _give_up(self) -> None:
         silent = [one for one in self.members if one.is_silent]
@@ -301,13 +373,3 @@ def _children(pid: int) -> list[int]:
         with suppress(OSError):
             found += map(int, task.read_text().split())
     return found
-
-
-def _without_ours(stack: str) -> str:
-    """Without the thread that waits for signals, and the main thread last."""
-    threads = [part for part in stack.strip().split("\n\n") if "interruption.py" not in part]
-    if not any(threads):
-        return "it gave none: it is stopped, or in the kernel"
-    last = sorted(threads, key=lambda part: "member.py" in part)
-    # What is above the rank's first function is how it was started.
-    return re.sub(r"\n[^\n]*member\.py\"[^\n]* in live\n.*", "", "\n\n".join(last), flags=re.S)

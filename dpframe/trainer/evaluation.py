@@ -7,6 +7,7 @@ import torch
 from dpframe import lean, seeding
 from dpframe.data import Loader
 from dpframe.errors import Interrupted, UserError
+from dpframe.heartbeat import beats
 from dpframe.interruption import Interruption
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
@@ -75,6 +76,7 @@ class Evaluation:
         may_look = batches is None or batches >= look_at
         random_state = seeding.random_state() if may_look else {}
         for done, batch in enumerate(self.read(limit=self.limit_batches), 1):
+            beats.count += 1
             yield batch.rows, module(to_device(batch.shares))
             if done >= look_at:
                 look_at = self._look(done, random_state)

@@ -39,13 +39,19 @@ class Lookout:
         pace = (done - self.done) / (now - self._looked)
         self.done, self._looked = done, now
         seen = None if self._interruption is None else self._interruption.number
+        pauses = self._interruption is not None and self._interruption.is_to_pause
         clock = now - self._began if self._strategy.is_main else 0.0
         wanted = min(pace * BETWEEN_SECONDS, LONGEST)
-        steps, clock, *counts = self._strategy.tally(
-            [wanted, clock, *(float(seen == number) for number in SIGNALS)]
+        steps, clock, pausing, *counts = self._strategy.tally(
+            [wanted, clock, float(pauses), *(float(seen == number) for number in SIGNALS)]
         )
         most = max(counts)
         if most:
             raise Interrupted(SIGNALS[counts.index(most)])
+        if pausing and self._interruption is not None:
+            self._interruption.pause()
+            paused = time.perf_counter() - now
+            self._began += paused
+            self._looked += paused
         self._every = max(1, int(steps / self._strategy.world_size))
         return done + self._every, clock

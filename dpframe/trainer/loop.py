@@ -11,6 +11,7 @@ from dpframe import lean, seeding
 from dpframe.callbacks.base import Callback, hooks_of
 from dpframe.data import Batch, DataModule, Loader
 from dpframe.errors import UserError
+from dpframe.heartbeat import beat, beats
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means
@@ -187,6 +188,7 @@ class Trainer:
         for index, batch in enumerate(batches, self.batches_done):
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
+            beats.count += 1
             loss, measured = self.step(self.to_device(batch.shares), of)
             for here, output in measured:
                 if ("weight" in output) is not self.update.is_weighted:
@@ -343,7 +345,9 @@ class Trainer:
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.layout = layout.place(self)
+        beat()
         self.data.setup()
+        beat()
         self.hooks = hooks_of(self.callbacks)
 
     def prepare(self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
@@ -398,6 +402,7 @@ class Trainer:
 
     def _call(self, name: str, *args: Any) -> None:
         for hook in self.hooks[name]:
+            beat()
             hook(self, *args)
 
     def state_dict(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class TrainerSettings:
     max_replicas_per_core: int = 8
     data_timeout_seconds: float = 600.0
     max_restarts: int = 0
+    hang_seconds: float | None = 1800.0
     grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
@@ -69,6 +70,7 @@ class TrainerSettings:
             "max_seconds",
             "clip_norm",
             "clip_value",
+            "hang_seconds",
             "grace_seconds",
             "data_timeout_seconds",
         ):
