@@ -129,12 +129,12 @@ class TrainStep(nn.Module):
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
-        if not rows and self.has_sparse:
-            loss = loss * 0.0  # DDP takes no sparse gradient of nothing, but one of zeros
-        elif not rows or (is_weighted and is_nothing(output)):
+        # A lent row's gradients are zeros: an optimizer of this replica's own, or a sparse sum of
+        # DDP's, takes no gradient that is missing.
+        if is_weighted and is_nothing(output) and (rows or not self.has_sparse):
             loss = Nothing.apply(loss)
         elif is_weighted or rows != of:
-            loss = loss * (weight / of)
+            loss = loss * (weight / of if rows else 0.0)
         return loss, [(rows, detached(output))]
 
     @staticmethod
