@@ -9,7 +9,7 @@ import torch
 from command import ROOT, environment
 from small import Rows, Small
 
-from dpframe import Run, Strategy, Trainer, TrainerSettings, UserError
+from dpframe import Callback, Run, Strategy, Trainer, TrainerSettings, UserError
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
 from dpframe.loggers.csv import CSV
@@ -176,3 +176,15 @@ def test_a_dashboard_is_named_where_a_logger_has_one(tmp_path, capsys):
         lines = [o for o in capsys.readouterr().out.splitlines() if o.startswith("dashboard")]
         wanted = [f"dashboard  tensorboard --logdir '{run.directory}'"]
         assert lines == (wanted if isinstance(logger, TensorBoard) else [])
+
+
+def test_a_compiled_run_says_why_its_first_step_takes_so_long(caplog):
+    class Ends(Callback):
+        def on_fit_start(self, trainer):
+            raise EOFError
+
+    caplog.set_level("INFO", "dpframe")
+    settings = TrainerSettings(max_epochs=1, compile=True)
+    with pytest.raises(EOFError):
+        Trainer(Small(), Rows(), settings=settings, callbacks=[Ends()]).fit()
+    assert "trainer.compile=true: the first step compiles, which may take minutes" in caplog.text

@@ -370,10 +370,10 @@ def test_a_resumed_table_drops_the_rows_that_are_written_anew(tmp_path):
 
 
 def test_the_table_holds_few_rows_in_memory(tmp_path):
-    logger = opened(tmp_path, CSV(file="logs/table.csv"))
+    logger = opened(tmp_path, CSV(file="table.csv"))
     for step in range(1000):
         logger.log({"train/loss": 1.0}, step=step)
-    assert len(table(tmp_path, "logs/table.csv")) == 768
+    assert len(table(tmp_path, "table.csv")) == 768
 
 
 # Failure
@@ -479,6 +479,16 @@ def test_every_choice_of_the_menu_builds(choice, kinds):
         config = compose(overrides=[f"+logger={choice}"])
     assert [type(instantiate(node)) for node in config.logger.values()] == kinds
     assert (ROOT / "conf" / "logger" / f"{choice}.yaml").read_text().startswith("# ")
+
+
+def test_a_resumed_run_shows_the_hyperparameters_that_it_goes_on_with(tmp_path):
+    for epochs in (3, 5):
+        logger = opened(tmp_path / "a", hparams={"epochs": epochs}, purge_step=epochs - 3 or None)
+        logger.log({"val/loss": 1 / epochs}, step=epochs)
+        logger.close({"val/loss": 1 / epochs}, succeeded=True)
+    opened(tmp_path / "b", hparams={"epochs": 7}).close({}, succeeded=True)
+    assert [g.hparams["epochs"].number_value for g in session_groups(tmp_path)] == [5, 7]
+    assert len(curve(tmp_path / "a", "val/loss")) == 1
 
 
 # Writing and reading back

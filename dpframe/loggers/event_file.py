@@ -36,6 +36,21 @@ def next_path(directory: Path) -> Path:
     return directory / name
 
 
+def rename(path: Path, old: bytes, new: bytes) -> None:
+    """Writes `new`, which is as long, over `old` in each record that has it."""
+    assert len(old) == len(new)
+    with path.open("r+b") as file:
+        start = 0
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack("<Q", header[:8])
+            record = file.read(length)
+            if old in record and len(record) == length:
+                record = record.replace(old, new)
+                file.seek(start + 12)
+                file.write(record + _checksum(record))
+            start = file.seek(start + 12 + length + 4)
+
+
 def truncate_before(path: Path, marker: bytes) -> None:
     """Cuts the first record that contains `marker`, and all that follow it."""
     with path.open("r+b") as file:

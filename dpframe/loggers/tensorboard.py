@@ -37,6 +37,8 @@ from dpframe.loggers.event_file import EventFile
 if TYPE_CHECKING:
     from torch import nn
 
+SESSION_START = "_hparams_/session_start_info"
+NO_LONGER = "_replaced/session_start_info"
 SESSION_END = "_hparams_/session_end_info"
 
 
@@ -61,7 +63,9 @@ class TensorBoard(Logger):
         self._file = EventFile(event_file.next_path(directory))
         self._add(file_version="brain.Event:2")
         for path in older:
-            # The HPARAMS tab believes the first ending that it reads, and the run is not over.
+            # The HPARAMS tab believes the first beginning and ending that it reads: the run is not
+            # over, and may have other limits now.
+            event_file.rename(path, SESSION_START.encode(), NO_LONGER.encode())
             event_file.truncate_before(path, SESSION_END.encode())
         if purge_step is not None:
             # TensorBoard takes the first START that it sees for the run's beginning and drops the
@@ -154,9 +158,7 @@ def _session_start(hparams: dict[str, Scalar]) -> Summary.Value:
             info.hparams[name].number_value = value
         else:
             info.hparams[name].string_value = str(value)
-    return _hparams_value(
-        "_hparams_/session_start_info", HParamsPluginData(session_start_info=info)
-    )
+    return _hparams_value(SESSION_START, HParamsPluginData(session_start_info=info))
 
 
 def _session_end(succeeded: bool) -> Summary.Value:

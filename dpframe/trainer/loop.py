@@ -2,6 +2,7 @@
 
 import atexit
 import json
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -28,6 +29,8 @@ from dpframe.trainer.profile import Profile
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
+
+log = logging.getLogger("dpframe")
 
 
 class Trainer:
@@ -391,6 +394,8 @@ class Trainer:
             feed.draw_graph(self)
             # From here on every process draws its own random numbers, for dropout say.
             seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
+        if self.settings.compile and self.strategy.is_main:
+            log.info("trainer.compile=true: the first step compiles, which may take minutes")
         self._seconds_before = self.seconds
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.rows_seen
