@@ -112,17 +112,24 @@ def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """`save`, of what is known to be plain."""
     _refuse_nan(state, path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, lambda part: _write_sealed(state, part))
-        for other in copies:
-            _write(other, lambda part: shutil.copyfile(path, part))
-        beat()
-        _sync(path.parent)
+        try:
+            _write_all(state, path, copies)
+        except FileNotFoundError:  # the folder was moved or deleted meanwhile: it is made again
+            _write_all(state, path, copies)
     except OSError as error:
         kept = "; the one before it is kept" if path.exists() else ""
         raise Failure(
             f"the checkpoint {path} can't be written: {error.strerror or error}{kept}"
         ) from error
+
+
+def _write_all(state: dict[str, Any], path: Path, copies: Sequence[Path]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, lambda part: _write_sealed(state, part))
+    for other in copies:
+        _write(other, lambda part: shutil.copyfile(path, part))
+    beat()
+    _sync(path.parent)
 
 
 def copy(path: Path, target: Path) -> None:
@@ -212,11 +219,16 @@ def _write(path: Path, write: Any) -> None:
 def _write_sealed(state: dict[str, Any], part: Path) -> None:
     with part.open("wb") as file:
         sealing = seal.Sealing(file)
-        try:
-            torch.save({"format": FORMAT, **state}, sealing)  # type: ignore[arg-type]
-        except RuntimeError as error:  # torch's for what went wrong in `write`
-            raise error.__cause__ or error.__context__ or error from None
+        dump({"format": FORMAT, **state}, sealing)
         sealing.close()
+
+
+def dump(value: Any, file: Any) -> None:
+    """`torch.save`, which raises what went wrong in the file's `write`."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # torch's own
+        raise error.__cause__ or error.__context__ or error from None
 
 
 def _plain(value: Any, where: str, copies: dict[Any, Tensor] | None = None) -> Any:

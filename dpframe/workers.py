@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from dpframe import interruption
+from dpframe import interruption, orphans
 from dpframe.errors import Failure
 from dpframe.heartbeat import FRAME, Clock, is_stopped, shown
 
@@ -48,6 +48,8 @@ class Workers:
         self.count = count
         self.timeout_seconds = timeout_seconds  # 0: for ever
         self.stacks = Stacks() if count else None
+        if count:
+            orphans.share_sockets()
 
     def start(self, number: int) -> None:
         """In a worker, first thing."""

@@ -1,8 +1,10 @@
 """A run's directory: one each, made when all is checked, unmade when nothing was trained."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -266,3 +268,27 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     assert (run / "summary.json").is_file()
     assert (swept.code, swept.err.count("\n")) == (2, 1)
     assert "has a ${, which Hydra would take for a reference" in swept.err
+
+
+KILLED = "import os, dpframe.orphans as o; o.share_sockets(); os.kill(os.getpid(), 9)"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs the sockets of Unix")
+def test_sockets_need_no_short_tmpdir_and_those_of_a_killed_run_are_swept(tmp_path):
+    short = Path(tempfile.mkdtemp(dir="/tmp"))
+    try:
+        command = [sys.executable, "-c", KILLED]
+        subprocess.run(command, env=environment(TMPDIR=str(short)))
+        (left,) = short.iterdir()
+        os.utime(left, (0, 0))
+        words = ["recipe=shapes", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
+        words += ["data.workers=2", "trainer.data_timeout_seconds=60", "hydra.run.dir=run"]
+        done = dpframe(*words, cwd=tmp_path, env=environment(TMPDIR=str(short)))
+        assert (done.returncode, done.stderr, list(short.iterdir())) == (0, "", [])
+    finally:
+        shutil.rmtree(short)
+    long = tmp_path / ("t" * 120)
+    long.mkdir()
+    words[-1] = "hydra.run.dir=long"
+    done = dpframe(*words, cwd=tmp_path, env=environment(TMPDIR=str(long)))
+    assert (done.returncode, done.stderr, list(long.glob("dpframe*"))) == (0, "", [])

@@ -4,15 +4,19 @@ import csv
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from command import attempts, dpframe, environment
 
 from dpframe import checkpoint
 from dpframe.cli.start import resumed_file
+from dpframe.errors import Failure
+from dpframe.trainer.predictions import Predictions
 
 BOSTON = ["recipe=boston", "logger=csv", "hydra.run.dir=run"]
 START = [*BOSTON, "trainer.max_epochs=2", "task.optimizer.lr=0.02", "callbacks.checkpoint.keep=2"]
@@ -248,6 +252,44 @@ def test_a_full_disk_is_one_line(tmp_path, bytes_left, code, said):
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.rglob("*.part"))
     assert (tmp_path / "run").exists() == (code == 1)
+
+
+MOVES = """
+import os, dpframe
+
+class Moves(dpframe.Callback):
+    def on_epoch_end(self, trainer):
+        if trainer.epoch == 2:
+            os.rename(trainer.run.directory, "moved")
+        if trainer.epoch == 4:
+            os.rename(os.path.join(trainer.run.directory, "checkpoints"), "gone")
+"""
+
+
+def test_a_run_that_is_moved_or_loses_its_checkpoints_meanwhile_ends_with_them(tmp_path):
+    (tmp_path / "moves.py").write_text(MOVES)
+    line = [*BOSTON, "trainer.max_epochs=5", "+callbacks.moves={_target_: moves.Moves}"]
+    saved = "callbacks.checkpoint.seconds_between=0"
+    (done,), _ = attempts([[*line, saved]], tmp_path)
+    assert done.code == 0, done.err
+    assert "run was moved or deleted; what is saved goes on there" in done.out
+    assert checkpoint.load(tmp_path / "run/checkpoints/last.ckpt")["progress"]["epoch"] == 5
+    named = json.loads((tmp_path / "run/summary.json").read_text())["checkpoint"]
+    assert (tmp_path / named).is_file()
+
+
+@pytest.mark.parametrize("columns, name", [(1, "predictions.csv"), ((2, 2), "predictions.pt")])
+def test_a_full_disk_at_predict_is_one_line(tmp_path, columns, name):
+    columns = (columns,) if isinstance(columns, int) else columns
+    predictions = Predictions([[torch.ones(5000, *columns)]])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(Failure, match=f"{name} can't be written: File too large"):
+            predictions.save(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_for_the_log_and_the_dashboard_does_not_stop_training(tmp_path):

@@ -97,6 +97,8 @@ class Checkpoint(Callback):
             trainer, names if trainer.global_step == self.saved_step else [*names, LAST], dropped
         )
         self.writer.wait()
+        if trainer.strategy.is_main and not (_directory(trainer) / BEST).is_file():
+            trainer.checkpoint = str(_directory(trainer) / LAST)  # the best one was deleted
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
         if isinstance(error, Interrupted):
@@ -186,6 +188,8 @@ class Checkpoint(Callback):
         if trainer.strategy.is_main:
             trainer.report.flush()  # the curve goes as far as the checkpoint, whatever happens
             folder = _directory(trainer)
+            if not folder.parent.is_dir():
+                log.warning("%s was moved or deleted; what is saved goes on there", folder.parent)
             self.writer.save(
                 state, [folder / name for name in names], [folder / old for old in dropped or []]
             )

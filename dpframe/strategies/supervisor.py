@@ -12,7 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from dpframe import interruption
+from dpframe import interruption, orphans
 from dpframe.errors import Interrupted
 from dpframe.heartbeat import Clock, main_thread_last
 from dpframe.interruption import SIGNALS, Interruption
@@ -144,6 +144,7 @@ class _Job:
     def start(self, run: Callable[..., Any], args: tuple) -> None:
         from torch.distributed import TCPStore
 
+        orphans.share_sockets()
         method = ranks.start_method(uses_cuda=self.uses_cuda)
         context: Any = multiprocessing.get_context(method)
         for one in self.members:

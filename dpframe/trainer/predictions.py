@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe.errors import UserError
+from dpframe import checkpoint, files
+from dpframe.errors import Failure, UserError
 
 CELLS = (int, float, str, bool)
 WANTED = "return tensors, or lists, tuples and dicts of them"
@@ -32,16 +33,26 @@ class Predictions:
         joined = self.joined()
         table = as_table(joined)
         if table is None:
-            path = directory / "predictions.pt"
             _refuse_objects(joined)
-            torch.save(joined, path)
-            return path
-        path = directory / "predictions.csv"
-        with path.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(table)
-            writer.writerows(zip(*table.values(), strict=True))
+        path = directory / ("predictions.pt" if table is None else "predictions.csv")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
+            with files.whole(path) as part:
+                _write(joined, table, part)
+        except OSError as error:
+            raise Failure(f"{path} can't be written: {error.strerror}") from error
         return path
+
+
+def _write(joined: Any, table: dict[str, list] | None, part: Path) -> None:
+    if table is None:
+        with part.open("wb") as file:
+            checkpoint.dump(joined, file)
+        return
+    with part.open("w", newline="", encoding="utf-8") as text:
+        writer = csv.writer(text)
+        writer.writerow(table)
+        writer.writerows(zip(*table.values(), strict=True))
 
 
 def by_rows(value: Any, rows: int, told: str) -> Any:
