@@ -131,7 +131,8 @@ class TrainStep(nn.Module):
         weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
         # A lent row's gradients are zeros: an optimizer of this replica's own, or a sparse sum of
         # DDP's, takes no gradient that is missing.
-        if is_weighted and is_nothing(output) and (rows or not self.has_sparse):
+        may_be_nothing = (is_weighted or not rows) and (rows or not self.has_sparse)
+        if may_be_nothing and is_nothing(rows, output):
             loss = Nothing.apply(loss)
         elif is_weighted or rows != of:
             loss = loss * (weight / of if rows else 0.0)
@@ -248,11 +249,15 @@ def _check_evaluated(output: Any, task: Task, step: str) -> None:
             raise UserError(f"{name} returned {key!r} {described(value)}")
 
 
-def is_nothing(output: Output) -> bool:
-    """A mean over weights that are all 0, which is NaN; False where only a GPU could tell."""
-    if "weight" not in output or output["loss"].device.type not in READ_AT_ONCE:
+def is_nothing(rows: int, output: Output) -> bool:
+    """A loss that is NaN and counts nothing: a lent row's, or a mean over weights that are all 0.
+
+    False where only a GPU could tell, and in torch.compile.
+    """
+    if torch.compiler.is_compiling() or output["loss"].device.type not in READ_AT_ONCE:
         return False
-    return not output["weight"] and not math.isfinite(output["loss"].item())
+    is_counted = rows and output.get("weight", True)
+    return not is_counted and not math.isfinite(output["loss"].item())
 
 
 def _exact_weight(weight: Any, task: Task) -> Tensor | float:

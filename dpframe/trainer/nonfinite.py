@@ -40,7 +40,7 @@ class LossGuard:
             return False
         is_bad = False
         for rows, output in measured:
-            if not math.isfinite(output["loss"].item()) and rows and not is_nothing(output):
+            if not math.isfinite(output["loss"].item()) and not is_nothing(rows, output):
                 is_bad = True
         if not self._skips:
             if is_bad:
@@ -55,14 +55,12 @@ class LossGuard:
         unread, self._unread = self._unread, []
         if not unread:
             return
-        losses = [output["loss"] for measured, *_ in unread for rows, output in measured if rows]
-        if not losses:
-            return
+        losses = [output["loss"] for measured, *_ in unread for _, output in measured]
         place = losses[0].device  # replicas have one each
         if bool(torch.stack([loss.double().to(place) for loss in losses]).isfinite().all()):
             return
         for measured, step, batch_index in unread:
-            if not all(math.isfinite(output["loss"].item()) for rows, output in measured if rows):
+            if not all(math.isfinite(output["loss"].item()) for _, output in measured):
                 raise _failure(trainer, measured, step, batch_index)
 
 
@@ -80,7 +78,7 @@ def _said(trainer: "Trainer", measured: list[Measured], step: int, batch_index: 
     found = []
     for number, (here, output) in enumerate(measured):
         value = output["loss"].item()
-        if not math.isfinite(value) and here and not is_nothing(output):
+        if not math.isfinite(value) and not is_nothing(here, output):
             rows = f", rows {_listed(shares[number])}" if shares else ""
             found.append(f"{value}{_place(trainer.strategy, number, len(measured))}{rows}")
     return f"step {step}: the loss is {'; '.join(found)}"
