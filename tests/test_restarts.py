@@ -34,7 +34,7 @@ def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, place, rank):
         assert worker.startswith("its child ")
         assert re.search(r"injector.py\", line \d+ in _fail\n", worker)
         assert re.search(r"dataloader.py\", line \d+ in _get_data\n", own)
-        assert own.endswith("in _outcome\n")
+        assert own.endswith("in _work\n")
         assert "Traceback" not in done.stderr
 
 
