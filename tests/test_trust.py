@@ -471,7 +471,7 @@ def test_trusted_modules_is_a_list_of_dotted_names(value, line, place):
 
 
 LINEAR = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
-WIDTH = {"width": 1}
+WIDTH, PARTIAL = {"width": 1}, {"_partial_": True}
 FINE = [
     {"net": {**LINEAR, "_target_": "mine.tasks.Net"}},
     {"net": {**LINEAR, "_target_": "mine.deep.nets.Deep"}},
@@ -492,8 +492,8 @@ FINE = [
     {"net": {"_target_": "dpframe.recipes.lenet.LeNet", "_partial_": True}},
     {"net": {"_target_": "collections.OrderedDict", "a": LINEAR}},
     {"net": {"_target_": "builtins.tuple", "_args_": [[1, 2]]}},
-    {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "_partial_": True}},
-    {"scheduler": {"_target_": "torch.optim.swa_utils.SWALR", "_partial_": True}},
+    {"scheduler": {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 1, **PARTIAL}},
+    {"scheduler": {"_target_": "torch.optim.swa_utils.SWALR", "swa_lr": 1, **PARTIAL}},
     {"optimizer": {"_target_": "mine.tasks.undifferentiated", "_partial_": True}},
     {"optimizer": {"_target_": "mine.tasks.Maker"}},
     {"net": LINEAR, "_target_": "mine.tasks.Typed"},

@@ -188,11 +188,13 @@ def _check_partial(target: Any, node: Mapping[str, Any], where: str, wanted: Wan
 
     if not wanted.is_called_by_us or not isinstance(target, type) or wanted.kind is nn.Module:
         return
-    if issubclass(target, wanted.kind) and not node.get("_partial_"):
+    if not issubclass(target, wanted.kind) and not node.get("_partial_"):
+        return  # an object with a __call__ of its own
+    if not node.get("_partial_"):
         raise UserError(
             f"{where}: {target.__name__} is made later, by the Task; add ++{where}._partial_=true"
         )
-    _, *parameters = inspect.signature(target).parameters.values()
+    parameters = list(inspect.signature(target).parameters.values())[1:]
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     for one in parameters if not node.get("_args_") else ():
         is_needed = one.kind in plain and one.default is one.empty and one.name != "total_steps"
