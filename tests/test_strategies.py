@@ -190,6 +190,11 @@ def test_buffers_are_those_of_the_main_process_only_where_they_are_broadcast():
     assert results()["buffers", False] == [2.0, 4.0]
 
 
+@pytest.mark.parametrize("are_broadcast", [True, False])
+def test_after_training_all_ranks_have_the_buffers_of_the_main_process(are_broadcast):
+    assert results()["final buffers", are_broadcast] == [2.0, 2.0]
+
+
 @pytest.mark.parametrize(("accumulate", "updates"), [(1, 9), (4, 3)])
 def test_ranks_talk_once_an_update_however_many_batches_it_has(accumulate, updates):
     assert results()["all_reduces", accumulate] == [updates, updates]
@@ -245,6 +250,7 @@ class Buffered(Routed):
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         self.count += 1 + (dist.get_rank() if dist.is_initialized() else 0)
+        self.trained_count = float(self.count)
         return {"loss": self.even(batch[0]).square().mean() + 0 * self.odd(batch[0]).sum()}
 
 
@@ -339,8 +345,10 @@ def in_a_rank() -> dict[Any, Any]:
                 found[name, accumulate] = trained(strategy, name, accumulate)
         for value in (True, False):
             strategy.options = DDP(broadcast_buffers=value, find_unused_parameters=True).options
-            trainer = fitted(strategy, Buffered(), settings={"max_steps": 2})
-            found["buffers", value] = strategy.gather(float(trainer.task.count))
+            task = Buffered()
+            fitted(strategy, task, settings={"max_steps": 2})
+            found["buffers", value] = strategy.gather(task.trained_count)
+            found["final buffers", value] = strategy.gather(float(task.count))
         strategy.options = DDP().options
         for accumulate in (1, 4):
             counts = Counts()
