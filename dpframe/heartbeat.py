@@ -54,22 +54,20 @@ def is_at_prompt(thread: int) -> bool:
     return False
 
 
-LONGEST_TICK = 2.0
-
-
 class Clock:
-    """Seconds in which this process ran, if it is read at least once a second.
+    """Seconds in which this process ran, if it is read every `tick` seconds or more often.
 
     A monotonic clock also counts what Ctrl-Z, SIGSTOP or a paused container takes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tick: float = 1.0) -> None:
+        self._tick = tick
         self._seconds = 0.0
         self._read_at = time.monotonic()
 
     def seconds(self) -> float:
         now = time.monotonic()
-        self._seconds += min(now - self._read_at, LONGEST_TICK)
+        self._seconds += min(now - self._read_at, self._tick)
         self._read_at = now
         return self._seconds
 
@@ -188,8 +186,8 @@ class _Watch:
         self.unread_at: float | None = None
 
     def run(self) -> None:
-        clock, before = Clock(), 0.0
         tick = max(0.02, min(1.0, self.hang_seconds / 4, self.grace_seconds / 4))
+        clock, before = Clock(tick), 0.0
         while os.getppid() == self.parent:
             ready = select.select([self.link], [], [], tick)[0]
             seconds = clock.seconds()

@@ -116,8 +116,9 @@ class _Watch:
 
     def _look(self) -> None:
         patience = self._workers.timeout_seconds
-        clock, asked, since = Clock(), 0, 0.0
-        while not self._over.wait(min(1.0, patience / 4)):
+        tick = min(1.0, patience / 4)
+        clock, asked, since = Clock(tick), 0, 0.0
+        while not self._over.wait(tick):
             now = clock.seconds()
             if not self._is_waiting or self._asked != asked:
                 asked, since = self._asked, now

@@ -120,7 +120,8 @@ class Injected(dpframe.Task):
     def training_step(self, batch: Tensor) -> dict[str, Tensor]:
         self.steps += 1
         _note("training", self.steps)
-        time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
+        if os.environ.get("RANK", "0") == os.environ.get("SLOW_RANK", os.environ.get("RANK", "0")):
+            time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
         if _is_due("code", self.steps):
             _fail()
         return {"loss": (self.net(batch)[:, 0] - batch[:, 0]).square().mean()}

@@ -35,8 +35,8 @@ def test_a_run_at_the_prompt_of_a_breakpoint_does_not_hang():
 def test_a_clock_counts_no_more_than_a_moment_of_the_time_that_a_process_is_stopped(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    clock = Clock()
-    for seconds, counted in ((1, 1), (1, 2), (3600, 2 + heartbeat.LONGEST_TICK)):
+    clock = Clock(tick=0.5)
+    for seconds, counted in ((0.5, 0.5), (0.2, 0.7), (3600, 1.2)):
         now[0] += seconds
         assert clock.seconds() == pytest.approx(counted)
 

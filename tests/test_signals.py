@@ -140,11 +140,12 @@ STOPPED_SECONDS = 4  # longer than every one of them
 def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
     """As Ctrl-Z and `fg` do it, to the whole group; both jobs at once."""
     settings = (*ONE, *WORKERS), (*TWO, *WORKERS, "strategy.timeout_seconds=2")
+    waits = ({}, {"SLOW_RANK": "1"})  # rank 0 is in a collective nearly all of the time
     with ExitStack() as stack:
         jobs = []
-        for setting in settings:
+        for setting, slow in zip(settings, waits, strict=True):
             words = (tmp_path / str(len(jobs)), *setting, *LIMITS, "trainer.max_epochs=10")
-            jobs.append(stack.enter_context(started(*words, STEP_SECONDS="0.05")))
+            jobs.append(stack.enter_context(started(*words, STEP_SECONDS="0.05", **slow)))
         jobs[0].wait_for("training-0")
         jobs[1].wait_for("training-0", "training-1")
         for job in jobs:
