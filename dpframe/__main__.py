@@ -6,8 +6,12 @@ import sys
 if __name__ == "__main__":
     # Before any import of ours: `-m` has put the current directory first, so that a ./yaml.py
     # there would run in place of the one that is installed. A config's own modules come last.
-    if not sys.flags.safe_path and sys.path[:1] == [os.path.abspath(os.curdir)]:
-        here = sys.path.pop(0)
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # the command says so
+        here = ""
+    if not sys.flags.safe_path and sys.path[:1] == [here]:
+        del sys.path[0]
         if os.path.dirname(os.path.dirname(os.path.abspath(__file__))) == here:
             sys.path.append(here)  # a checkout without an installation: ranks find dpframe there
 
