@@ -93,8 +93,9 @@ class _Watch:
         self._asked = 0  # batches so far
         self._is_waiting = False
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="data watch", daemon=True)
+        self._thread: threading.Thread | None = None  # one not started would keep the workers
         if workers.timeout_seconds:
+            self._thread = threading.Thread(target=self._look, name="data watch", daemon=True)
             self._thread.start()
 
     def batches(self) -> Iterator[Any]:
@@ -111,7 +112,7 @@ class _Watch:
 
     def close(self) -> None:
         self._over.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
 
     def _look(self) -> None:
