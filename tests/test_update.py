@@ -202,3 +202,11 @@ def test_every_stock_optimiser_goes_on_to_the_bit_in_float64(name):
     again = fitted(make=make, data=data, precision="64", max_epochs=3, resume=half.state_dict())
     assert is_same(again.task.state_dict(), whole.task.state_dict())
     assert is_same(again.update.optimizer.state_dict(), whole.update.optimizer.state_dict())
+
+
+def test_a_sparse_momentum_goes_on_to_the_bit():
+    make = partial(words, partial(SGD, momentum=0.9))
+    whole = fitted(make=make, data=Texts(), precision="64", max_epochs=3)
+    half = fitted(make=make, data=Texts(), precision="64", max_epochs=1)
+    again = fitted(make=make, data=Texts(), precision="64", max_epochs=3, resume=half.state_dict())
+    assert is_same(again.task.state_dict(), whole.task.state_dict())

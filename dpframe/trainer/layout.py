@@ -56,6 +56,7 @@ def align(optimizer: Optimizer) -> None:
     """What was loaded, into its weight's layout: fused kernels take both as they lie in memory."""
     for weight, state in optimizer.state.items():
         for name, value in state.items():
-            is_like = isinstance(value, torch.Tensor) and value.shape == weight.shape
+            is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+            is_like = is_strided and value.shape == weight.shape
             if is_like and value.stride() != weight.stride():
                 state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
