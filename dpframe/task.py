@@ -129,14 +129,25 @@ class TrainStep(nn.Module):
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
-        # A lent row's gradients are zeros: an optimizer of this replica's own, or a sparse sum of
-        # DDP's, takes no gradient that is missing.
-        may_be_nothing = (is_weighted or not rows) and (rows or not self.has_sparse)
-        if may_be_nothing and is_nothing(rows, output):
+        if (is_weighted or not rows) and is_nothing(rows, output):
             loss = Nothing.apply(loss)
+            if self.has_sparse:
+                loss = loss + self._no_rows()
         elif is_weighted or rows != of:
             loss = loss * (weight / of if rows else 0.0)
         return loss, [(rows, detached(output))]
+
+    def _no_rows(self) -> Any:
+        """A sum of DDP's takes no sparse gradient that is missing: these have no entry."""
+        return sum(
+            nn.functional.embedding(
+                torch.empty(0, dtype=torch.int64, device=part.weight.device),
+                part.weight,
+                sparse=True,
+            ).sum()
+            for part in self.task.modules()
+            if getattr(part, "sparse", False) and isinstance(part.weight, Tensor)
+        )
 
     @staticmethod
     def combine(results: list[tuple[Tensor, list[Measured]]]) -> tuple[Tensor, list[Measured]]:

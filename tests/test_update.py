@@ -23,18 +23,27 @@ EXACT = 1e-12
 
 
 class Words(Task):
-    """An embedding and a head; `updated` are the parts that its optimiser takes."""
+    """An embedding and a head; `updated` are the parts that its optimiser takes.
 
-    def __init__(self, make: Make, updated: str = "", *, sparse: bool, weighs: bool) -> None:
+    Where it weighs, rows whose words' mean is below `lightest` have weight 0.
+    """
+
+    smallest = 0.0  # what the sum of the weights is divided by, if it is less
+
+    def __init__(
+        self, make: Make, updated: str = "", *, sparse: bool, weighs: bool, lightest: float = 0.0
+    ) -> None:
         super().__init__(nn.Embedding(7, 3, sparse=sparse))
         self.head = nn.Linear(3, 1)
         self.make, self.updated, self.weighs = make, updated, weighs
+        self.lightest = lightest
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         words, y = batch
         error = self.head(self.net(words).mean(1))[:, 0] - y
-        weight = words.double().mean(1) if self.weighs else torch.ones_like(y)
-        loss = (error.square() * weight).sum() / weight.sum()
+        mean = words.double().mean(1)
+        weight = mean * (mean >= self.lightest) if self.weighs else torch.ones_like(y)
+        loss = (error.square() * weight).sum() / weight.sum().clamp(min=self.smallest)
         return {"loss": loss, "weight": weight.sum()} if self.weighs else {"loss": loss}
 
     def configure_optimizer(self) -> torch.optim.Optimizer:
@@ -73,6 +82,10 @@ CASES: dict[str, tuple[Callable[[], Task], dict[str, Any]]] = {
     "sparse, clipped": (partial(words, SGD), {"clip_norm": 0.1, "clip_value": 0.01}),
     "sparse, accumulated": (partial(words, SGD), {"accumulate": 2, "clip_norm": 0.2}),
     "sparse, weighted": (partial(Words, SGD, sparse=True, weighs=True), {}),
+    "sparse, mostly of weight 0": (
+        partial(Words, SGD, sparse=True, weighs=True, lightest=3.75),
+        {"clip_norm": 0.1},
+    ),
     "sparse, with a momentum": (partial(words, partial(SGD, momentum=0.9)), {}),
     "sparse adam": (partial(words, torch.optim.SparseAdam, "net"), {"clip_norm": 0.1}),
     "late momentum": (partial(Late, partial(SGD, lr=0.05, momentum=0.9)), {}),
@@ -89,6 +102,7 @@ def by_hand(name: str) -> tuple[dict[str, Any], list[float]]:
     make, settings = CASES[name]
     torch.manual_seed(0)
     task = make().double()
+    task.smallest = 1.0
     columns = [
         column.double() if column.is_floating_point() else column
         for column in data_of(name).train_dataset().tensors

@@ -131,10 +131,10 @@ class Update:
         factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing has no gradient
         for weight in self._updated():
             weight.grad.mul_(factor.to(weight.grad))
-        if all(parameter.grad is None for parameter in self.parameters):
+        if all(_is_missing(parameter.grad) for parameter in self.parameters):
             # Each share was nothing, and NaN; where one is finite its gradients are 0, so here too.
             for parameter in self.parameters:
-                if parameter.requires_grad:
+                if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
     def _updated(self) -> list[Any]:
@@ -213,3 +213,10 @@ class Update:
                 group["initial_lr"] = value
             if getattr(self.scheduler, "base_lrs", None):
                 self.scheduler.base_lrs[index] = value
+
+
+def _is_missing(gradient: Tensor | None) -> bool:
+    """None, or a sparse one without an entry."""
+    if gradient is None:
+        return True
+    return gradient.is_sparse and not gradient.coalesce().indices().numel()
