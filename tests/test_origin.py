@@ -37,6 +37,7 @@ def tested(tmp_path_factory) -> tuple[Path, list]:
         ["-m", "mode=validate", f"{BEST},run/checkpoints/last.ckpt", "seed=7,8"],
         ["-m", "mode=validate", f"{MOVED},moved.ckpt", "hydra.sweep.dir=two"],
         [BEST, "recipe=boston", "trainer.max_epochs=1", "hydra.run.dir=tuned"],
+        ["mode=test", MOVED, "recipe=boston", "data.normalize=false", "seed=0"],
     ]
     return directory, attempts(lines, directory)[0]
 
@@ -88,6 +89,12 @@ def test_a_checkpoint_away_from_its_run_is_refused_where_the_numbers_would_be_ot
         "true here; data.split_seed=3 there, 0 here; seed=7 there, 0 here; type what it had "
         "(data.normalize=false data.split_seed=3 seed=7), or what you want instead\n"
     )
+
+
+def test_a_value_that_only_happens_to_be_the_typed_seed_is_not_typed(tested):
+    _, done = tested
+    assert done[12].code == 2
+    assert "its run was another one: data.split_seed=3 there, 0 here; type" in done[12].err
 
 
 def test_typing_what_the_refusal_says_gives_the_runs_numbers(tested):

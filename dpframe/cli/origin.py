@@ -35,7 +35,7 @@ def compared(job: Composed, trainer: Trainer, state: Mapping[str, Any]) -> list[
     here |= {"seed": job.settings.seed, "trainer.precision": job.settings.trainer.precision}
     keys = [key for key in {**there, **here} if _is_deciding(key)]
     others = [key for key in keys if there.get(key) != here.get(key)]
-    untyped = [key for key in others if not _is_typed(key, here.get(key), job)]
+    untyped = [key for key in others if not _is_typed(key, there, here, job)]
     if untyped:
         differences = "; ".join(
             f"{key}={shown(there.get(key))} there, {shown(here.get(key))} here" for key in untyped
@@ -73,15 +73,16 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(re.fullmatch(rf"{re.escape(name)}([.\[].*)?", key) for name in names)
 
 
-def _is_typed(key: str, value: Any, job: Composed) -> bool:
+def _is_typed(key: str, there: Mapping[str, Any], here: Mapping[str, Any], job: Composed) -> bool:
     """Itself or a part that it is in; or what others refer to: the seed, vars, a group of files.
 
     What comes from the environment is as good as typed.
     """
-    if fingerprint.is_hidden(value):
+    if fingerprint.is_hidden(here.get(key)):
         return True
     typed = [key_of(override) for override in job.typed]
-    if _is_below(key, typed) or ("seed" in typed and value == job.settings.seed):
+    is_seed = all(key in run and run[key] == run.get("seed") for run in (there, here))
+    if _is_below(key, typed) or ("seed" in typed and is_seed):
         return True
     return any(name.split(".")[0] == "vars" or _is_group(name) for name in typed)
 
