@@ -431,6 +431,20 @@ def test_python_in_a_run_directory_or_beside_a_checkpoint_is_not_imported(tmp_pa
         assert f" is in {place / folder}, beside what this run starts from; " in said(attempt)
 
 
+def test_no_link_makes_python_in_a_run_directory_anything_else(tmp_path):
+    code = RUN["run/own.py"].replace("mine.tasks", "far")
+    place = write(tmp_path, {"far/far.py": code, "run/own.py": code, "run/held/last.ckpt": ""})
+    (place / "run" / "checkpoints").symlink_to("held")
+    (place / "run" / "far.py").symlink_to("../far/far.py")
+    parts = ["+callbacks.x._target_=own.Own", "+callbacks.x._target_=far.Own"]
+    done, _ = attempts(
+        [["recipe=boston", "resume=checkpoints/last.ckpt", p] for p in parts], place / "run"
+    )
+    for attempt in done:
+        assert ", beside what this run starts from; " in attempt.err and attempt.code == 2
+        assert "canary" not in attempt.files
+
+
 LINES = {
     "os.system": "=os.system is none of the names that a config may call; if you know what it "
     "does, add trusted_modules=[os.system] to the command",

@@ -42,10 +42,12 @@ def _closed(job: Composed) -> tuple[Path, ...]:
     """The folder that a run starts from may be a stranger's: it has data, and no code of ours."""
     if job.start is None:
         return ()
-    folder = job.start.parent.resolve()
-    if folder.name == "checkpoints":
-        return (folder.parent,)
-    return () if Path.cwd().is_relative_to(folder) else (folder,)
+    folder = job.start.parent
+    inside = folder.resolve()  # `checkpoints` may be a link, on either side of it
+    closed = [place.parent.resolve() for place in (folder, inside) if place.name == "checkpoints"]
+    if not Path.cwd().is_relative_to(inside):
+        closed.append(inside)
+    return tuple(closed)
 
 
 def _parts(settings: RunSettings) -> Iterator[tuple[str, Any, type]]:

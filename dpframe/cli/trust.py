@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -116,11 +117,17 @@ class Trust:
         parts = path.split(".")
         for length in range(1, len(parts) + 1):
             file = source.file_of(".".join(parts[:length]))
-            if file is not None and any(file.resolve().is_relative_to(f) for f in self.closed):
+            if file is not None and _is_in(file, self.closed):
                 raise UserError(
                     f"{where}={path} is in {file}, beside what this run starts from; if you know "
                     f"what it does, add trusted_modules=[{parts[0]}] to the command"
                 )
+
+
+def _is_in(file: Path, folders: Iterable[Path]) -> bool:
+    """Or a link in there that leads to it."""
+    places = (file.absolute(), file.resolve())
+    return any(place.is_relative_to(folder) for place in places for folder in folders)
 
 
 def _refuse_unsaid(path: str, where: str, kind: str) -> None:
