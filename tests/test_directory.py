@@ -53,6 +53,26 @@ ELSEWHERE = {
 }
 
 
+NAMES = {  # what the check sees is not what Hydra makes the folder of
+    "${oc.select:hydra.help.header,boston}\nhydra: {help: {header: ../../../out}}",
+    "${oc.env:DPFRAME_TOKEN,secret}",
+    "../../../out",
+    "[boston]",
+}
+
+
+def test_a_recipe_is_a_plain_name_also_where_a_sweeper_makes_up_the_points(tmp_path):
+    texts = {f"mine/experiment/e{n}.yaml": text for n, text in enumerate(sorted(NAMES))}
+    write(tmp_path, {f: f"# @package _global_\nrecipe: {text}\n" for f, text in texts.items()})
+    start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
+    lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
+    done, _ = attempts([*lines, *(["-m", "hydra/sweeper=basic", *x] for x in lines)], tmp_path)
+    for attempt in done:
+        assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
+        assert "is no plain name, though it names the folder of its runs" in attempt.err
+        assert attempt.files == ["mine"]
+
+
 def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
     texts = {f"experiment/e{n}.yaml": text for n, text in enumerate(ELSEWHERE)}
     files = {name: f"# @package _global_\n{text}\n" for name, text in texts.items()}

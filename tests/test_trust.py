@@ -307,6 +307,9 @@ SAYS = {
     "defaults: [override /hydra/launcher: srun]": "a config file sets hydra.launcher.srun, which",
     "defaults: [override /hydra/launcher: deep]": "a config file sets hydra.launcher.more.x, which",
     "defaults: [override /hydra/launcher: name]": "a config file sets hydra.launcher.name, which",
+    "defaults: [override /hydra/launcher: setup]\n"
+    "hydra: {overrides: {hydra: ['+hydra.launcher.setup=[touch canary]']}}": "hydra.overrides: ",
+    "hydra: {overrides: {task: ['trusted_modules=[os]']}}": "hydra.overrides: ",
     "defaults: [override /hydra/sweeper: draws]": "a config file sets hydra.sweeper.storage, which",
     "defaults: [override /hydra/sweeper: own]": "sets hydra.sweeper.custom_search_space, which",
 }

@@ -18,10 +18,11 @@ from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, Node, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.cli.resumed import key_of
+from dpframe.cli.settings import NAME, no_plain_name
 from dpframe.errors import UserError
 
 TYPED: dict[str, Any] = {"resume": None, "resume_anyway": False, "trusted_modules": []}
@@ -62,6 +63,8 @@ class Loader(ConfigLoaderImpl):
             config_name, overrides, run_mode, from_shell, validate_sweep_overrides
         )
         if config_name is not None:  # what is there to be run; else it is for --hydra-help
+            _refuse_recipe(config)
+            _refuse_given_overrides(config.hydra, overrides)
             _refuse_untyped(config, overrides if self.typed is None else self.typed)
             _refuse_calls(config.hydra)
             _refuse_places(config.hydra, overrides)
@@ -107,6 +110,25 @@ class _Repository(ConfigRepository):
                 "its folder by --config-dir=DIR"
             )
         return super().load_config(config_path)
+
+
+def _refuse_recipe(config: DictConfig) -> None:
+    """It names the folder of its runs, in whatever config Hydra looks it up: so no reference."""
+    node = config._get_node("recipe", validate_access=False)
+    if not isinstance(node, Node) or node._is_missing():
+        return
+    plain = OmegaConf.to_container(OmegaConf.masked_copy(config, "recipe"), resolve=False)
+    assert isinstance(plain, dict)
+    name = plain["recipe"]
+    if not re.fullmatch(NAME, str(name)) or not isinstance(name, str | int | float):
+        raise no_plain_name(name)
+
+
+def _refuse_given_overrides(hydra: DictConfig, overrides: Sequence[str]) -> None:
+    """Hydra adds what is typed to what a file has there, and we take both for what was typed."""
+    listed = [*hydra.overrides.hydra._content, *hydra.overrides.task._content]
+    if sorted(str(node._value()) for node in listed) != sorted(overrides):
+        raise UserError("hydra.overrides: dpframe has no use for this; leave it out")
 
 
 def _refuse_untyped(config: DictConfig, overrides: Sequence[str]) -> None:

@@ -42,10 +42,7 @@ class RunSettings:
                 f"mode={self.mode} is not one of {', '.join(MODES)}; {suggestion(self.mode, MODES)}"
             )
         if not re.fullmatch(NAME, self.recipe):
-            raise UserError(
-                f"recipe={self.recipe} is no plain name, though it names the folder of its runs; "
-                "give letters, digits, - and _"
-            )
+            raise no_plain_name(self.recipe)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; give 0 to 2**63 - 1")
         if self.resume is not None and self.mode != "fit":
@@ -59,6 +56,13 @@ class RunSettings:
                     f"trusted_modules={shown(name)} is no dotted name; give modules or functions, "
                     "as trusted_modules=[torchvision,mine.make]"
                 )
+
+
+def no_plain_name(recipe: Any) -> UserError:
+    return UserError(
+        f"recipe={recipe} is no plain name, though it names the folder of its runs; "
+        "give letters, digits, - and _"
+    )
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings))
