@@ -9,12 +9,13 @@ import pickletools
 import struct
 import zipfile
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 MARK = b"dpframe sha256 "
 LENGTH = len(MARK) + 64
 HEAD = LENGTH.to_bytes(2, "little") + MARK  # a zip file without a comment ends with its length, 0
 BLOCK = 1 << 20
+LATIN = ("text", "latin1")  # how torch writes bytes
 END = struct.Struct("<4sQ2H2L4Q 4sLQL 4s4H2L")  # the three records that torch ends a zip file with
 
 
@@ -116,12 +117,51 @@ def _bomb(file: BinaryIO, size: int) -> str:
             pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
             if len(pickles) != 1 or sum(entry.file_size for entry in entries) > size:
                 return "its entries are not those that torch writes"
-            # Makes as many bytes as it is told to; the other calls that torch allows don't.
-            if b"\nbytearray\n" in archive.read(pickles[0]):
+            pickle = archive.read(pickles[0])
+            # Makes as many bytes as it is told to.
+            if b"\nbytearray\n" in pickle:
                 return "it holds a bytearray, which no checkpoint of dpframe's does"
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError):
+            if _grows(pickle, size):
+                return f"it has more parts than its {size} bytes can hold"
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, IndexError):
         return "it is no zip file as torch writes them"
     return ""
+
+
+def _grows(pickle: bytes, size: int) -> bool:
+    """Whether unpickling could make more than there is: torch hashes a tuple part by part wherever
+    it stands again, and `encode`, which it calls for bytes, can double them each time."""
+    stack: list[Any] = []  # a number is how many parts there are; else a mark, a name or a text
+    memo: dict[Any, Any] = {}
+    for code, value, _ in pickletools.genops(pickle):
+        if "PUT" in code.name:
+            memo[value] = stack[-1]
+        elif code.name in ("BINGET", "LONG_BINGET", "GET"):
+            stack.append(memo.get(value, 1))
+        elif code.name == "MARK":
+            stack.append(None)
+        elif code.name in ("BINUNICODE", "GLOBAL"):
+            stack.append(value)
+        else:
+            taken = _taken(stack, code)
+            if code.name == "REDUCE" and taken[0] == "_codecs encode" and taken[1] != LATIN:
+                return True
+            is_latin = code.name == "TUPLE2" and isinstance(taken[0], str) and taken[1] == "latin1"
+            made = 1 + sum(part if isinstance(part, int) else 1 for part in taken)
+            if made > size:
+                return True
+            stack += [LATIN if is_latin else made for _ in code.stack_after]
+    return False
+
+
+def _taken(stack: list[Any], code: pickletools.OpcodeInfo) -> list[Any]:
+    """What an operation takes from the stack."""
+    count = len(code.stack_before)
+    if pickletools.stackslice in code.stack_before:  # down to the mark, and what is before it
+        mark = len(stack) - 1 - stack[::-1].index(None)
+        count = len(stack) - mark + code.stack_before.index(pickletools.markobject)
+    taken, stack[len(stack) - count :] = stack[len(stack) - count :], []
+    return taken
 
 
 def _age(path: Path) -> tuple[int, bool, bool]:

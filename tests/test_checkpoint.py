@@ -1,5 +1,6 @@
 """Checkpoints: whole or not at all, read without running code, and a resume that loses nothing."""
 
+import codecs
 import errno
 import io
 import math
@@ -317,6 +318,21 @@ def circle() -> list:
     return inner
 
 
+def doubled(times: int = 6) -> Call:
+    """As bytes are written, but in hexadecimal, of hexadecimal …"""
+    made = Call(codecs.encode, "a" * 99, "latin1")
+    for _ in range(times):
+        made = Call(codecs.encode, made, "hex")
+    return made
+
+
+def tuples(depth: int = 64) -> tuple:
+    inner: tuple = (1,)
+    for _ in range(depth):
+        inner = (inner, inner)
+    return inner
+
+
 ZEROS = {"format": 2, "task": {"w": torch.zeros(1 << 20)}}
 BOMBS = {
     "compressed": (compressed(sealed(ZEROS)), "compressed entries, which torch never writes"),
@@ -330,6 +346,8 @@ BOMBS = {
     "an expanded tensor": (torch.zeros(1).expand(10**9), "a tensor of size (1000000000,) without"),
     "a tensor on meta": (torch.zeros(10**9, device="meta"), "a tensor of size (1000000000,)"),
     "a billion laughs": (laughs(), "has more parts than its"),
+    "hexadecimal": (doubled(), "has more parts than its"),
+    "a billion tuples": (tuples(), "has more parts than its"),
     "a circle": (circle(), "has more parts than its"),
     "a class": (torch.Tensor, "holds a torch._C._TensorMeta"),
     "a function": (torch._utils._rebuild_tensor_v2, "holds a builtins.function"),
@@ -344,6 +362,13 @@ def test_a_checkpoint_that_takes_up_more_than_its_size_is_refused_in_one_line(tm
     with pytest.raises(UserError) as caught:
         checkpoint.load(tmp_path / "a.ckpt")
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_bytes_and_tuples_that_stand_in_several_places_are_read(tmp_path):
+    pair = (1, (2, b"\xff and more"))
+    state = {"task": {}, "here": [pair, pair, b"\xff"], "there": {"x": pair, (1, 2): {3, 4}}}
+    checkpoint.save(state, tmp_path / "a.ckpt")
+    assert checkpoint.load(tmp_path / "a.ckpt").items() >= state.items()
 
 
 def test_a_missing_file_is_named(tmp_path):
