@@ -379,6 +379,41 @@ def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(tmp_path):
     assert "task.net._target_=os.system is none of the names" in said(attempt)
 
 
+def test_overrides_in_a_run_directory_that_are_no_texts_are_one_line(tmp_path):
+    lists = "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+    notes = {"laughs": "- &a0 [x, x, x]\n" + lists, "deep": "[" * 5000, "long": "- " + "9" * 5000}
+    files = {f"{name}/.hydra/overrides.yaml": text for name, text in notes.items()}
+    files |= {f"{name}/checkpoints/last.ckpt": "not looked at" for name in notes}
+    lines = [["recipe=boston", f"resume={name}/checkpoints/last.ckpt"] for name in notes]
+    for attempt in attempts(lines, write(tmp_path, files))[0]:
+        assert (attempt.code, attempt.err.count("\n")) == (2, 1) and len(attempt.err) < 300
+
+
+PATH = "!!python/object/apply:pathlib.PosixPath"
+OBJECTS = {
+    "logger: {x: {_target_: dpframe.testing.measure.Line, _args_: "
+    "'${hydra:sweeper.params.${oc.env:NOT_SET,a}}'}}\n"
+    f"hydra: {{sweeper: {{params: {{a: [{PATH} [../outside]]}}}}}}": "is a PosixPath; give text",
+    "logger: {x: {_target_: dpframe.testing.measure.Line, path: outside}}": "is for tests, so",
+    f"vars: {{x: {PATH} [/etc/passwd]}}": "vars.x is a PosixPath; give text, in quotes",
+    "task: {1: 2}": "task.1: its key is no text; put it in quotes",
+    "data: {true: 2}": "data.True: its key is no text; put it in quotes",
+    f"seed: 0x{'f' * 5000}": "seed has more than 1024 bits; give a smaller number",
+}
+
+
+def test_what_yaml_makes_beside_texts_and_numbers_is_one_line(tmp_path):
+    texts = {f"mine/experiment/e{n}.yaml": text for n, text in enumerate(OBJECTS)}
+    write(tmp_path, {file: f"# @package _global_\n{text}\n" for file, text in texts.items()})
+    start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
+    lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
+    for line, attempt in zip(
+        OBJECTS.values(), attempts(lines, tmp_path / "mine" / "..")[0], strict=True
+    ):
+        assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
+        assert line in attempt.err and attempt.files == ["mine"]
+
+
 UNSAID = {
     "cleanup": "is a module, nothing to build from",
     "cleanup.Nothing": "cleanup has no Nothing; ",

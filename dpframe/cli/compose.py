@@ -40,6 +40,8 @@ from dpframe.errors import UserError, suggestion
 CONFIG_NAME = "config"
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "experiment")
 NOT_OURS = ("hydra.job.chdir", "hydra.job.env_set", "hydra.callbacks", "hydra.output_subdir")
+PLAIN = (type(None), bool, int, float, str)
+LONGEST_NUMBER = 1024  # bits
 LONGEST_NAME = 200  # bytes of a sweep's directory name; file systems end at 255
 
 
@@ -137,6 +139,7 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
     try:
         named, public = resolved(job_only(config))
+        _refuse_objects(named)
         settings = checked(named)
         run_dir = str(config.hydra.run.dir)
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
@@ -157,6 +160,20 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         start=start_file(settings, Path(run_dir).parent),
         plugins=plugins.selected(config.hydra.runtime.choices, _folders(config)),
     )
+
+
+def _refuse_objects(node: Any, where: str = "") -> None:
+    """YAML makes dates and paths, too, which no config holds, and keys that no call can have."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            name = f"{where}.{key}" if where else str(key)
+            if isinstance(node, dict) and "_target_" in node and not isinstance(key, str):
+                raise UserError(f"{name}: its key is no text; put it in quotes")
+            _refuse_objects(value, name)
+    elif type(node) is int and node.bit_length() > LONGEST_NUMBER:
+        raise UserError(f"{where} has more than {LONGEST_NUMBER} bits; give a smaller number")
+    elif type(node) not in PLAIN:
+        raise UserError(f"{where} is a {type(node).__name__}; give text, in quotes")
 
 
 def resolved(job: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -91,9 +91,10 @@ def _saved(start: Path) -> list[str]:
         return []
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8", errors="surrogateescape")) or []
-    except (OSError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"{path} can't be read: {str(error).splitlines()[0]}") from None
-    if not isinstance(saved, list):
+    # Lists in lists could be made much of by a few bytes.
+    if not isinstance(saved, list) or any(isinstance(each, list | dict) for each in saved):
         raise UserError(f"{path} is no list of overrides; fix it, or remove it")
     overrides = [str(override).strip() for override in saved]
     strange = next((each for each in overrides if not re.match(KEY, each)), None)

@@ -46,6 +46,8 @@ class Trust:
             raise UserError(
                 f"{where}={path} is {owner} own, so it is not a dpframe {kind.__name__}"
             )
+        if _is_within(path, "dpframe.testing"):  # a logger of there writes wherever it is told to
+            raise UserError(f"{where}={path} is for tests, so it is not a dpframe {kind.__name__}")
         see_current_directory(top)
         self._refuse_closed(path, where)
         if not self._names(path):
@@ -175,7 +177,9 @@ def _refuse_misspelt(path: str, where: str) -> None:
 def _is_ours(target: Any) -> bool:
     """A recipe's parts, and classes that are meant as parts; not the command or the loader."""
     name = _real_name(target)
-    if not _is_within(name, "dpframe") or any(part.startswith("_") for part in name.split(".")):
+    if not _is_within(name, "dpframe") or _is_within(name, "dpframe.testing"):
+        return False
+    if any(part.startswith("_") for part in name.split(".")):
         return False
     if inspect.isfunction(target):
         return _is_within(name, "dpframe.recipes") and "." not in target.__qualname__
