@@ -14,7 +14,7 @@ from recorded import Recorder
 from small import Hooks, Rows, Scripted, Small, fitted, is_same
 from test_numbers import NoisyRows
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import Dataset, RandomSampler
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
 from dpframe import Callback, Strategy, Trainer, UserError, checkpoint, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -464,5 +464,35 @@ def test_a_run_that_ended_and_is_extended_ends_as_one_long_run(monitor, first):
     again, counted_again = run(deepcopy(short.state_dict()))
     assert again.update.learning_rate == whole.update.learning_rate < 0.05
     assert is_same(again.task.state_dict(), whole.task.state_dict())
+    assert counted_again.state_dict() == counted.state_dict()
+    assert is_same(again.metrics, whole.metrics)
+
+
+class Streamed(IterableDataset):
+    def __init__(self, rows: list) -> None:
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class StreamsToTrain(Rows):
+    """Nothing tells before its end how many rows an epoch has."""
+
+    def train_dataset(self):
+        return Streamed(list(self.train))
+
+
+def test_a_stream_that_ended_at_its_epochs_last_step_counts_that_epoch_when_it_is_extended():
+    def run(resume: Any = None, **settings: Any) -> tuple[Trainer, EarlyStopping]:
+        stopping = EarlyStopping(patience=50, min_delta=100.0)  # nothing gets better
+        data = StreamsToTrain(16, 4)
+        made = fitted(data=data, callbacks=[stopping], resume=resume, max_epochs=4, **settings)
+        return made, stopping
+
+    whole, counted = run()
+    short, _ = run(max_steps=whole.global_step // 2)
+    again, counted_again = run(deepcopy(short.state_dict()))
+    assert again.global_step == whole.global_step
     assert counted_again.state_dict() == counted.state_dict()
     assert is_same(again.metrics, whole.metrics)

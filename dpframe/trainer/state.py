@@ -43,6 +43,8 @@ def of(trainer: "Trainer") -> dict[str, Any]:
         "strategy": {strategy.name: strategy.state_dict(trainer.update.optimizer)},
         "progress": {
             **{name: getattr(trainer, name) for name in COUNTERS},
+            # A stream's end is not known at its last step: there the run that goes on counts it.
+            **({"validated_step": -1} if trainer.is_extra_validation else {}),
             "means": [means for _, means in everywhere],
             "logged": dict(logged) if logged_step == trainer.global_step else {},
         },
