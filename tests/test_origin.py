@@ -9,6 +9,8 @@ import pytest
 import yaml
 from command import attempts
 
+from dpframe.cli.compose import composed
+
 SHORT = ["recipe=boston", "trainer.max_epochs=1", "logger=none"]
 BEST = "checkpoint=run/checkpoints/best.ckpt"
 MOVED = "checkpoint=moved.ckpt"
@@ -177,3 +179,19 @@ def test_a_recipe_edited_since_is_refused_and_one_that_says_mode_test_is_a_test(
     assert re.search(r"data\.split_seed=1 there, 2 here; type what it had", edited.err)
     assert typed.code == 0, typed.err
     assert "with its run's +vars.n=1" in typed.out
+
+
+@pytest.mark.parametrize("mode", ["test", "validate", "predict"])
+@pytest.mark.parametrize("run", [["trainer.limit_eval_batches=1"], ["experiment=debug"]])
+def test_an_evaluation_reads_all_rows_unless_a_limit_is_typed(tmp_path, mode, run):
+    saved = tmp_path / ".hydra" / "overrides.yaml"
+    saved.parent.mkdir()
+    saved.write_text(yaml.safe_dump(["recipe=boston", *run]))
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    last.parent.mkdir()
+    last.touch()
+    line = [f"mode={mode}", f"checkpoint={last}"]
+    assert composed(line).settings.trainer.limit_eval_batches is None
+    typed = [([*line, "trainer.limit_eval_batches=2"], 2), ([*line, "experiment=debug"], 1)]
+    for overrides, batches in typed:
+        assert composed(overrides).settings.trainer.limit_eval_batches == batches

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpframe.cli.compose import Composed, quoted
-from dpframe.cli.resumed import key_of, refuse_recipe
+from dpframe.cli.resumed import LIMIT, key_of, refuse_recipe
 from dpframe.cli.settings import TOP_LEVEL, shown
 from dpframe.errors import UserError
 from dpframe.trainer import Trainer, fingerprint
@@ -20,7 +20,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.shuffle",
     "data.workers",
 )
-OF_FIT = ("callbacks", "logger", "plan", "trainer.max_epochs", "trainer.max_steps")
+OF_FIT = ("callbacks", "logger", "plan", "trainer.max_epochs", "trainer.max_steps", LIMIT)
 DECIDING = ("task", "data", "seed", "trainer.precision")
 
 

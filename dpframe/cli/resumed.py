@@ -23,6 +23,7 @@ OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "trainer.threads",
     "trainer.data_on_device",
 )
+LIMIT = "trainer.limit_eval_batches"  # a short run's; an evaluation is of all rows
 
 
 def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
@@ -43,7 +44,10 @@ def with_saved_of(checkpoint: str, overrides: Sequence[str]) -> list[str]:
     there, here = value_of("recipe", saved), value_of("recipe", overrides)
     if there is not None and here is not None and there != here:
         refuse_recipe(checkpoint, there, here)
-    return [*(each for each in saved if _is_evaluated(each, saved, overrides)), *overrides]
+    kept = [each for each in saved if _is_evaluated(each, saved, overrides)]
+    if value_of("experiment", kept) is not None:  # which may set one: `experiment=debug` does
+        kept.append(f"{LIMIT}=null")
+    return [*kept, *overrides]
 
 
 def refuse_recipe(checkpoint: str, there: str, here: str) -> NoReturn:
@@ -78,7 +82,7 @@ def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
 def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
     group = key.partition(".")[0]
-    if key in OF_ITS_MACHINE or group == "strategy":
+    if key in (*OF_ITS_MACHINE, LIMIT) or group == "strategy":
         return False
     is_of_other = group != key and group in map(key_of, typed)  # callbacks=none has other keys
     return not is_of_other and _is_kept(override, saved, typed)
