@@ -81,6 +81,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
         seeding.seed_everything(0 if resume is None else 99)  # the checkpoint decides
         if resume is not None and strategy.is_main:
             (folder / "resumed-at").write_text(str(resume["progress"]["global_step"]))
+        has_begun = (folder / "began").exists()
         reads = folder / f"reads-{'first' if resume is None else 'again'}-{strategy.rank}"
         kills = [] if kill is None else [Kills(kill[0], is_after=kill[1])]
         trainer = Trainer(
@@ -97,8 +98,10 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
             ),
             callbacks=[Checkpoint(every_n_steps=1, keep=2, seconds_between=0), *kills],
             loggers=[CSV(), TensorBoard(graph=False)],
-            run=Run(directory=directory),
+            # Killed before its first checkpoint was written, a run begins anew.
+            run=Run(directory=directory, is_repeated=resume is None and has_begun),
         )
+        (folder / "began").touch()
         trainer.fit(resume)
         if strategy.is_main:
             (folder / "done.json").write_text(json.dumps(trainer.metrics))
