@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from command import Attempt, attempts, dpframe, environment, output_of, write
 
+from dpframe.cli import source
+from dpframe.errors import UserError
 from dpframe.strategies import ranks
 from dpframe.strategies.ddp import DDP
 
@@ -439,6 +441,25 @@ def test_no_module_is_imported_that_does_not_say_it_has_such_a_part(place):
     done, _ = attempts([[*START, f"task._target_={name}"] for name in UNSAID], place)
     for (name, line), attempt in zip(UNSAID.items(), done, strict=True):
         assert said(attempt).startswith(f"task._target_={name}") and line in said(attempt)
+
+
+def test_a_source_made_to_keep_its_reader_busy_is_read_in_no_time(tmp_path, monkeypatch):
+    elifs = "".join(f"elif {n}:\n    pass\n" for n in range(900))
+    write(
+        tmp_path,
+        {
+            "bombmod.py": "A = A | A | A | A\nB = B.a | B.b | B.c | B.d\nC = '1' + "
+            + "1 + " * 900
+            + "1\n",
+            "minus.py": f"A = {'-' * 100_000}1\n",
+            "elifs.py": f"from dpframe import Task as Own\nif 1:\n    pass\n{elifs}",
+        },
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not any(source.makes(f"bombmod.{name}", "Task") for name in "ABC")
+    assert source.makes("elifs.Own", "Task")
+    with pytest.raises(UserError, match=r"^task._target_=minus.A: .*minus.py is nested too deeply"):
+        source.refuse_unparsable("minus", "task._target_", "minus.A")
 
 
 RUN = {

@@ -12,6 +12,8 @@ from pathlib import Path
 from dpframe.errors import UserError
 
 DEEPEST = 20  # names that lead to another, one by one
+MOST = 1000  # names that are followed in all
+Seen = set[tuple[str, ...]]
 
 
 def spec_of(name: str) -> ModuleSpec | None:
@@ -67,8 +69,16 @@ def has(path: str) -> bool:
     return rest[0] in source.bindings or source.is_open
 
 
-def makes(path: str, kind: str, depth: int = 0) -> bool:
+def makes(path: str, kind: str) -> bool:
     """Whether it is a class below dpframe's `kind`, or a function that says that it makes one."""
+    try:
+        return _makes(path, kind, 0, set())
+    except RecursionError:  # an expression of a thousand parts
+        return False
+
+
+def _makes(path: str, kind: str, depth: int, seen: Seen) -> bool:
+    """`seen` are the names that were followed before: each is followed once, as `A = A | A` is."""
     parts = path.split(".")
     if parts[0] == "dpframe" and parts[-1] == kind:
         return True
@@ -77,10 +87,18 @@ def makes(path: str, kind: str, depth: int = 0) -> bool:
     for length in range(1, len(parts)):
         source = _Source(".".join(parts[:length]))
         if parts[length] in source.bindings:
-            return source.leads(parts[length:], kind, depth)
-        if any(makes(".".join([star, *parts[length:]]), kind, depth + 1) for star in source.stars):
+            return source.leads(parts[length:], kind, depth, seen)
+        paths = (".".join([star, *parts[length:]]) for star in source.stars)
+        if any(_makes(each, kind, depth + 1, seen) for each in paths if _is_new(seen, each)):
             return True
     return False
+
+
+def _is_new(seen: Seen, *name: str) -> bool:
+    if name in seen or len(seen) >= MOST:
+        return False
+    seen.add(name)
+    return True
 
 
 def refuse_unparsable(module: str, where: str, path: str) -> None:
@@ -93,6 +111,8 @@ def refuse_unparsable(module: str, where: str, path: str) -> None:
         raise UserError(
             f"{where}={path}: SyntaxError: {error.msg} ({spec.origin}, line {error.lineno})"
         ) from None
+    except (RecursionError, MemoryError):  # MemoryError is the parser's word for it, too
+        raise UserError(f"{where}={path}: {spec.origin} is nested too deeply to be read") from None
     except (OSError, ValueError):
         return
 
@@ -117,47 +137,54 @@ class _Source:
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
             self.stars.append(self._absolute(node))
 
-    def leads(self, parts: list[str], kind: str, depth: int) -> bool:
-        return any(
-            self._leads(bound, parts, kind, depth + 1) for bound in self.bindings.get(parts[0], [])
+    def leads(self, parts: list[str], kind: str, depth: int, seen: Seen) -> bool:
+        return _is_new(seen, self.name, *parts) and any(
+            self._leads(bound, parts, kind, depth + 1, seen)
+            for bound in self.bindings.get(parts[0], [])
         )
 
-    def _leads(self, bound: ast.AST, parts: list[str], kind: str, depth: int) -> bool:
+    def _leads(self, bound: ast.AST, parts: list[str], kind: str, depth: int, seen: Seen) -> bool:
         """`parts` begin with the name that is bound here."""
         rest = parts[1:]
         if depth > DEEPEST:
             return False
         if isinstance(bound, ast.alias):
-            return makes(".".join([bound.name, *rest]), kind, depth)
+            return _makes(".".join([bound.name, *rest]), kind, depth, seen)
         if isinstance(bound, ast.ImportFrom):
             name = next(a.name for a in bound.names if (a.asname or a.name) == parts[0])
-            return makes(".".join([self._absolute(bound), name, *rest]), kind, depth)
+            return _makes(".".join([self._absolute(bound), name, *rest]), kind, depth, seen)
         if isinstance(bound, ast.ClassDef) and rest:
             within = [
                 b for node in _statements(bound.body) for n, b in _bound(node) if n == rest[0]
             ]
-            return any(self._leads(each, rest, kind, depth) for each in within)
+            return any(self._leads(each, rest, kind, depth, seen) for each in within)
         if isinstance(bound, ast.ClassDef):
-            return any(self._says(base, kind, depth) for base in bound.bases)
+            return any(self._says(base, kind, depth, seen) for base in bound.bases)
         if isinstance(bound, ast.FunctionDef):
-            return not rest and bound.returns is not None and self._says(bound.returns, kind, depth)
-        return isinstance(bound, ast.expr) and self._says(bound, kind, depth, rest)
+            return (
+                not rest
+                and bound.returns is not None
+                and self._says(bound.returns, kind, depth, seen)
+            )
+        return isinstance(bound, ast.expr) and self._says(bound, kind, depth, seen, rest)
 
-    def _says(self, node: ast.AST, kind: str, depth: int, rest: Sequence[str] = ()) -> bool:
+    def _says(
+        self, node: ast.AST, kind: str, depth: int, seen: Seen, rest: Sequence[str] = ()
+    ) -> bool:
         """An expression: a name, an annotation in quotes, `A | None`, `Base[T]`."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             tree = _tree(node.value)
             only = tree.body[0] if tree and tree.body else None
-            return isinstance(only, ast.Expr) and self._says(only.value, kind, depth + 1)
+            return isinstance(only, ast.Expr) and self._says(only.value, kind, depth + 1, seen)
         if isinstance(node, ast.BinOp):
-            return any(self._says(side, kind, depth) for side in (node.left, node.right))
+            return any(self._says(side, kind, depth, seen) for side in (node.left, node.right))
         if isinstance(node, ast.Subscript):
-            return self._says(node.value, kind, depth)
+            return self._says(node.value, kind, depth, seen)
         names = list(rest)
         while isinstance(node, ast.Attribute):
             names.insert(0, node.attr)
             node = node.value
-        return isinstance(node, ast.Name) and self.leads([node.id, *names], kind, depth)
+        return isinstance(node, ast.Name) and self.leads([node.id, *names], kind, depth, seen)
 
     def _absolute(self, node: ast.ImportFrom) -> str:
         package = self.name if self.spec and self.spec.submodule_search_locations else ""
@@ -200,13 +227,14 @@ def _tree(text: str) -> ast.Module | None:
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    for node in body:
+    waiting = body[::-1]
+    while waiting:
+        node = waiting.pop()
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With | ast.For | ast.While):
-            for name in ("body", "orelse", "finalbody"):
-                yield from _statements(getattr(node, name, []))
-            for handler in getattr(node, "handlers", []):
-                yield from _statements(handler.body)
+            blocks = [getattr(node, name, []) for name in ("body", "orelse", "finalbody")]
+            blocks += [handler.body for handler in getattr(node, "handlers", [])]
+            waiting += [inner for block in blocks for inner in block][::-1]
 
 
 def _bound(node: ast.stmt) -> Iterator[tuple[str, ast.AST]]:
