@@ -171,31 +171,40 @@ def _unlike_ours(state: dict[str, Any], size: int) -> str:
     """What `weights_only` reads but no `save` writes: it could fill the memory when it is used."""
     if not isinstance(state["task"], dict):
         return "is not a dpframe checkpoint"
+    storages: dict[int, int] = {}
     try:
-        count = _parts(state, {})
+        count = _parts(state, {}, storages)
     except RecursionError:
         count = math.inf
     except TypeError as error:
         return f"holds {error}, which no checkpoint of dpframe's does"
+    if sum(storages.values()) > size:  # as `torch.Tensor(10**9)` makes them
+        return f"has more numbers than its {size} bytes can hold"
     # Each part takes up a byte or more, but for what is written once and stands in many places.
     return "" if count <= size else f"has more parts than its {size} bytes can hold"
 
 
-def _parts(value: Any, known: dict[int, float]) -> float:
-    """How many values there are when each is counted wherever it stands; no end in a circle."""
+def _parts(value: Any, known: dict[int, float], storages: dict[int, int]) -> float:
+    """How many values there are when each is counted wherever it stands; no end in a circle.
+
+    `storages` gets the address and the bytes of each tensor's storage.
+    """
     if type(value) in PLAIN:
         return 1
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not value.is_nested
-        if value.device != CPU or (is_dense and value.nbytes > value.untyped_storage().nbytes()):
+        storage = value.untyped_storage() if value.device == CPU and is_dense else None
+        if value.device != CPU or (storage is not None and value.nbytes > storage.nbytes()):
             raise TypeError(f"a tensor of size {tuple(value.shape)} without its numbers")
+        if storage is not None:
+            storages[storage.data_ptr()] = storage.nbytes()
         return 1
     if not isinstance(value, dict | list | tuple | set):
         raise TypeError(f"a {type(value).__module__}.{type(value).__name__}")
     if id(value) not in known:
         known[id(value)] = math.inf
         inner = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_parts(part, known) for part in inner)
+        known[id(value)] = 1 + sum(_parts(part, known, storages) for part in inner)
     return known[id(value)]
 
 

@@ -99,13 +99,15 @@ def step_of(path: Path) -> int:
 
 def _bomb(file: BinaryIO, size: int) -> str:
     """Anybody can seal a file: one that takes up more memory than its size is not unpacked."""
+    file.seek(0)
+    begins_as_torchs = file.read(4) == b"PK\3\4"  # else torch reads it as its older format
     at = size - LENGTH - 2 - END.size
     file.seek(max(0, at))
     values = END.unpack(file.read(END.size)) if at > 0 else (b"",) * 20
     (length, start), locator = values[8:10], values[10:14]
     # Else another reader might see other entries than those that are checked here.
     is_torchs = values[0] == b"PK\6\6" and locator == (b"PK\6\7", 0, at, 1)
-    if not is_torchs or length + start != at:
+    if not begins_as_torchs or not is_torchs or length + start != at:
         return "it is no zip file as torch writes them"
     try:
         with zipfile.ZipFile(file) as archive:

@@ -272,7 +272,7 @@ def repacked(content: bytes, **options: Any) -> bytes:
     """The same entries, written by Python's zip module, and sealed."""
     file = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(file, "w", **options) as new:
-        for name in old.namelist():
+        for name in sorted(old.namelist(), key=lambda name: name.endswith("/data.pkl")):
             new.writestr(name, old.read(name))
     return resealed(file.getvalue())
 
@@ -285,16 +285,16 @@ def resealed(content: bytes) -> bytes:
     return file.getvalue()
 
 
-def compressed(content: bytes) -> bytes:
-    """With the end that torch writes."""
-    file = io.BytesIO(repacked(content, compression=zipfile.ZIP_DEFLATED))
+def ended(content: bytes, head: bytes = b"", **options: Any) -> bytes:
+    """`repacked`, with the end that torch writes; it can begin as something else."""
+    file = io.BytesIO(repacked(content, **options))
     with zipfile.ZipFile(file) as archive:
         entries, start = len(archive.infolist()), archive.start_dir
     whole = file.getvalue()
     end = whole.rindex(b"PK\5\6")
     there = (b"PK\6\6", 44, 45, 45, 0, 0, entries, entries, end - start, start)
     more = struct.pack("<4sQ2H2L4Q 4sLQL", *there, b"PK\6\7", 0, end, 1)
-    return resealed(whole[:end] + more + whole[end : end + 20] + bytes(2))
+    return resealed(head + whole[len(head) : end] + more + whole[end : end + 20] + bytes(2))
 
 
 class Call:
@@ -335,7 +335,10 @@ def tuples(depth: int = 64) -> tuple:
 
 ZEROS = {"format": 2, "task": {"w": torch.zeros(1 << 20)}}
 BOMBS = {
-    "compressed": (compressed(sealed(ZEROS)), "compressed entries, which torch never writes"),
+    "compressed": (
+        ended(sealed(ZEROS), compression=zipfile.ZIP_DEFLATED),
+        "compressed entries, which torch never writes",
+    ),
     "repacked": (repacked(sealed(ZEROS)), "it is no zip file as torch writes them"),
     "prefixed": (
         resealed(b"x" * 99 + sealed(ZEROS)[: -seal.LENGTH - 2] + bytes(2)),
@@ -349,6 +352,11 @@ BOMBS = {
     "hexadecimal": (doubled(), "has more parts than its"),
     "a billion tuples": (tuples(), "has more parts than its"),
     "a circle": (circle(), "has more parts than its"),
+    "a tensor made by a call": (Call(torch.Tensor, 1 << 20), "more numbers than its"),
+    "an old format": (
+        ended(sealed(ZEROS), b"\x80\x02"),
+        "no zip file as torch writes them",
+    ),
     "a class": (torch.Tensor, "holds a torch._C._TensorMeta"),
     "a function": (torch._utils._rebuild_tensor_v2, "holds a builtins.function"),
 }
