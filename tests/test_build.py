@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 from command import write
+from small import Small
 
 from dpframe.callbacks.base import Callback
 from dpframe.cli import build as building
@@ -47,6 +48,18 @@ class Buggy:
 class Keeps:
     def __init__(self, value):
         self.value = value
+
+
+import torch
+
+
+class Misuses:
+    def __init__(self, net):
+        torch.nn.Linear([1], 1)
+
+
+def misuses(net):
+    torch.nn.Linear([1], 1)
 
 
 def function(width):
@@ -174,6 +187,51 @@ def test_what_a_constructor_says_of_its_arguments_is_one_line(own):
     assert line == "task.width: Narrow says: width -7 is too small " + line[line.index("(") :]
     assert "own.py, line 10)" in line
     assert "no width will do" in said(build, {"_target_": "own.function", "width": 1}, "x")
+
+
+LAYERS = {"_target_": "torch.nn.Sequential"}
+LINEAR = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
+
+
+@pytest.mark.parametrize(
+    ("node", "line"),
+    [
+        ({**LAYERS, "_args_": [1, 2]}, "x: Sequential says: int is not a Module subclass ("),
+        ({**LINEAR, "in_features": [13]}, "x: Linear says: empty(): argument"),
+        (
+            {**LAYERS, "_args_": [{"_target_": "collections.OrderedDict", "a.b": LINEAR}]},
+            "x: Sequential says: module name can't contain",
+        ),
+        ({"_target_": "torch.nn.Linear", "_args_": [*"abcdefg"]}, "x: Linear: too many positional"),
+        ({**LINEAR, "_args_": [1]}, "x: Linear: multiple values for argument 'in_features'"),
+    ],
+)
+def test_a_value_of_a_kind_that_torch_does_not_take_is_one_line(node, line):
+    assert said(build, node, "x").startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("part", "node"),
+    [
+        ("optimizer", {"_target_": "torch.optim.Adam", "lr": [1]}),
+        ("optimizer", {"_target_": "torch.optim.Adam", "betas": 5}),
+        ("scheduler", {"_target_": "torch.optim.lr_scheduler.LambdaLR", "lr_lambda": 5}),
+    ],
+)
+def test_a_value_that_an_optimizer_or_a_scheduler_does_not_take_is_one_line(part, node):
+    partials = {"optimizer": {"_target_": "torch.optim.Adam"}, part: node}
+    partials = {name: {**each, "_partial_": True} for name, each in partials.items()}
+    task = Small(**{name: build(each, name) for name, each in partials.items()})
+    with pytest.raises(TypeError) as caught:
+        task.configure_optimizer()
+    name = node["_target_"].rpartition(".")[2]
+    assert str(refused(caught.value, partials)).startswith(f"{part}: {name} says: ")
+
+
+def test_a_torch_constructor_that_ones_own_code_calls_wrongly_keeps_its_traceback(own):
+    for name in ("own.Misuses", "own.misuses"):
+        with pytest.raises(TypeError, match="empty"):
+            build({"_target_": name, "net": LINEAR}, "x")
 
 
 def test_a_bug_below_a_constructor_keeps_its_traceback_and_cause(own):

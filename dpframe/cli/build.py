@@ -78,15 +78,18 @@ def _made(node: Any, where: str, trust: Trust, *, is_recursive: bool = True) -> 
 def refused(error: Exception, nodes: Mapping[str, Any]) -> UserError | None:
     """The line for what a constructor says about its own arguments, as Adam does about lr=-1.
 
-    None for an error from anywhere deeper: that is a bug, which wants its traceback.
+    None for an error from anywhere deeper: that is a bug, which wants its traceback. So is a
+    TypeError or a KeyError, except where torch's own code raises it for what the node gives.
     """
-    if not isinstance(error, ValueError | RuntimeError):
+    is_about_values = isinstance(error, ValueError | RuntimeError)
+    if not is_about_values and not isinstance(error, TypeError | KeyError):
         return None
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     described = [found for where, node in nodes.items() for found in _described(node, where)]
     for index, frame in enumerate(frames):
         below = frames[index + 1 :]
-        if all(deeper.f_code.co_name in ("__init__", "__new__") for deeper in below):
+        is_its_own = all(deeper.f_code.co_name in ("__init__", "__new__") for deeper in below)
+        if (is_about_values and is_its_own) or _is_torchs(frames, index):
             for where, node, target in described:
                 if _runs(frame, target):
                     return _refusal(error, where, node, target)
@@ -221,9 +224,10 @@ def _check_wanted(target: Any, node: Mapping[str, Any], where: str, wanted: type
 
 def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
     try:
-        parameters = inspect.signature(target).parameters
+        signature = inspect.signature(target)
     except (TypeError, ValueError):
         return  # a builtin without a signature
+    parameters = signature.parameters
     given = {name: value for name, value in node.items() if name not in SPECIAL}
     name = getattr(target, "__name__", str(target))
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -237,6 +241,12 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
             is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             if is_plain and parameter.default is parameter.empty and key not in given:
                 raise UserError(f"{where}.{key} is missing; {name} needs it")
+    if node.get("_args_"):
+        bind = signature.bind_partial if node.get("_partial_") else signature.bind
+        try:
+            bind(*node["_args_"], **given)
+        except TypeError as error:
+            raise UserError(f"{where}: {name}: {error}") from None
     hints = _hints(target)
     for key, value in given.items():
         has_no_default = key not in parameters or parameters[key].default is not None
@@ -294,8 +304,15 @@ def _runs(frame: types.FrameType, target: Any) -> bool:
     return frame.f_code is getattr(target, "__code__", None)
 
 
+def _is_torchs(frames: list[types.FrameType], index: int) -> bool:
+    """Whether dpframe made this call, and all that ran from there on is torch's."""
+    packages = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
+    return packages[max(0, index - 1)] == "dpframe" and set(packages[index:]) == {"torch"}
+
+
 def _refusal(error: Exception, where: str, node: Mapping[str, Any], target: Any) -> UserError:
-    said = first_line(error)
+    is_quoted = isinstance(error, KeyError)  # its text is a repr
+    said = first_line(ValueError(*error.args) if is_quoted else error)
     plain = {key: value for key, value in node.items() if isinstance(value, SCALARS)}
     named = [key for key, value in plain.items() if key not in SPECIAL and str(value) in said]
     if len(named) == 1:

@@ -159,7 +159,7 @@ def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> l
     resume = state if settings.resume is not None else None
     try:
         trainer.prepare(resume, resume_anyway=settings.resume_anyway)
-    except ValueError as error:  # a constructor that only the Trainer calls, as an optimiser's
+    except (ValueError, TypeError, KeyError) as error:  # of an optimiser, which the Trainer makes
         said = refused(error, {"task": job.config["task"]})
         if said is None:
             raise
