@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from dpframe import checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.data import permutation
-from dpframe.errors import Failure
+from dpframe.errors import Failure, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
@@ -119,6 +119,18 @@ def test_skipping_within_an_accumulated_step_leaves_out_all_of_it():
     assert (one.global_step, one.skipped_steps) == (1, 1)
     torch.manual_seed(0)
     assert is_same(one.task.state_dict(), Small().state_dict())
+
+
+def test_ddp_refuses_to_skip_within_an_accumulated_step_that_may_leave_out_parameters():
+    strategy = DDP(find_unused_parameters=True)
+    strategy.is_set_up = True  # it is refused before there is anything to close
+    with pytest.raises(UserError) as caught:
+        fitted(data=Bad(), strategy=strategy, accumulate=5, on_nonfinite="skip")
+    assert str(caught.value) == (
+        "trainer.on_nonfinite=skip with trainer.accumulate=5: under "
+        "strategy.find_unused_parameters=true torch still expects the gradients of the batches "
+        "that were left out; use trainer.accumulate=1 or strategy=data_parallel"
+    )
 
 
 class Rooted(Small):

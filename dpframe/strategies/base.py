@@ -113,6 +113,9 @@ class Strategy:
     def grad_sync(self, is_last: bool) -> None:
         """Before each micro-batch under accumulation: only the last one's gradients are shared."""
 
+    def check_skips(self, accumulate: int) -> None:
+        """Before training that may leave out a step after some of its `accumulate` backwards."""
+
     def check_gradients(self) -> None:
         """Before each optimiser update: refuses gradients that are not the whole job's."""
 

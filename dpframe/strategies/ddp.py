@@ -143,6 +143,15 @@ class DDP(Strategy):
         # its backwards; gradients that are shared each time add up to the same.
         self.module.require_backward_grad_sync = is_last or self.options["static_graph"]
 
+    def check_skips(self, accumulate: int) -> None:
+        """Torch's reducer keeps which parameters those backwards used, and nothing resets that."""
+        if accumulate > 1 and self.options["find_unused_parameters"]:
+            raise UserError(
+                f"trainer.on_nonfinite=skip with trainer.accumulate={accumulate}: under "
+                "strategy.find_unused_parameters=true torch still expects the gradients of the "
+                "batches that were left out; use trainer.accumulate=1 or strategy=data_parallel"
+            )
+
     def check_gradients(self) -> None:
         """Torch tells at the next forward, when each rank has made an update of its own."""
         if self.module is None:

@@ -358,6 +358,8 @@ class Trainer:
         self.mode = "fit"
         self._resumed = resume
         settings = self.settings
+        if settings.on_nonfinite == "skip":
+            self.strategy.check_skips(settings.accumulate)
         feed.set_up(self)
         self.read, self.to_device = ahead.reader(self.train_loader, self.strategy)
         self.update = Update(self.task, self.strategy, settings, self.precision.scaler())
