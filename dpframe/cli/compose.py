@@ -349,11 +349,5 @@ def _refuse_shadowed(config: DictConfig, config_dir: str | None) -> None:
 
 def _name_recipe(config: DictConfig) -> None:
     """A recipe is called as its file where it doesn't say otherwise."""
-    for group in ("recipe", "experiment"):
-        node = config._get_node(group, validate_access=False)
-        if isinstance(node, DictConfig):
-            option = config.hydra.runtime.choices.get(group)
-            fault = "must begin with '# @package _global_'" if node else "has no keys in it"
-            raise UserError(f"{group}={option}: its file {fault}")
     if "recipe" in config.hydra.runtime.choices and OmegaConf.is_missing(config, "recipe"):
         config.recipe = config.hydra.runtime.choices["recipe"]

@@ -114,6 +114,12 @@ class _Repository(ConfigRepository):
 
 def _refuse_recipe(config: DictConfig) -> None:
     """It names the folder of its runs, in whatever config Hydra looks it up: so no reference."""
+    for group in ("recipe", "experiment"):
+        node = config._get_node(group, validate_access=False)
+        if isinstance(node, DictConfig):
+            option = config.hydra.runtime.choices.get(group)
+            fault = "must begin with '# @package _global_'" if node else "has no keys in it"
+            raise UserError(f"{group}={option}: its file {fault}")
     node = config._get_node("recipe", validate_access=False)
     if not isinstance(node, Node) or node._is_missing():
         return
