@@ -90,6 +90,11 @@ class Task(nn.Module):
         return {"total_steps": self.scheduler_steps}
 
 
+def has_sparse(module: nn.Module) -> bool:
+    """Whether it makes sparse gradients, asked as DDP asks: of embeddings."""
+    return any(getattr(part, "sparse", False) for part in module.modules())
+
+
 class Nothing(torch.autograd.Function):
     """A loss of 0 without a gradient: 0 times the gradient of a NaN would be NaN.
 
@@ -112,7 +117,7 @@ class TrainStep(nn.Module):
         super().__init__()
         self.task = task
         self.autocast = autocast
-        self.has_sparse = any(getattr(part, "sparse", False) for part in task.modules())
+        self.has_sparse = has_sparse(task)
 
     def forward(self, share: tuple[Any, int], of: float) -> tuple[Tensor, list[Measured]]:
         """A share has `rows` of the step's rows; `of` is all of them over replicas averaged.

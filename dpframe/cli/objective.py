@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from dpframe.cli.resumed import key_of
 from dpframe.errors import UserError
 
 # A sweeper's key, and what it is for the modes min, which is every sweeper's default, and max.
@@ -47,7 +48,7 @@ def direction(sweeper: DictConfig, objective: Objective, overrides: Sequence[str
             raise UserError(f"{key}={given}: a run has one objective, {objective.metric}; name one")
         if given[0] == wanted:
             return []
-        is_typed = any(override.lstrip("+").startswith(f"{key}=") for override in overrides)
+        is_typed = key in map(key_of, overrides)
         if is_typed or given[0] != values["min"]:
             where = f"{objective.key}.mode" if objective.key else "its mode"
             raise UserError(

@@ -21,6 +21,7 @@ from omegaconf.errors import (
 )
 
 from dpframe.cli import plugins
+from dpframe.cli.resumed import key_of
 from dpframe.errors import UserError, suggestion
 
 PARTS = ("callbacks", "logger")  # of which each has a class
@@ -154,7 +155,7 @@ def _not_composed(
         now: Any = 0  # what could be a list or a text is told how to write one
         with suppress(Exception):  # another of the overrides may be wrong, too
             if not options(key):
-                now = OmegaConf.select(compose([o for o in overrides if _is_other(o, key)]), key)
+                now = OmegaConf.select(compose([o for o in overrides if key_of(o) != key]), key)
         lists = (
             f"; for one list write {key}=[{value}]" if now is None or OmegaConf.is_list(now) else ""
         )
@@ -173,10 +174,6 @@ def _not_composed(
     return UserError(f"{given}: there is no key {key}; {nearest(config, key, options)}")
 
 
-def _is_other(override: str, key: str) -> bool:
-    return override.lstrip("+~").partition("=")[0] != key
-
-
 def _key_in(text: str) -> str:
     match = re.search(r"Could not (?:override|append|delete)[^']*'([^'\n=]+)", text)
     return match[1] if match else ""
@@ -188,7 +185,7 @@ def _depth(override: str) -> int:
 
 def _is_under(key: str, override: str) -> bool:
     """Whether the override can be why Hydra speaks of this key."""
-    given = override.lstrip("+~").split("=")[0]
+    given = key_of(override)
     dotted = re.sub(r"\[(\w+)\]", r".\1", key)
     return bool(key) and (f"{dotted}.".startswith(f"{given}.") or given.startswith(f"{dotted}."))
 

@@ -16,6 +16,7 @@ from dpframe.errors import UserError
 from dpframe.strategies import direct, ranks, supervisor
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, rehearsal
+from dpframe.task import has_sparse
 
 # The same switch, under its newer name where torch has that.
 _names = inspect.signature(DistributedDataParallel).parameters
@@ -124,8 +125,7 @@ class DDP(Strategy):
         self._shared = {name: weight for name, weight in named if weight.requires_grad}
         self._frozen = {name: weight for name, weight in named if not weight.requires_grad}
         size = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        is_sparse = any(getattr(part, "sparse", False) for part in module.modules())  # as DDP asks
-        if self.direct is not None and size <= direct.LARGEST and not is_sparse:
+        if self.direct is not None and size <= direct.LARGEST and not has_sparse(module):
             self._first_forward = self.module.register_forward_pre_hook(self._share_directly)
         return self.module
 

@@ -4,6 +4,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dpframe.task import has_sparse
+
 KINDS = ("cpu", "cuda")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -15,7 +17,7 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
     ways = ("fused", "foreach", "capturable", "differentiable")
     is_chosen = any(defaults.get(way) for way in ways) or defaults.get("fused", False) is not None
     is_stock = type(optimizer).__module__.startswith("torch.optim.")
-    if is_chosen or not is_stock or any(getattr(m, "sparse", False) for m in model.modules()):
+    if is_chosen or not is_stock or has_sparse(model):
         return False
     groups = optimizer.param_groups
     if any(group.get("fused") is not None or group.get("foreach") for group in groups):
