@@ -1,34 +1,32 @@
 """Predicts an epoch on 1, 2 and 4 ranks by `mode=plan`, then trains it over a throttled link.
 
 Each rank has a network namespace of its own; `tc qdisc … tbf` limits what each may send. Needs
-Linux, root, `ip` and `tc`. The ranks share this machine's cores, so that a replica's compute is
-measured by as many plans at once as there will be ranks, before and after these have trained.
+Linux, root, `ip` and `tc`. The ranks share this machine's cores, so a replica's compute is measured
+by as many plans at once as there will be ranks, before and after they train.
 """
 
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import mean, median
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import dpframe
 
 REPLICAS = (1, 2, 4)
-RATES = (200, 1000)  # Mbit/s
-# An Ethernet frame of 1514 bytes, which is what `tbf` counts, has 1448 of ours.
+# Of an Ethernet frame of 1514 bytes, which is what `tbf` counts, 1448 are payload.
 PAYLOAD = 1448 / 1514
 WIDE = """\
 # @package _global_
@@ -41,11 +39,20 @@ task:
   optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.001}
 data: {_target_: plan_check.Noise, batch_size: 32, rows: 140, width: 1024}
 """
-HEADER = (
-    "| recipe | link | latency | ranks | predicted | measured | error | MiB a step "
-    "| sent |\n"
-    "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
-)
+LATENCY = """
+import statistics, time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+number, seconds = torch.ones(1), []
+for _ in range(200):
+    began = time.perf_counter()
+    dist.all_reduce(number)  # two hops
+    seconds.append(time.perf_counter() - began)
+print(statistics.median(seconds) / 2)
+dist.destroy_process_group()
+"""
+HEADER = """\
+| recipe | link | latency | ranks | predicted | measured | error | MiB a step | sent |
+|---|--:|--:|--:|--:|--:|--:|--:|--:|"""
 
 
 class Wide(dpframe.Task):
@@ -74,7 +81,7 @@ class Clock(dpframe.Callback):
         self.seconds: list[float] = []
 
     def on_epoch_start(self, trainer: dpframe.Trainer) -> None:
-        trainer.strategy.share(None)  # all ranks are here
+        trainer.strategy.share(None)  # waits for all ranks
         self.began = time.perf_counter()
 
     def on_epoch_end(self, trainer: dpframe.Trainer) -> None:
@@ -83,219 +90,148 @@ class Clock(dpframe.Callback):
             self.file.write_text(json.dumps(self.seconds))
 
 
-class Row(NamedTuple):
-    recipe: str
-    rate: int
-    latency: float
-    replicas: int
-    predicted: float
-    measured: float
-    sent: tuple[float, float]  # MiB a rank and step: predicted, and as the kernel counted
-
-    @property
-    def error(self) -> float:
-        return self.predicted / self.measured - 1
-
-    def __str__(self) -> str:
-        cells = [self.recipe, f"{self.rate} Mbit/s", f"{self.latency * 1e6:.0f} us", self.replicas]
-        cells += [f"{self.predicted:.3f} s", f"{self.measured:.3f} s", f"{self.error:+.0%}"]
-        cells += [f"{sent:.2f}" for sent in self.sent]
-        return f"| {' | '.join(map(str, cells))} |"
-
-
-def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    if options.probe:
-        return probe()
-    if os.geteuid() or subprocess.run(["tc", "-V"], capture_output=True).returncode:
-        print("this needs root, and the commands `ip` and `tc`", file=sys.stderr)
-        return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the network goes, too
-    print(
-        f"An epoch's seconds, {options.epochs} epochs, {os.cpu_count()} cores shared.\n\n{HEADER}"
-    )
-    rows = []
+def main() -> int:
+    parser = ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--recipe", nargs="+", default=["wide", "lenet"])
+    parser.add_argument("--rate", nargs="+", type=int, default=[200, 1000], help="Mbit/s")
+    parser.add_argument("--epochs", type=int, default=5)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the network, too
+    print(f"An epoch's seconds, {options.epochs} epochs, {os.cpu_count()} cores.\n\n{HEADER}")
+    errors = []
     for rate in options.rate:
-        with network(max(options.replicas), rate) as names, tempfile.TemporaryDirectory() as folder:
-            write_recipe(Path(folder))
-            latency = probed(names[:2]) if len(names) > 1 else 0.0
+        with network(max(REPLICAS), rate) as names, tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "recipe").mkdir()
+            (folder / "recipe" / "wide.yaml").write_text(WIDE)
+            probe = [sys.executable, "-c", LATENCY]
+            latency = float(together([[*rank, *probe] for rank in ranks(names[:2])])[0])
             for recipe in options.recipe:
-                for count in options.replicas:
-                    given = recipe, names[:count], rate, latency, Path(folder), options.epochs
-                    rows.append(row(*given))
-                    print(rows[-1], flush=True)
-    errors = [abs(row.error) for row in rows]
-    print(f"\nmean error {statistics.mean(errors):.0%}, largest {max(errors):.0%}")
+                for count in REPLICAS:
+                    errors.append(row(recipe, names[:count], rate, latency, folder, options.epochs))
+    print(f"\nmean error {mean(errors):.0%}, largest {max(errors):.0%}")
     return 0
 
 
-def row(recipe: str, names: list[str], rate: int, latency: float, folder: Path, epochs: int) -> Row:
-    before, moved = plan(recipe, names, rate, latency, folder)
+def row(
+    recipe: str, names: list[str], rate: int, latency: float, folder: Path, epochs: int
+) -> float:
+    """Prints a line of the table, and returns its error."""
+    command = [sys.executable, "-m", "dpframe", "--config-dir", str(folder), f"recipe={recipe}"]
+    command += ["trainer.accelerator=cpu", "trainer.threads=1", "trainer.limit_train_batches=6"]
+    link = [f"plan.bandwidth={rate * 1e6 / 8 * PAYLOAD}", f"plan.latency={latency}"]
+    before, moved = plan(command, names, link, folder)
     sent = bytes_sent(names[-1])
-    measured, steps = train(recipe, names, epochs, folder)
+    measured, steps = train(command, names, epochs, folder)
     sent = bytes_sent(names[-1]) - sent
-    after, _ = plan(recipe, names, rate, latency, folder)
+    after, _ = plan(command, names, link, folder)
     predicted = (before + after) / 2  # the machine may have had other work
-    mebibytes = moved / 2**20, sent / steps / 2**20
-    return Row(recipe, rate, latency, len(names), predicted, measured, mebibytes)
+    error = predicted / measured - 1
+    cells = [recipe, f"{rate} Mbit/s", f"{latency * 1e6:.0f} us", len(names)]
+    cells += [f"{predicted:.3f} s", f"{measured:.3f} s", f"{error:+.0%}"]
+    cells += [f"{moved / 2**20:.2f}", f"{sent / steps / 2**20:.2f}"]
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    return abs(error)
 
 
-def parse(arguments: list[str] | None) -> Namespace:
-    parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--recipe", nargs="+", default=["wide", "lenet"])
-    parser.add_argument("--rate", nargs="+", type=int, default=list(RATES), help="Mbit/s")
-    parser.add_argument("--replicas", nargs="+", type=int, default=list(REPLICAS))
-    parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--probe", action="store_true", help="what a rank does: not for you")
-    return parser.parse_args(arguments)
+def plan(
+    command: list[str], names: list[str], link: list[str], folder: Path
+) -> tuple[float, float]:
+    """An epoch's seconds, the mean of plans measured at once, and the bytes a rank sends a step."""
+    command = [*command, "mode=plan", "strategy=cpu", "plan.max_replicas=4", "plan.steps=8", *link]
+    folders = [folder / f"plan{number}" for number in range(len(names))]
+    alone = [ranks([name])[0] for name in names]
+    pairs = zip(alone, folders, strict=True)
+    together([[*rank, *command, f"hydra.run.dir={each}"] for rank, each in pairs])
+    plans = [json.loads((each / "summary.json").read_text())["plan"] for each in folders]
+    rows = [row for rows in plans for row in rows if row["replicas"] == len(names)]
+    return mean(row["seconds"] for row in rows), rows[0]["moved"]
+
+
+def train(command: list[str], names: list[str], epochs: int, folder: Path) -> tuple[float, int]:
+    """The median epoch, and the steps. Left out are the first epoch, in which DDP rebuilds its
+    buckets, and the last, which ends with a validation."""
+    file = folder / "seconds.json"
+    words = [f"strategy={'ddp' if len(names) > 1 else 'cpu'}", f"trainer.max_epochs={epochs}"]
+    words += [f"trainer.validate_every_epochs={epochs + 1}", "callbacks=none", "logger=none"]
+    words += [f"+callbacks.clock={{_target_: plan_check.Clock, file: {file}}}"]
+    words += [f"hydra.run.dir={folder / 'run'}"]
+    together([[*rank, *command, *words] for rank in ranks(names)])
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    return median(json.loads(file.read_text())[1:-1]), summary["steps"]
 
 
 # ---- the network
 
 
 @contextmanager
-def network(count: int, rate: int) -> Iterator[list[str]]:
-    """Namespaces on one bridge, at 10.77.0.1 and on; each sends `rate` Mbit/s at most."""
+def network(count: int, megabits: int) -> Iterator[list[str]]:
+    """Namespaces on one bridge, at 10.77.0.1 and on; each sends this many Mbit/s at most."""
     hub = f"dpframe-plan-{os.getpid()}"
     names = [f"{hub}-{number}" for number in range(count)]
+    limit = f"tbf rate {megabits}mbit burst 256kb latency 100ms"
     try:
-        ip("netns", "add", hub)
-        ip("-n", hub, "link", "add", "hub", "type", "bridge")
-        ip("-n", hub, "link", "set", "hub", "up")
+        run(f"ip netns add {hub}", f"ip -n {hub} link add hub type bridge")
+        run(f"ip -n {hub} link set hub up")
         for number, name in enumerate(names):
-            join(hub, name, number, rate)
+            port = f"port{number}"
+            run(
+                f"ip netns add {name}",
+                f"ip -n {name} link add wire type veth peer name {port} netns {hub}",
+                f"ip -n {hub} link set {port} master hub",
+                f"ip -n {hub} link set {port} up",
+                f"ip -n {name} addr add 10.77.0.{number + 1}/24 dev wire",
+                f"ip -n {name} link set wire up",
+                f"ip -n {name} link set lo up",
+                f"ip netns exec {name} tc qdisc add dev wire root {limit}",
+            )
         yield names
     finally:
         for name in (*names, hub):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
 
-def join(hub: str, name: str, number: int, rate: int) -> None:
-    ip("netns", "add", name)
-    there = f"port{number}"
-    ip("-n", name, "link", "add", "wire", "type", "veth", "peer", "name", there, "netns", hub)
-    ip("-n", hub, "link", "set", there, "master", "hub")
-    ip("-n", hub, "link", "set", there, "up")
-    ip("-n", name, "addr", "add", f"10.77.0.{number + 1}/24", "dev", "wire")
-    ip("-n", name, "link", "set", "wire", "up")
-    ip("-n", name, "link", "set", "lo", "up")
-    limit = ["tbf", "rate", f"{rate}mbit", "burst", "256kb", "latency", "100ms"]
-    run(["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "wire", "root", *limit])
-
-
-def ip(*words: str) -> None:
-    run(["ip", *words])
-
-
-def run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr}")
-
-
-# ---- what is run in it
-
-
-def plan(
-    recipe: str, names: list[str], rate: int, latency: float, folder: Path
-) -> tuple[float, float]:
-    """An epoch's seconds on as many replicas, of plans that were measured at once; and the bytes
-    that each sends a step."""
-    bandwidth = rate * 1e6 / 8 * PAYLOAD
-    plans = [folder / f"plan{number}" for number in range(len(names))]
-    common = [f"plan.bandwidth={bandwidth}", f"plan.latency={latency}", "plan.max_replicas=4"]
-    together(
-        [
-            [*inside(name), *dpframe_of(recipe, folder), "mode=plan", "strategy=cpu", *common]
-            + ["plan.steps=8", f"hydra.run.dir={directory}"]
-            for name, directory in zip(names, plans, strict=True)
-        ]
-    )
-    found = [json.loads((directory / "summary.json").read_text())["plan"] for directory in plans]
-    rows = [row for rows in found for row in rows if row["replicas"] == len(names)]
-    return statistics.mean(row["seconds"] for row in rows), rows[0]["moved"]
-
-
-def train(recipe: str, names: list[str], epochs: int, folder: Path) -> tuple[float, int]:
-    """The median epoch, and the steps: without the first, in which DDP rebuilds its buckets, and
-    the last, which ends with a validation."""
-    file = folder / "seconds.json"
-    clock = f"+callbacks.clock={{_target_: plan_check.Clock, file: {file}}}"
-    strategy = "ddp" if len(names) > 1 else "cpu"
-    words = [f"strategy={strategy}", f"trainer.max_epochs={epochs}", "callbacks=none", clock]
-    words += ["strategy.direct_sums=false"] if strategy == "ddp" else []  # all by the wire
-    # Without validation, which a plan is not about.
-    words += ["logger=none", f"trainer.validate_every_epochs={epochs + 1}"]
-    words += [f"hydra.run.dir={folder / 'run'}"]
-    command = [*dpframe_of(recipe, folder), *words]
-    together(
-        [[*inside(name, rank=rank, of=len(names)), *command] for rank, name in enumerate(names)]
-    )
-    summary = json.loads((folder / "run" / "summary.json").read_text())
-    return statistics.median(json.loads(file.read_text())[1:-1]), summary["steps"]
+def run(*commands: str) -> str:
+    output = ""
+    for command in commands:
+        done = subprocess.run(command.split(), capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{command} exited with {done.returncode}: {done.stderr}")
+        output += done.stdout
+    return output
 
 
 def bytes_sent(name: str) -> int:
-    """With a header for each packet of up to 64 KiB: they are cut into frames only afterwards."""
-    counter = ["cat", "/sys/class/net/wire/statistics/tx_bytes"]
-    found = subprocess.run(["ip", "netns", "exec", name, *counter], capture_output=True, text=True)
-    return int(found.stdout)
+    """Counts a header for each packet of up to 64 KiB, which is cut into frames only later."""
+    return int(run(f"ip netns exec {name} cat /sys/class/net/wire/statistics/tx_bytes"))
 
 
-def probed(names: list[str]) -> float:
-    this = [sys.executable, str(Path(__file__).resolve()), "--probe"]
-    ranks = [[*inside(name, rank=rank, of=2), *this] for rank, name in enumerate(names)]
-    return float(together(ranks)[0])
-
-
-def probe() -> int:
-    """A rank of two: a hop's seconds, by all-reduces of a single number, of which each is two."""
-    dist.init_process_group("gloo")
-    number = torch.ones(1)
-    seconds = []
-    for _ in range(200):
-        began = time.perf_counter()
-        dist.all_reduce(number)
-        seconds.append(time.perf_counter() - began)
-    print(statistics.median(seconds) / 2)
-    dist.destroy_process_group()
-    return 0
-
-
-def inside(name: str, *, rank: int = 0, of: int = 1) -> list[str]:
-    """A command of that namespace, with torchrun's variables where it is one of several ranks."""
-    several = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": of, "LOCAL_WORLD_SIZE": of}
-    several |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29510, "GLOO_SOCKET_IFNAME": "wire"}
-    given = [f"{key}={value}" for key, value in several.items()] if of > 1 else []
-    path = f"PYTHONPATH={Path(__file__).resolve().parent}"
-    return ["ip", "netns", "exec", name, "env", path, "OMP_NUM_THREADS=1", *given]
-
-
-def dpframe_of(recipe: str, folder: Path) -> list[str]:
-    words = [f"recipe={recipe}", "trainer.accelerator=cpu", "trainer.threads=1"]
-    words += ["trainer.limit_train_batches=6"]
-    return [sys.executable, "-m", "dpframe", "--config-dir", str(folder), *words]
+def ranks(names: list[str]) -> list[list[str]]:
+    """What starts a command in each namespace, with torchrun's variables."""
+    here = f"PYTHONPATH={Path(__file__).resolve().parent} OMP_NUM_THREADS=1"
+    if len(names) > 1:
+        here += f" WORLD_SIZE={len(names)} LOCAL_WORLD_SIZE={len(names)}"
+        here += " MASTER_ADDR=10.77.0.1 MASTER_PORT=29510 GLOO_SOCKET_IFNAME=wire"
+    own = [
+        f" RANK={rank} LOCAL_RANK={rank}" if len(names) > 1 else "" for rank in range(len(names))
+    ]
+    return [f"ip netns exec {n} env {here}{o}".split() for n, o in zip(names, own, strict=True)]
 
 
 def together(commands: list[list[str]]) -> list[str]:
-    """What they print; all are ended where one fails."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    """What the commands print; if one fails, all are killed."""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **pipes) for command in commands]
     try:
-        said = [process.communicate(timeout=300) for process in running]
+        printed = [process.communicate(timeout=300) for process in running]
     finally:
         for process in running:
             process.kill()
             process.wait()
-    for process, (_, error) in zip(running, said, strict=True):
+    for process, (_, error) in zip(running, printed, strict=True):
         if process.returncode:
-            raise SystemExit(f"{' '.join(map(str, process.args))}\nended badly:\n{error}")
-    return [out for out, _ in said]
-
-
-def write_recipe(folder: Path) -> None:
-    (folder / "recipe").mkdir()
-    (folder / "recipe" / "wide.yaml").write_text(WIDE)
+            raise SystemExit(f"{process.args} exited with {process.returncode}: {error}")
+    return [output for output, _ in printed]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import os
 import sys
 
 if __name__ == "__main__":
-    # Before any import of ours: `-m` has put the current directory first, so that a ./yaml.py
+    # Before dpframe is imported: `-m` has put the current directory first, so that a ./yaml.py
     # there would run in place of the one that is installed. A config's own modules come last.
     try:
         here = os.getcwd()

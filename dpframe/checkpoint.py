@@ -2,11 +2,10 @@
 
 import errno
 import logging
-import math
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import files, seal
+from dpframe import bombs, files, seal
+from dpframe.bombs import CPU, PLAIN
 from dpframe.errors import Failure, UserError
 from dpframe.heartbeat import beat
 
+log = logging.getLogger("dpframe")
 FORMAT = 2
 LARGE = 64 << 20  # bytes of a state
-# What network and FUSE mounts answer that can't sync a file or, more often, a directory.
-CANT_SYNC = {
+CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a directory
     errno.EINVAL,
     errno.ENOSYS,
     errno.ENOTSUP,
@@ -29,16 +29,14 @@ CANT_SYNC = {
     errno.EBADF,
     errno.EACCES,
 }
-CPU = torch.device("cpu")
-PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
 
 
 class Writer:
     """Saves on a thread of its own, one state at a time; a failure is raised by the next call.
 
     A state that comes while another is being written, or less than `seconds_between` later, waits,
-    and gives way to a newer one for the same file. A large one does not wait: training waits for
-    the one before it, lest there be three of them in memory.
+    and a newer one for the same file replaces it. A large one does not wait: training waits for the
+    one before it, so that there are never three of them in memory.
     """
 
     def __init__(self, seconds_between: float = 0.0) -> None:
@@ -69,7 +67,7 @@ class Writer:
             self._thread.start()
 
     def wait(self) -> None:
-        """Until all is written, which is then put off no longer."""
+        """Until all is written, which is then no longer put off."""
         if self._thread is not None:
             self._is_urgent.set()
             self._thread.join()
@@ -87,9 +85,9 @@ class Writer:
             while taken := self._take():
                 waiting, dropped = taken
                 for state in {id(state): state for state in waiting.values()}.values():
-                    write(state, *(path for path, its in waiting.items() if its is state))
-                for old in dropped:
-                    old.unlink(missing_ok=True)
+                    write(state, *(path for path in waiting if waiting[path] is state))
+                for path in dropped:
+                    path.unlink(missing_ok=True)
                 self._is_urgent.wait(self._seconds_between)
         except BaseException as error:
             self._failure, self._waiting, self._is_writing = error, {}, False
@@ -104,38 +102,65 @@ class Writer:
 
 def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """Written beside its target, synced, then renamed over it: a reader sees the old or the new."""
-    _plain(state, "")
-    write(state, path, *copies)
+    write(_plain(state, ""), path, *copies)
 
 
 def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """`save`, of what is known to be plain."""
-    _refuse_nan(state, path)
+    kept = "; the one before it is kept" if path.exists() else ""
+    name = _first_nan(state)
+    if name:
+        raise Failure(f"{name} is no longer a number, so {path} is not written{kept}")
     try:
-        try:
-            _write_all(state, path, copies)
-        except FileNotFoundError:  # the folder was moved or deleted meanwhile: it is made again
-            _write_all(state, path, copies)
+        for attempts_left in reversed(range(5)):
+            try:
+                _write_all(state, path, copies)
+                break
+            except FileNotFoundError:  # the folder was moved or deleted meanwhile
+                if not attempts_left:
+                    raise
     except OSError as error:
-        kept = "; the one before it is kept" if path.exists() else ""
         raise Failure(
             f"the checkpoint {path} can't be written: {error.strerror or error}{kept}"
         ) from error
 
 
 def _write_all(state: dict[str, Any], path: Path, copies: Sequence[Path]) -> None:
+    run = path.parent.parent
+    if not run.is_dir():
+        log.warning("%s was moved or deleted; what is saved goes on there", run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write(path, lambda part: _write_sealed(state, part))
+    _write_whole(path, lambda part: _write_sealed(state, part))
     for other in copies:
-        _write(other, lambda part: shutil.copyfile(path, part))
+        _write_whole(other, lambda part: shutil.copyfile(path, part))
     beat()
     _sync(path.parent)
 
 
+def _write_sealed(state: dict[str, Any], part: Path) -> None:
+    with part.open("wb") as file:
+        sealing = seal.Sealing(file, step=state.get("progress", {}).get("global_step"))
+        dump({"format": FORMAT, **state}, sealing)
+        sealing.close()
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    with files.whole(path) as part:
+        write(part)
+        _sync(part)
+
+
 def copy(path: Path, target: Path) -> None:
-    """One more of a file that is there."""
-    _write(target, lambda part: shutil.copyfile(path, part))
+    _write_whole(target, lambda part: shutil.copyfile(path, part))
     _sync(target.parent)
+
+
+def dump(value: Any, file: Any) -> None:
+    """`torch.save`, which raises what went wrong in the file's `write`."""
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:  # torch's own
+        raise error.__cause__ or error.__context__ or error from None
 
 
 def load(path: str | Path) -> dict[str, Any]:
@@ -143,69 +168,29 @@ def load(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if not path.is_file():
         raise UserError(f"checkpoint={path}: there is no such file")
-    wrong = seal.flaw(path)
-    if wrong:
-        raise UserError(f"checkpoint={path} can't be used: {wrong}{seal.instead_of(path)}")
-    wrong, state = _loaded(path)
+    wrong, state = _read(path)
     if wrong:
         raise UserError(f"checkpoint={path} {wrong}{seal.instead_of(path)}")
     return state | {"file": str(path)}
 
 
-def _loaded(path: Path) -> tuple[str, dict[str, Any]]:
+def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """What is wrong with it, or '' and the state."""
+    if flaw := seal.flaw(path) or bombs.in_file(path):
+        return f"can't be used: {flaw}", {}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        cause = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return f"can't be read: {cause[:160]}", {}
-    if not isinstance(state, dict) or "task" not in state or type(state.get("format")) is not int:
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"can't be read: {cause.partition('. ')[0][:160]}", {}
+    if not isinstance(state, dict) or not isinstance(state.get("task"), dict):
+        return "is not a dpframe checkpoint", {}
+    if type(state.get("format")) is not int:
         return "is not a dpframe checkpoint", {}
     if state["format"] != FORMAT:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
         return f"has format {state['format']}, this dpframe reads {FORMAT}; {what}", {}
-    return _unlike_ours(state, path.stat().st_size), state
-
-
-def _unlike_ours(state: dict[str, Any], size: int) -> str:
-    """What `weights_only` reads but no `save` writes: it could fill the memory when it is used."""
-    if not isinstance(state["task"], dict):
-        return "is not a dpframe checkpoint"
-    storages: dict[int, int] = {}
-    try:
-        count = _parts(state, {}, storages)
-    except RecursionError:
-        count = math.inf
-    except TypeError as error:
-        return f"holds {error}, which no checkpoint of dpframe's does"
-    if sum(storages.values()) > size:  # as `torch.Tensor(10**9)` makes them
-        return f"has more numbers than its {size} bytes can hold"
-    # Each part takes up a byte or more, but for what is written once and stands in many places.
-    return "" if count <= size else f"has more parts than its {size} bytes can hold"
-
-
-def _parts(value: Any, known: dict[int, float], storages: dict[int, int]) -> float:
-    """How many values there are when each is counted wherever it stands; no end in a circle.
-
-    `storages` gets the address and the bytes of each tensor's storage.
-    """
-    if type(value) in PLAIN:
-        return 1
-    if isinstance(value, Tensor):
-        is_dense = value.layout is torch.strided and not value.is_nested
-        storage = value.untyped_storage() if value.device == CPU and is_dense else None
-        if value.device != CPU or (storage is not None and value.nbytes > storage.nbytes()):
-            raise TypeError(f"a tensor of size {tuple(value.shape)} without its numbers")
-        if storage is not None:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return 1
-    if not isinstance(value, dict | list | tuple | set):
-        raise TypeError(f"a {type(value).__module__}.{type(value).__name__}")
-    if id(value) not in known:
-        known[id(value)] = math.inf
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
-        known[id(value)] = 1 + sum(_parts(part, known, storages) for part in inner)
-    return known[id(value)]
+    return bombs.in_state(state, path.stat().st_size), state
 
 
 def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:
@@ -219,25 +204,27 @@ def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:
     task.load_state_dict(state["task"])
 
 
-def _write(path: Path, write: Any) -> None:
-    with files.whole(path) as part:
-        write(part)
-        _sync(part)
+def _first_mismatch(wanted: dict[str, Any], saved: dict[str, Any]) -> str:
+    for name, value in wanted.items():
+        if name not in saved:
+            return f"it has no {name}"
+        if _form(value) != _form(saved[name]):
+            return f"{name} has {_form(saved[name])} in the checkpoint, {_form(value)} in the task"
+    extra = next((name for name in saved if name not in wanted), None)
+    return f"it has {extra}, which the task has not" if extra is not None else ""
 
 
-def _write_sealed(state: dict[str, Any], part: Path) -> None:
-    with part.open("wb") as file:
-        sealing = seal.Sealing(file)
-        dump({"format": FORMAT, **state}, sealing)
-        sealing.close()
+def _form(value: Any) -> str:
+    is_tensor = isinstance(value, Tensor)
+    return f"size {tuple(value.shape)}" if is_tensor else f"type {type(value).__name__}"
 
 
-def dump(value: Any, file: Any) -> None:
-    """`torch.save`, which raises what went wrong in the file's `write`."""
-    try:
-        torch.save(value, file)
-    except RuntimeError as error:  # torch's own
-        raise error.__cause__ or error.__context__ or error from None
+def _first_nan(state: dict[str, Any]) -> str:
+    """An infinity may be meant, e.g. in a mask."""
+    for name, value in state.get("task", {}).items():
+        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+            return name
+    return ""
 
 
 def _plain(value: Any, where: str, copies: dict[Any, Tensor] | None = None) -> Any:
@@ -246,60 +233,29 @@ def _plain(value: Any, where: str, copies: dict[Any, Tensor] | None = None) -> A
     What training goes on to change is copied; tied weights stay tied.
     """
     kind = type(value)
-    if kind in PLAIN:
+    if kind in PLAIN and value != b"":  # which is pickled as a call that is refused
         return value
-    if isinstance(value, dict):
-        # An own subclass would not be read back; an OrderedDict, as torch's, needs no more.
-        return {
-            name: part if type(part) in PLAIN else _plain(part, f"{where}.{name}", copies)
-            for name, part in value.items()
-        }
+    if isinstance(value, dict):  # of whatever class: only a dict can be read back
+        return {name: _plain(part, f"{where}.{name}", copies) for name, part in value.items()}
     if kind in (list, tuple, set):
         return kind([_plain(part, where, copies) for part in value])
     if isinstance(value, Tensor):
         return value if copies is None else _copied(value, copies)
+    what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
     raise UserError(
-        f"a checkpoint can't hold {where[1:]}, a {kind.__module__}.{kind.__name__}; give numbers, "
-        "text, tensors and lists or dicts of them"
+        f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "
+        "dicts of them"
     )
 
 
 def _copied(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
-    key = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
-    found = copies.get(key)
-    if found is None or not tensor.numel():
+    key: Any = id(tensor)
+    if tensor.layout is torch.strided and tensor.numel():
+        key = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+    if key not in copies:
         is_here = tensor.device == CPU
-        found = tensor.detach().clone() if is_here else tensor.detach().to(CPU, copy=True)
-        copies[key] = found
-    return found
-
-
-def _refuse_nan(state: dict[str, Any], path: Path) -> None:
-    name = _first_nan(state)
-    if name:
-        kept = "; the one before it is kept" if path.exists() else ""
-        raise Failure(f"{name} is no longer a number, so {path} is not written{kept}")
-
-
-def _first_nan(state: dict[str, Any]) -> str:
-    """An infinity may be meant, as in a mask."""
-    for name, value in state.get("task", {}).items():
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
-            return name
-    return ""
-
-
-def _first_mismatch(wanted: dict[str, Any], given: dict[str, Any]) -> str:
-    for name, value in wanted.items():
-        if name not in given:
-            return f"it has no {name}"
-        if isinstance(value, Tensor) != isinstance(given[name], Tensor):
-            return f"{name} is a {type(given[name]).__name__} there, a {type(value).__name__} here"
-        sizes = [tuple(getattr(one, "shape", ())) for one in (given[name], value)]
-        if sizes[0] != sizes[1]:
-            return f"{name} has size {sizes[0]} there and {sizes[1]} here"
-    extra = next((name for name in given if name not in wanted), None)
-    return f"it has {extra}, which is not here" if extra is not None else ""
+        copies[key] = tensor.detach().clone() if is_here else tensor.detach().to(CPU, copy=True)
+    return copies[key]
 
 
 def _sync(path: Path) -> None:

@@ -11,14 +11,14 @@ from typing import Any
 
 
 class UserError(Exception):
-    """Ends the run with its one line; any exception that is none of these is a bug of ours."""
+    """Ends the run with one line. Any exception but those of this module is shown as a bug."""
 
     exit_code = 2
-    told: dict[str, Any] = {}  # where it ended a job of ranks, what they have told their parent
+    told: dict[str, Any] = {}  # what the ranks of a job told their parent before it ended
 
 
 class Failure(UserError):
-    """One line too, where no config is wrong: a full disk, a loss that is not a number."""
+    """One line as well, but no mistake of the user's: a full disk, a loss that is not a number."""
 
     exit_code = 1
 
@@ -27,7 +27,7 @@ class Interrupted(BaseException):
     """A signal ends the run, in every process after the same step."""
 
     def __init__(self, number: int, said: str = "") -> None:
-        """`said`: when, and how to go on."""
+        """`said` adds when that was, and how to resume."""
         super().__init__(f"interrupted by {signal.Signals(number).name}{said}")
         self.number = number
         self.said = said
@@ -35,7 +35,7 @@ class Interrupted(BaseException):
 
 
 def exited(error: SystemExit, *, who: str = "") -> Failure:
-    """`sys.exit()` in the middle of the work, whatever code it was called with."""
+    """The failure for a `sys.exit()` in the middle of the work, whatever its code."""
     called = [
         f"{frame.name} ({os.path.basename(frame.filename)}, line {frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)
@@ -50,7 +50,7 @@ def exited(error: SystemExit, *, who: str = "") -> Failure:
 
 @contextmanager
 def exits_told() -> Iterator[None]:
-    """A `sys.exit()` within is a failure."""
+    """Turns a `sys.exit()` inside into a failure."""
     try:
         yield
     except SystemExit as error:
@@ -63,7 +63,7 @@ STEERING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 def printable(text: str) -> str:
-    """To show what comes from a file: it can't steer the terminal, e.g. hide what was printed."""
+    """Text from a file that can't control the terminal, e.g. hide what was printed."""
     return STEERING.sub(lambda found: repr(found[0])[1:-1], text)
 
 

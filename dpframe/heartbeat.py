@@ -1,4 +1,4 @@
-"""Signs of life: what is counted while a run makes progress, and the process that looks at it.
+"""Signs of life: what a run sends while it makes progress, and the process that waits for them.
 
 Run as a program, this file is that process: it needs nothing but Python, and starts in 20 ms.
 """
@@ -9,49 +9,56 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for them; users have plans for USR1
-STACK_SECONDS = 1.0  # for them to come
+STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for it; users have plans for USR1
+EXIT = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 1
+BEAT, OVER = b"\x80", b"\x81"  # no signal has such a number
+BEAT_SECONDS = 0.2  # between two of them at least
+STACK_SECONDS = 1.0  # for it to come
 END_SECONDS = 1.0  # for a process to end by itself
-BEAT, OVER, END = b".", b"q", b"x"  # to the watcher, and from it
 HOUSE = str(Path(__file__).parent) + os.sep
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 FRAMES = 4
-OURS = re.compile(r'interruption\.py", line \d+ in _watch\b')  # a thread of no interest
-WORK = re.compile(r'(run\.py", line \d+ in _work|member\.py", line \d+ in live)\b')  # the main one
+START = re.compile(r'((run\.py", line \d+ in _work|launch\.py", line \d+ in live)\b)\n.*', re.S)
 DEBUGGERS = ("pydevd", "debugpy")
-PROMPTS = ("pdb", "bdb", "cmd", "code")  # the main thread is at a debugger's
+PROMPT = re.compile(r"\b(pdb|bdb|cmd|code)\.py$")
 
-
-class Beats:
-    count = 0
-
-
-beats = Beats()  # `beats.count += 1` is a step, a batch, or anything else that was got done
+_fd = -1
+_seconds = BEAT_SECONDS
+_due = float("inf")
 
 
 def beat() -> None:
-    beats.count += 1
+    """A step, a batch, or anything else was done."""
+    global _due
+    now = time.monotonic()
+    if now >= _due:
+        _due = now + _seconds
+        with suppress(OSError):  # the reader is gone, or has more than it can read
+            os.write(_fd, BEAT)
+
+
+def start(fd: int, hang_seconds: float | None) -> None:
+    """Sends beats there from now on."""
+    global _fd, _seconds, _due
+    os.set_blocking(fd, False)
+    _fd, _seconds, _due = fd, min(BEAT_SECONDS, (hang_seconds or 1.0) / 8), 0.0
+    beat()
+
+
+def stop() -> None:
+    global _due
+    _due = float("inf")
 
 
 def is_debugged() -> bool:
-    """Asked in the main thread. A breakpoint that is set later is seen by `is_at_prompt`."""
+    """A breakpoint that is set later is seen by `is_at_prompt`."""
     return sys.gettrace() is not None or any(name in sys.modules for name in DEBUGGERS)
-
-
-def is_at_prompt(thread: int) -> bool:
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_globals.get("__name__") in PROMPTS:
-            return True
-        frame = frame.f_back
-    return False
 
 
 class Clock:
@@ -65,9 +72,9 @@ class Clock:
         self._seconds = 0.0
         self._read_at = time.monotonic()
 
-    def seconds(self) -> float:
+    def seconds(self, *, counts: bool = True) -> float:
         now = time.monotonic()
-        self._seconds += min(now - self._read_at, self._tick)
+        self._seconds += min(now - self._read_at, self._tick) if counts else 0.0
         self._read_at = now
         return self._seconds
 
@@ -81,191 +88,155 @@ def is_stopped(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] in "Tt"
 
 
-def main_thread_last(dump: str) -> str:
-    """faulthandler's threads without the one that waits for signals, and without what is above
-    the work itself."""
-    threads = [part for part in dump.strip().split("\n\n") if not OURS.search(part)]
-    if not any(threads):
-        return "it gave none: it is stopped, or in the kernel"
-    text = "\n\n".join(sorted(threads, key=lambda part: bool(WORK.search(part))))
-    text = re.sub(r'(run\.py", line \d+ in _work)\n.*', r"\1", text, flags=re.S)
-    return re.sub(r'\n[^\n]*member\.py", line \d+ in live\n.*', "", text, flags=re.S)
+# ---- stacks, as faulthandler writes them: the innermost frame first
+
+
+def stack_of(pid: int, *, asked_by: int, pipe: int) -> str:
+    """Where the main thread of that process is, up to the function in which its work began."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, asked_by)
+    text, seconds = b"", STACK_SECONDS
+    while select.select([pipe], [], [], seconds)[0] and (part := os.read(pipe, 65536)):
+        text, seconds = text + part, 0.1
+    if not text:
+        return "it has none: it is stopped, or in the kernel"
+    return START.sub(r"\1", text.decode(errors="replace").strip())
+
+
+def is_at_prompt(stack: str) -> bool:
+    """Whether a debugger waits for its user."""
+    return any(PROMPT.search(file) for file, _, _ in FRAME.findall(stack))
 
 
 def where(stack: str) -> str:
-    """Its main thread's innermost frames, as `wait (a.py, line 3) in forward (a.py, line 9)`."""
-    frames = FRAME.findall(stack.rpartition("\n\n")[2])
-    own = list(takewhile(lambda frame: not frame[0].startswith(HOUSE), frames)) or frames[:1]
-    return shown(own)
+    """The innermost frames, e.g. `wait (a.py, line 3) in forward (a.py, line 9)`."""
+    frames = FRAME.findall(stack)
+    users = list(takewhile(lambda frame: not frame[0].startswith(HOUSE), frames))
+    return shown(users or frames[:1])
 
 
 def shown(frames: list[tuple[str, str, str]]) -> str:
-    told = [f"{name} ({os.path.basename(file)}, line {line})" for file, line, name in frames]
-    return " in ".join(told[:FRAMES])
+    calls = [f"{name} ({os.path.basename(file)}, line {line})" for file, line, name in frames]
+    return " in ".join(calls[:FRAMES])
 
 
-def told(stack: str, seconds: float, *, who: str = "it") -> str:
+def verdict(stack: str, seconds: float, *, who: str = "it") -> str:
     """The last line of a run that hung."""
-    at = where(stack)
+    place = where(stack)
     return (
         f"dpframe: no step, batch or checkpoint came for trainer.hang_seconds={seconds:g}; "
-        f"{who} hangs{f' in {at}' if at else ''}; mend that, raise trainer.hang_seconds, or set it "
-        "to null"
+        f"{who} hangs{f' in {place}' if place else ''}; fix that, raise trainer.hang_seconds, or "
+        "set it to null"
     )
-
-
-class Watcher:
-    """Another process that looks after this one, where no parent of ours does.
-
-    A thread would not do: a C extension that keeps the GIL stops it. The signal handlers of
-    Python and of faulthandler are C, so the watcher sees in the pipe `wakes` which signal came,
-    and gets the stacks; it ends what can't end itself by SIGKILL.
-    """
-
-    def __init__(
-        self, wakes: int, *, hang_seconds: float | None, grace_seconds: float, is_quiet: bool
-    ) -> None:
-        import faulthandler
-        import subprocess
-
-        self.link, theirs = _pair()
-        read, self._stacks = os.pipe()
-        faulthandler.register(STACKS, file=self._stacks, all_threads=True)
-        numbers = [theirs, wakes, read, hang_seconds or 0, grace_seconds, int(is_quiet)]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for ever, in the watcher
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, *map(str, numbers)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs, wakes, read),
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(theirs)
-            os.close(read)
-
-    def send(self, kind: str, value: Any) -> None:
-        os.write(self.link, bytes([value]) if kind == "signalled" else BEAT)
-
-    def close(self) -> None:
-        import faulthandler
-
-        with suppress(OSError):
-            os.write(self.link, OVER)
-        try:
-            self._process.wait(END_SECONDS)
-        except Exception:  # it is stopped, say
-            self._process.kill()
-            self._process.wait()
-        faulthandler.unregister(STACKS)
-        os.close(self.link)
-        os.close(self._stacks)
-
-
-def _pair() -> tuple[int, int]:
-    import socket
-
-    ours, theirs = socket.socketpair()
-    return ours.detach(), theirs.detach()
 
 
 # ---- the watcher
 
 
-class _Watch:
-    def __init__(
-        self, link: int, wakes: int, stacks: int, hang: float, grace: float, is_quiet: bool
-    ) -> None:
-        self.parent = os.getppid()
-        self.link, self.wakes, self.stacks = link, wakes, stacks
-        self.hang_seconds = hang or float("inf")
-        self.grace_seconds, self.is_quiet = grace, is_quiet
-        self.number: int | None = None
-        self.now = self.beaten_at = self.signalled_at = 0.0
-        self.unread_at: float | None = None
+class Watcher:
+    """A process that watches this one where no parent of dpframe's does.
 
-    def run(self) -> None:
-        tick = max(0.02, min(1.0, self.hang_seconds / 4, self.grace_seconds / 4))
-        clock, before = Clock(tick), 0.0
-        while os.getppid() == self.parent:
-            ready = select.select([self.link], [], [], tick)[0]
-            seconds = clock.seconds()
-            if not is_stopped(self.parent):
-                self.now += seconds - before
-            before = seconds
-            if ready and not self._hear():
-                return
-            self._look_at_signals()
-            grace = self.grace_seconds + END_SECONDS  # it would rather end by itself
-            if self.number is not None and self.now - self.signalled_at >= grace:
-                self._say_that_grace_is_over()
-                os.kill(self.parent, signal.SIGKILL)
-                return
-            if self.now - self.beaten_at >= self.hang_seconds:
-                self._say_that_it_hangs()
-                self._end()
-                return
+    A thread can't: a C extension that keeps the GIL stops it. Python's handlers of signals and
+    those of faulthandler are C, so the watcher learns of every signal and gets the stack. It ends
+    what can't end itself by SIGKILL.
+    """
 
-    def _hear(self) -> bool:
-        """Whether there is more to watch."""
+    def __init__(self, hang_seconds: float | None, *, grace_seconds: float, is_quiet: bool) -> None:
+        self._hang_seconds = hang_seconds
+        self._arguments = (hang_seconds or 0, grace_seconds, int(is_quiet))
+
+    def __enter__(self) -> None:
+        import faulthandler
+        import subprocess
+
+        read, self._pulse = os.pipe()
+        stacks, self._stacks = os.pipe()
+        faulthandler.register(STACK, file=self._stacks, all_threads=False)
+        self._handler = signal.signal(EXIT, _exit)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the watcher inherits it
         try:
-            news = os.read(self.link, 4096)
-        except OSError:  # it is gone
-            return False
-        if BEAT in news:
-            self.beaten_at = self.now
-        self._note([number for number in news if number in SIGNALS], self.now)
-        return bool(news) and OVER not in news
-
-    def _look_at_signals(self) -> None:
-        """A signal that nobody has read in all that time: the interpreter does not run."""
-        if not select.select([self.wakes], [], [], 0)[0]:
-            self.unread_at = None
-        elif self.unread_at is None:
-            self.unread_at = self.now
-        elif self.now - self.unread_at >= self.grace_seconds:
-            with suppress(BlockingIOError):
-                came = os.read(self.wakes, 4096)
-                self._note([number for number in came if number in SIGNALS], self.unread_at)
-
-    def _note(self, numbers: list[int], at: float) -> None:
-        if numbers and self.number is None:
-            self.number, self.signalled_at = numbers[0], at
-
-    def _say_that_grace_is_over(self) -> None:
-        assert self.number is not None
-        name = signal.Signals(self.number).name
-        if not self.is_quiet:
-            _say(
-                f"dpframe: interrupted by {name}, not done in trainer.grace_seconds="
-                f"{self.grace_seconds:g}, so killed\n"
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", __file__, *map(str, (read, stacks, *self._arguments))],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(read, stacks),
             )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(read)
+            os.close(stacks)
+        start(self._pulse, self._hang_seconds)
+        self._wakeup = signal.set_wakeup_fd(self._pulse, warn_on_full_buffer=False)
 
-    def _say_that_it_hangs(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.parent, STACKS)
-        stack = main_thread_last(b"".join(_parts(self.stacks)).decode(errors="replace"))
-        rank = os.environ.get("RANK")  # torchrun's
-        who = f"rank {rank}" if rank else "it"
-        _say(f"{stack}\n{told(stack, self.hang_seconds, who=who)}\n")
+    def __exit__(self, *_: Any) -> None:
+        import faulthandler
 
-    def _end(self) -> None:
-        """With exit code 1, unless the interpreter does not run."""
+        stop()
+        signal.set_wakeup_fd(self._wakeup)
         with suppress(OSError):
-            os.write(self.link, END)
-        deadline = time.monotonic() + END_SECONDS
-        while os.getppid() == self.parent and time.monotonic() < deadline:
-            time.sleep(0.01)
-        if os.getppid() == self.parent:
-            os.kill(self.parent, signal.SIGKILL)
+            os.write(self._pulse, OVER)
+        try:
+            self._process.wait(END_SECONDS)
+        except Exception:  # e.g. it is stopped
+            self._process.kill()
+            self._process.wait()
+        faulthandler.unregister(STACK)
+        signal.signal(EXIT, self._handler)
+        os.close(self._pulse)
+        os.close(self._stacks)
 
 
-def _parts(stacks: int) -> Iterator[bytes]:
-    seconds = STACK_SECONDS
-    while select.select([stacks], [], [], seconds)[0]:
-        yield os.read(stacks, 65536)
-        seconds = 0.1
+def _exit(number: int, frame: Any) -> None:
+    os._exit(1)  # the watcher has said why
+
+
+def _watch(
+    pulse: int, stacks: int, hang_seconds: float, grace_seconds: float, is_quiet: bool
+) -> None:
+    """The watcher's work, until the process that started it is done or has ended."""
+    parent = os.getppid()
+    hang_seconds = hang_seconds or float("inf")
+    tick = max(0.02, min(1.0, hang_seconds / 4, grace_seconds / 4))
+    clock, beaten_at = Clock(tick), 0.0
+    number, killed_at = 0, float("inf")
+    while os.getppid() == parent:
+        news = b""
+        if select.select([pulse], [], [], tick)[0]:
+            news = os.read(pulse, 4096) or OVER
+        now = clock.seconds(counts=not is_stopped(parent))
+        if OVER in news:
+            return
+        if BEAT in news:
+            beaten_at = now
+        signals = [byte for byte in news if byte in SIGNALS]
+        if signals and not number:
+            # It ends itself when the grace period is over, if it can.
+            number, killed_at = signals[0], now + grace_seconds + END_SECONDS
+        if now >= killed_at:
+            name = signal.Signals(number).name
+            late = f"not done in trainer.grace_seconds={grace_seconds:g}, so killed"
+            _say("" if is_quiet else f"dpframe: interrupted by {name}, {late}\n")
+            os.kill(parent, signal.SIGKILL)
+            return
+        if now - beaten_at >= hang_seconds:
+            stack = stack_of(parent, asked_by=STACK, pipe=stacks)
+            if not is_at_prompt(stack):
+                rank = os.environ.get("RANK")  # torchrun's
+                who = f"rank {rank}" if rank else "it"
+                _say(f"{stack}\n{verdict(stack, hang_seconds, who=who)}\n")
+                _end(parent)
+                return
+            beaten_at = now
+
+
+def _end(parent: int) -> None:
+    """With exit code 1, unless it never leaves C code."""
+    os.kill(parent, EXIT)
+    deadline = time.monotonic() + END_SECONDS
+    while os.getppid() == parent and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if os.getppid() == parent:
+        os.kill(parent, signal.SIGKILL)
 
 
 def _say(text: str) -> None:
@@ -274,7 +245,6 @@ def _say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    _link, _wakes, _stacks = map(int, sys.argv[1:4])
-    _hang, _grace, _is_quiet = map(float, sys.argv[4:7])
-    _Watch(_link, _wakes, _stacks, _hang, _grace, bool(_is_quiet)).run()
+    _hang, _grace, _is_quiet = map(float, sys.argv[3:6])
+    _watch(int(sys.argv[1]), int(sys.argv[2]), _hang, _grace, bool(_is_quiet))
     os._exit(0)

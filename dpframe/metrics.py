@@ -21,9 +21,9 @@ SOMETIMES_WEIGHTED = (
 class Means:
     """Collects without waiting for the GPU; `window` and `total` read, and wait.
 
-    `reduce` sums a tensor over the processes, None: there is one; `agree` turns each process's
-    names into one list. Each process adds its own numbers one after the other, and the processes
-    are summed only where a mean is read: so no sum depends on when it was looked at or saved.
+    `reduce` sums a tensor over the processes, or is None if there is one; `agree` turns each
+    process's names into one list. Each process adds its numbers one after the other, and the
+    processes are summed only where a mean is read: no sum depends on when it was read or saved.
     """
 
     def __init__(
@@ -58,17 +58,17 @@ class Means:
         return _divided(sums)
 
     def total(self, *others: "Means") -> dict[str, float]:
-        """The means since the last reset, over all replicas; `others` are summed on the way."""
+        """The means since the last reset, over all replicas; `others` share its all-reduce."""
         for means in (self, *others):
             means._collect()
-        news = [means for means in (self, *others) if means._reduced is None]
-        everywhere = self._everywhere(news, [means._totals for means in news])
-        for means, sums in zip(news, everywhere, strict=True):
+        changed = [means for means in (self, *others) if means._reduced is None]
+        everywhere = self._everywhere(changed, [means._totals for means in changed])
+        for means, sums in zip(changed, everywhere, strict=True):
             means._reduced = sums
         return _divided(self._reduced or {})
 
     def state_dict(self) -> dict[str, dict[str, list[float]]]:
-        """This process's sums, as they are."""
+        """This process's sums."""
         self._collect()
         parts = {"window": self._window, "totals": self._totals}
         return {part: {name: list(pair) for name, pair in parts[part].items()} for part in parts}
@@ -76,8 +76,8 @@ class Means:
     def load_state_dict(
         self, states: list[dict[str, Any]], *, rank: int = 0, world_size: int = 1
     ) -> None:
-        """From the states of all processes, {} of none. The main process takes the sums of all of
-        them where there were more or fewer."""
+        """From the states of all processes. If there were more or fewer of them, the main process
+        takes the sums of all."""
         counts = len(states) == world_size or rank == 0
         if len(states) == world_size:
             states = [states[rank]]
@@ -93,8 +93,8 @@ class Means:
         self._reduced = None
         for name, column in columns.items():
             for sums in (self._window, self._totals):
-                # One after the other: `sum` compensates from Python 3.12 on, and what it has lost
-                # would depend on where a column ends.
+                # One after the other: from Python 3.12 on `sum` compensates for rounding, so its
+                # result would depend on where a column ends.
                 total, whole = sums.get(name, (0.0, 0.0))
                 for value, weight in column:
                     total += value * weight
@@ -102,22 +102,22 @@ class Means:
                 sums[name] = total, whole
 
     def _everywhere(self, several: list["Means"], local: list[Sums]) -> list[Sums]:
-        """Over all processes, at one reduction. It is made in all of them or in none: each has
-        added something in each step."""
+        """Over all processes, by one all-reduce. All of them make it or none: each has added
+        something in each step."""
         if self._reduce is None or not any(local):
             return [dict(sorted(sums.items())) for sums in local]
         both = list(zip(several, local, strict=True))
         while True:
-            # The first numbers say how many names are news here: any process's news makes all
-            # of them agree on the names anew, so the vectors always line up.
+            # The first numbers count the names that are new here: if any process has one, all of
+            # them agree on the names again, so that the vectors line up.
             numbers = [float(len(sums.keys() - set(one._names))) for one, sums in both]
             for one, sums in both:
                 numbers += chain.from_iterable(sums.get(name, (0.0, 0.0)) for name in one._names)
             numbers = self._reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
-            news = numbers[: len(both)]
-            if not any(news):
+            new = numbers[: len(both)]
+            if not any(new):
                 break
-            for count, (one, sums) in zip(news, both, strict=True):
+            for count, (one, sums) in zip(new, both, strict=True):
                 if count:
                     one._names = self._agree(sorted({*one._names, *sums}))
         rest = iter(numbers[len(both) :])
@@ -125,8 +125,8 @@ class Means:
 
 
 def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[float, float]]]:
-    """By name, what was measured: (value, weight), in order. Of weight 0 there is the name alone:
-    a mean over nothing may be NaN."""
+    """By name, (value, weight) in order. Of weight 0 there is the name alone: a mean over nothing
+    may be NaN."""
     if len({"weight" in output for output, _ in kept}) > 1:
         raise UserError(SOMETIMES_WEIGHTED)
     counted = [(output, weight) for output, weight in kept if isinstance(weight, Tensor) or weight]
@@ -157,25 +157,25 @@ def _joined(several: list[dict[str, list[float]]], counts: bool) -> Sums:
 
 
 def is_number(value: Any) -> bool:
-    """One number, be it in a tensor or in one of NumPy's."""
+    """Whether this is one number, or a tensor or an array that holds one."""
     if isinstance(value, Tensor):
         return value.numel() == 1
     return isinstance(value, int | float) or getattr(value, "size", 0) == 1
 
 
 def described(value: Any) -> str:
-    """What is wrong with one that is no number."""
+    """What is wrong with a value that is not one number."""
     if hasattr(value, "shape"):
         return "with more than one number; return its mean over the batch"
     return f"as a {type(value).__name__}; return one number, or leave it out"
 
 
 def _numbers(values: list, names: list[str]) -> list[float]:
-    """What numbers and one-element tensors hold, with one wait a device and type of number."""
+    """The values of numbers and one-element tensors; waits once per device and dtype."""
     are_numbers = {*map(type, values)} == {Tensor} and not any(map(DIMENSIONS, values))
     if are_numbers and len({*map(KIND, values)}) == 1:  # most often
         return list(map(float, torch.stack(values).tolist()))  # waits for the GPU
-    found = [0.0] * len(values)
+    numbers = [0.0] * len(values)
     places: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
         if not is_number(value):
@@ -183,12 +183,12 @@ def _numbers(values: list, names: list[str]) -> list[float]:
         if isinstance(value, Tensor):
             places.setdefault((value.device, value.dtype), []).append(index)
         else:
-            found[index] = float(value if isinstance(value, int | float) else value.item())
+            numbers[index] = float(value if isinstance(value, int | float) else value.item())
     for indexes in places.values():
         together = torch.stack([values[index].detach().reshape(()) for index in indexes])
         for index, number in zip(indexes, together.tolist(), strict=True):
-            found[index] = float(number)
-    return found
+            numbers[index] = float(number)
+    return numbers
 
 
 def _divided(sums: Sums) -> dict[str, float]:

@@ -16,7 +16,7 @@ def seed_everything(seed: int) -> None:
 
 
 def reseed(seed: int) -> None:
-    """What may be done often: torch's call makes a stack trace while CUDA isn't used."""
+    """Cheap enough for each epoch: `torch.manual_seed` makes a stack trace while CUDA is unused."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
@@ -37,7 +37,7 @@ def mix(*numbers: int) -> int:
 
 
 def refuse_nondeterminism(device: torch.device) -> None:
-    """From here on torch raises where it has no deterministic kernel for what it is asked."""
+    """From here on torch raises where it has no deterministic kernel."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matmul
         torch.backends.cudnn.benchmark = False
@@ -48,7 +48,7 @@ def random_state() -> dict[str, object]:
     """The state of every generator, in plain containers that a checkpoint can hold."""
     version, internal, gauss = random.getstate()
     state: dict[str, object] = {
-        # As bytes: a checkpoint of 1,249 numbers one by one takes longer than a small model's.
+        # As bytes: 625 numbers one by one take longer to save than a small model.
         "python": [version, array("Q", internal).tobytes(), gauss],
         "torch": torch.get_rng_state(),
     }

@@ -1,4 +1,4 @@
-"""A Task is what a recipe trains: model, loss and optimiser in one nn.Module."""
+"""A Task is what a recipe trains: model, loss and optimizer in one nn.Module."""
 
 import inspect
 import math
@@ -16,7 +16,7 @@ Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
 Measured = tuple[int, Output]
 """The rows of a share, and what the step measured on them."""
-READ_AT_ONCE = {"cpu"}  # devices whose numbers are there: to read any other's is to wait for it
+READ_AT_ONCE = {"cpu"}  # devices whose numbers can be read without waiting for the device
 Autocast = Callable[[], AbstractContextManager]
 
 
@@ -36,8 +36,8 @@ class Task(nn.Module):
         super().__init__()
         if isinstance(optimizer, torch.optim.Optimizer):
             raise UserError(
-                f"{type(self).__name__} was given an optimiser; give what makes one, as "
-                "functools.partial(torch.optim.SGD, lr=0.1): it is made where the weights will be"
+                f"{type(self).__name__} was given an optimizer; pass what makes one, e.g. "
+                "functools.partial(torch.optim.SGD, lr=0.1): it is made once the weights are placed"
             )
         if net is not None:
             self.net = net
@@ -60,16 +60,26 @@ class Task(nn.Module):
         of these."""
         raise UserError(f"{type(self).__name__} has no predict_step; mode=predict needs one")
 
+    @classmethod
+    def has_own(cls, step: str) -> bool:
+        """Whether this kind of task has written the step itself."""
+        return getattr(cls, step) is not getattr(Task, step)
+
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        """Turns the exact means of a pass into what is reported: here a root of a mean, say."""
+        """Turns the exact means of a pass into what is reported, e.g. the root of a mean."""
         return means
 
     def configure_optimizer(self) -> Any:
-        """The optimiser, or (optimiser, scheduler)."""
+        """The optimizer, or (optimizer, scheduler)."""
+        name = type(self).__name__
+        if hasattr(self, "configure_optimizers"):
+            raise UserError(
+                f"{name}.configure_optimizers is never called; rename it to configure_optimizer, "
+                f"and {RETURNS_OPTIMIZER}"
+            )
         if self.make_optimizer is None:
             raise UserError(
-                f"{type(self).__name__} has no optimiser; "
-                "give task.optimizer or write configure_optimizer"
+                f"{name} has no optimizer; set task.optimizer or write configure_optimizer"
             )
         optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
         if self.make_scheduler is None:
@@ -77,28 +87,28 @@ class Task(nn.Module):
         return optimizer, self.make_scheduler(optimizer, **self._known_lengths(self.make_scheduler))
 
     def _known_lengths(self, make_scheduler: Callable[..., Any]) -> dict[str, int]:
-        """`total_steps` for a scheduler that asks for it and was not given it (OneCycleLR)."""
-        given = getattr(make_scheduler, "keywords", {})
+        """`total_steps` for a scheduler that takes it and has none yet, e.g. OneCycleLR."""
+        keywords = getattr(make_scheduler, "keywords", {})
         wanted = inspect.signature(make_scheduler).parameters
-        if "total_steps" not in wanted or {"total_steps", "epochs"} & set(given):
+        if "total_steps" not in wanted or {"total_steps", "epochs"} & set(keywords):
             return {}
         if not self.scheduler_steps:
             raise UserError(
                 "task.scheduler needs total_steps, and nothing says how long training will be; "
-                "give trainer.max_steps or task.scheduler.total_steps"
+                "set trainer.max_steps or task.scheduler.total_steps"
             )
         return {"total_steps": self.scheduler_steps}
 
 
 def has_sparse(module: nn.Module) -> bool:
-    """Whether it makes sparse gradients, asked as DDP asks: of embeddings."""
+    """Whether the module makes sparse gradients: its embeddings say so."""
     return any(getattr(part, "sparse", False) for part in module.modules())
 
 
 class Nothing(torch.autograd.Function):
     """A loss of 0 without a gradient: 0 times the gradient of a NaN would be NaN.
 
-    All of the backward runs nevertheless, so that nobody waits for a collective in it.
+    The whole backward still runs, so that no other rank waits for a collective in it.
     """
 
     @staticmethod
@@ -120,7 +130,7 @@ class TrainStep(nn.Module):
         self.has_sparse = has_sparse(task)
 
     def forward(self, share: tuple[Any, int], of: float) -> tuple[Tensor, list[Measured]]:
-        """A share has `rows` of the step's rows; `of` is all of them over replicas averaged.
+        """A share has `rows` of the step's rows; `of` is all rows over the replicas averaged over.
 
         A replica whose share is empty is lent one row and has rows=0: it takes part in every
         collective and adds exactly nothing. So does a share of weight 0, even if its mean is NaN.
@@ -143,7 +153,7 @@ class TrainStep(nn.Module):
         return loss, [(rows, detached(output))]
 
     def _no_rows(self) -> Any:
-        """A sum of DDP's takes no sparse gradient that is missing: these have no entry."""
+        """Sparse gradients without an entry: DDP's all-reduce can't do with a missing one."""
         return sum(
             nn.functional.embedding(
                 torch.empty(0, dtype=torch.int64, device=part.weight.device),
@@ -180,7 +190,7 @@ class EvalStep(nn.Module):
         else:
             with self.autocast():
                 output = step(batch)
-        if self.step != "predict_step":  # whose parts are looked at where they are joined
+        if self.step != "predict_step":  # whose output is checked where it is joined
             _check_evaluated(output, self.task, self.step)
         return [(rows, output)]
 
@@ -190,23 +200,18 @@ class EvalStep(nn.Module):
 
 
 def optimizer_of(task: Task) -> tuple[torch.optim.Optimizer, Any]:
-    """Its optimizer, and its scheduler or None; or one line that says what came instead."""
-    name = type(task).__name__
-    is_default = getattr(task.configure_optimizer, "__func__", None) is Task.configure_optimizer
-    if is_default and hasattr(task, "configure_optimizers"):
-        raise UserError(
-            f"{name}.configure_optimizers is never called; rename it to configure_optimizer, and "
-            f"{RETURNS_OPTIMIZER}"
-        )
-    made = task.configure_optimizer()
-    optimizer, scheduler = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    """Its optimizer, and its scheduler or None."""
+    returned = task.configure_optimizer()
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    optimizer, scheduler = returned if is_pair else (returned, None)
     is_other = isinstance(scheduler, torch.optim.Optimizer | type)
     is_scheduler = scheduler is None or all(
         callable(getattr(scheduler, method, None))
         for method in ("step", "state_dict", "load_state_dict")
     )
     if not isinstance(optimizer, torch.optim.Optimizer) or is_other or not is_scheduler:
-        raise UserError(f"{name}.configure_optimizer returned {_made(made)}; {RETURNS_OPTIMIZER}")
+        method = f"{type(task).__name__}.configure_optimizer"
+        raise UserError(f"{method} returned {_kind(returned)}; {RETURNS_OPTIMIZER}")
     required = [
         parameter.name
         # Of the class: a scheduler has wrapped the optimizer's own, which then shows its self.
@@ -225,8 +230,7 @@ def optimizer_of(task: Task) -> tuple[torch.optim.Optimizer, Any]:
 RETURNS_OPTIMIZER = "return one optimizer, or (optimizer, scheduler)"
 
 
-def _made(value: Any) -> str:
-    """What configure_optimizer has returned, by its types."""
+def _kind(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
     kinds = [type(part).__name__ for part in value] if isinstance(value, list | tuple) else []
@@ -236,7 +240,7 @@ def _made(value: Any) -> str:
 
 
 def refuse_stateful_metrics(task: Task, replicas: int, where: str) -> None:
-    """A metric that adds up by itself knows neither lent rows nor other replicas."""
+    """A metric that adds up by itself knows neither lent rows nor the other replicas."""
     for name, module in task.named_modules() if replicas > 1 else ():
         if any(kind.__module__.split(".")[0] == "torchmetrics" for kind in type(module).__mro__):
             raise UserError(
@@ -247,7 +251,7 @@ def refuse_stateful_metrics(task: Task, replicas: int, where: str) -> None:
 
 
 def loss_of(output: Any, task: Task) -> Tensor:
-    """The loss of a training step's output, or one line that says what came instead."""
+    """The loss in a training step's output."""
     loss = output.get("loss") if isinstance(output, dict) else None
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
         return loss
@@ -255,7 +259,7 @@ def loss_of(output: Any, task: Task) -> Tensor:
 
 
 def _check_evaluated(output: Any, task: Task, step: str) -> None:
-    """What a step that is not trained on has returned, before anything is made of it."""
+    """Refuses what a validation or test step must not return."""
     name = f"{type(task).__name__}.{step}"
     if not isinstance(output, dict) or not output:
         what = "an empty dict" if output == {} else type(output).__name__
@@ -266,9 +270,9 @@ def _check_evaluated(output: Any, task: Task, step: str) -> None:
 
 
 def is_nothing(rows: int, output: Output) -> bool:
-    """A loss that is NaN and counts nothing: a lent row's, or a mean over weights that are all 0.
+    """Whether a loss is NaN and counts nothing: a lent row's, or a mean over weights of 0.
 
-    False where only a GPU could tell, and in torch.compile.
+    False where that is known on the GPU alone, and in torch.compile.
     """
     if torch.compiler.is_compiling() or output["loss"].device.type not in READ_AT_ONCE:
         return False
@@ -277,7 +281,7 @@ def is_nothing(rows: int, output: Output) -> bool:
 
 
 def _exact_weight(weight: Any, task: Task) -> Tensor | float:
-    """In 64 bits: in its own type a count would be divided in 32."""
+    """In 64 bits: a count of another type would be divided in 32."""
     name = f"{type(task).__name__}.training_step"
     if not is_number(weight):
         raise UserError(f"{name} returned 'weight' {described(weight)}")
@@ -298,6 +302,14 @@ def detached(output: Output) -> Output:
     }
 
 
+def cloned(measured: list[Measured]) -> list[Measured]:
+    """For steps that are CUDA graphs: each replay writes into the same memory."""
+    return [
+        (rows, {k: v.clone() if isinstance(v, Tensor) else v for k, v in output.items()})
+        for rows, output in measured
+    ]
+
+
 def _describe(output: Any) -> str:
     wanted = 'return {"loss": scalar tensor, **metrics}'
     if not isinstance(output, dict):
@@ -309,5 +321,5 @@ def _describe(output: Any) -> str:
     if not isinstance(loss, Tensor):
         return f"a loss that is a {type(loss).__name__}, not a tensor; {wanted}"
     if loss.ndim:
-        return f"a loss of shape {tuple(loss.shape)}; reduce it to a scalar, with loss.mean() say"
+        return f"a loss of shape {tuple(loss.shape)}; reduce it to a scalar, e.g. with loss.mean()"
     return "a loss without a gradient; compute it from the output, without .detach() or .item()"

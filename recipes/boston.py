@@ -19,7 +19,7 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 class Boston(dpframe.Task):
-    """Regression on the median house price, in $1000: the target is never normalised."""
+    """Regression on the median house price in $1000; the target is never normalised."""
 
     def __init__(
         self,
@@ -112,22 +112,14 @@ def read_table(path: Path) -> Tensor:
 def _rows(lines: Any, path: Path) -> Iterator[list[float]]:
     header: list[str] = next(lines, [])
     if header != COLUMNS:
-        raise dpframe.UserError(f"{path} line 1: {_difference(header)}")
+        found = ",".join(header)[:100]
+        raise dpframe.UserError(f"{path} line 1: the columns are {found!r}; they must be {HEADER}")
     for fields in lines:
         where = f"{path} line {lines.line_num}"
         if len(fields) == len(COLUMNS):
             yield [_number(*pair, where) for pair in zip(COLUMNS, fields, strict=True)]
         elif fields:  # a blank line is no row
             raise dpframe.UserError(f"{where}: {len(fields)} values, not {len(COLUMNS)}")
-
-
-def _difference(header: list[str]) -> str:
-    missing = [name for name in COLUMNS if name not in header]
-    unknown = [name for name in header if name not in COLUMNS]
-    if not missing and not unknown:
-        return f"the columns must come in this order: {HEADER}"
-    found = f", unknown columns {', '.join(unknown)[:100]!r}" if unknown else ""
-    return f"missing columns {', '.join(missing) or 'none'}{found}; wanted {HEADER}"
 
 
 def _number(column: str, text: str, where: str) -> float:

@@ -1,9 +1,11 @@
-"""Runs the command line in other processes: alone, or many lines in one process that is quick."""
+"""Runs the command: many lines in one process, one in its own, or in an environment of its own."""
 
 import json
 import os
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,13 +44,15 @@ class Attempt(NamedTuple):
     files: list[str]  # in the current directory, afterwards
 
 
-def attempts(lines: list[list[str]], directory: Path) -> tuple[list[Attempt], list[str]]:
+def attempts(
+    lines: list[list[str]], directory: Path, **variables: str
+) -> tuple[list[Attempt], list[str]]:
     """Each line as the command would take it, and the heavy modules that were imported."""
-    results, heavy = json.loads(output_of(ATTEMPTS, [lines, HEAVY], directory))
+    results, heavy = json.loads(output_of(ATTEMPTS, [lines, HEAVY], directory, **variables))
     return [Attempt(*result) for result in results], heavy
 
 
-def output_of(code: str, given: list, directory: Path) -> str:
+def output_of(code: str, given: list, directory: Path, **variables: str) -> str:
     """What Python code prints that reads `given` as JSON, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -56,7 +60,7 @@ def output_of(code: str, given: list, directory: Path) -> str:
         capture_output=True,
         text=True,
         cwd=directory,
-        env=environment(),
+        env=environment(**variables),
         timeout=250,
     )
     assert done.returncode == 0, done.stderr
@@ -81,3 +85,32 @@ def write(directory: Path, files: dict[str, str]) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return directory
+
+
+class Environment:
+    """A virtual environment that sees this one's packages, but none of its .pth files."""
+
+    def __init__(self, directory: Path) -> None:
+        venv.create(directory, symlinks=True)
+        self.python = directory / "bin" / "python"
+        self.packages = Path(sysconfig.get_path("purelib", vars={"base": str(directory)}))
+        (self.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
+
+    def install(self, *words: object) -> None:
+        offline = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+        output(sys.executable, "-m", "pip", f"--python={self.python}", "install", *offline, *words)
+
+    def __call__(self, *words: object, cwd: Path) -> str:
+        """What `dpframe …` or `python …` prints in it."""
+        program = self.python.with_name("dpframe") if words[0] == "dpframe" else self.python
+        return output(program, *words[words[0] == "dpframe" :], cwd=cwd)
+
+
+def output(*words: object, cwd: Path | None = None) -> str:
+    """What a program prints that nothing in the environment variables leads elsewhere."""
+    dropped = (*CLEAN, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    command = [str(word) for word in words]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

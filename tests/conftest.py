@@ -1,35 +1,80 @@
-"""What every test obeys: it leaves no process, thread, environment variable or process group."""
+"""Rules for every test: it leaves nothing behind, and what measures time runs alone."""
 
 import ctypes
+import fcntl
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from quick import is_quick
 
-WAIT_SECONDS = 10  # for what is on its way out: a DataLoader's worker looks for its parent every 5
+WAIT_SECONDS = 10  # for what is about to end: a DataLoader's worker looks for its parent every 5
 PR_SET_CHILD_SUBREAPER = 36
-# pytest's; torch's, when it is imported and when it finds CUDA
-NOT_OURS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING"}
+# Set by pytest; by torch, when it is imported and when it finds CUDA.
+SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING"}
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if sys.platform == "linux":
-        # Orphans become ours, whatever session or group they moved to: so none can hide.
+        # Orphans become children of pytest, whatever their session or group: none can hide.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     # A script's `pytest &` ignores ctrl-c, and so would all that the tests start and interrupt.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """A file or a test that is named runs in this process, the whole suite on all cores."""
+    is_named = any(".py" in argument for argument in config.args)
+    return 0 if is_named else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """`@pytest.mark.alone`: no test of another worker runs meanwhile."""
+    with turn(Path(__file__).parent, is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Torch has computed nothing yet, and starts no pool of threads: ranks may be forked."""
+    if "torch" in sys.modules:
+        import torch
+
+        from dpframe.strategies import launch
+
+        torch.set_num_threads(1)
+        launch.allow_fork()
+
+
+@contextmanager
+def turn(folder: Path, *, is_alone: bool) -> Iterator[None]:
+    """Locks two files that all workers see. While one waits to be alone, it holds the door, so
+    that no other gets past it into the room."""
+    with open(folder / "conftest.py") as room, open(folder / "command.py") as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(door, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            fcntl.flock(room, fcntl.LOCK_UN)  # a process that was forked may hold it open
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`@pytest.mark.gpu` needs one CUDA device, `@pytest.mark.gpu(2)` two."""
+    """`quick` is for those of quick.py; `gpu` needs one CUDA device, `gpu(2)` two."""
+    for item in items:
+        if is_quick(item.path.stem, item.originalname):
+            item.add_marker(pytest.mark.quick)
     marked = [(item, mark) for item in items if (mark := item.get_closest_marker("gpu"))]
     if not marked:
         return
@@ -66,7 +111,7 @@ def remaining(find, *, named) -> list[str]:
 
 
 def descendants() -> Iterator[int]:
-    """The living processes below this one, but for multiprocessing's own lasting tracker."""
+    """The living processes below this one, but for multiprocessing's own that last."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -79,8 +124,10 @@ def descendants() -> Iterator[int]:
         above = pid
         while above in parents and above != os.getpid():
             above = parents[above]
-        is_below = above == os.getpid() and pid != os.getpid()
-        if is_below and "resource_tracker" not in command(pid):
+        if above != os.getpid() or pid == os.getpid():
+            continue
+        is_child = parents[pid] == os.getpid()
+        if not (is_child and re.search("resource_tracker|forkserver", command(pid))):
             yield pid
 
 
@@ -94,11 +141,22 @@ def command(pid: int) -> str:
 
 def changes(before: dict[str, str], after: dict[str, str]) -> dict[str, str | None]:
     names = {name for name in before | after if before.get(name) != after.get(name)}
-    return {name: after.get(name) for name in names - NOT_OURS}
+    return {name: after.get(name) for name in names - SET_BY_OTHERS}
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def forked_commands() -> Iterator[None]:
+    """Before any test's own fixtures: the process that forks commands stays for all of them."""
+    import forked
+
+    with forked.server():
+        yield
+
+
+@pytest.fixture(scope="session")
+def undisturbed(
+    forked_commands: None, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
     """The weights that tests/injector.py's recipe ends with where nothing happens to it."""
     from injector import run, weights
 

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import forked
 import torch
 import torch.distributed as dist
 from conftest import descendants, remaining
@@ -24,7 +24,6 @@ from torch.utils.data import Dataset
 import dpframe
 from dpframe import checkpoint
 
-TESTS = Path(__file__).resolve().parent
 CONFIG = """
 # @package _global_
 recipe: injected
@@ -145,38 +144,18 @@ def _note(what: str, step: int) -> None:
 # ---- jobs of it
 
 
-def command(folder: Path, *overrides: str) -> list[str]:
+def words(folder: Path, *overrides: str) -> list[str]:
     (folder / "recipe").mkdir(parents=True, exist_ok=True)
     (folder / "recipe" / "injected.yaml").write_text(CONFIG)
-    return [
-        sys.executable,
-        "-m",
-        "dpframe",
-        f"--config-dir={folder}",
-        "recipe=injected",
-        "hydra.run.dir=run",
-        *overrides,
-    ]
-
-
-def environment(**more: str) -> dict[str, str]:
-    paths = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}
+    return [f"--config-dir={folder}", "recipe=injected", "hydra.run.dir=run", *overrides]
 
 
 def run(folder: Path, *overrides: str, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command(folder, *overrides),
-        cwd=folder,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    return forked.run(words(folder, *overrides), folder, **variables)
 
 
 class Job:
-    def __init__(self, process: subprocess.Popen, folder: Path) -> None:
+    def __init__(self, process: forked.Forked, folder: Path) -> None:
         self.process = process
         self.folder = folder
 
@@ -205,15 +184,8 @@ def started(folder: Path, *overrides: str, **variables: str) -> Iterator[Job]:
     """In a group of its own, so that it can be signalled; in this session, so that it can stop."""
     before = set(descendants())
     folder.mkdir(exist_ok=True)
-    with (folder / "said").open("w") as said:
-        process = subprocess.Popen(
-            command(folder, *overrides),
-            cwd=folder,
-            env=environment(**variables),
-            stdout=subprocess.DEVNULL,
-            stderr=said,
-            process_group=0,
-        )
+    out, err = folder / "printed", folder / "said"
+    process = forked.start(words(folder, *overrides), folder, out=out, err=err, **variables)
     try:
         yield Job(process, folder)
     finally:

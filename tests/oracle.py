@@ -21,8 +21,11 @@ from dpframe import checkpoint as checkpoints
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
+from dpframe.strategies import launch
 from dpframe.strategies.ddp import DDP
-from dpframe.trainer import Run, state
+from dpframe.strategies.launch import allow_fork
+from dpframe.trainer import Run
+from dpframe.trainer.progress import Progress
 
 STEPS = 12  # three epochs of seven batches, two to a step
 ROWS = 26
@@ -98,7 +101,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
             ),
             callbacks=[Checkpoint(every_n_steps=1, keep=2, seconds_between=0), *kills],
             loggers=[CSV(), TensorBoard(graph=False)],
-            # Killed before its first checkpoint was written, a run begins anew.
+            # A run that was killed before its first checkpoint begins again.
             run=Run(directory=directory, is_repeated=resume is None and has_begun),
         )
         (folder / "began").touch()
@@ -111,7 +114,11 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
 
 def main(root: str, ranks: int, points: list[list[Any]], planted: str) -> None:
     """One directory a point: killed there, then gone on with in another process."""
+    launch.allow_fork()
     plant(planted)
+    if ranks > 1:
+        torch.compiler.reset()  # imports here what DDP would import in each rank
+        allow_fork()
     for point in [None, *points]:
         directory = Path(root) / ("whole" if point is None else "-".join(map(str, point)))
         directory.mkdir()
@@ -141,13 +148,12 @@ def plant(bug: str) -> None:
     if bug == "no random state":
         seeding.restore_random_state = lambda saved: None
     if bug == "two batches skipped":
-        restore = state.restore
+        load = Progress.load_state_dict
 
-        def forgetful(trainer: Trainer, saved: dict[str, Any], **given: Any) -> Any:
-            saved["progress"]["batches_done"] += 2
-            return restore(trainer, saved, **given)
+        def forgetful(progress: Progress, saved: dict[str, Any]) -> None:
+            load(progress, {**saved, "batches_done": saved["batches_done"] + 2})
 
-        state.restore = forgetful
+        Progress.load_state_dict = forgetful
 
 
 if __name__ == "__main__":

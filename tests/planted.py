@@ -1,4 +1,4 @@
-"""Strategies that err on purpose, each in one way that a plugin might."""
+"""Strategies with a planted bug each: one that a plugin might have."""
 
 import os
 import socket
@@ -19,23 +19,42 @@ from dpframe.data import Share
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
+
+class Around(nn.Module):
+    """Calls another module, and has its `combine`."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self.combine = getattr(module, "combine", None)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.module(*inputs)
+
+
+class Changed:
+    """Mixed into a strategy: puts `training` or `evaluation` around what it would wrap."""
+
+    training: Callable[[Any], Any] = staticmethod(lambda module: module)
+    evaluation: Callable[[Any], Any] = staticmethod(lambda module: module)
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        changed = self.training(module) if training else self.evaluation(module)
+        return super().wrap(changed, training=training)  # type: ignore[misc]
+
+
 # The numbers
 
 
-class MeanOfMeans(DDP):
-    """Forgets that the shares have different numbers of rows."""
-
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        return super().wrap(Unweighted(module) if training else module, training=training)
-
-
-class Unweighted(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
+class Unweighted(Around):
     def forward(self, share: Share, of: float) -> Any:
         return self.module(share, float(share.rows or 1))
+
+
+class MeanOfMeans(Changed, DDP):
+    """Forgets that the shares have different numbers of rows."""
+
+    training = Unweighted
 
 
 class Padded(DDP):
@@ -79,38 +98,27 @@ class SharesTheMains(DDP):
         return self.share(tensor)
 
 
-class EvenMeans(DataParallel):
-    """A replica's mean counts one, however many rows it had."""
-
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        return super().wrap(module if training else Even(module), training=training)
-
-
-class Even(nn.Module):
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-        self.combine = module.combine
-
+class Even(Around):
     def forward(self, share: Share) -> list[tuple[int, Any]]:
         return [(1 if isinstance(o, dict) else rows, o) for rows, o in self.module(share)]
 
 
-class Rounds(Strategy):
-    """Keeps the losses in half the digits."""
+class EvenMeans(Changed, DataParallel):
+    """A replica's mean counts one, however many rows it had."""
 
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        return Rounded(module) if training else module
+    evaluation = Even
 
 
-class Rounded(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
+class Rounded(Around):
     def forward(self, share: Share, of: float) -> Any:
         loss, measured = self.module(share, of)
         return loss * (1 + 1e-7), measured
+
+
+class Rounds(Changed, Strategy):
+    """Keeps the losses in half the digits."""
+
+    training = Rounded
 
 
 # What shows in some runs alone
@@ -158,6 +166,8 @@ class DropsOf20(DataParallel):
 class Hooked(DDP):
     """Gradients go through `hook` on their way."""
 
+    hook: Callable[..., Any]
+
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         wrapped: Any = super().wrap(module, training=training)
         if training:
@@ -190,60 +200,43 @@ class TopKLarge(Hooked):
 class FirstThree(Strategy):
     """Under accumulation, takes the first three micro-batches of an update."""
 
+    batches, factor = 0, 1.0
+
     def grad_sync(self, is_last: bool) -> None:
-        self.batches = getattr(self, "batches", 0) + 1
+        self.batches += 1
         self.factor = float(self.batches <= 3)
         self.batches *= not is_last
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        return Scaled(module, self) if training else module
-
-
-class Scaled(nn.Module):
-    def __init__(self, module: nn.Module, strategy: Any) -> None:
-        super().__init__()
-        self.module = module
-        self.strategy = strategy
-
-    def forward(self, share: Share, of: float) -> Any:
-        loss, measured = self.module(share, of)
-        return loss * getattr(self.strategy, "factor", 1.0), measured
+        if training:
+            module.register_forward_hook(lambda *call: (call[2][0] * self.factor, call[2][1]))
+        return module
 
 
 # Evaluation, and random numbers
 
 
-class Evaluates(DataParallel):
-    """Validates and predicts in some way of its own."""
-
-    step: Any
-
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        return super().wrap(module if training else self.step(module), training=training)
-
-
-class InHalf(nn.Module):
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self.module = module
-        self.combine = module.combine
-
+class InHalf(Around):
     def forward(self, share: Share) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             return self.module(share)
 
 
-class InTraining(InHalf):
+class InTraining(Around):
     def forward(self, share: Share) -> Any:
         return self.module.train()(share)
 
 
-class EvalHalf(Evaluates):
-    step = InHalf
+class EvalHalf(Changed, DataParallel):
+    """Validates and predicts in half precision."""
+
+    evaluation = InHalf
 
 
-class EvalTrains(Evaluates):
-    step = InTraining
+class EvalTrains(Changed, DataParallel):
+    """Validates and predicts in training mode."""
+
+    evaluation = InTraining
 
 
 class BuffersApart(DDP):
@@ -255,18 +248,8 @@ class BuffersApart(DDP):
     def weight_sync(self, is_read: bool) -> None: ...
 
 
-class SameMasks(DDP):
-    """Seeds each step, in all ranks alike."""
-
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        return super().wrap(Seeded(module) if training else module, training=training)
-
-
-class Seeded(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.steps = 0
+class Seeded(Around):
+    steps = 0
 
     def forward(self, share: Share, of: float) -> Any:
         self.steps += 1
@@ -274,22 +257,25 @@ class Seeded(nn.Module):
         return self.module(share, of)
 
 
-class RandomStateLost(Strategy):
-    """Seeds when training begins, in a run that goes on, too."""
+class SameMasks(Changed, DDP):
+    """Seeds each step, in all ranks alike."""
 
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        return SeededOnce(module) if training else module
+    training = Seeded
 
 
 class SeededOnce(Seeded):
     def forward(self, share: Share, of: float) -> Any:
-        if not self.steps:
-            return super().forward(share, of)
-        return self.module(share, of)
+        return self.module(share, of) if self.steps else super().forward(share, of)
+
+
+class RandomStateLost(Changed, Strategy):
+    """Seeds when training begins, in a resumed run, too."""
+
+    training = SeededOnce
 
 
 class ShareNumbers(DDP):
-    """Takes rows for alike in all ranks, as those of a sampler mostly are."""
+    """Takes rows to be the same in all ranks, as those of a sampler mostly are."""
 
     def share(self, value: Any) -> Any:
         is_rows = isinstance(value, list) and all(isinstance(part, int) for part in value)
@@ -329,17 +315,8 @@ class WrapsInPlace(Strategy):
 
     def wrap(self, module: Any, *, training: bool) -> nn.Module:
         if training and hasattr(module.task, "net"):
-            module.task.net = Wrapped(module.task.net)
+            module.task.net = Around(module.task.net)
         return module
-
-
-class Wrapped(nn.Module):
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)
 
 
 class ForgetsItsState(Strategy):
@@ -354,28 +331,23 @@ class ForgetsItsState(Strategy):
 # The end
 
 
-class LeavesProcess(Strategy):
+class LeavesThings(Strategy):
+    """A process, a port and a variable."""
+
+    def launch(self, run: Callable[..., Any], *args: Any) -> Any:
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        return run(*args)
+
     def setup(self) -> None:
         super().setup()
         LEFT.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        LEFT.append(socket.create_server(("127.0.0.1", 0)))
 
 
 class LeavesThreadInRanks(DDP):
     def setup(self) -> None:
         super().setup()
         threading.Thread(target=time.sleep, args=(600,), name="watcher", daemon=True).start()
-
-
-class LeavesPort(Strategy):
-    def setup(self) -> None:
-        super().setup()
-        LEFT.append(socket.create_server(("127.0.0.1", 0)))
-
-
-class LeavesVariable(Strategy):
-    def launch(self, run: Callable[..., Any], *args: Any) -> Any:
-        os.environ["MASTER_ADDR"] = "127.0.0.1"
-        return run(*args)
 
 
 class Hangs(DDP):

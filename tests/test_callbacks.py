@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 import torch
@@ -23,28 +24,24 @@ from dpframe.strategies.data_parallel import DataParallel
 # Hooks
 
 
-def test_hooks_come_in_the_order_that_is_documented():
+@pytest.mark.parametrize(
+    "settings, steps",
+    [
+        ({"validate_every_steps": 1}, ["on_step_end", "on_validation_end"] * 2),
+        ({}, ["on_step_end", "on_step_end", "on_validation_end"]),
+    ],
+)
+def test_hooks_come_in_the_order_that_is_documented(settings, steps):
     hooks = Hooks()
-    fitted(data=Rows(8), callbacks=[hooks], max_epochs=2, validate_every_steps=1)
-    epoch = ["on_epoch_start", *["on_step_end", "on_validation_end"] * 2, "on_epoch_end"]
+    fitted(data=Rows(8), callbacks=[hooks], max_epochs=2, **settings)
+    epoch = ["on_epoch_start", *steps, "on_epoch_end"]
     assert [hook for hook, _ in hooks.seen] == ["on_fit_start", *epoch, *epoch, "on_fit_end"]
 
 
-def test_the_epochs_end_validates_after_the_steps_and_before_its_hook():
-    hooks = Hooks()
-    fitted(data=Rows(8), callbacks=[hooks], max_epochs=1)
-    assert [hook for hook, _ in hooks.seen][-4:] == [
-        "on_step_end",
-        "on_validation_end",
-        "on_epoch_end",
-        "on_fit_end",
-    ]
-
-
 def test_the_documentation_names_every_hook_in_the_code():
-    documented = set(re.findall(r"on_\w+", base.__doc__))
-    assert documented == set(HOOKS)
-    assert {name for name in vars(Callback) if name.startswith("on_")} == set(HOOKS)
+    assert set(re.findall(r"on_\w+", base.__doc__)) == set(HOOKS)
+    loop = dedent(base.__doc__.split("\n\n")[1])
+    assert f"```\n{loop}\n```" in (HERE.parent / "docs" / "callbacks.md").read_text()
 
 
 @pytest.mark.parametrize("mode", ["validate", "test", "predict"])
@@ -88,6 +85,20 @@ def test_a_callback_that_runs_last_sees_what_the_others_decided():
     assert seen == [False, True]
 
 
+@pytest.mark.parametrize(
+    "name, nearest",
+    [
+        ("on_step_ends", "did you mean on_step_end?"),
+        ("on_train_epoch_end", "did you mean on_epoch_end?"),
+    ],
+)
+def test_a_misspelt_hook_is_refused_with_the_nearest_name(name, nearest):
+    misspelt = type("Counts", (Callback,), {name: lambda self, trainer: None})
+    with pytest.raises(UserError) as caught:
+        trainer(callbacks=[misspelt()])
+    assert str(caught.value) == f"Counts.{name} is no hook and would never be called; {nearest}"
+
+
 class Broken(Exception):
     pass
 
@@ -112,6 +123,8 @@ def test_a_failure_reaches_on_exception_and_closes_the_loggers_as_failed(hook):
         fitted(callbacks=[Notes(), Hooks(**{hook: fail})], loggers=[logger])
     assert caught == [Broken]
     assert logger.succeeded is False
+    fitted(loggers=[logger])
+    assert logger.succeeded is True
 
 
 def test_a_failing_on_exception_leaves_no_logger_open():
@@ -122,12 +135,6 @@ def test_a_failing_on_exception_leaves_no_logger_open():
     with pytest.raises(Broken):
         fitted(callbacks=[Hooks(on_step_end=fail, on_exception=fail)], loggers=[logger])
     assert logger.succeeded is False
-
-
-def test_a_run_that_ends_well_closes_its_loggers_as_succeeded():
-    logger = Fails()
-    fitted(loggers=[logger])
-    assert logger.succeeded is True
 
 
 # Early stopping
@@ -239,17 +246,48 @@ def test_a_shared_parameter_counts_once():
 
 
 PRINTS = """
-import sys
+import contextlib, sys
 from dpframe.callbacks.progress import Progress
-from small import Small, fitted, Rows
-fitted(callbacks=[Progress()], **eval(sys.argv[1]))
+from small import fitted
+fitted(callbacks=[Progress()], max_epochs=3)
+print("next")
+fitted(callbacks=[Progress()], max_epochs=None, max_seconds=.01)
+with open(sys.argv[1], "w") as file, contextlib.redirect_stdout(file):
+    fitted(callbacks=[Progress()], max_epochs=3)
 """
 HERE = Path(__file__).parent
 
 
-def test_over_a_pipe_there_is_a_line_an_epoch_and_a_table_at_the_end():
-    command = [sys.executable, "-c", PRINTS, "{'max_epochs': 3}"]
-    out = subprocess.run(command, cwd=HERE, check=True, capture_output=True, text=True).stdout
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory) -> tuple[list[str], str]:
+    """What two runs show on a terminal, and one in a file."""
+    piped = tmp_path_factory.mktemp("shown") / "out"
+    main, terminal = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
+    command = [sys.executable, "-c", PRINTS, str(piped)]
+    process = subprocess.Popen(command, cwd=HERE, stdout=terminal, env=environment)
+    os.close(terminal)
+    out = read_all(main)
+    assert process.wait() == 0
+    return out.split("next"), piped.read_text()
+
+
+def read_all(descriptor: int) -> str:
+    """Until the other end of the terminal is closed, which Linux tells by an error."""
+    parts = []
+    while True:
+        try:
+            part = os.read(descriptor, 1 << 16)
+        except OSError:
+            part = b""
+        if not part:
+            os.close(descriptor)
+            return b"".join(parts).decode()
+        parts.append(part)
+
+
+def test_off_a_terminal_there_is_a_line_an_epoch_and_a_table_at_the_end(shown):
+    out = shown[1]
     assert "\x1b" not in out and "\r" not in out
     epochs = [line for line in lines(out) if line.startswith("epoch")]
     assert [line.split("  ")[:2] for line in epochs] == [
@@ -258,29 +296,14 @@ def test_over_a_pipe_there_is_a_line_an_epoch_and_a_table_at_the_end():
         ["epoch 3/3", "step 15"],
     ]
     assert all(re.search(r"train/loss \S+ .*val/loss \S+", line) for line in epochs)
-    assert [line.split()[0] for line in lines(out)[-7:-1]] == [
-        "metric",
-        "----------",
-        "train/loss",
-        "train/mae",
-        "val/loss",
-        "val/mae",
-    ]
+    first = [line.split()[0] for line in lines(out)[-7:-1]]
+    assert first == ["metric", "-" * 10, "train/loss", "train/mae", "val/loss", "val/mae"]
     assert re.fullmatch(r"15 steps in \d+\.\d\d s, [\d,]+ samples/s", lines(out)[-1])
 
 
-@pytest.mark.parametrize(
-    "settings, of",
-    [("{'max_epochs': 3}", "15/15"), ("{'max_epochs': None, 'max_seconds': .01}", r"\d+")],
-)
-def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(settings, of):
-    main, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    command = [sys.executable, "-c", PRINTS, settings]
-    process = subprocess.Popen(command, cwd=HERE, stdout=terminal, env=environment)
-    os.close(terminal)
-    out = read_all(main)
-    assert process.wait() == 0
+@pytest.mark.parametrize("number, of", [(0, "15/15"), (1, r"\d+")], ids=["epochs", "seconds"])
+def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(shown, number, of):
+    out = shown[0][number]
     assert "━" in out
     assert re.search(rf"━ *(\x1b\[[\d;]*m)*{of} steps", re.sub(r"\x1b\[[\d;]*m", "", out))
     plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "\n", out)
@@ -367,20 +390,6 @@ def test_a_reader_that_has_gone_does_not_hide_the_failure(monkeypatch):
 
     with pytest.raises(Broken):
         fitted(callbacks=[Progress(), Hooks(on_step_end=fail)], max_epochs=5)
-
-
-def read_all(descriptor: int) -> str:
-    """Until the other end of the terminal is closed, which Linux tells by an error."""
-    parts = []
-    while True:
-        try:
-            part = os.read(descriptor, 1 << 16)
-        except OSError:
-            part = b""
-        if not part:
-            os.close(descriptor)
-            return b"".join(parts).decode()
-        parts.append(part)
 
 
 def test_a_bar_may_be_switched_off_and_nothing_else():

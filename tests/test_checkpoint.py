@@ -52,14 +52,15 @@ def test_what_a_killed_process_left_half_written_is_swept_away(tmp_path):
     assert sorted(file.name for file in folder.iterdir()) == ["best.ckpt", "last.ckpt"]
 
 
-def test_an_object_that_could_not_be_read_back_is_refused_when_saving(tmp_path):
+@pytest.mark.parametrize(
+    "value, said", [(Path("here"), r"a pathlib\.\w*Path"), (b"", "empty bytes")]
+)
+def test_an_object_that_could_not_be_read_back_is_refused_when_saving(tmp_path, value, said):
     class Keeps(Callback):
         def state_dict(self) -> dict[str, Any]:
-            return {"moment": {"at": Path("here")}}
+            return {"moment": {"at": value}}
 
-    with pytest.raises(
-        UserError, match=r"can't hold callbacks.Keeps.moment.at, a pathlib\.\w*Path;"
-    ):
+    with pytest.raises(UserError, match=f"can't hold callbacks.Keeps.moment.at, {said};"):
         fitted(callbacks=[Keeps(), Checkpoint()], directory=tmp_path)
 
 
@@ -101,17 +102,6 @@ def test_a_resumed_run_makes_the_best_ckpt_that_a_killed_one_was_about_to_write(
     assert (folder / "best.ckpt").read_bytes() == best
 
 
-def test_of_files_that_wait_those_of_the_newest_state_are_written_last(monkeypatch):
-    written = []
-    monkeypatch.setattr(checkpoint, "write", lambda state, *paths: written.extend(paths))
-    last, best = Path("last.ckpt"), Path("best.ckpt")
-    writer = checkpoint.Writer(seconds_between=600)
-    for paths in ([Path("first.ckpt")], [last], [best, last]):
-        writer.save({"n": len(paths)}, paths)
-    writer.wait()
-    assert written[-2:] == [best, last]
-
-
 # Beside training
 
 
@@ -130,15 +120,17 @@ def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
     assert in_time == [True, True]
 
 
-def test_of_states_that_come_too_often_the_newest_is_written_and_the_last_one_at_once(monkeypatch):
+def test_of_states_that_come_too_often_the_newest_is_written_last_and_at_once(monkeypatch):
     written = []
-    monkeypatch.setattr(checkpoint, "write", lambda state, *paths: written.append(state["n"]))
+    note = lambda state, *paths: written.append((state["n"], paths))  # noqa: E731
+    monkeypatch.setattr(checkpoint, "write", note)
+    last, best = Path("last.ckpt"), Path("best.ckpt")
     writer = checkpoint.Writer(seconds_between=600)
-    for n in range(5):
-        writer.save({"n": n}, [Path("last.ckpt")])
+    for n, paths in enumerate([[last], [best], [last], [best, last], [last]]):
+        writer.save({"n": n}, paths)
     began = time.monotonic()
     writer.wait()
-    assert (written[0], written[-1], len(written)) == (0, 4, 2)
+    assert written == [(0, (last,)), (3, (best,)), (4, (last,))]
     assert time.monotonic() - began < 60
 
 
@@ -239,6 +231,7 @@ def sealed(content: Any) -> bytes:
 @pytest.mark.parametrize(
     "content, said",
     [
+        (None, "there is no such file"),
         (b"", "can't be used: it is empty; there is no good one beside it"),
         (b"rubbish" * 99, "can't be used: its seal is missing: it is cut short, or no checkpoint"),
         (sealed({"task": {}})[:-1], "can't be used: its seal is missing: it is cut short"),
@@ -252,10 +245,11 @@ def sealed(content: Any) -> bytes:
 )
 def test_a_file_that_is_no_checkpoint_is_refused_in_one_line(tmp_path, capsys, content, said):
     path = tmp_path / "a.ckpt"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         checkpoint.load(path)
-    assert str(caught.value).startswith(f"checkpoint={path} {said}")
+    assert str(caught.value).startswith(f"checkpoint={path}") and said in str(caught.value)
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().out == ""
 
@@ -334,29 +328,27 @@ def tuples(depth: int = 64) -> tuple:
 
 
 ZEROS = {"format": 2, "task": {"w": torch.zeros(1 << 20)}}
+HOLED = "no zip file as torch writes them"
+MANY = "can't be used: it has more parts than its"
+NUMBERS = list(range(500))
+TEXT = "a" * 5000
 BOMBS = {
-    "compressed": (
-        ended(sealed(ZEROS), compression=zipfile.ZIP_DEFLATED),
-        "compressed entries, which torch never writes",
-    ),
-    "repacked": (repacked(sealed(ZEROS)), "it is no zip file as torch writes them"),
-    "prefixed": (
-        resealed(b"x" * 99 + sealed(ZEROS)[: -seal.LENGTH - 2] + bytes(2)),
-        "no zip file as torch writes them",
-    ),
-    "no zip": (resealed(b"x" * 999 + bytes(2)), "it is no zip file as torch writes them"),
+    "compressed": (ended(sealed(ZEROS), compression=zipfile.ZIP_DEFLATED), "compressed entries"),
+    "repacked": (repacked(sealed(ZEROS)), HOLED),
+    "prefixed": (resealed(b"x" * 99 + sealed(ZEROS)[:-81] + bytes(2)), HOLED),
+    "no zip": (resealed(b"x" * 999 + bytes(2)), HOLED),
+    "an old format": (ended(sealed(ZEROS), b"\x80\x02"), HOLED),
     "bytes": (Call(bytearray, 10**12), "it holds a bytearray"),
+    "hexadecimal": (doubled(), MANY),
+    "a text as bytes many times": ([Call(codecs.encode, TEXT, "latin1") for _ in NUMBERS], MANY),
+    "a list as a set many times": ([Call(set, NUMBERS) for _ in NUMBERS], MANY),
+    "a tensor as a set": (Call(set, torch.zeros(9)), MANY),
+    "a billion laughs": (laughs(), MANY),
+    "a billion tuples": (tuples(), MANY),
+    "a circle": (circle(), "has more parts than its"),
     "an expanded tensor": (torch.zeros(1).expand(10**9), "a tensor of size (1000000000,) without"),
     "a tensor on meta": (torch.zeros(10**9, device="meta"), "a tensor of size (1000000000,)"),
-    "a billion laughs": (laughs(), "has more parts than its"),
-    "hexadecimal": (doubled(), "has more parts than its"),
-    "a billion tuples": (tuples(), "has more parts than its"),
-    "a circle": (circle(), "has more parts than its"),
     "a tensor made by a call": (Call(torch.Tensor, 1 << 20), "more numbers than its"),
-    "an old format": (
-        ended(sealed(ZEROS), b"\x80\x02"),
-        "no zip file as torch writes them",
-    ),
     "a class": (torch.Tensor, "holds a torch._C._TensorMeta"),
     "a function": (torch._utils._rebuild_tensor_v2, "holds a builtins.function"),
 }
@@ -379,42 +371,41 @@ def test_bytes_and_tuples_that_stand_in_several_places_are_read(tmp_path):
     assert checkpoint.load(tmp_path / "a.ckpt").items() >= state.items()
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(UserError, match="no.ckpt: there is no such file$"):
-        checkpoint.load(tmp_path / "no.ckpt")
-
-
 def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
-    path, bad = tmp_path / "a.ckpt", tmp_path / "bad.ckpt"
-    checkpoint.save({"task": {"w": torch.arange(4.0)}}, path)
+    path = tmp_path / "a.ckpt"
+    checkpoint.save({"task": {"w": torch.arange(4.0)}, "progress": {"global_step": 7}}, path)
     whole = path.read_bytes()
-    assert seal.flaw(path) == ""
-    for at in range(len(whole)):
-        bad.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
-        assert seal.flaw(bad), at
-        bad.write_bytes(whole[:at])
-        assert seal.flaw(bad), at
+    assert seal.flaw(path) == "" and seal.step_of(path) == 7
+    with path.open("r+b", buffering=0) as file:
+        for at, byte in enumerate(whole):
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << at % 8]), at)
+            assert seal.flaw(path), at
+            os.pwrite(file.fileno(), bytes([byte]), at)
+        assert seal.flaw(path) == ""
+        for at in reversed(range(len(whole))):
+            file.truncate(at)
+            assert seal.flaw(path), at
 
 
-def test_the_error_about_a_bad_checkpoint_names_the_newest_good_one(tmp_path):
+def test_a_checkpoint_of_an_earlier_version_that_does_not_seal_its_step_is_read(tmp_path):
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(sealed({"format": 2, "task": {}, "progress": {"global_step": 7}}))
+    assert checkpoint.load(path)["progress"] == {"global_step": 7}
+    assert seal.step_of(path) == -1
+
+
+@pytest.mark.parametrize(
+    "content", ["cut", {"task": Fires()}, {"weights": 1}, {"format": 99, "task": {}}]
+)
+def test_the_error_about_a_bad_checkpoint_names_the_newest_good_one(tmp_path, content):
     for number, name in enumerate(["epoch0001-step5", "best", "last"]):
         checkpoint.save({"task": {}}, tmp_path / f"{name}.ckpt")
         os.utime(tmp_path / f"{name}.ckpt", (number, number))
     last = tmp_path / "last.ckpt"
-    last.write_bytes(last.read_bytes()[:-300])
+    whole = last.read_bytes()
+    last.write_bytes(whole[:-300] if content == "cut" else sealed({"format": 2} | content))
     with pytest.raises(UserError) as caught:
         checkpoint.load(last)
-    assert str(caught.value).endswith(f"; the newest good one there is {tmp_path / 'best.ckpt'}")
-
-
-@pytest.mark.parametrize(
-    "content", [{"format": 2, "task": Fires()}, {"weights": 1}, {"format": 99, "task": {}}]
-)
-def test_the_error_about_a_whole_file_that_is_no_use_names_the_newest_good_one(tmp_path, content):
-    checkpoint.save({"task": {}}, tmp_path / "best.ckpt")
-    (tmp_path / "last.ckpt").write_bytes(sealed(content))
-    with pytest.raises(UserError) as caught:
-        checkpoint.load(tmp_path / "last.ckpt")
     assert str(caught.value).endswith(f"; the newest good one there is {tmp_path / 'best.ckpt'}")
 
 
@@ -447,9 +438,13 @@ class Deeper(Small):
 @pytest.mark.parametrize(
     "saved, here, said",
     [
-        (Small(width=9), Small(), "Small: net.0.weight has size (9, 3) there and (8, 3) here"),
+        (
+            Small(width=9),
+            Small(),
+            "Small: net.0.weight has size (9, 3) in the checkpoint, size (8, 3) in the task",
+        ),
         (Small(), Deeper(), "Deeper: it has no more.weight"),
-        (Deeper(), Small(), "Small: it has more.weight, which is not here"),
+        (Deeper(), Small(), "Small: it has more.weight, which the task has not"),
     ],
 )
 def test_another_architecture_is_told_by_its_first_difference(saved, here, said):
@@ -461,6 +456,23 @@ def test_another_architecture_is_told_by_its_first_difference(saved, here, said)
 
 
 # What is kept
+
+
+@pytest.mark.parametrize(
+    "option, valid",
+    [
+        ({"keep": -1}, "0 or more"),
+        ({"every_n_epochs": 0}, "1 or more, or null"),
+        ({"every_n_steps": 0}, "1 or more, or null"),
+        ({"every_n_minutes": math.nan}, "more than 0, or null"),
+        ({"seconds_between": -0.5}, "0 or more"),
+    ],
+)
+def test_an_option_out_of_range_is_refused_with_the_valid_ones(option, valid):
+    ((key, value),) = option.items()
+    with pytest.raises(UserError) as caught:
+        Checkpoint(**option)
+    assert str(caught.value) == f"callbacks.checkpoint.{key}={value}; set {valid}"
 
 
 def kept(directory: Path) -> list[str]:
@@ -477,31 +489,24 @@ def run_scripted(directory: Path, scores: list[float] = SCORES, **given) -> Any:
     )
 
 
-@pytest.mark.parametrize("mode, best", [("min", 2), ("max", 5)])
-def test_best_follows_the_metric_down_or_up_and_never_to_nan(tmp_path, mode, best):
-    one = run_scripted(tmp_path, mode=mode)
-    state = checkpoint.load(tmp_path / "checkpoints" / "best.ckpt")
-    assert state["progress"]["epoch"] == best
-    assert one.checkpoint == str(tmp_path / "checkpoints" / "best.ckpt")
-    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
-
-
 @pytest.mark.parametrize(
-    "mode, names",
+    "options, best, others",
     [
-        ("min", ["0001-step5", "0002-step10", "0004-step20"]),
-        ("max", ["0001-step5", "0005-step25", "0006-step30"]),
+        ({}, 2, []),
+        ({"mode": "max"}, 5, []),
+        ({"keep": 3}, 2, ["0001-step5", "0002-step10", "0004-step20"]),
+        ({"keep": 3, "mode": "max"}, 5, ["0001-step5", "0005-step25", "0006-step30"]),
+        ({"keep": 0}, None, []),
     ],
 )
-def test_keep_3_keeps_the_three_best_beside_best_and_last(tmp_path, mode, names):
-    run_scripted(tmp_path, mode=mode, keep=3)
-    assert kept(tmp_path) == ["best.ckpt", *(f"epoch{name}.ckpt" for name in names), "last.ckpt"]
-
-
-def test_keep_0_keeps_only_the_last(tmp_path):
-    one = run_scripted(tmp_path, keep=0)
-    assert kept(tmp_path) == ["last.ckpt"]
-    assert one.checkpoint == str(tmp_path / "checkpoints" / "last.ckpt")
+def test_the_best_by_the_metric_are_kept_up_or_down_and_none_that_is_nan(
+    tmp_path, options, best, others
+):
+    ended = run_scripted(tmp_path, **options)
+    names = ["best.ckpt"] if best else []
+    assert kept(tmp_path) == [*names, *(f"epoch{name}.ckpt" for name in others), "last.ckpt"]
+    assert ended.checkpoint == str(tmp_path / "checkpoints" / [*names, "last.ckpt"][0])
+    assert checkpoint.load(ended.checkpoint)["progress"]["epoch"] == (best or 6)
 
 
 def test_raising_keep_on_a_resume_never_deletes_best(tmp_path):
@@ -573,22 +578,17 @@ def test_another_monitor_on_a_resume_starts_its_own_ranking(tmp_path):
     assert by_loss.monitor.best > by_mae.monitor.best == again.metrics["val/mae"]
 
 
-def test_an_epoch_without_a_validation_is_not_judged(tmp_path):
-    one = fitted(
-        callbacks=[Checkpoint()], directory=tmp_path, max_epochs=3, validate_every_epochs=2
-    )
-    assert one.epoch == 3
-    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
-
-
-def test_best_by_a_train_metric_needs_no_validation(tmp_path):
-    fitted(data=Rows(val=False), callbacks=[Checkpoint("train/loss")], directory=tmp_path)
-    assert kept(tmp_path) == ["best.ckpt", "last.ckpt"]
-
-
-def test_without_validation_only_the_last_is_kept(tmp_path):
-    fitted(data=Rows(val=False), callbacks=[Checkpoint()], directory=tmp_path)
-    assert kept(tmp_path) == ["last.ckpt"]
+@pytest.mark.parametrize(
+    "monitor, settings, names",
+    [
+        ("val/loss", {"max_epochs": 3, "validate_every_epochs": 2}, ["best.ckpt", "last.ckpt"]),
+        ("train/loss", {"data": Rows(val=False)}, ["best.ckpt", "last.ckpt"]),
+        ("val/loss", {"data": Rows(val=False)}, ["last.ckpt"]),
+    ],
+)
+def test_only_what_is_measured_is_judged(tmp_path, monitor, settings, names):
+    fitted(callbacks=[Checkpoint(monitor)], directory=tmp_path, **settings)
+    assert kept(tmp_path) == names
 
 
 def test_a_monitor_that_is_not_measured_is_refused_with_the_nearest_name(tmp_path):
@@ -616,3 +616,24 @@ def test_best_gives_its_validation_loss_again(tmp_path, precision):
     best = tmp_path / "checkpoints" / "best.ckpt"
     checkpoint.load_task(other.task, checkpoint.load(best))
     assert other.test()["test/loss"] == min(losses)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_folder_that_is_moved_while_a_checkpoint_is_written_is_told(
+    times, monkeypatch, tmp_path, caplog
+):
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    moves = [tmp_path / f"moved{time}" for time in range(times)]
+    write_sealed = checkpoint._write_sealed
+
+    def moved(state, part):
+        if moves:
+            (tmp_path / "run").rename(moves.pop())
+        write_sealed(state, part)
+
+    monkeypatch.setattr(checkpoint, "_write_sealed", moved)
+    path.parent.mkdir(parents=True)
+    checkpoint.save({"a": 1}, path)
+    assert not seal.flaw(path)
+    said = f"{tmp_path / 'run'} was moved or deleted; what is saved goes on there"
+    assert caplog.messages == [said] * times

@@ -1,11 +1,19 @@
 """A mistake is one line on stderr, exit code 2, and leaves nothing behind; help is quick."""
 
+import copy
+import itertools
 import re
 import shutil
 import subprocess
 import sys
 
+import pytest
+import yaml
 from command import ROOT, attempts, dpframe, environment, write
+
+from dpframe.cli.compose import composed
+from dpframe.cli.settings import checked
+from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
 
@@ -21,50 +29,28 @@ BEFORE_TORCH = {
     "+strategy=cpu": "strategy has a value already; write strategy=… without the +",
     "trainer.max_epoch=3": "did you mean trainer.max_epochs?",
     "+trainer.max_epoch=3": "did you mean trainer.max_epochs?",
-    "++trainer.max_epoch=3": "did you mean trainer.max_epochs?",
     "~trainer.max_epoch": "did you mean trainer.max_epochs?",
     "trainr.max_epochs=3": "did you mean trainer?",
     "+foo=1": "there is no key 'foo'",
     "vars.mine=1": "+vars.mine=… adds it",
     "+trainer.max_epochs=3": "write trainer.max_epochs=… without the +",
     "trainer.max_epochs.x=3": "trainer.max_epochs is one value",
-    "trainer.max_epochs=ten": "trainer.max_epochs=ten is text; give a whole number or null",
-    "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 is a fraction; give a whole number",
-    "trainer.max_epochs=0": "trainer.max_epochs=0 is out of range; give 1 or more",
-    "trainer.max_epochs=null": "training would never end",
-    "trainer.precision=16": "is not one of 32, 64, bf16, fp16; did you mean fp16?",
-    "trainer.accelerator=gpu": "is not one of auto, cpu, cuda",
-    "trainer.deterministic=maybe": "give true or false",
-    "trainer.gpus=[0,0]": "list of different ids",
-    "trainer.gpus=-1": "trainer.gpus=-1 is neither",
-    "trainer.gpus=two": "trainer.gpus=two is neither",
-    "trainer.gpus=0": "leave it out, and use strategy=cpu",
+    "trainer.max_epochs=ten": "trainer.max_epochs=ten is text; use a whole number or null",
+    "trainer.compile.mode=reduce": "did you mean reduce-overhead?",
+    "trainer.compile=fast": "is not one of default, reduce-overhead",
     "callbacks.early_stopping.patience=3": "callbacks=early_stopping has it",
     "callbacks.mine.x=3": "+callbacks.mine._target_=… adds it",
     "seed=1,2": "several values are a sweep, which needs -m\n",
     "data.file=a,b": "for one text write \"data.file='a,b'\"",
-    "trainer.gpus=1.5": "neither a count",
-    "trainer.gpus=true": "neither a count",
     "trainer.gpus=${trainer.gpu}": "no key trainer.gpu; did you mean trainer.gpus?",
-    "trainer.clip_norm=nan": "trainer.clip_norm=nan is out of range; give more than 0",
-    "data.batch_size=0": "data.batch_size=0 is out of range; give 1 or more",
-    "data.batch_size=1.5": "data.batch_size=1.5 is a fraction; give a whole number",
-    "data.batch_size=null": "data.batch_size=null is nothing; give a whole number",
-    "data.workers=-1": "data.workers=-1 is out of range; give 0 or more",
     "data.batch_sise=3": "did you mean data.batch_size?",
     "task.optimizer.l=1": "did you mean task.optimizer.lr?",
     "task.scheduler._target_=x": "+task.scheduler._target_=… adds it",
     "task.net._args_.9.bias=1": "task.net._args_.9.bias=1: list index out of range",
     "callbacks.chekpoint.keep=1": "did you mean callbacks.checkpoint?",
     "strategy.timeout_seconds=3": "there is no key strategy.timeout_seconds",
-    "task=5": "task has no _target_",
     "~task": "task has no _target_",
-    "~data": "data has no _target_",
-    "~strategy": "strategy has no _target_",
     "~trainer": "there is no key trainer.gpus",
-    "mode=tset": "mode=tset is not one of fit, validate, test, predict",
-    "seed=-1": "seed=-1 is out of range",
-    "seed=abc": "seed=abc is text; give a whole number",
     "seed=${nosuch:1}": "seed: Unsupported interpolation type nosuch",
     "checkpoint=missing.ckpt": "checkpoint=missing.ckpt: there is no such file",
     "checkpoint=.": "is a directory; name a file in it",
@@ -83,22 +69,47 @@ BEFORE_TORCH = {
     "--config-dir=missing": "--config-dir=missing is not a directory",
 }
 
+# What the settings refuse, whatever composed them.
+REFUSED = {
+    "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 is a fraction; use a whole number",
+    "trainer.max_epochs=0": "trainer.max_epochs=0 is out of range; use 1 or more",
+    "trainer.max_epochs=null": "training would never end",
+    "trainer.precision=16": "is not one of 32, 64, bf16, fp16; did you mean fp16?",
+    "trainer.accelerator=gpu": "is not one of auto, cpu, cuda",
+    "trainer.deterministic=maybe": "use true or false",
+    "trainer.gpus=[0,0]": "list of different ids",
+    "trainer.gpus=-1": "trainer.gpus=-1 is neither",
+    "trainer.gpus=two": "trainer.gpus=two is neither",
+    "trainer.gpus=0": "leave it out, and use strategy=cpu",
+    "trainer.gpus=1.5": "neither a count",
+    "trainer.gpus=true": "neither a count",
+    "trainer.clip_norm=nan": "trainer.clip_norm=nan is out of range; use more than 0",
+    "data.batch_size=0": "data.batch_size=0 is out of range; use 1 or more",
+    "data.batch_size=1.5": "data.batch_size=1.5 is a fraction; use a whole number",
+    "data.batch_size=null": "data.batch_size=null is nothing; use a whole number",
+    "data.workers=-1": "data.workers=-1 is out of range; use 0 or more",
+    "task=5": "task has no _target_",
+    "mode=tset": "mode=tset is not one of fit, validate, test, predict",
+    "seed=-1": "seed=-1 is out of range",
+    "seed=abc": "seed=abc is text; use a whole number",
+}
+
 WITH_TORCH = {
     "task._target_=dpframe.recipes.boston.Bostn": "boston has no Bostn; did you mean Boston?",
     "task._target_=dpframe.recipes.bostn.Boston": "dpframe.recipes has no bostn; did you mean b",
-    "task.optimizer._target_=torch.optim.Adm": "torch.optim has no Adm; did you mean Adam?",
-    "task.optimizer._target_=torch.optm.Adam": "torch has no optm; did you mean optim?",
-    "task.optimizer._target_=torh.optim.Adam": "no module torh; did you mean torch?",
-    "task.optimizer._target_=torch": "nothing to build from",
-    "task.optimizer=sgd": "is text; name its class, as task.optimizer._target_=torch.optim.SGD",
+    "task.optimizer._target_=torch.optim.Adm": "may call; did you mean torch.optim.Adam?",
+    "task.optimizer._target_=torch.optm.Adam": "may call; did you mean torch.optim.Adam?",
+    "task.optimizer._target_=torh.optim.Adam": "may call; did you mean torch.optim.Adam?",
+    "task.optimizer._target_=torch": "=torch is not one of the names that a config may call",
+    "task.optimizer=sgd": "is text; name its class, e.g. task.optimizer._target_=torch.optim.SGD",
     "task.scheduler=5": "{_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 9",
-    "task.net=5": "task.net=5 is a whole number; name its class by a _target_",
-    "task.optimizer._partial_=false": "Adam is made later, by the Task; add ++task.optimizer._par",
-    "task.optimizer._target_=": "is no dotted path",
+    "task.net=5": "task.net=5 is a whole number; name its class, e.g. task.net._target_=torch.",
+    "task.optimizer._partial_=false": "makes its Adam later; add ++task.optimizer._partial_",
+    "task.optimizer._target_=": "is not a dotted path",
     "task._target_=torch.nn.Linear": "is not a dpframe Task",
     "+strategy.gpu=3": "auto takes no such argument; did you mean gpus?",
-    "~task.net": "task.net is missing; Boston needs it",
-    "task.optimizer.lr=abc": "task.optimizer.lr=abc is text; give a number",
+    "~task.net": "task.net is missing; Boston needs it, add +task.net=…",
+    "task.optimizer.lr=abc": "task.optimizer.lr=abc is text; use a number",
     "task.optimizer.lr=-1": "task.optimizer.lr=-1: Adam says: Invalid learning rate: -1",
     "+task.optimizer.betas=[5,2]": "task.optimizer: Adam says: Invalid beta parameter",
     "callbacks.checkpoint=5": "callbacks.checkpoint=5 has no _target_; name its class",
@@ -121,11 +132,11 @@ RECIPES = {
     "typo": (BOSTON + "trainer: {max_epoch: 3}\n", "did you mean trainer.max_epochs?"),
     "top": (BOSTON + "trianer: {max_epochs: 3}\n", "did you mean trainer?"),
     "kind": (BOSTON + "trainer: {max_epochs: ten}\n", "trainer.max_epochs=ten is text"),
-    "scalar": (BOSTON + "trainer: 3\n", "trainer=3 is one value; give its keys"),
+    "scalar": (BOSTON + "trainer: 3\n", "trainer=3 is one value; set its keys"),
     "range": (BOSTON + "data: {workers: -1}\n", "data.workers=-1 is out of range"),
     "nowhere": (BOSTON + "seed: ${data.batchsize}\n", "did you mean data.batch_size?"),
-    "unfilled": (BOSTON + "vars:\n  s: ???\n", "vars.s is not given; say vars.s=VALUE"),
-    "referred": (BOSTON + "seed: ${vars.s}\nvars:\n  s: ???\n", "vars.s is not given; say"),
+    "unfilled": (BOSTON + "vars:\n  s: ???\n", "vars.s is not set; set vars.s=VALUE"),
+    "referred": (BOSTON + "seed: ${vars.s}\nvars:\n  s: ???\n", "vars.s is not set; set"),
     "parent": ("# @package _global_\ndefaults:\n  - bosten\n", "in recipe/parent.yaml, recipe=bos"),
     "circle": ("# @package _global_\ndefaults:\n  - circle\n", "name each other in a circle"),
     "lenet": (BOSTON, "both dpframe's and"),
@@ -139,6 +150,18 @@ def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
     done, heavy = attempts(lines, tmp_path)
     assert_refused(dict(zip(BEFORE_TORCH.items(), done, strict=True)), files=[])
     assert heavy == []
+
+
+def test_a_value_that_a_setting_does_not_take_is_told_with_what_it_takes():
+    plain = composed(["recipe=boston"]).config
+    for line, says in REFUSED.items():
+        key, _, value = line.partition("=")
+        *above, name = key.split(".")
+        config = copy.deepcopy(plain)
+        (config[above[0]] if above else config)[name] = yaml.safe_load(value)
+        with pytest.raises(UserError, match=re.escape(says)) as refused:
+            checked(config)
+        assert "\n" not in str(refused.value), line
 
 
 def test_a_mistake_in_what_a_target_names_is_one_line(tmp_path):
@@ -169,76 +192,27 @@ def assert_refused(said, *, files):
     assert wrong == {}
 
 
+ODD_VALUES = (
+    *("", " ", "=", "==", "'", '"', "\\", "[", "]", "{", "}", "[,]", "{:}", "(", "$", "${", "${}"),
+    *("${a", "${oc.env:}", "${oc.env:NO}", "???", "null", "~", "true", "nan", "-inf", "1e999"),
+    *("9" * 40, "a b", "a,b", "a=b", "é", "日本", "\U0001f600", "\t", "\n", "%s", "{0}", "*", "@"),
+    *("../..", "#", ";", "`ls`", "choice(1,2)", "sort("),
+)
+ODD_WORDS = (
+    *("", "=", "+", "++", "~", "~~", "+=", "a.b.c=1", "..=1", ".=1", "trainer..x=1", "/=1", "@=1"),
+    *("hydra=1", "hydra.=1", "hydra/launcher=no", "~hydra", "~recipe", "recipe@x=boston"),
+    *("trainer@data=default", "+trainer@x.y=default", "trainer.gpus.0=1", "task.net._args_.x=1"),
+    *("hydra.searchpath=[file://no]", "hydra.searchpath=no", "hydra.mode=no", "seed", "-x", "-"),
+    *("--", "---", "-m=3", "--cfg=", "-cd", "--info=no", "\x00", "seed=\x00", "vars=[1]", "vars=1"),
+    *("hydra.sweeper=1", "~hydra.sweeper", "hydra.launcher._target_=x", "hydra.job=1"),
+)
+
+
 def test_odd_strings_never_end_in_a_traceback(tmp_path):
-    values = ["", " ", "=", "==", "'", '"', "\\", "[", "]", "{", "}", "[,]", "{:}", "(", ")", "$"]
-    values += ["${", "${}", "${a", "${oc.env:}", "${oc.env:NO}", "???", "null", "~", "true", "nan"]
-    values += [
-        "-inf",
-        "1e999",
-        "0x",
-        "9" * 40,
-        "a b",
-        "a,b",
-        "a=b",
-        "é",
-        "日本",
-        "\U0001f600",
-        "\t",
-    ]
-    values += [
-        "\n",
-        "%s",
-        "{0}",
-        "*",
-        "../..",
-        "@",
-        "a@b",
-        "#",
-        ";",
-        "`ls`",
-        "choice(1,2)",
-        "sort(",
-    ]
-    lines = [["recipe=boston", f"{key}={value}"] for value in values for key in ("seed", "trainer")]
-    lines += [["recipe=boston", f"data.file={value}"] for value in values]
-    heads = ["", "=", "+", "++", "~", "~~", "+=", "a.b.c=1", "..=1", ".=1", "trainer..x=1", "/=1"]
-    heads += [
-        "@=1",
-        "hydra=1",
-        "hydra.=1",
-        "hydra/launcher=no",
-        "~hydra",
-        "~recipe",
-        "recipe@x=boston",
-    ]
-    heads += [
-        "trainer@data=default",
-        "+trainer@x.y=default",
-        "trainer.gpus.0=1",
-        "task.net._args_.x=1",
-    ]
-    heads += [
-        "hydra.searchpath=[file://no]",
-        "hydra.searchpath=no",
-        "hydra.mode=no",
-        "seed",
-        "-x",
-        "-",
-    ]
-    heads += [
-        "--",
-        "---",
-        "-m=3",
-        "--cfg=",
-        "-cd",
-        "--info=no",
-        "\x00",
-        "seed=\x00",
-        "vars=[1]",
-        "vars=1",
-    ]
-    lines += [["recipe=boston", head] for head in heads] + [[head] for head in heads]
-    done, heavy = attempts([[*line, "--cfg=job"] for line in lines], tmp_path)
+    keys = itertools.cycle(("seed", "trainer", "data.file"))
+    words = [*(f"{key}={value}" for key, value in zip(keys, ODD_VALUES, strict=False)), *ODD_WORDS]
+    lines = [["recipe=boston", word, "--cfg=job"] for word in words]
+    done, heavy = attempts(lines, tmp_path)
     wrong = [
         (line, one)
         for line, one in zip(lines, done, strict=True)
@@ -354,7 +328,7 @@ def test_without_an_installation_the_repository_is_enough(tmp_path):
 def test_a_test_of_untrained_weights_says_so(tmp_path):
     done = dpframe("recipe=boston", "mode=test", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "no checkpoint=FILE is given: these are the numbers of untrained weights" in done.stdout
+    assert "no checkpoint=FILE: these are the numbers of untrained weights" in done.stdout
 
 
 STEPLR = "+task.scheduler._target_=torch.optim.lr_scheduler.StepLR"
@@ -386,12 +360,10 @@ def test_what_a_refusal_says_to_type_is_not_refused(tmp_path):
         assert followed.code == 0, followed
 
 
-def test_info_needs_no_recipe_and_hydra_help_lists_no_flag_that_is_refused(tmp_path):
-    info, helped = attempts([["--info"], ["--hydra-help"]], tmp_path)[0]
-    assert (info.code, info.err) == (0, "") and "defaults" in info.out.lower()
-    flags = re.findall(r"^(--[a-z-]+)", helped.out, re.M)
-    assert len(flags) > 8 and "--config-name" not in flags
-    given = {"--cfg": "--cfg=job", "--config-dir": "--config-dir=."}
-    lines = [[given.get(flag, flag), "recipe=bostn"] for flag in flags]
-    for flag, each in zip(flags, attempts(lines, tmp_path)[0], strict=True):
-        assert "there is no option" not in each.err, flag
+def test_info_needs_no_recipe_and_hydra_help_has_hydras_own_groups(tmp_path):
+    lines = [["--info"], ["--info=searchpath", "recipe=boston"], ["--info=no"], ["--hydra-help"]]
+    info, path, refused, helped = attempts(lines, tmp_path)[0]
+    assert (info.code, info.err) == (0, "") and "  trainer/default (package trainer)" in info.out
+    assert "  main: pkg://dpframe.conf\n" in path.out and "defaults" not in path.out
+    assert refused.code == 2 and refused.err.count("\n") == 1
+    assert "--cfg {job,hydra,all}" in helped.out and "  hydra/sweeper: basic" in helped.out

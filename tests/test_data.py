@@ -1,26 +1,46 @@
 """Batches and their shares: every row once, nothing padded, and orders that seeds decide."""
 
+import random
 from collections import namedtuple
+from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from small import is_same
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
-from dpframe.data import Loader, Share, move, permutation, split, tensors_of
+from dpframe import UserError, seeding
+from dpframe.data import Loader, Share, is_tensors, move, permutation, split, tensors_of
 
 REPLICAS = (1, 2, 3, 4, 8)
 
 
-@pytest.mark.parametrize("rows", [*range(1, 34), 100])
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_a_batch_is_split_as_torch_chunk_splits(rows, replicas):
-    numbers = torch.arange(rows)
-    shares = split(numbers, replicas)
-    assert len(shares) == replicas
-    chunks = numbers.chunk(replicas)
-    assert all(map(torch.equal, shares, chunks))
-    assert all(len(share) == 0 for share in shares[len(chunks) :])
+def test_a_batch_is_split_as_torch_chunk_splits(replicas):
+    for rows in [*range(1, 34), 100]:
+        numbers = torch.arange(rows)
+        shares = split(numbers, replicas)
+        chunks = numbers.chunk(replicas)
+        assert len(shares) == replicas
+        assert all(map(torch.equal, shares, chunks))
+        assert all(len(share) == 0 for share in shares[len(chunks) :])
 
 
 class OneByOne(Dataset):
@@ -28,12 +48,19 @@ class OneByOne(Dataset):
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
+        self.read: list[int] = []
 
     def __len__(self) -> int:
         return self.rows
 
     def __getitem__(self, row: int) -> int:
+        self.read.append(row)
         return row
+
+
+class Together(OneByOne):
+    def __getitems__(self, rows: list[int]) -> list[int]:
+        return [self[row] for row in rows]
 
 
 class Stream(IterableDataset):
@@ -44,6 +71,11 @@ class Stream(IterableDataset):
         return iter(range(self.rows))
 
 
+class Noisy(OneByOne):
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.rand(())
+
+
 KINDS = {
     "tensors": lambda rows: TensorDataset(torch.arange(rows)),
     "rows": OneByOne,
@@ -51,16 +83,15 @@ KINDS = {
 }
 
 
-def shares_of(kind: str, rows: int, replicas: int, **given) -> list[list[Share]]:
+def loader_of(dataset: Dataset, batch_size: int = 10, **given: Any) -> Loader:
+    return Loader(dataset, **{"batch_size": batch_size, "shares": lambda rows: [rows], **given})
+
+
+def shares_of(kind: str, rows: int, replicas: int) -> list[list[Share]]:
     """For each batch, what each replica computes; each is read by a process of its own."""
     loaders = [
-        Loader(
-            KINDS[kind](rows),
-            batch_size=10,
-            shares=lambda batch, replica=replica: [split(batch, replicas)[replica]],
-            **given,
-        )
-        for replica in range(replicas)
+        loader_of(KINDS[kind](rows), shares=lambda batch, rank=rank: [split(batch, replicas)[rank]])
+        for rank in range(replicas)
     ]
     return [
         [batch.shares[0] for batch in batches]
@@ -86,15 +117,13 @@ def test_a_replica_without_a_row_is_lent_one_that_does_not_count(kind):
     *_, last = shares_of(kind, 21, 4)
     assert [share.rows for share in last] == [1, 0, 0, 0]
     lent = [share.batch[0] if isinstance(share.batch, list) else share.batch for share in last]
-    assert [one.tolist() for one in lent] == [[20]] * 4
+    assert [row.tolist() for row in lent] == [[20]] * 4
 
 
 @pytest.mark.parametrize("kind", ["tensors", "rows"])
 def test_an_epochs_order_is_a_fact_of_seed_and_epoch(kind):
     def order(seed: int, epoch: int) -> list[int]:
-        loader = Loader(
-            KINDS[kind](40), batch_size=10, shares=lambda rows: [rows], shuffle=True, seed=seed
-        )
+        loader = loader_of(KINDS[kind](40), shuffle=True, seed=seed)
         return [n for batch in loader.epoch(epoch) for n in numbers(batch.shares[0])]
 
     first = order(0, 0)
@@ -107,32 +136,21 @@ def test_an_epochs_order_is_a_fact_of_seed_and_epoch(kind):
     "kind, workers", [("tensors", 0), ("rows", 0), ("rows", 2), ("stream", 0), ("stream", 2)]
 )
 def test_skip_and_limit_are_numbers_of_batches_in_the_epoch(kind, workers):
-    loader = Loader(KINDS[kind](45), batch_size=10, shares=lambda rows: [rows], workers=workers)
-    batches = [numbers(batch.shares[0]) for batch in loader.epoch(skip=1, limit=3)]
-    assert batches == [list(range(10, 20)), list(range(20, 30))]
+    loader = loader_of(KINDS[kind](45), workers=workers)
+    for _ in range(2):  # an epoch that was left early, with rows under way, and the next one
+        batches = [numbers(batch.shares[0]) for batch in loader.epoch(skip=1, limit=3)]
+        assert batches == [list(range(10, 20)), list(range(20, 30))]
 
 
 def test_skipped_rows_are_not_read():
-    class Watched(OneByOne):
-        read: list[int] = []
-
-        def __getitem__(self, row: int) -> int:
-            self.read.append(row)
-            return row
-
-    loader = Loader(Watched(30), batch_size=10, shares=lambda rows: [rows])
-    list(loader.epoch(skip=2))
-    assert Watched.read == list(range(20, 30))
+    dataset = OneByOne(30)
+    list(loader_of(dataset).epoch(skip=2))
+    assert dataset.read == list(range(20, 30))
 
 
 def test_a_worker_draws_by_the_share_and_not_by_what_it_read_before():
-    class Draws(OneByOne):
-        def __getitem__(self, row: int) -> torch.Tensor:
-            return torch.rand(())
-
     def drawn(workers: int, skip: int) -> list[list[float]]:
-        one = {"batch_size": 5, "shares": lambda rows: [rows], "seed": 3}
-        loader = Loader(Draws(20), workers=workers, **one)
+        loader = loader_of(Noisy(20), 5, workers=workers, seed=3)
         return [batch.shares[0].batch.tolist() for batch in loader.epoch(2, skip=skip)]
 
     whole = drawn(2, 0)
@@ -142,8 +160,7 @@ def test_a_worker_draws_by_the_share_and_not_by_what_it_read_before():
 
 
 def test_batches_are_counted_where_a_length_is_known():
-    one = {"batch_size": 10, "shares": lambda rows: [rows]}
-    assert [Loader(KINDS[kind](21), **one).batches for kind in KINDS] == [3, 3, None]
+    assert [loader_of(KINDS[kind](21)).batches for kind in KINDS] == [3, 3, None]
 
 
 def test_a_subset_of_tensors_is_tensors_and_a_data_set_of_ones_own_is_not():
@@ -154,16 +171,35 @@ def test_a_subset_of_tensors_is_tensors_and_a_data_set_of_ones_own_is_not():
     rows = TensorDataset(torch.arange(10), torch.arange(10) * 2)
     picked = tensors_of(Subset(Subset(rows, [1, 3, 5, 7]), [3, 0]))
     assert [column.tolist() for column in picked] == [[7, 1], [14, 2]]
-    assert tensors_of(Own(torch.arange(10))) is None
-    loader = Loader(Own(torch.arange(4)), batch_size=4, shares=lambda rows: [rows])
-    assert [batch.shares[0].batch.tolist() for batch in loader.epoch()] == [[-1] * 4]
+    assert not is_tensors(Own(torch.arange(10)))
+    batches = loader_of(Own(torch.arange(4)), 4).epoch()
+    assert [batch.shares[0].batch.tolist() for batch in batches] == [[-1] * 4]
 
 
-def test_a_collate_of_ones_own_is_called_with_rows():
-    loader = Loader(
-        TensorDataset(torch.arange(4)), batch_size=3, shares=lambda rows: [rows], collate=len
-    )
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_collate_of_ones_own_is_called_with_rows(kind):
+    loader = loader_of(KINDS[kind](4), 3, collate=len)
     assert [batch.shares[0].batch for batch in loader.epoch()] == [3, 1]
+
+
+@pytest.mark.parametrize("dataset", [OneByOne(16), Together(16), Stream(16)])
+def test_no_dataloader_is_between_where_there_are_no_workers(monkeypatch, dataset):
+    def refuse(loader: DataLoader) -> None:
+        raise AssertionError("a DataLoader was asked")
+
+    monkeypatch.setattr(DataLoader, "__iter__", refuse)
+    assert sum(batch.rows for batch in loader_of(dataset, 8).epoch()) == 16
+
+
+def test_rows_are_read_and_drawn_as_a_dataloader_would():
+    seeding.seed_everything(5)
+    theirs = list(DataLoader(Noisy(16), batch_size=8, generator=torch.Generator()))
+    torch.rand(1)
+    after = seeding.random_state()
+    seeding.seed_everything(5)
+    ours = [batch.shares[0].batch for batch in loader_of(Noisy(16), 8).epoch()]
+    torch.rand(1)
+    assert is_same(ours, theirs) and is_same(seeding.random_state(), after)
 
 
 Pair = namedtuple("Pair", "x y")
@@ -176,3 +212,241 @@ def test_move_keeps_the_nest_and_turns_only_floats():
     assert isinstance(moved["b"], Pair) and moved["b"].x.dtype == torch.float64
     assert (moved["b"].y, moved["c"]) == ("text", (1,))
     assert nest["a"][0].dtype == torch.float32
+
+
+# A user's own order
+
+ROWS = 17
+SEED = 11
+EPOCHS = 2
+ALL = range(ROWS)
+
+
+class Drawn(Sampler):
+    """An order from whatever draws it."""
+
+    def __init__(self, order: Callable[[], list[int]]) -> None:
+        self.order = order
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order())
+
+
+class Told(Drawn):
+    """An order that depends on the epoch that it is told."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: [(row + self.epoch) % ROWS for row in range(ROWS)])
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+VARYING = [[3], [0, 1, 2, 4, 5, 6], [7, 8], [], [9, 10, 11], [12, 13, 14, 15, 16]]
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "backwards": lambda: Drawn(lambda: list(reversed(ALL))),
+    "random": lambda: RandomSampler(ALL),
+    "random_by_its_own_generator": lambda: RandomSampler(
+        ALL, generator=torch.Generator().manual_seed(7)
+    ),
+    "random_with_replacement": lambda: RandomSampler(ALL, replacement=True, num_samples=23),
+    "weighted": lambda: WeightedRandomSampler([1.0 + row for row in ALL], 12),
+    "subset": lambda: SubsetRandomSampler([2, 3, 5, 7, 11, 13]),
+    "by_numpy": lambda: Drawn(lambda: numpy.random.permutation(ROWS).tolist()),
+    "by_python": lambda: Drawn(lambda: random.sample(ALL, ROWS)),
+    "told_the_epoch": Told,
+    "batches": lambda: BatchSampler(SequentialSampler(ALL), 3, drop_last=False),
+    "batches_less_the_tail": lambda: BatchSampler(RandomSampler(ALL), 4, drop_last=True),
+    "lists": lambda: VARYING,
+    "tensors": lambda: [torch.tensor(rows) for rows in VARYING if rows],
+    "negative_rows": lambda: Drawn(lambda: [-1 - row for row in ALL]),
+}
+
+
+def order_by_hand(name: str, batch_size: int = 5) -> list[list[list[int]]]:
+    """The batches of each epoch, from the bare sampler."""
+    sampler, epochs = SAMPLERS[name](), []
+    for epoch in range(EPOCHS):
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        with seeding.seeded(SEED, epoch):
+            drawn = list(sampler)
+        if isinstance(drawn[0], int):
+            starts = range(0, len(drawn), batch_size)
+            drawn = [drawn[start : start + batch_size] for start in starts]
+        epochs.append([[int(row) % ROWS for row in batch] for batch in drawn if len(batch)])
+    return epochs
+
+
+def sampled(name: str, **given: Any) -> Loader:
+    rows = TensorDataset(torch.arange(ROWS))
+    return loader_of(rows, 5, sampler=SAMPLERS[name](), seed=SEED, **given)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_shares_put_together_are_the_order_of_the_sampler(name):
+    for replicas in (1, 2, 3, 4):
+        per_rank = []
+        for rank in range(replicas):
+            seeding.seed_everything(100 + rank)  # ranks have random numbers of their own
+            loader = sampled(name, shares=lambda rows, r=rank, n=replicas: [split(rows, n)[r]])
+            assert loader.batches == len(order_by_hand(name)[0])
+            next(loader.epoch(0))  # a look, e.g. for the graph, moves nothing
+            per_rank.append([list(loader.epoch(epoch)) for epoch in range(EPOCHS)])
+        for epoch, batches in enumerate(order_by_hand(name)):
+            for index, rows in enumerate(batches):
+                here = [ranks[epoch][index] for ranks in per_rank]
+                shares = [numbers(batch.shares[0]) for batch in here]
+                assert [row for share in shares for row in share] == rows
+                assert [len(share) for share in shares] == [len(s) for s in split(rows, replicas)]
+                assert {batch.rows for batch in here} == {len(rows)}
+            assert {len(ranks[epoch]) for ranks in per_rank} == {len(batches)}
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_an_epoch_that_a_run_resumes_in_has_the_order_that_it_would_have_had(name):
+    """A sampler with a generator of its own has to draw the epochs before it, too."""
+
+    def orders(epochs: list[int]) -> list[list[list[int]]]:
+        loader = sampled(name)
+        assert loader.batches  # the first epoch is drawn for the length
+        drawn = [list(loader.epoch(epoch)) for epoch in epochs]
+        return [[numbers(batch.shares[0]) for batch in epoch] for epoch in drawn]
+
+    whole = orders([0, 1, 2, 3])
+    for first in (1, 2, 3):
+        assert orders([*range(first, 4)]) == whole[first:]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "reason"),
+    [
+        (lambda: DistributedSampler(ALL, 2, 0), "DistributedSampler, which pads"),
+        (lambda: BatchSampler(DistributedSampler(ALL, 2, 0), 3, False), "DistributedSampler"),
+        (lambda: count(), "without __len__: an endless order"),
+        (lambda: BatchSampler(count(), 3, False), "without __len__: an endless order"),
+        (lambda: Drawn(count), "goes on after its __len__ of 17"),
+        (list, "train_sampler returned a list of no rows"),
+        (lambda: [[1, 2], [17]], "row 17 of a data set of 17 rows"),
+        (lambda: [[1, 2], [-18]], "row -18 of a data set of 17 rows"),
+    ],
+)
+def test_a_sampler_that_cannot_be_split_is_refused_with_the_reason(sampler, reason):
+    with pytest.raises(UserError, match=reason):
+        loader = loader_of(TensorDataset(torch.arange(ROWS)), sampler=sampler())
+        list(loader.epoch(0))
+
+
+def test_a_sampler_beside_a_stream_is_refused():
+    with pytest.raises(UserError, match="has its own order"):
+        loader_of(Stream(5), sampler=[[0]])
+
+
+# Errors name their rows
+
+
+class Bad(Dataset):
+    """Twelve rows; what the tenth is decides the fault."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, row: int) -> Any:
+        if row != 9:
+            return {"x": torch.ones(4), "y": (row, 1.0)}
+        return getattr(self, self.fault)()
+
+    def shape(self) -> Any:
+        return {"x": torch.ones(3), "y": (1, 1.0)}
+
+    def keys(self) -> Any:
+        return {"x": torch.ones(4)}
+
+    def parts(self) -> Any:
+        return {"x": torch.ones(4), "y": (1,)}
+
+    def kinds(self) -> Any:
+        return {"x": torch.ones(4), "y": ("a", 1.0)}
+
+    def nothing(self) -> Any:
+        return None
+
+    def odd(self) -> Any:
+        raise LookupError("it is broken")
+
+    def refused(self) -> Any:
+        raise UserError("row 9 has no label; fix labels.csv")
+
+
+class BadStream(IterableDataset):
+    def __init__(self, fault: str) -> None:
+        self.rows = Bad(fault)
+
+    def __iter__(self) -> Any:
+        return (self.rows[row] for row in range(12))
+
+
+STACKED = "rows 8 and 9 of {0} can't be stacked: "
+LINES = {
+    "shape": f"{STACKED}shapes (4,) and (3,); make all rows alike, or combine them in your "
+    "DataModule's collate",
+    "keys": f"{STACKED}KeyError: 'y'; make all",
+    "parts": f"{STACKED}RuntimeError: each element in list of batch should be of equal size",
+    "kinds": f"{STACKED}TypeError: ",
+    "nothing": f"{STACKED}TypeError: ",
+    "refused": "row 9 has no label; fix labels.csv",
+}
+
+
+@pytest.mark.parametrize("kind, workers", [(Bad, 0), (Bad, 1), (BadStream, 0), (BadStream, 1)])
+def test_rows_that_do_not_fit_together_are_told_with_their_numbers(kind, workers):
+    for fault, line in LINES.items():
+        with pytest.raises(UserError) as caught:
+            list(loader_of(kind(fault), 4, workers=workers).epoch())
+        assert str(caught.value).startswith(line.format(kind.__name__)), fault
+
+
+def test_a_row_that_torch_can_never_stack_is_one_line():
+    class Own:
+        pass
+
+    with pytest.raises(UserError) as caught:
+        list(loader_of(Subset([{"x": [1, Own()]}] * 4, [0, 2])).epoch())
+    line = str(caught.value)
+    assert line.startswith("row 0 of Subset of list can't be stacked: TypeError: default_collate: ")
+    assert "Own" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("kind, workers", [(Bad, 0), (Bad, 1), (BadStream, 0), (BadStream, 1)])
+def test_what_a_row_raises_keeps_its_traceback_and_has_its_number(kind, workers):
+    with pytest.raises(LookupError, match="it is broken") as caught:
+        list(loader_of(kind("odd"), 4, workers=workers).epoch())
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert told.rstrip().endswith(f"while reading row 9 of {kind.__name__}")
+    if workers:
+        assert 'in odd\n    raise LookupError("it is broken")' in told
+    else:
+        assert caught.traceback[-1].name == "odd"
+
+
+def test_rows_read_together_and_a_collate_of_ones_own_are_told_by_all_their_numbers():
+    class Raises(Bad):
+        def __getitems__(self, rows: list[int]) -> Any:
+            raise LookupError(rows)
+
+    def collate(rows: list) -> Any:
+        raise LookupError(len(rows))
+
+    for dataset, given, note in (
+        (Raises(""), {}, "while reading rows 0 1 2 3 of Raises"),
+        (Bad(""), {"collate": collate}, "while collating rows 0 1 2 3 of Bad"),
+    ):
+        with pytest.raises(LookupError) as caught:
+            list(loader_of(dataset, 4, **given).epoch())
+        assert caught.value.__notes__ == [note]

@@ -1,10 +1,8 @@
 """A run's directory: one each, made when all is checked, unmade when nothing was trained."""
 
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,10 @@ from disk import library
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from dpframe.cli.compose import Composed, composed, quoted
+from dpframe.cli.compose import Composed, composed
+from dpframe.cli.configs import quoted
 from dpframe.cli.directory import Directory, as_notes
-from dpframe.cli.resumed import with_saved
-from dpframe.cli.start import resumed_file
+from dpframe.cli.resume import resumed_file, with_saved
 from dpframe.errors import UserError
 
 
@@ -41,11 +39,11 @@ ELSEWHERE = {
     "hydra: {sweep: {subdir: ../../../out}}": "hydra.sweep.subdir=../../../out on",
     "hydra: {output_subdir: ../../../out}": "hydra.output_subdir: dpframe has no use for this",
     "hydra: {job: {chdir: true}}": "hydra.job.chdir: dpframe has no use for this",
-    "recipe: ../../out": "recipe=../../out is no plain name",
-    "recipe: /tmp/out": "recipe=/tmp/out is no plain name",
-    "recipe: a/../../../out": "recipe=a/../../../out is no plain name",
-    "recipe: ~out": "recipe=~out is no plain name",
-    "recipe: ''": "recipe= is no plain name",
+    "recipe: ../../out": "recipe=../../out is not a plain name",
+    "recipe: /tmp/out": "recipe=/tmp/out is not a plain name",
+    "recipe: a/../../../out": "recipe=a/../../../out is not a plain name",
+    "recipe: ~out": "recipe=~out is not a plain name",
+    "recipe: ''": "recipe= is not a plain name",
     "logger: {csv: {file: ../../../out}}": "logger.csv.file=../../../out is no plain file name",
     "logger: {csv: {file: /tmp/out}}": "logger.csv.file=/tmp/out is no plain file name",
     "logger: {csv: {file: ..}}": "logger.csv.file=.. is no plain file name",
@@ -69,7 +67,7 @@ def test_a_recipe_is_a_plain_name_also_where_a_sweeper_makes_up_the_points(tmp_p
     done, _ = attempts([*lines, *(["-m", "hydra/sweeper=basic", *x] for x in lines)], tmp_path)
     for attempt in done:
         assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
-        assert "is no plain name, though it names the folder of its runs" in attempt.err
+        assert "is not a plain name, but it names the folder of its runs" in attempt.err
         assert attempt.files == ["mine"]
 
 
@@ -155,20 +153,26 @@ def test_a_defaults_list_reads_no_file_outside_of_the_config_folders(tmp_path):
     assert fine.code == 0 and "x: 1" in fine.out
 
 
-def test_a_given_directory_is_used_as_it_is_and_files_need_no_quotes(tmp_path):
-    words = (
-        "recipe=boston",
-        "trainer.max_epochs=1",
-        "hydra.run.dir=a b=c,é",
-        "+vars.name='ü, =\"'",
-    )
-    assert "quote it" in dpframe(*words, cwd=tmp_path).stderr
-    words = ("recipe=boston", "trainer.max_epochs=1", "hydra.run.dir='a b=c,é'", *words[3:])
-    first = dpframe(*words, cwd=tmp_path)
-    assert (first.returncode, os.listdir(tmp_path)) == (0, ["a b=c,é"])
-    best = "a b=c,é/checkpoints/best.ckpt"
-    done = dpframe("recipe=boston", "mode=test", f"checkpoint={best}", cwd=tmp_path)
-    assert done.returncode == 0 and "test/loss" in done.stdout
+def test_a_given_directory_is_used_as_it_is_and_a_refused_run_leaves_nothing(tmp_path):
+    start, text = ["recipe=boston", "trainer.max_epochs=1"], "+vars.name='ü, =\"'"
+    lines = [
+        [*start, "hydra.run.dir=a b=c,é", text],
+        [*start, "hydra.run.dir='a b=c,é'", text],
+        ["recipe=boston", "mode=test", "checkpoint=a b=c,é/checkpoints/best.ckpt"],
+        ["recipe=boston", "callbacks.checkpoint.monitor=val/los"],
+        ["recipe=boston", "hydra.run.dir=/proc/run"],
+    ]
+    (tmp_path / "outputs" / "boston").mkdir(parents=True)  # was there before: stays
+    refused, first, tested, misspelt, read_only = attempts(lines, tmp_path)[0]
+    assert "quote it" in refused.err and refused.files == ["outputs"]
+    assert (first.code, first.files) == (0, ["a b=c,é", "outputs"])
+    assert tested.code == 0 and "test/loss" in tested.out
+    tests = [path.name for path in tmp_path.glob("outputs/boston/*/*.json")]
+    assert tests == ["summary.json"]
+    for attempt, said in ((misspelt, "did you mean val/loss?"), (read_only, "can't be made")):
+        assert (attempt.code, attempt.err.count("\n")) == (2, 1) and said in attempt.err
+    # Nothing is left of a run that is refused in its first epoch.
+    assert len(list(tmp_path.glob("outputs/boston/*"))) == len(tests)
 
 
 def taken_over(run: Path, saved: list[str], given: list[str]) -> list[str]:
@@ -212,26 +216,11 @@ def test_a_resumed_run_has_each_override_letter_by_letter(tmp_path, override):
     assert with_saved([resumed], lambda: run) == ["recipe=boston", override, resumed]
 
 
-def test_a_directory_that_cant_be_written_is_one_line():
-    words = ("recipe=boston", "trainer.max_epochs=1")
-    done = dpframe(*words, cwd="/proc")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "can't be made" in done.stderr
-
-
 def test_a_current_directory_that_is_gone_is_one_line(tmp_path):
     line = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m dpframe"
     words = ["bash", "-c", line]
     done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment())
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-
-
-def test_nothing_is_left_of_a_run_that_is_refused_in_its_first_epoch(tmp_path):
-    (tmp_path / "outputs").mkdir()  # was there before: stays
-    done = dpframe("recipe=boston", "callbacks.checkpoint.monitor=val/los", cwd=tmp_path)
-    assert done.returncode == 2 and "did you mean val/loss?" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["outputs"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is the Linux linker's")
@@ -242,7 +231,7 @@ def test_a_file_system_without_locks_and_directory_sync_is_told_and_the_run_goes
     assert (done.returncode, done.stderr) == (
         0,
         "dpframe: the file system of run has no locks (No locks available); "
-        "see to it that no other run writes there\n",
+        "make sure that no other run writes there\n",
     )
     unsynced = "warning: the file system of run/checkpoints can't sync all it writes (Invalid"
     assert done.stdout.count(unsynced) == 1
@@ -290,25 +279,11 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     assert "has a ${, which Hydra would take for a reference" in swept.err
 
 
-KILLED = "import os, dpframe.orphans as o; o.share_sockets(); os.kill(os.getpid(), 9)"
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the sockets of Unix")
-def test_sockets_need_no_short_tmpdir_and_those_of_a_killed_run_are_swept(tmp_path):
-    short = Path(tempfile.mkdtemp(dir="/tmp"))
-    try:
-        command = [sys.executable, "-c", KILLED]
-        subprocess.run(command, env=environment(TMPDIR=str(short)))
-        (left,) = short.iterdir()
-        os.utime(left, (0, 0))
-        words = ["recipe=shapes", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
-        words += ["data.workers=2", "trainer.data_timeout_seconds=60", "hydra.run.dir=run"]
-        done = dpframe(*words, cwd=tmp_path, env=environment(TMPDIR=str(short)))
-        assert (done.returncode, done.stderr, list(short.iterdir())) == (0, "", [])
-    finally:
-        shutil.rmtree(short)
-    long = tmp_path / ("t" * 120)
-    long.mkdir()
-    words[-1] = "hydra.run.dir=long"
-    done = dpframe(*words, cwd=tmp_path, env=environment(TMPDIR=str(long)))
-    assert (done.returncode, done.stderr, list(long.glob("dpframe*"))) == (0, "", [])
+def test_the_sockets_of_data_workers_need_no_short_tmpdir(tmp_path):
+    folder = tmp_path / ("t" * 120)
+    folder.mkdir()
+    words = ["recipe=shapes", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
+    words += ["data.workers=2", "trainer.data_timeout_seconds=60", "hydra.run.dir=run"]
+    done = dpframe(*words, cwd=tmp_path, env=environment(TMPDIR=str(folder)))
+    assert (done.returncode, done.stderr, list(folder.glob("pymp*"))) == (0, "", [])

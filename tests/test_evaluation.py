@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import small
 import torch
+from fresh import fresh
 from recorded import once
 from small import Hooks, Small, fitted, is_same
 from torch import Tensor, nn
@@ -104,7 +105,7 @@ def in_a_rank() -> dict[tuple[str, int], Any]:
 def results(where: str) -> dict[tuple[str, int], Any]:
     name, replicas = where.split("-")
     if name == "ddp":
-        return DDP(int(replicas), "cpu").launch(in_a_rank)
+        return fresh(DDP(int(replicas), "cpu").launch, in_a_rank)
     strategy = DataParallel(int(replicas), "cpu") if name == "data_parallel" else CPU()
     strategy.setup()
     return results_on(strategy)
@@ -143,6 +144,7 @@ def test_predictions_are_all_rows_in_the_order_of_the_data_set(where, kind):
 
 def test_an_epoch_of_training_and_validation_is_reduced_at_once():
     class Counts(Strategy):
+        world_size = 2
         reductions = 0
 
         def reduce(self, tensor):
@@ -285,6 +287,6 @@ def reported_and_kept(strategy: Strategy) -> list[list[float]]:
     ids=["cpu-1", "data_parallel-2", "ddp-2", "ddp-3"],
 )
 def test_what_a_validation_reports_is_what_its_checkpoint_gives(strategy):
-    pairs = strategy.launch(reported_and_kept, strategy)
+    pairs = fresh(strategy.launch, reported_and_kept, strategy)
     assert len(pairs) == 5  # at steps 3 6 9, and at the ends of the epochs of 5 steps
     assert all(abs(difference) <= 1e-12 for pair in pairs for difference in pair)

@@ -83,7 +83,7 @@ def test_ranks_that_nobody_has_started_are_one_line():
     [
         (
             {"gpus": 4},
-            r"TrainerSettings\(gpus=4\) but the strategy is CPU\(gpus=None\); give",
+            r"TrainerSettings\(gpus=4\) but the strategy is CPU\(gpus=None\); pass",
         ),
         (
             {"accelerator": "cuda"},
@@ -121,11 +121,7 @@ first = trained(settings=once, strategy=shared)
 trained(settings=once, strategy=shared)
 trained(settings=TrainerSettings(max_epochs=1, gpus=2))  # joins the group of the first
 first.close()
-try:
-    trained(settings=once, strategy=DDP())
-except BaseException as error:
-    if shared.is_main:
-        print(error)
+trained(settings=once, strategy=DDP()).close()  # opens another group in the same store
 """
 
 
@@ -142,9 +138,8 @@ def test_ddp_is_set_up_once_in_each_of_torchruns_ranks(tmp_path):
         timeout=200,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    *trained, refused = done.stdout.splitlines()
-    assert len(trained) == 3 and len(set(trained)) == 1 and trained[0].startswith("DDP 2 ")
-    assert refused.startswith("torchrun's ranks meet once in a process")
+    trained = done.stdout.splitlines()
+    assert len(trained) == 4 and len(set(trained)) == 1 and trained[0].startswith("DDP 2 ")
     assert os.environ.get("RANK") is None
 
 
@@ -187,4 +182,5 @@ def test_a_compiled_run_says_why_its_first_step_takes_so_long(caplog):
     settings = TrainerSettings(max_epochs=1, compile=True)
     with pytest.raises(EOFError):
         Trainer(Small(), Rows(), settings=settings, callbacks=[Ends()]).fit()
-    assert "trainer.compile=true: the first step compiles, which may take minutes" in caplog.text
+    line = "trainer.compile.mode=default: the first step may take minutes to compile"
+    assert line in caplog.text

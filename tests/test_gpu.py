@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import test_evaluation
-import test_nonfinite
+import test_guard
 import test_parity
 import torch
 from recorded import once
@@ -17,13 +17,13 @@ from torch.optim import Adam
 
 from dpframe import Callback, Strategy, Trainer, TrainerSettings, UserError, checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.data.prefetch import tensors_in
 from dpframe.errors import Failure
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single_gpu import SingleGPU
-from dpframe.trainer.ahead import tensors_in
 
 pytestmark = pytest.mark.gpu
 
@@ -257,11 +257,11 @@ def test_the_watch_for_waits_sees_one(sync_debug_mode):
 
 
 def test_a_loss_that_is_no_number_is_named_at_the_next_log_step_and_never_saved(tmp_path):
-    step, rows = test_nonfinite.met_in(0, shuffle=True)
+    step, rows = test_guard.met_in(0, shuffle=True)
     keeper = Checkpoint(every_n_steps=2)
     with pytest.raises(Failure, match=f"^step {step}: the loss is nan, rows {rows};"):
         fitted(
-            data=test_nonfinite.Bad(),
+            data=test_guard.Bad(),
             strategy=started(SingleGPU(accelerator="cuda")),
             callbacks=[keeper],
             directory=tmp_path,

@@ -1,50 +1,16 @@
 """The command works from a wheel, from an editable installation, and from the repository alone."""
 
-import os
 import shutil
-import subprocess
 import sys
-import sysconfig
 import tarfile
-import venv
 import zipfile
 from pathlib import Path
 
 import pytest
-from command import CLEAN, write
+from command import ROOT, Environment, output, write
 
-ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ("dpframe", "conf", "recipes", "pyproject.toml", "README.md", "LICENSE")
 RUN = ("recipe=boston", "trainer.max_epochs=1", "strategy=cpu")
-
-
-class Environment:
-    """A virtual environment that sees this one's packages, but none of its .pth files."""
-
-    def __init__(self, directory: Path) -> None:
-        venv.create(directory, symlinks=True)
-        self.python = directory / "bin" / "python"
-        where = sysconfig.get_path("purelib", vars={"base": str(directory)})
-        self.packages = Path(where)
-        (self.packages / "outer.pth").write_text(sysconfig.get_path("purelib") + "\n")
-
-    def install(self, *words: str) -> None:
-        pip = (sys.executable, "-m", "pip", f"--python={self.python}", "install")
-        run(*pip, "--quiet", "--no-deps", "--no-index", "--no-build-isolation", *words)
-
-    def __call__(self, *words: str, cwd: Path) -> str:
-        """What `python …` or a command of this environment prints."""
-        program = self.python.with_name(words[0]) if words[0] == "dpframe" else self.python
-        return run(program, *words[words[0] == "dpframe" :], cwd=cwd)
-
-
-def run(*words: object, cwd: Path | None = None) -> str:
-    dropped = (*CLEAN, "PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-    env = {name: value for name, value in os.environ.items() if name not in dropped}
-    given = [str(word) for word in words]
-    done = subprocess.run(given, cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +31,12 @@ def wheel(repository, tmp_path_factory):
     """Built from the sdist, as an installer does where there is no wheel."""
     made = tmp_path_factory.mktemp("made")
     backend = "from setuptools import build_meta; build_meta.build_{}({!r})"
-    run(sys.executable, "-c", backend.format("sdist", str(made)), cwd=repository)
+    output(sys.executable, "-c", backend.format("sdist", str(made)), cwd=repository)
     (sdist,) = made.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(made, filter="data")
     unpacked = made / sdist.name.removesuffix(".tar.gz")
-    run(sys.executable, "-c", backend.format("wheel", str(made)), cwd=unpacked)
+    output(sys.executable, "-c", backend.format("wheel", str(made)), cwd=unpacked)
     (built,) = made.glob("*.whl")
     return built
 
@@ -103,19 +69,14 @@ def test_nothing_called_conf_or_recipes_is_at_the_top(installed):
     assert "dpframe" in names
 
 
-@pytest.mark.parametrize("command", [("dpframe",), ("-m", "dpframe")])
-def test_a_wheel_runs_in_an_empty_directory(command, installed, tmp_path):
+def test_a_wheel_runs_in_an_empty_directory(installed, tmp_path):
     code = "import dpframe, dpframe.conf, dpframe.recipes as r; print(dpframe.__file__, r.__file__)"
     for file in installed("-c", code, cwd=tmp_path).split():
         assert Path(file).is_relative_to(installed.packages), "another dpframe is in front"
-    assert "strategy=ddp" in installed(*command, "--help", cwd=tmp_path)
-    assert "val/loss" in installed(*command, *RUN, cwd=tmp_path)
+    for command in (["dpframe"], ["-m", "dpframe"]):
+        assert "strategy=ddp" in installed(*command, "--help", cwd=tmp_path)
+    assert "val/loss" in installed("dpframe", *RUN, cwd=tmp_path)
     assert len(list(tmp_path.glob("outputs/boston/*/summary.json"))) == 1
-
-
-def test_a_wheel_has_the_digits_and_the_ranks(installed, tmp_path):
-    words = ("recipe=lenet", "experiment=debug", "strategy=ddp", "trainer.gpus=2")
-    assert "2 replicas" in installed("dpframe", *words, "trainer.accelerator=cpu", cwd=tmp_path)
 
 
 def test_another_program_composes_from_an_installed_package(installed, tmp_path):
@@ -135,13 +96,20 @@ main()
     assert installed(*words, cwd=tmp_path) == "boston 5\n"
 
 
-@pytest.mark.parametrize("command", [("dpframe",), ("-m", "dpframe")])
-def test_a_module_in_the_current_directory_is_a_target(command, installed, tmp_path):
-    own = "import dpframe.recipes.boston as boston\nclass Own(boston.Boston): pass\n"
-    write(tmp_path, {"own.py": own})
-    for strategy in ("strategy=cpu", "strategy=ddp"):
-        words = ("task._target_=own.Own", strategy, "trainer.accelerator=cpu")
-        assert "(Own, seed 0)" in installed(*command, *RUN[:2], *words, cwd=tmp_path)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["dpframe", "recipe=boston", "strategy=cpu"],
+        ["-m", "dpframe", "recipe=lenet", "strategy=ddp", "trainer.gpus=2"],
+    ],
+)
+def test_a_module_in_the_current_directory_is_a_target(words, installed, tmp_path):
+    """And the digits are in the wheel."""
+    recipe = "Boston" if "recipe=boston" in words else "LeNet"
+    own = f"import dpframe.recipes.{recipe.lower()} as built_in\n"
+    write(tmp_path, {"own.py": f"{own}class Own(built_in.{recipe}): pass\n"})
+    words += ["experiment=debug", "task._target_=own.Own", "trainer.accelerator=cpu"]
+    assert "(Own, seed 0)" in installed(*words, cwd=tmp_path)
 
 
 def test_an_editable_installation_runs_anywhere(repository, tmp_path_factory):

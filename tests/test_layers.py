@@ -1,6 +1,7 @@
-"""The house: floors import only from below, heavy dependencies have one owner."""
+"""The house: floors import only from below, heavy dependencies have one owner, doors are public."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,21 +23,17 @@ FLOORS = {
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
     "files",
+    "bombs",
     "heartbeat",
-    "adam",
     "lean",
-    "orphans",
     "interruption",
     "seal",
-    "order",
-    "reading",
-    "workers",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
-    "torch.distributed": [f"strategies.{n}" for n in ("ddp", "direct", "supervisor", "fault")],
+    "torch.distributed": [f"strategies.{n}" for n in ("ddp", "launch", "fault")],
     "tensorboard": ["loggers"],
     "rich": ["callbacks.progress"],
 }
@@ -48,17 +45,20 @@ FILES = sorted(
 MODULES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in FILES}
 
 
-def names(path: Path) -> Iterator[tuple[str, bool]]:
-    """What a file imports, at its top or within functions, but not for type checkers alone; and
-    whether at its top."""
+def names(path: Path, *, hints: bool = False) -> Iterator[tuple[str, bool]]:
+    """What a file imports, at its top or within functions, and whether at its top; with `hints`
+    also what it imports for type checkers alone."""
     tree = ast.parse(path.read_text())
     package = ".".join(("dpframe", *path.relative_to(ROOT).parts[:-1]))
-    yield from _imports(tree, package, at_top=True)
+    yield from _imports(tree, package, at_top=True, hints=hints)
 
 
-def _imports(node: ast.AST, package: str, *, at_top: bool) -> Iterator[tuple[str, bool]]:
+def _imports(
+    node: ast.AST, package: str, *, at_top: bool, hints: bool
+) -> Iterator[tuple[str, bool]]:
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+        is_hint = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+        if is_hint and not hints:
             continue
         if isinstance(child, ast.Import):
             yield from ((alias.name, at_top) for alias in child.names)
@@ -70,7 +70,7 @@ def _imports(node: ast.AST, package: str, *, at_top: bool) -> Iterator[tuple[str
             yield module, at_top
             yield from ((f"{module}.{alias.name}", at_top) for alias in child.names)
         is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        yield from _imports(child, package, at_top=at_top and not is_function)
+        yield from _imports(child, package, at_top=at_top and not is_function, hints=hints)
 
 
 def room(name: str) -> str:
@@ -116,7 +116,7 @@ def test_a_heavy_dependency_has_one_owner(dependency):
     assert [u for u in users if not any(is_within(u, o) for o in OWNERS[dependency])] == []
 
 
-def test_there_is_no_cycle_of_imports_at_the_top_of_files():
+def test_there_is_no_cycle_of_imports_at_the_top_of_files_nor_of_type_hints():
     graph = {module: _targets(path) - {module} for module, path in MODULES.items()}
     done: set[str] = set()
 
@@ -134,8 +134,10 @@ def test_there_is_no_cycle_of_imports_at_the_top_of_files():
 def _targets(path: Path) -> set[str]:
     found = set()
     above = ".".join(path.relative_to(ROOT).parts[:-1])  # `from here import sibling` names it too
-    for name, at_top in names(path):
+    for name, at_top in names(path, hints=True):
         name = name.removeprefix("dpframe.")
+        if is_within(above, "callbacks") and is_within(name, "trainer"):
+            continue  # the one hint that points upwards: a callback's hooks take the Trainer
         if at_top and name in MODULES:
             found.add(name)
         elif at_top and f"{name}.__init__" in MODULES and not is_within(above, name):
@@ -143,16 +145,67 @@ def _targets(path: Path) -> set[str]:
     return found
 
 
-def test_the_trainer_never_asks_for_the_type_of_a_strategy():
-    asked = [
-        f"{path.name}, line {node.lineno}"
-        for path in (ROOT / "trainer").glob("*.py")
+# Whether a class overrides what it inherits is asked here alone.
+ASKS_WHAT_IS_OVERRIDDEN = {
+    "callbacks.base": "hooks that no callback overrides cost nothing in a step",
+    "data.rows": "a TensorDataset with a __getitem__ of its own is not read as tensors",
+    "task": "Task.has_own says which of its steps a task has written",
+}
+
+
+def test_nobody_asks_for_the_type_of_a_strategy_nor_what_a_class_overrides():
+    asked = {
+        (module, f"{module}, line {node.lineno}: {ast.unparse(node)}")
+        for module, path in MODULES.items()
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-        and ast.unparse(node.func) in ("isinstance", "issubclass")
-        and "strategy" in ast.unparse(node.args[0]).lower()
-    ]
-    assert asked == []
+        if asks_for_type(node)
+    }
+    listed = {module for module, _ in asked} & set(ASKS_WHAT_IS_OVERRIDDEN)
+    assert sorted(text for module, text in asked if module not in listed) == []
+    assert listed == set(ASKS_WHAT_IS_OVERRIDDEN)
+
+
+def asks_for_type(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+        subject, kinds = map(ast.unparse, node.args)
+        return "strategy" in subject.lower() and kinds != "str"  # text is its name
+    if isinstance(node, ast.Call) and ast.unparse(node.func) == "type":
+        return "strategy" in ast.unparse(node).lower()
+    if not isinstance(node, ast.Compare):
+        return False
+    sides = [overridable(side) for side in (node.left, *node.comparators)]
+    return any(left and left == right for left, right in zip(sides, sides[1:], strict=False))
+
+
+def overridable(side: ast.expr) -> str:
+    """The `step` of `type(x).step`, `Kind.step`, `getattr(type(x), "step")` or `getattr(x, s)`."""
+    if isinstance(side, ast.Attribute):
+        owner = ast.unparse(side.value)
+        is_class = owner.startswith("type(") or owner.rpartition(".")[2][:1].isupper()
+        return side.attr if is_class or owner in ("kind", "cls") else ""
+    if isinstance(side, ast.Call) and ast.unparse(side.func) == "getattr":
+        return ast.unparse(side.args[1])
+    return ""
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("type(strategy).reduce is Strategy.reduce", True),
+        ("type(self.strategy).reduce is not dpframe.Strategy.reduce", True),
+        ("getattr(type(callback), name) is not getattr(Callback, name)", True),
+        ("isinstance(trainer.strategy, DDP)", True),
+        ("type(strategy) is DDP", True),
+        ("strategy.device.type == 'cuda'", False),
+        ("strategy.dtype == precision.dtype", False),
+        ("isinstance(strategy, str)", False),
+    ],
+)
+def test_each_way_to_ask_for_a_type_is_seen(text, expected):
+    assert any(map(asks_for_type, ast.walk(ast.parse(text)))) is expected
+
+
+def test_the_trainer_knows_no_strategy_but_the_simplest():
     known = {name for path in (ROOT / "trainer").glob("*.py") for name, _ in names(path)}
     assert {n for n in known if is_within(n, "dpframe.strategies")} <= {
         "dpframe.strategies.base",
@@ -160,6 +213,27 @@ def test_the_trainer_never_asks_for_the_type_of_a_strategy():
         "dpframe.strategies.auto",  # which one it is, where a program names none
         "dpframe.strategies.auto.auto",
     }
+
+
+def test_no_module_of_the_trainer_but_the_loop_knows_the_trainer():
+    knows = [
+        path.name
+        for path in sorted((ROOT / "trainer").glob("*.py"))
+        if path.name not in ("__init__.py", "loop.py")
+        and {"Trainer", "trainer"} & {n.id for n in _names_in(path)}
+    ]
+    assert knows == []
+
+
+def _names_in(path: Path) -> Iterator[ast.Name]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node
+        elif isinstance(node, ast.arg):
+            yield ast.Name(node.arg)
+            if isinstance(node.annotation, ast.Constant):
+                yield ast.Name(str(node.annotation.value))
 
 
 def test_every_module_says_first_what_it_is():
@@ -181,3 +255,121 @@ def first_line(path: Path) -> str:
 def test_importing_it_imports_no_torch(module):
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+# ---- public doors
+
+PRIVATE = {
+    # A name that another library does not document: the reason that dpframe uses it. At most eight.
+    "torch._dynamo": "keeps two seconds of imports out of a start",
+    "__dynamo_disable": "as torch._dynamo",
+    "_opt_called": "tells a scheduler that the optimizer stepped",
+}
+DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples
+# A file of Python's, and a key of TensorBoard's graphs.
+WORDS = {"_sitebuiltins.py", "_output_shapes"}
+SETTINGS = {"sys.stdout", "sys.stderr", "tempfile.tempdir", "torch.backends.cudnn.benchmark"}
+
+
+def test_each_private_name_of_another_library_is_listed_with_its_reason():
+    """A row goes with its last use. A name that is not here needs another, public way."""
+    found = {(name, module) for module, path in MODULES.items() for name in private_names(path)}
+    listed = {pair for pair in found if pair[0] in PRIVATE}
+    assert len(PRIVATE) <= 8
+    assert sorted(found - listed) == []
+    assert sorted(set(PRIVATE) - {name for name, _ in listed}) == [], "nothing uses it any more"
+
+
+def private_names(path: Path) -> Iterator[str]:
+    """What a file uses of others that begins with an underscore, what it changes in their modules,
+    and ctypes."""
+    tree = ast.parse(path.read_text())
+    ours = set(defined(tree))
+    others = {
+        (alias.asname or alias.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if not is_within(alias.name, "dpframe")
+    }
+    libraries = sys.stdlib_module_names | {owner.split(".")[0] for owner in OWNERS}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            whole = ast.unparse(node)
+            if node.attr not in (OURS if whole.startswith(("self.", "super()")) else ours):
+                is_chain = whole.replace(".", "").isidentifier() and whole.split(".")[0] in others
+                names = [whole if is_chain else node.attr]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            is_path = "." in node.value and node.value.split(".")[0] in libraries
+            if (is_path or node.value.isidentifier()) and node.value not in OURS | WORDS:
+                names = [node.value]
+        else:
+            yield from changes(node, others)
+        yield from filter(None, map(private_part, names))
+
+
+def private_part(name: str) -> str | None:
+    """A dotted name up to its first private part, if it has one and is not dpframe's."""
+    parts = name.split(".")
+    private = [place for place, part in enumerate(parts) if is_private(part)]
+    if is_within(name, "dpframe") or not (private or parts[0] == "ctypes"):
+        return None
+    return ".".join(parts[: private[0] + 1]) if private and parts[0] != "ctypes" else "ctypes"
+
+
+def changes(node: ast.AST, others: set[str]) -> Iterator[str]:
+    """`module.x = ...`, `setattr(module, ...)` and `vars(module)` of other libraries' modules."""
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "vars"):
+        owner = ast.unparse(node.args[0])
+        if owner in others - {"sys"}:
+            yield f"{ast.unparse(node.func)}({owner})"
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    for target in targets if isinstance(node, (ast.Assign, ast.AugAssign, ast.Delete)) else []:
+        name = ast.unparse(target)
+        if isinstance(target, (ast.Attribute, ast.Subscript)) and name not in SETTINGS:
+            is_changed = name.startswith("sys.modules[") or isinstance(target, ast.Attribute)
+            if is_changed and name.split(".")[0] in others and not is_private(name.split(".")[-1]):
+                yield name
+
+
+def is_private(name: str) -> bool:
+    """But for protocols as `__init__`, and Hydra's keys as `_target_`."""
+    return name.startswith("_") and not name.endswith("_") and name not in DOCUMENTED
+
+
+def defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if ast.unparse(node.value) == "self" else []
+
+
+OURS = {name for path in FILES for name in defined(ast.parse(path.read_text()))}
+
+
+# ---- English
+
+RIDDLES = r"\b(anew|lest|hitherto|thereof|mend|mends|mended|of ours)\b"
+
+
+def test_what_is_written_uses_the_words_of_the_field():
+    house = ROOT.parent
+    folders = ("dpframe", "recipes", "conf", "docs", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (house / folder).rglob("*.*")]
+    paths += [house / "README.md", house / "CONTRIBUTING.md"]
+    riddles = [
+        f"{path.relative_to(house)}, line {number}: {line.strip()}"
+        for path in paths
+        if path.suffix in (".py", ".md", ".yaml")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(RIDDLES, line, re.I)
+    ]
+    assert riddles == []

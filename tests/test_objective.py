@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from command import ROOT, dpframe, environment, write
+from command import ROOT, Attempt, attempts, write
 from omegaconf import OmegaConf
 
 from dpframe import UserError
@@ -40,7 +40,7 @@ class Told(Sweeper):
             heard.append(done.return_value if is_done else type(done._return_value).__name__)
             if not (is_done or self.goes_on):
                 done.return_value
-        with open("heard.json", "w") as file:
+        with open(f"heard-{self.direction}.json", "w") as file:
             json.dump([self.direction, heard], file)
 
 
@@ -74,36 +74,49 @@ class Failing(dpframe.Callback):
 TOLD = ["-m", "recipe=boston", "hydra/sweeper=told", "logger=none"]
 
 
-def swept(directory: Path, *words: str):
-    write(directory, {"site/hydra_plugins/told.py": SWEEPER, "own.py": OWN})
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Attempt]]:
+    """Sweeps one after the other, in one directory."""
+    files = {"site/hydra_plugins/told.py": SWEEPER, "own.py": OWN}
+    directory = write(tmp_path_factory.mktemp("swept"), files)
+    watched = ["callbacks.checkpoint.monitor=val/score", "callbacks.checkpoint.mode=max"]
+    failing = "+callbacks.failing._target_=own.Failing"
+    lines = [
+        [*watched, failing, "task._target_=own.Own", "trainer.max_epochs=3"],
+        [
+            failing,
+            "callbacks.checkpoint=null",
+            "hydra.sweeper.goes_on=false",
+            "trainer.max_epochs=1",
+        ],
+        ["hydra.sweeper.direction=maximize"],
+    ]
     path = f"{ROOT}{os.pathsep}{directory / 'site'}"
-    return dpframe(*TOLD, *words, cwd=directory, env=environment(PYTHONPATH=path))
+    done, _ = attempts([[*TOLD, *line] for line in lines], directory, PYTHONPATH=path)
+    return directory, done
 
 
-def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_direction(tmp_path):
-    watched = ("callbacks.checkpoint.monitor=val/score", "callbacks.checkpoint.mode=max")
-    failing = ("+callbacks.failing._target_=own.Failing", "task._target_=own.Own")
-    done = swept(tmp_path, *watched, *failing, "trainer.max_epochs=3")
-    assert done.returncode == 1
-    heard = json.loads((tmp_path / "heard.json").read_text())
+def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_direction(swept):
+    directory, (done, *_) = swept
+    assert done.code == 1
+    heard = json.loads((directory / "heard-maximize.json").read_text())
     assert heard == ["maximize", [0.75, "RunFailed", 0.75]]
-    assert "sweep: 2 of 3 runs finished" in done.stdout and "KeyError: 'a bug'" in done.stderr
-    summaries = [json.loads(p.read_text()) for p in tmp_path.glob("multirun/*/*/*/summary.json")]
+    assert "sweep: 2 of 3 runs finished" in done.out and "KeyError: 'a bug'" in done.err
+    texts = [path.read_text() for path in directory.glob("multirun/*/*/*/summary.json")]
+    summaries = [json.loads(text) for text in texts if "val/score" in text]
     assert [summary["best"] for summary in summaries] == [{"val/score": 0.75}] * 2
     assert summaries[0]["metrics"]["val/score"] == 0.5
 
 
-def test_a_sweeper_that_ends_at_a_failure_is_told_and_a_contradiction_is_one_line(tmp_path):
-    failing = ("+callbacks.failing._target_=own.Failing", "callbacks.checkpoint=null")
-    done = swept(tmp_path, *failing, "hydra.sweeper.goes_on=false", "trainer.max_epochs=1")
-    assert done.returncode == 1
-    assert "sweep: the sweeper has ended it, as a run failed" in done.stderr
-    assert "sweep: 1 of 2 runs finished" in done.stdout
-    refused = swept(tmp_path, "hydra.sweeper.direction=maximize")
-    assert refused.returncode == 2
-    assert refused.stderr == (
+def test_a_sweeper_that_ends_at_a_failure_is_told_and_a_contradiction_is_one_line(swept):
+    _, (_, ended, refused) = swept
+    assert ended.code == 1
+    assert "sweep: the sweeper has ended it, as a run failed" in ended.err
+    assert "sweep: 1 of 2 runs finished" in ended.out
+    assert refused.code == 2
+    assert refused.err == (
         "dpframe: hydra.sweeper.direction=maximize, but the objective is val/loss, where "
-        "callbacks.checkpoint.mode is min; leave the one out, or change the other\n"
+        "callbacks.checkpoint.mode is min; leave one out, or change the other\n"
     )
 
 

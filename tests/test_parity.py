@@ -9,6 +9,7 @@ from typing import Any
 import hand_written
 import pytest
 import torch
+from fresh import fresh
 from recorded import Recorder, logs_apart, once, weights, weights_apart
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
@@ -128,7 +129,7 @@ boston = partial(
 )
 pixels = partial(Case, Pixels, partial(Table, 40, 9), pixel_rows)
 CASES = {
-    "boston": boston(partial(Adam, lr=0.01), settings={"max_epochs": 100}),
+    "boston": boston(partial(Adam, lr=0.01), settings={"max_epochs": 40}),
     "momentum": boston(
         partial(SGD, lr=1e-4, momentum=0.9, weight_decay=0.01), settings={"max_epochs": 10}
     ),
@@ -289,7 +290,7 @@ def all_of_them() -> dict[tuple[str, str], dict[str, Any]]:
 
 @once
 def by_ranks(replicas: int) -> dict[tuple[str, str], dict[str, Any]]:
-    return DDP(replicas, "cpu").launch(all_of_them)
+    return fresh(DDP(replicas, "cpu").launch, all_of_them)
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

@@ -52,6 +52,7 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module(f"benchmarks.performance.{name}")
 
 
+@pytest.mark.alone
 def test_a_step_costs_what_a_tuned_loops_does_and_a_quarter_more_is_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,12 +139,12 @@ def test_a_step_is_read_from_the_marks_without_the_first_epochs(process: ModuleT
     begun = [10.0 + epoch for epoch in range(20)]
     trained = [moment + (0.9 if epoch < 5 else 0.2) for epoch, moment in enumerate(begun)]
     told = {"begun": begun, "trained": trained, "ended": [b + 1.0 for b in begun]}
-    told |= {"calls": 100.0, "loss": 1.0, "steps_per_epoch": 4}
+    told |= {"loss": 1.0, "steps_per_epoch": 4}
     line = f"import os; open(os.environ['BENCHMARK_REPORT'], 'w').write({json.dumps(told)!r})"
     run = process.run(process.Program("", [sys.executable, "-c", line]))
     assert run.step == run.first_step == run.last_step == pytest.approx(0.2e6 / 4)
     assert run.epoch_step == pytest.approx(1e6 / 4)
-    assert (run.calls, run.loss) == (25.0, 1.0)
+    assert run.loss == 1.0
 
 
 def test_a_program_that_fails_ends_the_benchmark_with_its_output(process: ModuleType) -> None:
@@ -170,31 +171,56 @@ def test_the_ratio_is_that_of_the_turns_and_meets_its_target_or_not(
     monkeypatch: pytest.MonkeyPatch, process: ModuleType, times: list[float], is_met: bool
 ) -> None:
     """The second turn was slow for both: the median of ratios is not moved by it."""
-    result = module("result", monkeypatch)
+    report = module("report", monkeypatch)
     ours = [process.Run(seconds, 1) for seconds in times]
     others = [process.Run(seconds, 1) for seconds in (2.0, 10.0, 2.0)]
-    found = result.compared("whole", "peer", ours, others, "seconds", 0.6)
+    found = report.compared("whole", "peer", ours, others, "seconds", 0.6)
     assert found.is_met is is_met
     assert found.ratio == (0.5 if is_met else 1.0)
 
 
-def test_the_page_gets_its_tables_between_the_markers(
+def test_the_page_gets_its_tables_between_the_markers_and_the_picture_its_bars(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    document, result = module("document", monkeypatch), module("result", monkeypatch)
-    for name in ("PAGE", "PICTURE", "FOUND"):
-        monkeypatch.setattr(document, name, tmp_path / name)
-    document.PAGE.write_text(f"before\n{document.BEGIN}\nold\n{document.END}\nafter\n")
+    report = module("report", monkeypatch)
+    for name in ("PAGE", "PICTURE"):
+        monkeypatch.setattr(report, name, tmp_path / name)
+    sections = [f"<!-- begin: {name} -->\nold\n<!-- end: {name} -->\n" for name in "ab"]
+    report.PAGE.write_text(f"before\n{''.join(sections)}after\n")
     rows = [
-        result.Result("a step", "peer", 400.0, 1000.0, "us", 0.4, 0.38, 0.41, 7, 0.45),
-        result.Result("a step", "other", 400.0, 500.0, "us", 0.8, 0.7, 0.9, 7, 0.5),
-        result.limited("answers", "--help", [0.4, 0.5], "s", 0.6),
+        report.Result("a step", "peer", 400.0, 1000.0, "us", 0.4, 0.38, 0.41, 0.45),
+        report.Result("a step", "other", 400.0, 500.0, "us", 0.8, 0.7, 0.9, 0.5),
+        report.limited("answers", "--help", [0.4, 0.5], "s", 0.6),
     ]
-    document.save({"boston": rows}, {"boston": "2 cores"})
-    page = document.PAGE.read_text()
-    assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
+    report.write("b", report.tables(rows))
+    page = report.PAGE.read_text()
+    assert page.startswith(f"before\n{sections[0]}") and page.endswith("\nafter\n")
+    assert page.count("old") == 1
     assert "| peer | 400 us | 1,000 us | 0.40 | 0.38 to 0.41 | 0.45 | yes |" in page
     assert "| other | 400 us | 500 us | 0.80 | 0.70 to 0.90 | 0.50 | **no** |" in page
     assert "| --help | 0.45 s |  |  | 0.40 to 0.50 s | 0.6 s | yes |" in page
-    assert document.PICTURE.read_text().count("0.40 x") == 1
-    assert document.load() == ({"boston": rows}, {"boston": "2 cores"})
+    picture = report.PICTURE.read_text()
+    assert picture.count("a step: ") == picture.count(report.THEIRS) == 2
+    assert picture.count("0.40 x") == picture.count(report.MISSED) == 1
+
+
+def test_each_section_has_its_place_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for name in [*module("sections", monkeypatch).SECTIONS, "changes"]:
+        assert page.count(f"<!-- begin: {name} -->") == page.count(f"<!-- end: {name} -->") == 1
+
+
+def test_a_change_is_told_as_ratios_to_the_first_commit(
+    monkeypatch: pytest.MonkeyPatch, process: ModuleType
+) -> None:
+    changes = module("changes", monkeypatch)
+    monkeypatch.setattr(changes, "git", lambda *words: f"{words[-1]} subject")
+    kinds = ("boston", "mlp", "lenet", "ranks")
+    runs = {f"a {kind}": [process.Run(2.0, 1, step=10.0, epoch_step=20.0)] for kind in kinds}
+    runs |= {f"b {kind}": [process.Run(3.0, 1, step=12.0, epoch_step=30.0)] for kind in kinds}
+    monkeypatch.setattr(changes, "MEASURES", [m for m in changes.MEASURES if m[2] != "begin"])
+    rows = changes.table(["a", "b"], runs).splitlines()[2:]
+    assert rows == [
+        "| a subject | 20 us | 2.00 s | 10 us | 10 us | 20 us | 2.00 s |",
+        "| b subject | 1.50 | 1.50 | 1.20 | 1.20 | 1.50 | 1.50 |",
+    ]

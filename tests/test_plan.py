@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from dpframe import DataModule, UserError
+from dpframe import DataModule, TrainerSettings, UserError
 from dpframe.cli.compose import composed
-from dpframe.cli.plan import planned
+from dpframe.cli.reports import planned
 from dpframe.data import split
 from dpframe.plan import model, report
 from dpframe.plan.measure import measure
@@ -194,18 +194,16 @@ def test_neither_the_base_nor_a_row_of_a_line_is_below_zero():
 # ---- the measurements
 
 
-def prepared(**settings):
-    made = small.trainer(**{"max_epochs": 1, **settings})
-    made.prepare()
-    return made
+def measured(make=small.Small, data=None, *, steps=1, **settings):
+    kept = TrainerSettings(**{"max_epochs": 1, "threads": 1, **settings})
+    data = data or small.Rows()
+    return measure(make(), data, kept, accelerator="cpu", seed=0, steps=steps)
 
 
 def test_the_memory_of_a_known_network_is_exact():
     """3-8-1 with Adam: float32, and four batches of 4 rows and one of 2."""
-    measured = measure(
-        prepared(make=lambda: small.Small(small.Adam), data=small.Rows(rows=18)), steps=1
-    )
-    costs = measured.costs
+    found = measured(lambda: small.Small(small.Adam), small.Rows(rows=18))
+    costs = found.costs
     assert costs.parameters == costs.gradients == (3 * 8 + 8 + 8 + 1) * 4
     assert costs.optimizer == 2 * costs.parameters + 4 * 4  # two moments, a count a tensor
     assert costs.buffers == 0
@@ -213,40 +211,38 @@ def test_the_memory_of_a_known_network_is_exact():
     assert costs.activations.at(4) == pytest.approx(4 * (3 + 1 + 8 + 1) * 4)
     assert costs.activations.at(2) == pytest.approx(2 * (3 + 1 + 8 + 1) * 4)
     assert sum(bucket.size for bucket in costs.buckets) == costs.gradients
-    assert measured.steps == {(4,): 4, (2,): 1}
+    assert found.steps == {(4,): 4, (2,): 1}
 
 
 def test_gradients_arrive_from_the_last_layer_to_the_first():
     class Deep(small.Small):
         def __init__(self):
-            super().__init__()
+            super().__init__(partial(torch.optim.SGD, lr=1e-5))
             self.net = nn.Sequential(nn.Linear(3, 700), nn.Linear(700, 800), nn.Linear(800, 1))
 
-    buckets = measure(prepared(make=Deep), steps=1).costs.buckets
+    buckets = measured(Deep).costs.buckets
     assert [bucket.size for bucket in buckets] == [(800 + 1 + 700 * 800 + 800) * 4, 2800 * 4]
     assert 0 < buckets[0].ready <= buckets[1].ready <= 1
 
 
 def test_steps_are_counted_with_accumulation_and_limits():
-    assert measure(prepared(accumulate=2), steps=1).steps == {(4, 4): 2, (4,): 1}
-    assert measure(prepared(limit_train_batches=3), steps=1).steps == {(4,): 3}
+    assert measured(accumulate=2).steps == {(4, 4): 2, (4,): 1}
+    assert measured(limit_train_batches=3).steps == {(4,): 3}
 
 
 def test_a_schedule_that_ends_with_training_does_not_end_the_measurements():
     def once(optimizer, total_steps):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total_steps)
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=1)
 
-    made = prepared(
-        make=lambda: small.Small(scheduler=once), scheduler_every="step", data=small.Rows(rows=4)
-    )
-    assert measure(made, steps=4).steps == {(4,): 1}
+    task = partial(small.Small, scheduler=once)
+    assert measured(task, small.Rows(rows=4), steps=4, scheduler_every="step").steps == {(4,): 1}
 
 
 def test_measuring_leaves_the_random_numbers_as_they_were():
-    made = prepared(make=lambda: small.Small(dropout=0.5))
+    task = small.Small(dropout=0.5)
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    measure(made, steps=1)
+    measured(lambda: task)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -255,8 +251,8 @@ def test_a_step_with_a_weight_reduces_one_number_more():
         def training_step(self, batch):
             return super().training_step(batch) | {"weight": 3}
 
-    assert measure(prepared(), steps=1).costs.small_reduces == 0
-    assert measure(prepared(make=Weighted), steps=1).costs.small_reduces == 1
+    assert measured().costs.small_reduces == 0
+    assert measured(Weighted).costs.small_reduces == 1
 
 
 def test_a_stream_of_unknown_length_is_refused():
@@ -268,8 +264,8 @@ def test_a_stream_of_unknown_length_is_refused():
         def train_dataset(self):
             return Stream()
 
-    with pytest.raises(UserError, match=r"Streamed\.train_dataset\(\) is a stream, and nobody"):
-        measure(prepared(data=Streamed(batch_size=4)), steps=1)
+    with pytest.raises(UserError, match=r"Streamed\.train_dataset\(\) is a stream, so the steps"):
+        measured(data=Streamed(batch_size=4))
 
 
 # ---- what is printed
@@ -292,7 +288,7 @@ def test_seconds_have_their_unit(seconds, text):
 def test_an_assumption_that_can_not_be_is_one_line_before_torch_is_there(tmp_path):
     refused = {
         "plan.bandwith=1": "did you mean plan.bandwidth?",
-        "plan.bandwidth=10Gbit": "plan.bandwidth=10Gbit is text; give a number",
+        "plan.bandwidth=10Gbit": "plan.bandwidth=10Gbit is text; use a number",
         "plan.bandwidth=0": "plan.bandwidth=0.0 is out of range; give more than 0 bytes a second",
         "plan.latency=-1": "plan.latency=-1.0 is out of range; give 0 seconds or more",
         "plan.latency=nan": "plan.latency=nan is out of range; give 0 seconds or more",
@@ -331,7 +327,7 @@ def test_the_command_prints_a_table_and_leaves_nothing(tmp_path):
     assert written.code == 0
     assert json.loads((kept / "summary.json").read_text())["plan"][1]["replicas"] == 2
     assert (kept / "plan.txt").read_text() == written.out
-    assert trains_nothing.code == 2 and "no data set; write it" in trains_nothing.err
+    assert trains_nothing.code == 2 and "returned None; return a data set" in trains_nothing.err
 
 
 def test_a_checkpoint_and_torchruns_ranks_are_refused(tmp_path, monkeypatch):

@@ -2,12 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
+from command import ROOT, Attempt, attempts, dpframe, environment
+from command import write as write_as_it_is
 
 QUICK = ("trainer.max_epochs=1", "logger=none", "callbacks=none")
 
@@ -26,36 +26,25 @@ def site(tmp_path: Path) -> Path:
     return tmp_path / "site, packages=1"
 
 
-def dpframe(*words: str, at: Path, site: Path | None = None, **variables: str) -> "Ended":
-    environment = {**os.environ, "PYTHONPATH": str(site or ""), **variables}
-    command = [sys.executable, "-m", "dpframe", *words]
-    return Ended(
-        subprocess.run(
-            command, cwd=at, env=environment, capture_output=True, text=True, timeout=200
-        )
-    )
+def run(lines: list[tuple[str, ...]], at: Path, site: Path | None = None) -> list[Attempt]:
+    """Each line in the same process, where what is installed in `site` can be imported."""
+    path = f"{ROOT}{os.pathsep}{site}" if site else str(ROOT)
+    return attempts([list(line) for line in lines], at, PYTHONPATH=path)[0]
 
 
-class Ended:
-    def __init__(self, process: subprocess.CompletedProcess) -> None:
-        self.code = process.returncode
-        self.output = process.stdout
-        self.errors = process.stderr
+def output(attempt: Attempt) -> str:
+    assert attempt.code == 0, attempt.err
+    return attempt.out
 
-    def succeeded(self) -> str:
-        assert self.code == 0, self.errors
-        return self.output
 
-    def refused(self) -> str:
-        """One line, and no more."""
-        assert (self.code, self.errors.count("\n")) == (2, 1), self.errors
-        return self.errors.removeprefix("dpframe: ").rstrip()
+def refusal(attempt: Attempt) -> str:
+    """One line, and no more."""
+    assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
+    return attempt.err.removeprefix("dpframe: ").rstrip()
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(dedent(text).lstrip())
+    write_as_it_is(folder, {name: dedent(text).lstrip() for name, text in files.items()})
 
 
 def install(site: Path, name: str, files: dict[str, str], *, conf: str, version="1.0") -> None:
@@ -144,32 +133,27 @@ def nightly(folder: Path) -> Path:
     return folder
 
 
-def test_a_class_and_a_yaml_are_a_strategy(nightly):
-    words = ("--config-dir", "mine", "recipe=boston", "strategy=nightly", *QUICK)
-    assert "night at 22" in dpframe(*words, at=nightly).succeeded()
-    assert "night at 7" in dpframe(*words, "strategy.hour=7", at=nightly).succeeded()
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("strategy.hour=late", r"strategy.hour=late is \w+( \w+)?; give a whole number"),
-        ("strategy.hour=7.5", r"strategy.hour=7.5 is a \w+; give a whole number"),
-        ("strategy.hours=7", r"strategy.hours=7: .+ did you mean strategy.hour\?"),
-        ("+strategy.minute=7", r"strategy.minute: Speaking takes no such argument; .+"),
-    ],
-)
-def test_its_settings_are_typed(nightly, given, said):
-    words = ("--config-dir", "mine", "recipe=boston", "strategy=nightly", *QUICK, given)
-    assert re.fullmatch(said, dpframe(*words, at=nightly).refused())
+def test_a_class_and_a_yaml_are_a_strategy_whose_settings_are_typed(nightly):
+    start = ("--config-dir", "mine", "recipe=boston", "strategy=nightly", *QUICK)
+    refused = {
+        "strategy.hour=late": r"strategy.hour=late is \w+( \w+)?; \w+ a whole number",
+        "strategy.hour=7.5": r"strategy.hour=7.5 is a \w+; \w+ a whole number",
+        "strategy.hours=7": r"strategy.hours=7: .+ did you mean strategy.hour\?",
+        "+strategy.minute=7": r"strategy.minute: Speaking takes no such argument; .+",
+    }
+    more = ((), ("strategy.hour=7",), *((word,) for word in refused))
+    plain, typed, *others = run([(*start, *words) for words in more], nightly)
+    assert "night at 22" in output(plain) and "night at 7" in output(typed)
+    for said, attempt in zip(refused.values(), others, strict=True):
+        assert re.fullmatch(said, refusal(attempt))
 
 
 def test_recipes_callbacks_and_loggers_come_from_there_too(folder):
     write(folder, {"mine/parts.py": PARTS, **options("mine.parts", "mine/")})
     words = ("--config-dir", "mine", "recipe=lines", "callbacks=shout", "logger=paper")
-    output = dpframe(*words, at=folder).succeeded()
-    assert "done after 6 steps" in output
-    assert "paper has True at 6" in output
+    (done,) = run([words], folder)
+    assert "done after 6 steps" in output(done)
+    assert "paper has True at 6" in output(done)
 
 
 # From installed packages
@@ -188,118 +172,101 @@ def moon(site: Path) -> Path:
 
 def test_an_installed_package_brings_its_parts(folder, moon):
     words = ("recipe=lines", "strategy=moonlight", "callbacks=shout", "logger=paper")
-    output = dpframe(*words, "strategy.hour=3", at=folder, site=moon).succeeded()
-    assert "moon at 3" in output
-    assert "done after 6 steps" in output
-    assert "paper has True at 6" in output
+    (done,) = run([(*words, "strategy.hour=3")], folder, moon)
+    assert "moon at 3" in output(done)
+    assert "done after 6 steps" in output(done)
+    assert "paper has True at 6" in output(done)
 
 
 def test_its_parts_are_in_the_ranks(folder, moon):
     words = ("recipe=lines", "strategy=ddp", "trainer.gpus=2", "callbacks=shout", "logger=paper")
-    output = dpframe(*words, at=folder, site=moon).succeeded()
-    assert output.count("done after 6 steps") == 2
-    assert output.count("paper has True at 6") == 1
+    path = f"{ROOT}{os.pathsep}{moon}"
+    done = dpframe(*words, cwd=folder, env=environment(PYTHONPATH=path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done after 6 steps") == 2
+    assert done.stdout.count("paper has True at 6") == 1
 
 
-def test_the_whole_command_line_knows_its_options(folder, moon):
-    known = {"at": folder, "site": moon}
-    page = dpframe("--help", **known).succeeded()
-    assert "strategy=moonlight      Says so. (dpframe-moon 1.0)\n" in page
-    assert "recipe=lines   A line. (dpframe-moon 1.0)\n" in page
-    assert re.search(r"callbacks=shout +\(dpframe-moon 1.0\)\n", page)
-    assert "strategy=cpu            One process on the CPU.\n" in page
-    job = dpframe("recipe=lines", "strategy=moonlight", "-c", "job", **known).succeeded()
-    assert "_target_: moon.light.Speaking" in job
-    error = dpframe("recipe=lines", "strategy=moonligth", **known).refused()
-    assert "did you mean moonlight? (there is: auto, cpu, data_parallel, ddp, moonlight," in error
-    assert "boston, lenet, lines, shapes" in dpframe("strategy=moonlight", **known).refused()
-    line = "dpframe recipe=lines strategy=mo"
-    words = dpframe("-sc", "query=bash", COMP_LINE=line, **known).succeeded()
-    assert words.split() == ["strategy=moonlight"]
-
-
-def test_no_package_is_imported_before_it_is_asked_for(folder, moon):
+def test_the_whole_command_line_knows_its_options_and_imports_nothing_of_it(folder, moon):
     (moon / "moon" / "__init__.py").write_text("raise SystemExit('imported')\n")
-    known = {"at": folder, "site": moon}
-    assert "moonlight" in dpframe("--help", **known).succeeded()
-    dpframe("recipe=lines", "strategy=moonlight", "-c", "job", **known).succeeded()
-    dpframe("recipe=boston", *QUICK, **known).succeeded()
-    assert "imported" in dpframe("recipe=boston", "strategy=moonlight", **known).errors
+    lines = [
+        ("--help",),
+        ("recipe=lines", "strategy=moonlight", "-c", "job"),
+        ("recipe=lines", "strategy=moonligth"),
+        ("strategy=moonlight",),
+        ("recipe=boston", *QUICK),
+        ("recipe=boston", "strategy=moonlight", *QUICK),
+    ]
+    path = f"{ROOT}{os.pathsep}{moon}"
+    light, heavy = attempts([list(line) for line in lines[:4]], folder, PYTHONPATH=path)
+    page, job, misspelt, without = light
+    assert heavy == []
+    assert "strategy=moonlight      Says so. (dpframe-moon 1.0)\n" in page.out
+    assert "recipe=lines   A line. (dpframe-moon 1.0)\n" in page.out
+    assert re.search(r"callbacks=shout +\(dpframe-moon 1.0\)\n", page.out)
+    assert "strategy=cpu            One process on the CPU.\n" in page.out
+    assert "_target_: moon.light.Speaking" in output(job)
+    near = "did you mean moonlight? (there is: auto, cpu, data_parallel, ddp, moonlight,"
+    assert near in refusal(misspelt)
+    assert "boston, lenet, lines, shapes" in refusal(without)
+    line = "dpframe recipe=lines strategy=mo"
+    given = {"cwd": folder, "env": environment(PYTHONPATH=path, COMP_LINE=line)}
+    assert dpframe("-sc", "query=bash", **given).stdout.split() == ["strategy=moonlight"]
+    other, imported = run(lines[4:], folder, moon)
+    assert output(other) == "" and "imported" in imported.err
 
 
-def test_help_imports_no_torch(folder, moon):
-    page = dpframe("--help", at=folder, site=moon, PYTHONPROFILEIMPORTTIME="1")
-    assert "moonlight" in page.succeeded()
-    imported = {line.rpartition("|")[2].strip() for line in page.errors.splitlines()}
-    assert "dpframe.cli.plugins" in imported
-    assert not {"torch", "numpy", "tensorboard", "rich", "moon"} & imported
-
-
-def test_a_package_that_fails_to_import_is_named_when_it_is_asked_for(folder, moon, site):
+def test_a_package_that_fails_is_named_only_when_it_is_asked_for(folder, moon, site):
     files = {
         "dusk/__init__.py": '"""Fine."""\n',
         "dusk/core.py": "import os\n\nimport wishful_driver\n",
         "dusk/conf/strategy/dusk.yaml": strategy("dusk.core"),
     }
     install(site, "dpframe-dusk", files, conf="dusk.conf", version="0.3")
-    known = {"at": folder, "site": site}
-    assert "strategy=dusk           Says so. (dpframe-dusk 0.3)" in dpframe("-h", **known).output
-    dpframe("recipe=boston", "strategy=moonlight", *QUICK, **known).succeeded()
-    error = dpframe("recipe=boston", "strategy=dusk", *QUICK, **known).refused()
-    assert error == (
+    install(site, "dpframe-noon", {"noon/__init__.py": ""}, conf="noon.conf")
+    install(site, "dpframe-dawn", {}, conf="dawn")
+    start = ("recipe=boston", *QUICK)
+    names = ("moonlight", "dusk", "noon")
+    lines = [("-h",), *((*start, f"strategy={name}") for name in names)]
+    page, good, broken, unknown = run(lines, folder, site)
+    assert "strategy=dusk           Says so. (dpframe-dusk 0.3)" in page.out
+    assert "(dpframe-moon 1.0)" in page.out and "noon" not in page.out
+    assert "moon at 22" in output(good)
+    assert refusal(broken) == (
         "strategy._target_=dusk.core.Speaking of dpframe-dusk 0.3: ModuleNotFoundError: "
         f"No module named 'wishful_driver' ({site}/dusk/core.py, line 3)"
     )
-
-
-def test_a_package_without_its_folder_is_named_where_an_option_is_unknown(folder, moon, site):
-    install(site, "dpframe-dusk", {"dusk/__init__.py": ""}, conf="dusk.conf")
-    install(site, "dpframe-dawn", {}, conf="dawn")
-    known = {"at": folder, "site": site}
-    page = dpframe("--help", **known).succeeded()
-    assert "moonlight" in page
-    assert "dusk" not in page
-    dpframe("recipe=boston", "strategy=moonlight", *QUICK, **known).succeeded()
-    error = dpframe("recipe=boston", "strategy=dusk", **known).refused()
-    assert error.startswith("strategy=dusk: there is no such strategy; ")
-    assert error.endswith(
-        "; the package dpframe-dawn 1.0 has no folder dawn, dpframe-dusk 1.0 has no folder "
-        "dusk.conf: install it again"
+    assert refusal(unknown).startswith("strategy=noon: there is no such strategy; ")
+    assert refusal(unknown).endswith(
+        "; the package dpframe-dawn 1.0 has no folder dawn, dpframe-noon 1.0 has no folder "
+        "noon.conf: install it again"
     )
 
 
-def test_two_packages_with_one_name_are_refused_when_it_is_asked_for(folder, moon, site):
-    files = {"moon2/__init__.py": "", "moon2/conf/strategy/moonlight.yaml": strategy("moon2.light")}
-    install(site, "dpframe-moon2", files, conf="moon2.conf", version="2.1")
-    known = {"at": folder, "site": site}
-    assert "(dpframe-moon 1.0, dpframe-moon2 2.1)" in dpframe("--help", **known).succeeded()
-    dpframe("recipe=lines", "-c", "job", **known).succeeded()
-    error = dpframe("recipe=lines", "strategy=moonlight", **known).refused()
-    assert error == (
-        "strategy=moonlight is in dpframe-moon 1.0 and dpframe-moon2 2.1; uninstall one, or copy "
-        f"the file that you mean, {site}/moon/conf/strategy/moonlight.yaml say, into your "
-        "--config-dir"
-    )
-    write(folder, {"mine/strategy/moonlight.yaml": strategy("mine.own")})
-    words = ("--config-dir", "mine", "recipe=lines", "strategy=moonlight", "-c", "job")
-    assert "_target_: mine.own.Speaking" in dpframe(*words, **known).succeeded()
-
-
-def test_no_package_takes_the_name_of_one_of_ours(folder, site):
-    files = {"moon/__init__.py": "", "moon/conf/strategy/cpu.yaml": strategy("moon.light")}
-    install(site, "dpframe-moon", files, conf="moon.conf")
-    known = {"at": folder, "site": site}
-    job = dpframe("recipe=boston", "strategy=cpu", "-c", "job", **known).succeeded()
-    assert "_target_: dpframe.strategies.cpu.CPU" in job
-    assert "dpframe-moon" not in dpframe("--help", **known).succeeded()
-
-
-def test_broken_metadata_is_no_reason_to_stop(folder, moon, site):
+def test_broken_metadata_is_passed_over_and_one_name_in_two_packages_refused(folder, moon, site):
     notes = "odd-1.0.dist-info"
     write(site, {f"{notes}/entry_points.txt": "[dpframe.plugins]\nno equals sign\n"})
     write(site, {"bare-1.0.dist-info/entry_points.txt": "[dpframe.plugins]\na = moon.conf\n"})
     write(site, {f"{notes}/METADATA": "Metadata-Version: 2.1\nName: odd\nVersion: 1.0\n"})
-    assert "(dpframe-moon 1.0)" in dpframe("--help", at=folder, site=site).succeeded()
+    ours = strategy("moon2.light")
+    files = {"moon2/__init__.py": "", "moon2/conf/strategy/moonlight.yaml": ours}
+    files["moon2/conf/strategy/cpu.yaml"] = ours
+    install(site, "dpframe-moon2", files, conf="moon2.conf", version="2.1")
+    write(folder, {"mine/strategy/moonlight.yaml": strategy("mine.own")})
+    job = ("recipe=lines", "-c", "job")
+    lines = [("-h",), job, (*job, "strategy=moonlight"), (*job, "strategy=cpu")]
+    lines.append(("--config-dir", "mine", *job, "strategy=moonlight"))
+    page, other, both, packaged, nearer = run(lines, folder, site)
+    assert "(dpframe-moon 1.0, dpframe-moon2 2.1)" in output(page)
+    assert "(dpframe-moon2 2.1)" not in output(page)
+    assert other.code == 0
+    assert refusal(both) == (
+        "strategy=moonlight is in dpframe-moon 1.0 and dpframe-moon2 2.1; uninstall one, or copy "
+        f"the file that you mean, e.g. {site}/moon/conf/strategy/moonlight.yaml, into your "
+        "--config-dir"
+    )
+    assert "_target_: dpframe.strategies.cpu.CPU" in output(packaged)
+    assert "_target_: mine.own.Speaking" in output(nearer)
 
 
 def test_what_lies_in_the_current_directory_was_not_installed(folder):
@@ -307,5 +274,6 @@ def test_what_lies_in_the_current_directory_was_not_installed(folder):
     files = {"moon/conf/strategy/moonlight.yaml": strategy("moon.light"), "moon/__init__.py": ""}
     install(folder, "dpframe-moon", files, conf="moon.conf")
     install(folder, "dpframe-torch", {}, conf="torch.conf")
-    for path in ("", folder, f":{folder}"):
-        assert "moonlight" not in dpframe("--help", at=folder, PYTHONPATH=str(path)).succeeded()
+    for path in ("", f"{ROOT}:{folder}", f"{ROOT}::{folder}"):
+        done = dpframe("--help", cwd=folder, env=environment(PYTHONPATH=path))
+        assert done.returncode == 0 and "moonlight" not in done.stdout

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import faulty
+import forked
 import pytest
 import torch
 from conftest import descendants, remaining
@@ -20,6 +21,7 @@ from dpframe import UserError, checkpoint
 from dpframe.strategies import ranks
 from dpframe.strategies.ddp import DDP
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
 TESTS = Path(__file__).resolve().parent
 FAULT_SECONDS = 10
 GRACE = ("data.workers=2", "trainer.grace_seconds=0.5")
@@ -28,11 +30,11 @@ BOSTON = ["recipe=boston", "trainer.max_epochs=2", "logger=none"]
 # Faults
 
 
-def faulty_command(folder: Path, *overrides: str) -> list[str]:
+def faulty_words(folder: Path, *overrides: str) -> list[str]:
     (folder / "recipe").mkdir(exist_ok=True)
     (folder / "recipe" / "faulty.yaml").write_text(faulty.CONFIG)
     given = ["recipe=faulty", "strategy=ddp", "callbacks=none", "logger=none", *overrides]
-    return [sys.executable, "-m", "dpframe", f"--config-dir={folder}", *given]
+    return [f"--config-dir={folder}", *given]
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -43,14 +45,7 @@ def environment(**more: str) -> dict[str, str]:
 def broken(folder: Path, *overrides: str) -> subprocess.CompletedProcess:
     """A job that ends within 10 seconds of its fault, with nothing of it left then."""
     before = set(descendants())
-    done = subprocess.run(
-        faulty_command(folder, *overrides),
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = forked.run(faulty_words(folder, *overrides), folder)
     left = set(descendants()) - before
     noted = [float(path.read_text()) for path in folder.glob("fault-*")]
     assert noted, done.stderr
@@ -152,19 +147,20 @@ def test_a_run_that_makes_no_progress_shows_its_stacks_and_ends(tmp_path):
     for name, (setting, fault, *_) in HANGS.items():
         folder = tmp_path / name.replace(" ", "-")
         folder.mkdir()
-        words = [*setting, f"task.fault={fault}", "trainer.hang_seconds=2"]
-        command = faulty_command(folder, *words, "strategy.timeout_seconds=60")
-        command = [word for word in command if setting is not ALONE or "timeout" not in word]
-        jobs[name] = subprocess.Popen(
-            command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
-        )
-    for name, job in jobs.items():
+        words = [*setting, f"task.fault={fault}", "trainer.hang_seconds=4"]
+        if setting is not ALONE:
+            words.append("strategy.timeout_seconds=60")
+        words = faulty_words(folder, *words)
+        job = forked.start(words, folder, out=folder / "printed", err=folder / "said")
+        jobs[name] = job, folder
+    for name, (job, folder) in jobs.items():
         _, _, who, code, where = HANGS[name]
-        said = job.communicate(timeout=90)[1]
+        job.wait(timeout=90)
+        said = (folder / "said").read_text()
         assert job.returncode == code, f"{name}: {said}"
         assert re.fullmatch(
-            r"dpframe: no step, batch or checkpoint came for trainer\.hang_seconds=2; "
-            rf"{who} hangs in {where} \(faulty\.py, line \d+\).*; mend that, raise "
+            r"dpframe: no step, batch or checkpoint came for trainer\.hang_seconds=4; "
+            rf"{who} hangs in {where} \(faulty\.py, line \d+\).*; fix that, raise "
             r"trainer\.hang_seconds, or set it to null",
             said.splitlines()[-1],
         ), f"{name}: {said}"
@@ -172,23 +168,17 @@ def test_a_run_that_makes_no_progress_shows_its_stacks_and_ends(tmp_path):
 
 
 @contextmanager
-def hanging(folder: Path, fault: str) -> Iterator[subprocess.Popen]:
+def hanging(folder: Path, fault: str) -> Iterator[forked.Forked]:
     """A job of two ranks, each with two data workers, that all wait."""
-    command = faulty_command(folder, "trainer.gpus=2", f"task.fault={fault} all", *GRACE)
-    said = (folder / "said").open("w")
-    with (
-        said,
-        subprocess.Popen(
-            command, cwd=folder, env=environment(TMPDIR=str(folder)), stdout=said, stderr=said
-        ) as job,
-    ):
-        try:
-            while len(list(folder.glob("fault-*"))) < 2:
-                assert job.poll() is None
-                time.sleep(0.02)
-            yield job
-        finally:
-            job.kill()
+    words = faulty_words(folder, "trainer.gpus=2", f"task.fault={fault} all", *GRACE)
+    job = forked.start(words, folder, out=folder / "printed", err=folder / "said")
+    try:
+        while len(list(folder.glob("fault-*"))) < 2:
+            assert job.poll() is None
+            time.sleep(0.02)
+        yield job
+    finally:
+        job.kill()
 
 
 @pytest.mark.parametrize(
@@ -221,30 +211,33 @@ def kind_of_process() -> str:
 STARTS = """
 import sys, threading
 import torch
-from dpframe.strategies import ranks
+from dpframe.strategies import launch
 from dpframe.strategies.ddp import DDP
 from test_ranks import kind_of_process
 
 if __name__ == "__main__":
+    if sys.argv[1] != "unknown":
+        launch.allow_fork()
     if sys.argv[1] == "thread":
         threading.Thread(target=threading.Event().wait, daemon=True).start()
     if sys.argv[1] == "computed":
         torch.set_num_threads(4)
         torch.ones(512, 512) @ torch.ones(512, 512)
         torch.ones(2**20).add_(1)
-    print(ranks._fork_is_safe(), DDP(2, "cpu").launch(kind_of_process), flush=True)
+    print(DDP(2, "cpu").launch(kind_of_process), flush=True)
 """
 
 
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ("fresh", "True ForkProcess"),
-        ("thread", "False SpawnProcess"),
-        ("computed", "False SpawnProcess"),
+        ("fresh", "ForkProcess"),
+        ("unknown", "SpawnProcess"),
+        ("thread", "SpawnProcess"),
+        ("computed", "SpawnProcess"),
     ],
 )
-def test_a_process_with_threads_spawns_its_ranks_and_a_fresh_one_forks_them(tmp_path, state, said):
+def test_ranks_are_forked_only_where_nothing_was_computed(tmp_path, state, said):
     (tmp_path / "starts.py").write_text(STARTS)
     done = subprocess.run(
         [sys.executable, "starts.py", state],
@@ -280,7 +273,7 @@ def listening(pid: int) -> list[str]:
 
 
 def listening_of_the_job() -> list[list[str]]:
-    strategy = DDP(2, "cpu", direct_sums=False)
+    strategy = DDP(2, "cpu")
     strategy.setup()
     try:
         strategy.reduce(torch.ones(1))

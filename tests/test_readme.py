@@ -1,12 +1,13 @@
 """What the README and the guides show is what happens."""
 
-import os
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command import attempts, dpframe, write
 
 from dpframe import checkpoint
 
@@ -34,31 +35,26 @@ def commands_of(page: str) -> list[str]:
     return [match[1].strip() for match in found if match]
 
 
-def dpframe(line: str, *, at: Path) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "dpframe", *line.split()]
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    return subprocess.run(
-        command, cwd=at, env=environment, capture_output=True, text=True, timeout=280
-    )
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every file that the pages show, and a run with checkpoints."""
+    folder = tmp_path_factory.mktemp("written")
+    for page in PAGES:
+        write(folder, files_of(page))
+    for name in ("best", "last"):
+        checkpoint.save({"task": {}}, folder / f"outputs/boston/1/checkpoints/{name}.ckpt")
+    return write(folder, {"outputs/boston/1/.hydra/overrides.yaml": "- recipe=boston\n"})
 
 
-@pytest.fixture(params=PAGES)
-def written(request, tmp_path) -> tuple[Path, str]:
-    """A folder with the files that a page shows, and the page."""
-    for name, text in files_of(request.param).items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    return tmp_path, request.param
-
-
-def test_every_test_that_the_table_of_faults_names_is_there():
-    there = {
+@pytest.mark.parametrize("page", ["docs/reliability.md", "docs/security.md"])
+def test_every_test_that_the_table_of_faults_names_is_there(page):
+    tests = {
         name
         for path in ROOT.glob("tests/test_*.py")
         for name in re.findall(r"^def (test_\w+)", path.read_text(), re.M)
     }
-    named = set(re.findall(r"`(test_\w+)`", text_of("docs/reliability.md")))
-    assert named and named <= there, named - there
+    named = set(re.findall(r"`(test_\w+)`", text_of(page)))
+    assert named and named <= tests, named - tests
 
 
 def test_the_two_commands_of_continuous_integration_are_there():
@@ -72,60 +68,56 @@ def test_the_two_commands_of_continuous_integration_are_there():
 
 # What is shown, and what it should print. Every file shown is in one of them.
 SHOWN = {
+    "dpframe --config-dir mine recipe=boston strategy=half trainer.gpus=2": (
+        "trainer.max_epochs=2 trainer.accelerator=cpu",
+        r"^strategy +Half on 2 x cpu$",
+    ),
     "dpframe --config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
     "dpframe --config-dir mine recipe=boston strategy=nightly strategy.hour=23": (
         "trainer.max_epochs=2",
         r"^every night at 23 o'clock, on c\w+",
     ),
-    "dpframe --config-dir mine recipe=boston strategy=half trainer.gpus=2": (
-        "trainer.max_epochs=2 trainer.accelerator=cpu",
-        r"^strategy +Half on 2 x cpu$",
+    "dpframe --config-dir mine recipe=boston callbacks=stop_below logger=json_lines": (
+        "trainer.max_epochs=20",
+        r"^stopped: val/mae=1\d\.\d+ is below 20\.0$",
     ),
 }
 
 
 def test_what_can_be_written_can_be_run(written):
-    folder, page = written
-    ran = [shown for shown in SHOWN if shown in text_of(page).splitlines()]
-    for shown in ran:
-        more, printed = SHOWN[shown]
-        ended = dpframe(f"{shown.removeprefix('dpframe ')} {more}", at=folder)
-        assert ended.returncode == 0, ended.stderr
-        assert re.search(printed, ended.stdout, re.M), ended.stdout
-        assert re.search(r"^epoch \d+/\d+  step \d+  train/loss ", ended.stdout, re.M)
-    assert len(ran) >= len([name for name in files_of(page) if name.endswith(".yaml")])
+    shown = [line for line in SHOWN if any(line in text_of(page).splitlines() for page in PAGES)]
+    for number, line in enumerate(shown):
+        more, printed = SHOWN[line]
+        directory = f"hydra.run.dir=shown/{number}"  # `resume=last` looks into outputs/
+        run = dpframe(*line.split()[1:], *more.split(), directory, cwd=written)
+        assert run.returncode == 0, run.stderr
+        assert re.search(printed, run.stdout, re.M), run.stdout
+        assert re.search(r"^epoch \d+/\d+  step \d+  train/loss ", run.stdout, re.M)
+    configs = [Path(name) for page in PAGES for name in files_of(page) if name.endswith(".yaml")]
+    options = {word for line in shown for word in line.split()}
+    assert {f"{path.parent.name}={path.stem}" for path in configs} <= options
+    rows = (written / "shown" / str(len(shown) - 1) / "measured.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows][:2] == [4, 8]
 
 
-def test_the_python_that_the_readme_shows_trains(tmp_path):
-    for name in ("mine/lines.py", "fit_lines.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(files_of("README.md")[name])
-    ended = subprocess.run(
-        [sys.executable, "fit_lines.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert re.match(r"{'train/loss': \d.*'val/loss': \d", ended.stdout)
+def test_the_python_that_the_readme_shows_trains(written):
+    command = [sys.executable, "fit_lines.py"]
+    run = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=100)
+    assert run.returncode == 0, run.stderr
+    assert re.match(r"{'train/loss': \d.*'val/loss': \d", run.stdout)
 
 
 def test_every_command_that_is_shown_composes(written):
-    folder, page = written
-    for name in ("best", "last"):
-        checkpoint.save({"task": {}}, folder / f"outputs/boston/1/checkpoints/{name}.ckpt")
-    (folder / "outputs/boston/1/.hydra").mkdir()
-    (folder / "outputs/boston/1/.hydra/overrides.yaml").write_text("- recipe=boston\n")
-    for line in commands_of(page):
-        words = line.replace("…", "1").replace("-m ", "").split()
-        points = [word.split(",")[0] if is_sweep(word) else word for word in words]
-        ended = dpframe(" ".join([*points, "-c job"]), at=folder)
-        if line in refused(page):
-            assert (ended.returncode, ended.stderr.rstrip()) == (2, refused(page)[line])
+    shown = {line: refused(page).get(line) for page in PAGES for line in commands_of(page)}
+    lines = [
+        [word.split(",")[0] if is_sweep(word) else word for word in line.split()] for line in shown
+    ]
+    lines = [[w.replace("…", "1") for w in line if w != "-m"] + ["-c", "job"] for line in lines]
+    for (line, refusal), run in zip(shown.items(), attempts(lines, written)[0], strict=True):
+        if refusal:
+            assert (run.code, run.err.rstrip()) == (2, refusal)
         else:
-            assert ended.returncode == 0, f"{line}: {ended.stderr}"
+            assert run.code == 0, f"{line}: {run.err}"
 
 
 def is_sweep(word: str) -> bool:

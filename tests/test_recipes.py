@@ -169,14 +169,6 @@ def test_shapes_prints_the_same_on_four_ranks_of_ddp(tmp_path):
     assert len(rows) == 100
 
 
-def test_shapes_leaves_a_column_for_each_number_of_a_dict(tmp_path):
-    done(tmp_path, "recipe=shapes")
-    with (tmp_path / "predictions.csv").open() as file:
-        header, *rows = csv.reader(file)
-    assert header == [*(f"input_{n}" for n in range(5)), "output_0", "output_1"]
-    assert len(rows) == 100
-
-
 # lenet
 
 

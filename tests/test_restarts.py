@@ -8,6 +8,7 @@ from injector import fail_at, has_fired, run, weights
 from small import is_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
 SAVES = ("callbacks.checkpoint.every_n_steps=3",)
 TIMEOUT = 3
@@ -28,13 +29,9 @@ def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, place, rank):
         assert re.search(r"injector.py\", line \d+, in _fail\n    dist.barrier\(\)\n", text)
         assert done.stderr.count("Traceback") == 1
     else:
-        worker, _, own = done.stderr.partition("rank 1 hung; its stack:\n")[2].partition(
-            "itself:\n"
-        )
-        assert worker.startswith("its child ")
-        assert re.search(r"injector.py\", line \d+ in _fail\n", worker)
-        assert re.search(r"dataloader.py\", line \d+ in _get_data\n", own)
-        assert own.endswith("in _work\n")
+        stack = done.stderr.partition("rank 1 hung; its stack:\n")[2]
+        assert re.search(r"dataloader.py\", line \d+ in _get_data\n", stack)
+        assert stack.endswith("in _work\n")
         assert "Traceback" not in done.stderr
 
 

@@ -14,7 +14,7 @@ import torch
 from command import attempts, dpframe, environment
 
 from dpframe import checkpoint
-from dpframe.cli.start import resumed_file
+from dpframe.cli.resume import resumed_file
 from dpframe.errors import Failure
 from dpframe.trainer.predictions import Predictions
 
@@ -53,9 +53,9 @@ def test_what_can_not_go_on_exactly_is_refused_with_all_that_differs(resumed):
     refused = resumed[1][2]
     assert refused.code == 2
     assert refused.err == (
-        "dpframe: resume: this run is not the one that it would go on with: "
+        "dpframe: resume: this run differs from the one that it would continue: "
         "task.optimizer.lr=0.02 there, 0.5 here; data.batch_size=128 there, 64 here; "
-        "give back what there was, or resume_anyway=true\n"
+        "set back what has changed, or set resume_anyway=true\n"
     )
 
 
@@ -120,7 +120,7 @@ def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(tmp_path):
     assert by_run.code == 0, by_run.err
     assert re.fullmatch(
         "dpframe: run/checkpoints/last.ckpt: its seal is missing: it is cut short, or no "
-        f"checkpoint of dpframe's; going on from {good}\n",
+        f"checkpoint of dpframe's; resuming from {good}\n",
         by_run.err,
     )
     assert "resumed at epoch 3, step 12" in by_run.out
@@ -144,34 +144,45 @@ def test_a_link_to_nowhere_among_the_checkpoints_is_passed_over(tmp_path):
     assert resumed_file("last", tmp_path) == resumed_file(str(tmp_path / "run"), tmp_path) == last
 
 
-def test_a_refused_resume_changes_nothing_in_the_run(tmp_path):
-    attempts([START], tmp_path)
-    before = contents(tmp_path)
-    bad = [["resume=run", "seed=3"], ["resume=run", "task.net._args_=[]"], ["resume=run", "x=1"]]
-    done, _ = attempts(bad, tmp_path)
-    assert [one.code for one in done] == [2, 2, 2]
-    assert contents(tmp_path) == before
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory) -> tuple[dict[str, bytes], dict[str, bytes], list]:
+    """A run's files before and after what is refused, and the refusals."""
+    directory = tmp_path_factory.mktemp("refused")
+    assert attempts([START], directory)[0][0].code == 0
+    before = contents(directory)
+    lines = [
+        ["resume=run", "seed=3"],
+        ["resume=run", "task.net._args_=[]"],
+        ["resume=run", "x=1"],
+        ["resume=run", "callbacks=none"],
+        [*START, "seed=1"],
+    ]
+    done, _ = attempts(lines, directory)
+    return before, contents(directory), done
 
 
 def contents(directory: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-def test_an_override_of_the_resumed_run_that_no_longer_fits_is_told_as_such(tmp_path):
-    _, refused = attempts([START, ["resume=run", "callbacks=none"]], tmp_path)[0]
-    assert refused.code == 2
-    assert refused.err.startswith("dpframe: callbacks.checkpoint.keep=2: there is no key")
-    assert refused.err.endswith(
-        " (an override that the run was begun with; if that had a --config-dir, say it again)\n"
+def test_a_refused_resume_changes_nothing_in_the_run(refused):
+    before, after, done = refused
+    assert [one.code for one in done] == [2] * 5
+    assert after == before
+
+
+def test_an_override_of_the_resumed_run_that_no_longer_fits_is_told_as_such(refused):
+    error = refused[2][3].err
+    assert error.startswith("dpframe: callbacks.checkpoint.keep=2: there is no key")
+    assert error.endswith(
+        " (an override that the run was started with; if that had a --config-dir, pass it again)\n"
     )
 
 
-def test_a_fresh_run_does_not_write_over_another_ones_checkpoints(tmp_path):
-    started, again = attempts([START, [*START, "seed=1"]], tmp_path)[0]
-    assert (started.code, again.code) == (0, 2)
-    assert again.err == (
-        "dpframe: the run directory run has the checkpoints of another run; go on with that one "
-        "by resume=run, or name another directory by hydra.run.dir=DIR\n"
+def test_a_fresh_run_does_not_write_over_another_ones_checkpoints(refused):
+    assert refused[2][4].err == (
+        "dpframe: the run directory run has the checkpoints of another run; continue it with "
+        "resume=run, or name another directory by hydra.run.dir=DIR\n"
     )
 
 

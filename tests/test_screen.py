@@ -20,13 +20,10 @@ from dpframe.cli.logs import logging_to
 
 def test_a_run_and_the_streams_it_may_find(tmp_path):
     run = f"{sys.executable} -m dpframe recipe=boston trainer.max_epochs=3"
-    ended = f"{sys.executable} -m dpframe recipe=boston trainer.max_epochs=3 callbacks=none"
     lines = [
-        f"{run} | head -1",
+        f"{run} < /dev/null | head -1",
         f"{run} <&- >&- 2>&-",
-        f"{run} > /dev/full",
         f"{run} strategy=ddp trainer.gpus=2 > /dev/full 2>&1",
-        f"{ended} < /dev/null",
     ]
     for line in lines:
         done = shell(f"set -o pipefail; {line}", tmp_path)

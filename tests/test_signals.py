@@ -2,12 +2,18 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
-from injector import STEPS, fail_at, last, run, started, weights
+from command import environment
+from injector import STEPS, fail_at, last, run, started, weights, words
 from small import Hooks, is_same, trainer
 
 from dpframe import interruption
@@ -17,6 +23,7 @@ from dpframe.interruption import Interruption
 from dpframe.strategies.ddp import DDP
 from dpframe.trainer.lookout import Lookout
 
+pytestmark = pytest.mark.usefixtures("forked_commands")
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
 ONE = ("strategy=cpu", "logger=none")
 WORKERS = ("data.workers=1",)
@@ -77,13 +84,17 @@ def test_a_validation_is_broken_off_and_made_again(tmp_path, undisturbed, settin
 
 
 def test_a_signal_during_the_imports_leaves_nothing(tmp_path):
-    with started(tmp_path, *ONE, **SLOW) as job:
-        time.sleep(0.7)
-        assert not (tmp_path / "training-0").exists()
-        send(job, TERM, "group")
-        code, said = job.ended(within=SECONDS)
-    assert (code, len(said)) == (143, 1)
-    assert said[0].startswith("dpframe: interrupted by SIGTERM")
+    command = [sys.executable, "-m", "dpframe", *words(tmp_path, *ONE)]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    ) as process:
+        maps = Path(f"/proc/{process.pid}/maps")
+        while "libtorch_cpu" not in maps.read_text():
+            assert process.poll() is None
+        process.send_signal(TERM)
+        said = process.communicate(timeout=SECONDS)[1]
+    assert (process.returncode, said.count("\n")) == (143, 1)
+    assert said.startswith("dpframe: interrupted by SIGTERM")
     assert not (tmp_path / "run").exists()
 
 
@@ -190,33 +201,44 @@ def test_the_ranks_agree_on_a_signal_that_one_of_them_has_seen():
 # Within this process
 
 
-def test_an_interruption_puts_everything_back():
-    descriptors = os.listdir("/proc/self/fd")
+def state() -> Any:
+    """What an interruption changes in this process."""
+    handled = (*interruption.SIGNALS, signal.SIGALRM, signal.SIGTSTP)
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
-    before = [signal.getsignal(number) for number in interruption.SIGNALS], threading.active_count()
-    one = Interruption()
-    one.open()
-    assert interruption.installed() is one
-    assert threading.active_count() == before[1] + 1
-    with one.held():
-        assert threading.active_count() == before[1]
-    one.close()
+    handlers = [signal.getsignal(number) for number in handled]
+    return handlers, wakeup, os.listdir("/proc/self/fd")
+
+
+@contextmanager
+def opened() -> Iterator[Interruption]:
+    stop = Interruption()
+    stop.open()
+    try:
+        yield stop
+    finally:
+        stop.close()
+
+
+def test_an_interruption_puts_everything_back():
+    before = state()
+    with opened() as stop:
+        assert interruption.installed() is stop
+        with stop.watched(60), stop.heeded_by_ranks():
+            assert state() != before
+        stop.begin()
+        signal.raise_signal(TERM)
+        assert (stop.number, signal.getitimer(signal.ITIMER_REAL)[0] > 20) == (TERM, True)
     assert interruption.installed() is None
-    handlers = [signal.getsignal(number) for number in interruption.SIGNALS]
-    assert (handlers, threading.active_count()) == before
-    assert signal.set_wakeup_fd(wakeup) == wakeup
-    assert os.listdir("/proc/self/fd") == descriptors
+    assert state() == before
 
 
 def test_an_ignored_signal_stays_ignored_as_nohup_wants_it():
     handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    one = Interruption()
-    one.open()
     try:
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        with opened():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
-        one.close()
         signal.signal(signal.SIGHUP, handler)
 
 
@@ -228,14 +250,7 @@ def test_nothing_is_installed_outside_the_main_thread():
 
 
 def test_the_same_signal_at_once_again_is_no_second_one():
-    one = Interruption()
-    one.has_begun = True
-    one.open()
-    try:
+    with opened() as stop:
         for _ in range(3):  # a second one would end this process
-            os.kill(os.getpid(), signal.SIGTERM)
-        while one.number is None:
-            time.sleep(0.001)
-        assert one.number == signal.SIGTERM
-    finally:
-        one.close()
+            signal.raise_signal(TERM)
+        assert stop.number == TERM

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from fresh import fresh
 from recorded import Recorder, once, weights, weights_apart
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -371,7 +372,7 @@ def seen_by_torch(strategy: DDP, options: dict[str, bool]) -> dict[str, bool]:
 
 @once
 def results() -> dict[Any, Any]:
-    return DDP(2, "cpu").launch(in_a_rank)
+    return fresh(DDP(2, "cpu").launch, in_a_rank)
 
 
 @pytest.mark.parametrize("kind", [Strategy, CPU, SingleGPU, DataParallel])

@@ -2,15 +2,18 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import yaml
-from command import ROOT, attempts, dpframe, environment, write
+from command import ROOT, Attempt, attempts, dpframe, environment, write
 
-from dpframe.cli.compose import directory_name
-from dpframe.cli.sweep import _made
+from dpframe.cli.configs import directory_name
+from dpframe.cli.sweep import new_directory
 
 OWN = """
+import gc
+
 import dpframe.recipes.boston as boston
 
 
@@ -20,10 +23,25 @@ class Own(boston.Boston):
         self.fails = fails
 
     def training_step(self, batch):
-        if self.fails:
+        if self.fails or not gc.isenabled():
             raise KeyError("a bug")
         return super().training_step(batch)
 """
+SHORT = "trainer.max_steps=1"
+SWEPT = [
+    ["recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false", SHORT],
+    ["recipe=boston", "strategy=cpu", "trainer.gpus=2,1", SHORT, "hydra.sweep.dir=wrong"],
+    ["recipe=boston,shapes", SHORT],
+    ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=here"],
+    ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=/proc/no"],
+]
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Attempt]]:
+    """Sweeps one after the other, in one directory."""
+    directory = write(tmp_path_factory.mktemp("swept"), {"own.py": OWN})
+    return directory, attempts([["-m", *line] for line in SWEPT], directory)[0]
 
 
 def test_a_sweep_over_strategies_and_numbers(tmp_path):
@@ -58,60 +76,55 @@ def test_one_bad_point_is_refused_before_any_runs(tmp_path):
         ["checkpoint=missing.ckpt,other.ckpt"],
         ["task.optimizer.lr=interval(0,1)"],
         ["hydra/sweeper=none"],
+        ["recipe=boston,bostn"],
     ]
-    done, heavy = attempts([["-m", "recipe=boston", *line] for line in lines], tmp_path)
-    done += attempts([["-m"], ["-m", "recipe=boston,bostn"]], tmp_path)[0]
+    lines = [["-m", "recipe=boston", *line] for line in lines]
+    done, heavy = attempts([*lines, ["-m"]], tmp_path)
     assert heavy == []
-    target = ["task.optimizer._target_=torch.optim.SGD,torch.optim.Adm"]
-    done += attempts([["-m", "recipe=boston", *target]], tmp_path)[0]
+    target = ["-m", "recipe=boston", "task.optimizer._target_=torch.optim.SGD,torch.optim.Adm"]
+    done += attempts([target], tmp_path)[0]
     for one in done:
         assert (one.code, one.out, one.files, one.err.count("\n")) == (2, "", [], 1), one
-    assert "did you mean Adam?" in done[-1].err
+    assert "did you mean torch.optim.Adam?" in done[-1].err
 
 
-def test_a_point_that_fails_leaves_the_others_running(tmp_path):
-    write(tmp_path, {"own.py": OWN})
-    words = ["-m", "recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false"]
-    done = dpframe(*words, "trainer.max_epochs=1", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "sweep: 2 of 3 runs finished" in done.stdout
-    assert done.stderr.startswith("Traceback") and "KeyError: 'a bug'" in done.stderr
-    assert "sweep: failed: multirun/boston/" in done.stderr.splitlines()[-1]
-    assert "/1_" in done.stderr.splitlines()[-1]
-    assert len(list(tmp_path.glob("multirun/boston/*/[02]_*/summary.json"))) == 2
+def test_a_point_that_fails_leaves_the_others_running(swept):
+    directory, (done, *_) = swept
+    assert done.code == 1
+    assert "sweep: 2 of 3 runs finished" in done.out
+    assert done.err.startswith("Traceback") and "KeyError: 'a bug'" in done.err
+    assert "sweep: failed: multirun/boston/" in done.err.splitlines()[-1]
+    assert "/1_" in done.err.splitlines()[-1]
+    assert len(list(directory.glob("multirun/boston/*/[02]_*/summary.json"))) == 2
 
 
-def test_a_point_that_a_user_error_ends_is_one_line(tmp_path):
-    words = ["-m", "recipe=boston", "strategy=cpu", "trainer.gpus=2,1", "trainer.max_epochs=1"]
-    done = dpframe(*words, cwd=tmp_path)
-    assert done.returncode == 1
-    told, failed = done.stderr.splitlines()
+def test_a_point_that_a_user_error_ends_is_one_line(swept):
+    _, (_, done, *_) = swept
+    assert done.code == 1
+    told, failed = done.err.splitlines()
     assert told.startswith("dpframe: trainer.gpus=2 but strategy=cpu is one replica")
-    assert failed.startswith("sweep: failed: ") and "/0_strategy=cpu" in failed
+    assert failed.startswith("sweep: failed: wrong/0_strategy=cpu")
 
 
-def test_recipes_are_swept_into_one_directory(tmp_path):
-    words = ("-m", "recipe=boston,shapes", "trainer.max_epochs=1")
-    done = dpframe(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (sweep,) = tmp_path.glob("multirun/*/*")
-    assert sweep.parent.name == "boston,shapes"
+def test_recipes_are_swept_into_one_directory(swept):
+    directory, done = swept
+    assert done[2].code == 0, done[2].err
+    (sweep,) = directory.glob("multirun/boston,shapes/*")
     names = sorted(path.name for path in sweep.iterdir() if path.is_dir())
-    assert names == [f"{n}_recipe={r},{words[2]}" for n, r in enumerate(("boston", "shapes"))]
+    assert names == [f"{n}_recipe={r},{SHORT}" for n, r in enumerate(("boston", "shapes"))]
 
 
 def test_two_sweeps_of_one_second_get_a_directory_each(tmp_path):
     first = tmp_path / "multirun" / "now"
-    assert [_made(first, is_given=False).name for _ in range(2)] == ["now", "now-2"]
+    names = [new_directory(first, is_given=False).name for _ in range(3)]
+    assert names == ["now", "now-2", "now-3"]
 
 
-def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(tmp_path):
-    words = ("-m", "recipe=boston", "trainer.max_epochs=1", "seed=1,2")
-    done = dpframe(*words, "hydra.sweep.dir=here", cwd=tmp_path)
-    assert done.returncode == 0
-    names = sorted(path.name for path in (tmp_path / "here").iterdir())
-    assert names == [*(f"{n}_seed={n + 1},trainer.max_epochs=1" for n in (0, 1)), "multirun.yaml"]
-    (refused,), _ = attempts([[*words, "hydra.sweep.dir=/proc/no"]], tmp_path)
+def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(swept):
+    directory, (*_, given, refused) = swept
+    assert given.code == 0, given.err
+    names = sorted(path.name for path in (directory / "here").iterdir())
+    assert names == [*(f"{n}_seed={n + 1},{SHORT}" for n in (0, 1)), "multirun.yaml"]
     assert refused.code == 2 and refused.err.count("\n") == 1
     assert "the sweep's directory /proc/no can't be made" in refused.err
 
@@ -177,10 +190,3 @@ def test_a_sweeps_directory_has_no_slash_and_a_length_that_files_may_have():
     assert directory_name("checkpoint=a/b.ckpt,seed=1") == "checkpoint=a_b.ckpt,seed=1"
     for letter in ("x", "é", "日"):
         assert len(f"1234_{directory_name(letter * 300)}".encode()) < 255
-
-
-def test_the_cyclic_collector_is_on_while_a_sweep_runs(tmp_path):
-    own = OWN.replace("if self.fails", "if not gc.isenabled()")
-    write(tmp_path, {"own.py": f"import gc\n{own}"})
-    words = ("-m", "recipe=boston", "task._target_=own.Own", "trainer.max_steps=1", "seed=1,2")
-    assert dpframe(*words, cwd=tmp_path).returncode == 0

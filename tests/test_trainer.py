@@ -243,7 +243,7 @@ WANTED = 'return {"loss": scalar tensor, **metrics}'
         (lambda loss: {"loss": 1.0}, f"a loss that is a float, not a tensor; {WANTED}"),
         (
             lambda loss: {"loss": loss.repeat(4)},
-            "a loss of shape (4,); reduce it to a scalar, with loss.mean() say",
+            "a loss of shape (4,); reduce it to a scalar, e.g. with loss.mean()",
         ),
         (
             lambda loss: {"loss": loss.detach()},
@@ -272,10 +272,10 @@ def nothing_to_train() -> Any:
 @pytest.mark.parametrize(
     "make, data, said",
     [
-        (no_optimizer, Rows(), "Small has no optimiser; give task.optimizer or write configure_"),
+        (no_optimizer, Rows(), "Small has no optimizer; set task.optimizer or write configure_"),
         (nothing_to_train, Rows(), "Small has no parameter to train"),
-        (Small, Rows(0, val=False), "Rows.train_dataset() has no rows; give it at least one"),
-        (Small, DataModule(), "DataModule.train_dataset() gives no data set; write it"),
+        (Small, Rows(0, val=False), "Rows.train_dataset() has no rows; it needs at least one"),
+        (Small, DataModule(), "DataModule.train_dataset() returned None; return a data set"),
     ],
 )
 def test_a_fit_that_cannot_start_says_why_in_one_line(make, data, said):
@@ -355,8 +355,11 @@ def test_an_optimiser_whose_step_needs_a_closure_is_refused_before_anything_begi
     "given, said",
     [
         ({"precision": "fp8"}, "trainer.precision=fp8 is not one of 32, 64, bf16, fp16"),
-        ({"accumulate": 0}, "trainer.accumulate=0 is out of range; give 1 or more"),
-        ({"clip_norm": 0.0}, "trainer.clip_norm=0.0 is out of range; give more than 0"),
+        ({"compile": "fast"}, "trainer.compile=fast is not one of default, reduce-overhead"),
+        ({"compile": {"mode": "reduce"}}, "trainer.compile.mode=reduce is not one of default"),
+        ({"compile": {"mod": 1}}, "trainer.compile={'mod': 1} is not a mode"),
+        ({"accumulate": 0}, "trainer.accumulate=0 is out of range; use 1 or more"),
+        ({"clip_norm": 0.0}, "trainer.clip_norm=0.0 is out of range; use more than 0"),
         ({"max_epochs": None}, "trainer.max_epochs, max_steps and max_seconds are all null"),
     ],
 )
@@ -380,7 +383,7 @@ def test_the_trainer_sees_one_thread_for_a_small_model_and_leaves_a_large_one_al
 
 def test_an_optimiser_in_place_of_what_makes_one_is_refused_in_one_line() -> None:
     net = torch.nn.Linear(1, 1)
-    with pytest.raises(UserError, match="was given an optimiser; give what makes one"):
+    with pytest.raises(UserError, match="was given an optimizer; pass what makes one"):
         Task(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
 
 
@@ -414,3 +417,17 @@ def test_a_metric_that_counts_for_itself_is_refused_on_several_replicas(kind):
         "exact, or use trainer.gpus=1"
     )
     assert trainer(counting()).task.metrics
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [
+        (False, None),
+        (True, "default"),
+        ("reduce-overhead", "reduce-overhead"),
+        ({"mode": None}, None),
+        ({"mode": "max-autotune"}, "max-autotune"),
+    ],
+)
+def test_compile_is_a_switch_or_a_mode_of_torch_compile(value, mode):
+    assert TrainerSettings(compile=value).compile_mode == mode

@@ -1,5 +1,6 @@
 """Runs programs as processes of their own, one after another in turns, and measures them."""
 
+import hashlib
 import json
 import os
 import resource
@@ -9,83 +10,74 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import venv
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 PROGRAMS = Path(__file__).parent / "programs"
-WARM_EPOCHS = 5  # of a run, left out of its time a step
+PEERS = Path(__file__).parent.parent / "peers.lock"
+WARM_EPOCHS = 5  # of a run, left out of its time per step
 LIMIT_SECONDS = 300
-WORK = {"BENCHMARK_CLOCK": "processor"}
-CALM = 0.15  # processors that others may keep busy
+CALM = 0.15  # processors that other programs may keep busy
 NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH"),
-    "PYTHONDONTWRITEBYTECODE",  # else a start-up is one of sources that are compiled each time
+    "PYTHONDONTWRITEBYTECODE",  # else each start compiles the sources again
 )
 
 
 class Program(NamedTuple):
     name: str
     command: list[str]
-    code: int = 0  # what it exits with
+    code: int = 0  # the exit code that it should have
+    python_path: str = ""
 
 
 class Run(NamedTuple):
-    """`step` and `epoch_step` are microseconds a step: of training alone, and of all there is."""
+    """`step` and `epoch_step` are microseconds per step: of training alone, and of everything."""
 
     seconds: float
-    megabytes: float  # of the process that was started, at its peak
-    beside: float = 0.0  # processors that others kept busy meanwhile
+    megabytes: float  # the peak of the process that was started
+    beside: float = 0.0  # processors that other programs kept busy meanwhile
     begin: float = 0.0  # seconds until the first epoch
     step: float = 0.0
     epoch_step: float = 0.0
-    first_step: float = 0.0  # `step` in the run's first quarter, and in its last
+    first_step: float = 0.0  # `step` in the first quarter of the run, and in the last one
     last_step: float = 0.0
-    calls: float = 0.0  # Python calls a step
     loss: float = 0.0
 
 
-def count_work() -> None:
-    """From now on seconds are those of processors, with one thread of arithmetic to a program.
-
-    That is not how long anything takes: writing and waiting are left out. But it hardly depends on
-    what else runs, where times are worth nothing.
-    """
-    os.environ.update(WORK, OMP_NUM_THREADS="1")
-
-
 def in_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Run]]:
-    """A B C B C A …, after a turn that warms the disk's cache and is thrown away.
+    """Runs all programs `rounds` times, in a new random order each time.
 
-    The order changes from turn to turn: a machine may be slower after some programs than after
-    others. A turn beside which others kept the machine busy is made again, at most twice as often
-    as asked; the calmest are kept, which is not to look at what was measured.
+    A first round warms the disk's cache and is thrown away. A machine may be slower after some
+    programs than after others, hence the changing order. A round beside which other programs kept
+    the machine busy is repeated; the calmest rounds are kept, whatever was measured in them.
     """
     order = Random(0)
 
     def turn() -> dict[str, Run]:
-        shuffled = order.sample(programs, len(programs))
-        return {program.name: run(program) for program in shuffled}
+        return {program.name: run(program) for program in order.sample(programs, len(programs))}
 
     turns = [turn()][1:]
-    while sum(disturbance(its) < CALM for its in turns) < rounds and len(turns) < 3 * rounds:
+    while sum(disturbance(runs) < CALM for runs in turns) < rounds and len(turns) < 3 * rounds:
         turns.append(turn())
-    kept = sorted(turns, key=disturbance)[:rounds]
-    return {program.name: [its[program.name] for its in kept] for program in programs}
+    calmest = sorted(turns, key=disturbance)[:rounds]
+    return {program.name: [runs[program.name] for runs in calmest] for program in programs}
 
 
 def disturbance(turn: dict[str, Run]) -> float:
-    return statistics.fmean(measured.beside for measured in turn.values())
+    return statistics.fmean(run.beside for run in turn.values())
 
 
-def run(program: Program, *, counts: bool = False) -> Run:
+def run(program: Program) -> Run:
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         report = Path(folder, "report.json")
         environment = {k: v for k, v in os.environ.items() if k not in NOT_INHERITED}
         environment["BENCHMARK_REPORT"] = str(report)
-        if counts:
-            environment["BENCHMARK_CALLS"] = "1"
+        if program.python_path:
+            environment["PYTHONPATH"] = program.python_path
         with Path(folder, "output").open("w+") as output:
             busy, began = busy_seconds(), time.perf_counter()
             process = subprocess.Popen(
@@ -98,20 +90,16 @@ def run(program: Program, *, counts: bool = False) -> Run:
                 output.seek(0)
                 command = " ".join(program.command)
                 raise SystemExit(f"{command}\nended with {code}:\n{output.read()[-3000:]}")
-        told = json.loads(report.read_text()) if report.is_file() else None
-    used = usage.ru_utime + usage.ru_stime
-    if WORK.items() <= environment.items():
-        plain, began = Run(used, usage.ru_maxrss / 1024), 0.0
-    else:
-        plain = Run(seconds, usage.ru_maxrss / 1024, max(0.0, others / seconds))
-    return plain if told is None else plain._replace(**_times(told, began))
+        marks = json.loads(report.read_text()) if report.is_file() else None
+    result = Run(seconds, usage.ru_maxrss / 1024, max(0.0, others / seconds))
+    return result if marks is None else result._replace(**_times(marks, began))
 
 
 def _ended(process: subprocess.Popen) -> tuple[int, resource.struct_rusage]:
-    """The exit code and what it used, which only wait4 tells of one process.
+    """The exit code and the resources used, which only wait4 tells of one process.
 
-    Its peak memory counts what it was before it became the program, a copy of this one: so the
-    runner must stay small, and imports no torch.
+    Its peak memory includes that of this process, whose copy it was before it became the program:
+    so this process stays small and imports no torch.
     """
     limit = threading.Timer(LIMIT_SECONDS, process.kill)
     limit.start()
@@ -124,7 +112,7 @@ def _ended(process: subprocess.Popen) -> tuple[int, resource.struct_rusage]:
 
 
 def busy_seconds() -> float:
-    """Of all processors, since the machine began; 0 where the system doesn't tell."""
+    """Of all processors since the machine started; 0 where the system does not tell."""
     try:
         fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
     except OSError:
@@ -133,20 +121,24 @@ def busy_seconds() -> float:
     return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def _times(told: dict, began: float) -> dict[str, float]:
-    begun, trained, ended = told["begun"], told["trained"], told["ended"]
-    steps = told["steps_per_epoch"]
-    each = [1e6 * (t - b) / steps for b, t in zip(begun, trained, strict=True)]
-    found = {"begin": begun[0] - began, "loss": told["loss"], "calls": told["calls"] / steps}
-    warm = WARM_EPOCHS if len(each) > 2 * WARM_EPOCHS else 0
-    first = ended[warm - 1] if warm else begun[0]
-    found["epoch_step"] = 1e6 * (ended[-1] - first) / (len(ended) - warm) / steps
-    kept = each[warm:]
-    quarter = max(1, len(kept) // 4)
-    found["step"] = statistics.median(kept)
-    found["first_step"] = statistics.median(kept[:quarter])
-    found["last_step"] = statistics.median(kept[-quarter:])
-    return found
+def _times(marks: dict, began: float) -> dict[str, float]:
+    begun, trained, ended = marks["begun"], marks["trained"], marks["ended"]
+    steps = marks["steps_per_epoch"]
+    warm = WARM_EPOCHS if len(begun) > 2 * WARM_EPOCHS else 0
+    each = [1e6 * (t - b) / steps for b, t in zip(begun, trained, strict=True)][warm:]
+    quarter = max(1, len(each) // 4)
+    since = ended[warm - 1] if warm else begun[0]
+    return {
+        "begin": begun[0] - began,
+        "step": statistics.median(each),
+        "epoch_step": 1e6 * (ended[-1] - since) / len(each) / steps,
+        "first_step": statistics.median(each[:quarter]),
+        "last_step": statistics.median(each[-quarter:]),
+        "loss": marks["loss"],
+    }
+
+
+# Programs
 
 
 def dpframe(*words: str, name: str = "dpframe", code: int = 0) -> Program:
@@ -154,15 +146,31 @@ def dpframe(*words: str, name: str = "dpframe", code: int = 0) -> Program:
     return Program(name, [sys.executable, "-m", "dpframe", *words], code)
 
 
-def noted(*words: str, name: str = "dpframe") -> Program:
-    """The command with a callback that notes the times of its epochs."""
-    return Program(name, [sys.executable, str(PROGRAMS / "dpframe_command.py"), *words])
+def noted(*words: str, name: str = "dpframe", python_path: str = "") -> Program:
+    """The command with one more callback, which notes the times of its epochs."""
+    command = [sys.executable, str(PROGRAMS / "dpframe_command.py"), *words]
+    return Program(name, command, python_path=python_path)
 
 
 def script(python: str, file: str, *words: str, name: str) -> Program:
     return Program(name, [python, str(PROGRAMS / f"{file}.py"), *words])
 
 
-def pairs(runs: Sequence[float], others: Sequence[float]) -> Iterator[float]:
-    """One over the other, turn by turn: what slowed the machine for a while slowed both."""
-    return (one / other for one, other in zip(runs, others, strict=True))
+def peers_python() -> str:
+    """The Python of a venv in the user's cache with what benchmarks/peers.lock pins; making it
+    takes minutes."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    content = PEERS.read_bytes() + sys.version.encode()
+    folder = cache / "dpframe-benchmarks" / hashlib.sha256(content).hexdigest()[:12]
+    python = folder / "bin" / "python"
+    if not (folder / "complete").is_file():
+        print(f"making {folder} from {PEERS.name}", flush=True)
+        venv.create(folder, with_pip=True, clear=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "-r", str(PEERS)], check=True)
+        (folder / "complete").touch()
+    return str(python)
+
+
+def peers_versions() -> dict[str, str]:
+    pins = dict(line.split("==") for line in PEERS.read_text().splitlines() if "==" in line)
+    return {n: pins[n] for n in ("torch", "lightning", "accelerate", "tensorboard", "numpy")}

@@ -8,28 +8,18 @@
         on_epoch_end
     on_fit_end / on_exception
 
-Within a hook, callbacks run in the order of the config, but for those that say `runs_last`.
+Within a hook, callbacks run in the order of the config; those with `runs_last` come last.
 `on_validation_end`, `on_test_end` and `on_predict_end` also end the modes of those names.
-Hooks run in every process; `trainer.strategy.is_main` tells the one that may print and write.
+Hooks run in every process; only the one where `trainer.strategy.is_main` may print and write.
 """
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+from dpframe.errors import UserError, suggestion
+
 if TYPE_CHECKING:
     from dpframe.trainer import Predictions, Trainer
-
-HOOKS = (
-    "on_fit_start",
-    "on_epoch_start",
-    "on_step_end",
-    "on_validation_end",
-    "on_epoch_end",
-    "on_fit_end",
-    "on_exception",
-    "on_test_end",
-    "on_predict_end",
-)
 
 
 class Callback:
@@ -37,7 +27,7 @@ class Callback:
     needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
 
     def on_fit_start(self, trainer: "Trainer") -> None:
-        """Everything is built and placed; no step was taken yet."""
+        """Everything is built and placed; no step has been taken yet."""
 
     def on_epoch_start(self, trainer: "Trainer") -> None: ...
 
@@ -60,19 +50,28 @@ class Callback:
         """On the main process alone: the others have no predictions."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback."""
+        """What a checkpoint keeps of this callback: numbers, text, tensors, lists and dicts."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
 def hooks_of(callbacks: Iterable[Callback]) -> dict[str, list[Callable[..., None]]]:
-    """By hook, those of the callbacks that override it."""
-    return {
-        name: [
-            getattr(callback, name)
-            for callback in callbacks
-            if getattr(type(callback), name) is not getattr(Callback, name)
-        ]
-        for name in HOOKS
-    }
+    """By hook, the methods of the callbacks that override it; a misspelt hook is refused."""
+    hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
+    for callback in callbacks:
+        kind = type(callback)
+        for name in dir(kind):
+            if not name.startswith("on_") or not callable(getattr(kind, name)):
+                continue
+            if name not in HOOKS:
+                raise UserError(
+                    f"{kind.__name__}.{name} is no hook and would never be called; "
+                    f"{suggestion(name, HOOKS)}"
+                )
+            if getattr(kind, name) is not getattr(Callback, name):
+                hooks[name].append(getattr(callback, name))
+    return hooks

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """`patience` counts validations, or epochs where `monitor` is a train/ metric.
 
-    What is measured only because training ends does not count: the run may be extended.
+    A validation that happens only because training ends does not count: the run may be extended.
     """
 
     def __init__(
@@ -37,14 +37,12 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         is_whole = trainer.batches_done == 0
-        if is_whole and not (self.monitor.is_of_validation and trainer.has_validation):
+        if is_whole and not (self.monitor.is_of_validation and trainer.feed.validation is not None):
             self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> None:
-        if self.monitor.is_better(self.monitor.value(trainer.metrics)):
-            self.times_without_progress = 0
-            return
-        self.times_without_progress += 1
+        is_better = self.monitor.is_better(self.monitor.value(trainer.metrics))
+        self.times_without_progress = 0 if is_better else self.times_without_progress + 1
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer: "Trainer") -> None:
@@ -56,16 +54,12 @@ class EarlyStopping(Callback):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "watched": self.monitor.watched,
-            "best": self.monitor.best,
-            "times_without_progress": self.times_without_progress,
-        }
+        times = {"times_without_progress": self.times_without_progress}
+        return {**self.monitor.state_dict(), **times}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("watched") != self.monitor.watched:
-            return  # another metric's numbers say nothing about this one's
-        self.monitor.load_best(state.get("best"))
+        if not self.monitor.load_state_dict(state):
+            return
         times = state.get("times_without_progress")
         if type(times) is not int or times < 0:
             raise UserError(

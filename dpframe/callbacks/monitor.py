@@ -1,9 +1,13 @@
-"""A metric that is watched, and the best it has been."""
+"""A metric that is watched and its best value, which `Best` keeps for the summary."""
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from dpframe.callbacks.base import Callback
 from dpframe.errors import UserError, suggestion
+
+if TYPE_CHECKING:
+    from dpframe.trainer import Trainer
 
 
 class Monitor:
@@ -18,17 +22,9 @@ class Monitor:
         self.is_of_validation = name.startswith("val/")
 
     @property
-    def watched(self) -> str:
-        return f"{self.mode} {self.name}"
-
-    def load_best(self, best: Any) -> None:
-        """As a checkpoint has it, which may be anybody's."""
-        if best is not None and not hasattr(best, "__float__"):
-            raise UserError(
-                f"resume: {self.key} had {str(best)[:200]} for its best {self.name}; "
-                "use another checkpoint"
-            )
-        self.best = best
+    def sign(self) -> int:
+        """A smaller `sign * value` is better."""
+        return 1 if self.mode == "min" else -1
 
     def value(self, metrics: dict[str, float]) -> float:
         if self.name not in metrics:
@@ -41,8 +37,52 @@ class Monitor:
         """Whether `value` is the best so far; if so it is kept. NaN never is."""
         if math.isnan(value):
             return False
-        sign = 1 if self.mode == "min" else -1
-        if self.best is not None and sign * value >= sign * self.best - self.min_delta:
+        if self.best is not None and self.sign * value >= self.sign * self.best - self.min_delta:
             return False
         self.best = value
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"watched": f"{self.mode} {self.name}", "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> bool:
+        """Whether `state` is of this metric: another one's numbers say nothing about it."""
+        if state.get("watched") != f"{self.mode} {self.name}":
+            return False
+        best = state.get("best")
+        if best is not None and not hasattr(best, "__float__"):
+            raise UserError(
+                f"resume: {self.key} had {str(best)[:200]} for its best {self.name}; "
+                "use another checkpoint"
+            )
+        self.best = best
+        return True
+
+
+class Best(Callback):
+    """The best value of a metric, for a run's summary; none if it is not measured."""
+
+    def __init__(self, monitor: str, mode: str, key: str) -> None:
+        self.monitor = Monitor(monitor, mode, key=key)
+
+    @property
+    def value(self) -> dict[str, float]:
+        return {} if self.monitor.best is None else {self.monitor.name: self.monitor.best}
+
+    def on_validation_end(self, trainer: "Trainer") -> None:
+        if self.monitor.is_of_validation and trainer.mode == "fit":
+            self._judge(trainer)
+
+    def on_epoch_end(self, trainer: "Trainer") -> None:
+        if not self.monitor.is_of_validation:
+            self._judge(trainer)
+
+    def _judge(self, trainer: "Trainer") -> None:
+        if self.monitor.name in trainer.metrics:
+            self.monitor.is_better(trainer.metrics[self.monitor.name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.monitor.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.monitor.load_state_dict(state)

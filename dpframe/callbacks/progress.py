@@ -1,7 +1,7 @@
 """What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end.
 
-A bar is redrawn at most ten times a second. Lines of epochs shorter than a tenth of one are shown
-together as often, at the end of a step, and before whatever else is logged.
+A bar is redrawn at most ten times a second. The lines of epochs that are shorter than that are
+shown several at once, at the end of a step, and before anything else that is logged.
 """
 
 import logging
@@ -29,7 +29,7 @@ class Progress(Callback):
             raise UserError(f"callbacks.progress.bar={bar} is not one of auto, true, false")
         self.has_bar = sys.stdout.isatty() if bar == "auto" else bool(bar)
         self.bar: Any = None
-        self.unsaid: list[str] = []  # lines of epochs
+        self.pending: list[str] = []  # lines of epochs
         self.next_draw = 0.0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -43,7 +43,7 @@ class Progress(Callback):
             self._start_bar(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if self.bar is not None or self.unsaid:
+        if self.bar is not None or self.pending:
             self._draw_in_time(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
@@ -52,7 +52,7 @@ class Progress(Callback):
         total = trainer.settings.max_epochs
         of = f"/{total}" if total else ""
         metrics = _inline(trainer.metrics)
-        self.unsaid.append(f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}")
+        self.pending.append(f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}")
         self._draw_in_time(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
@@ -70,8 +70,8 @@ class Progress(Callback):
         )
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
-        with suppress(OSError):  # of a reader that has gone: not in the place of what ended the run
-            self._say_lines()
+        with suppress(OSError):  # the reader has gone: that must not hide what ended the run
+            self._print_lines()
         self._stop()
 
     def on_validation_end(self, trainer: "Trainer") -> None:
@@ -94,9 +94,9 @@ class Progress(Callback):
             TextColumn("{task.completed:.0f}{task.fields[of]} steps"),
             TimeRemainingColumn(),
             TextColumn("{task.fields[metrics]}"),
-            auto_refresh=False,  # no thread: the loop redraws, at most ten times a second
+            auto_refresh=False,  # no thread: the hooks redraw it
         )
-        total = trainer.total_steps or None  # None: only the clock will end it
+        total = trainer.total_steps or None  # None: only the clock ends it
         self.line = self.bar.add_task(
             f"epoch {trainer.epoch}",
             total=total,
@@ -113,7 +113,7 @@ class Progress(Callback):
             self._draw(trainer)
 
     def _draw(self, trainer: "Trainer") -> None:
-        self._say_lines()
+        self._print_lines()
         if self.bar is not None:
             self.bar.update(
                 self.line,
@@ -124,14 +124,14 @@ class Progress(Callback):
             )
 
     def _lines_first(self, record: logging.LogRecord) -> bool:
-        self._say_lines()
+        self._print_lines()
         return True
 
-    def _say_lines(self) -> None:
-        lines = self.unsaid[:]
+    def _print_lines(self) -> None:
+        lines = self.pending[:]
         if not lines:
             return
-        del self.unsaid[: len(lines)]  # whatever thread this is: one that comes now stays
+        del self.pending[: len(lines)]  # another thread may add a line meanwhile: it stays
         text = "\n".join(lines)
         log.info(text, extra={"on_screen": self.bar is None})
         if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
@@ -176,10 +176,10 @@ def _batch(trainer: "Trainer") -> str:
 
 
 def _data(trainer: "Trainer") -> str:
-    """How it is read, and whether it is all on the GPU or goes there bit by bit."""
-    loader = trainer.train_loader
+    """How it is read, and whether all of it is on the GPU or is copied there batch by batch."""
+    loader = trainer.feed.train
     if loader.device.type != "cpu":
-        return f"{len(trainer.train_dataset):,} rows on {loader.device}"
+        return f"{len(trainer.feed.dataset):,} rows on {loader.device}"
     on_gpu = trainer.strategy.device.type != "cpu"
     return f"{loader.how}, copied by the batch" if on_gpu else loader.how
 
@@ -190,12 +190,12 @@ def parameters(trainer: "Trainer") -> str:
     counted: set[int] = set()
     total = 0
     for name, module in trainer.task.named_modules():
-        own = [p for p in module.parameters(recurse=False) if id(p) not in counted]
-        counted |= {id(p) for p in own}
-        count = sum(p.numel() for p in own)
+        direct = [p for p in module.parameters(recurse=False) if id(p) not in counted]
+        counted |= {id(p) for p in direct}
+        count = sum(p.numel() for p in direct)
         total += count
-        if own:
-            shapes = " ".join("x".join(map(str, p.shape)) or "1" for p in own)
+        if direct:
+            shapes = " ".join("x".join(map(str, p.shape)) or "1" for p in direct)
             rows.append((name or "(task)", type(module).__name__, shapes, f"{count:,}"))
     rows.append(("total", "", "", f"{total:,}"))
     return _columns(rows)

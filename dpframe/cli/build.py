@@ -1,27 +1,37 @@
-"""Builds what `_target_` names, after checking that it is there and takes what it is given."""
+"""Builds what `_target_` names, after checking that it is there and takes its arguments."""
 
+import functools
 import inspect
 import traceback
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import partial
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import torch
+from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler
+
+from dpframe.cli.compose import Composed
 from dpframe.cli.locate import locate
 from dpframe.cli.refusal import first_line
-from dpframe.cli.settings import kind_of, shown
-from dpframe.cli.trust import NOBODY, Trust
+from dpframe.cli.settings import kind_of, shown, spoken
+from dpframe.cli.trust import NOBODY, Trust, slots, trust_of
 from dpframe.errors import UserError, suggestion
+from dpframe.task import Task
 
-SPECIAL = {"_target_", "_args_", "_partial_", "_recursive_", "_convert_"}
-EXAMPLES = {
-    "Module": "torch.nn.Linear",
-    "Optimizer": "torch.optim.Adam",
-    "LRScheduler": "torch.optim.lr_scheduler.StepLR",
-}
-CONVERSIONS = ("all", "partial", "object")
+SPECIAL = {"_target_": str, "_args_": list, "_partial_": bool, "_recursive_": bool}
+TORCH = str(Path(torch.__file__).parent)
 SCALARS = (bool, int, float, str)
+
+
+def check_targets(job: Composed) -> Trust:
+    """Checks every part of a config before anything is built."""
+    trust = trust_of(job)
+    for where, node, kind in slots(job.settings):
+        check(node, where, kind, trust=trust)
+    return trust
 
 
 def build(
@@ -29,71 +39,16 @@ def build(
 ) -> Any:
     """The object that the node describes; `where` is its key in the config, for the errors."""
     check(node, where, kind, trust=trust)
-    if kind is not None:
-        path = node["_target_"]
-        trust = trust.within(path, trust.part(path, f"{where}._target_", kind))
-    try:
-        made = _made(node, where, trust)
-    except Exception as error:
-        said = refused(error, {where: node})
-        if said is None:
-            raise
-        raise said from None
-    if kind is not None and not isinstance(made, kind):
+    if kind is None:
+        return _made(node, where, trust)
+    path = node["_target_"]
+    made = _made(node, where, trust.within(locate(path, where)))
+    if not isinstance(made, kind):
         raise UserError(
-            f"{where}._target_={node['_target_']} gives a {type(made).__name__}, "
+            f"{where}._target_={path} returned a {type(made).__name__}, "
             f"not a dpframe {kind.__name__}"
         )
     return made
-
-
-def _made(node: Any, where: str, trust: Trust, *, is_recursive: bool = True) -> Any:
-    """Our own, as Hydra's `instantiate` would read the text in a config a second time: what looks
-    like text to `check` could become a node there."""
-    if isinstance(node, list):
-        return [
-            _made(value, f"{where}[{index}]", trust, is_recursive=is_recursive)
-            for index, value in enumerate(node)
-        ]
-    if not isinstance(node, Mapping):
-        return node
-    is_recursive = node.get("_recursive_", is_recursive)
-
-    def make(value: Any, where: str) -> Any:
-        return _made(value, where, trust, is_recursive=True) if is_recursive else deepcopy(value)
-
-    given = {
-        key: make(value, f"{where}.{key}") for key, value in node.items() if key not in SPECIAL
-    }
-    if "_target_" not in node:
-        return given
-    path = node["_target_"]
-    target = trust.target(path, f"{where}._target_")
-    call: Any = partial(partial, target) if node.get("_partial_") else target
-    made = call(*make(node.get("_args_", []), f"{where}._args_"), **given)
-    trust.refuse_returned(made, path, f"{where}._target_")
-    return made
-
-
-def refused(error: Exception, nodes: Mapping[str, Any]) -> UserError | None:
-    """The line for what a constructor says about its own arguments, as Adam does about lr=-1.
-
-    None for an error from anywhere deeper: that is a bug, which wants its traceback. So is a
-    TypeError or a KeyError, except where torch's own code raises it for what the node gives.
-    """
-    is_about_values = isinstance(error, ValueError | RuntimeError)
-    if not is_about_values and not isinstance(error, TypeError | KeyError):
-        return None
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    described = [found for where, node in nodes.items() for found in _described(node, where)]
-    for index, frame in enumerate(frames):
-        below = frames[index + 1 :]
-        is_its_own = all(deeper.f_code.co_name in ("__init__", "__new__") for deeper in below)
-        if (is_about_values and is_its_own) or _is_torchs(frames, index):
-            for where, node, target in described:
-                if _runs(frame, target):
-                    return _refusal(error, where, node, target)
-    return None
 
 
 def check(
@@ -102,127 +57,93 @@ def check(
     kind: type | None = None,
     *,
     trust: Trust = NOBODY,
-    wanted: "Wanted | None" = None,
+    wanted: type | None = None,
 ) -> None:
-    """Refuses, before anything is called, a target or an argument that can't be right.
+    """Refuses a target or an argument that can't be right, before anything is called.
 
-    `kind` is a slot's, which vouches for its package; `wanted` is what a parameter is to be.
+    `kind` is a slot's, whose part vouches for its package; `wanted` is what a parameter takes.
     """
-    if kind is not None and not (isinstance(node, Mapping) and node.get("_target_")):
+    if isinstance(node, Mapping) and "_target_" in node:
+        _check_special(node, where)
+        if kind is None:
+            target = trust.nested(node["_target_"], where)
+        else:
+            target = trust.part(node["_target_"], where, kind)
+            trust = trust.within(target)
+        if wanted is not None:
+            _check_wanted(target, node, where, wanted)
+        _check_arguments(target, node, where, is_later=wanted in (optim.Optimizer, LRScheduler))
+        parameters = _wanted(target)
+        for name, value in node.items():
+            check(value, f"{where}.{name}", trust=trust, wanted=parameters.get(name))
+    elif kind is not None:
         given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
         raise UserError(f"{given} has no _target_; name its class")
-    hints: dict[str, Wanted] = {}
-    if isinstance(node, SCALARS) and wanted is not None and wanted.is_called_by_us:
-        raise UserError(f"{where}={shown(node)} is {kind_of(node)}; {_named(node, where, wanted)}")
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            _check_special(node, where)
-            key, path = f"{where}._target_", node["_target_"]
-            target = trust.nested(path, key) if kind is None else trust.part(path, key, kind)
-            trust = trust if kind is None else trust.within(path, target)
-            if wanted is not None:
-                _check_wanted(target, node, where, wanted.kind)
-                _check_partial(target, node, where, wanted)
-            _check_arguments(target, node, where)
-            hints = _wanted(target)
+    elif isinstance(node, Mapping):
         for name, value in node.items():
-            check(value, f"{where}.{name}", trust=trust, wanted=hints.get(name))
+            check(value, f"{where}.{name}", trust=trust)
     elif isinstance(node, list):
         for index, value in enumerate(node):
             check(value, f"{where}[{index}]", trust=trust)
+    elif isinstance(node, SCALARS) and wanted is not None:
+        example = _example(where, wanted, str(node))
+        raise UserError(f"{where}={shown(node)} is {kind_of(node)}; name its class, e.g. {example}")
 
 
 def _check_special(node: Mapping[str, Any], where: str) -> None:
     """The keys that are about the call itself."""
-    kinds = {"_target_": str, "_args_": list, "_partial_": bool, "_recursive_": bool}
-    for name, kind in kinds.items():
+    for name, kind in SPECIAL.items():
         if name in node and type(node[name]) is not kind:
-            wanted = "a list" if kind is list else _spoken(kind)
-            value = f"{where}.{name}={shown(node[name])}"
-            raise UserError(f"{value} is {kind_of(node[name])}; give {wanted}")
-    if node.get("_convert_", "all") not in CONVERSIONS:
-        raise UserError(
-            f"{where}._convert_={shown(node['_convert_'])}: what is built gets plain dicts and "
-            "lists; leave it out"
-        )
+            given = f"{where}.{name}={shown(node[name])} is {kind_of(node[name])}"
+            raise UserError(f"{given}; use {spoken(kind)}")
+    if "_convert_" in node:
+        raise UserError(f"{where}._convert_: every part gets plain dicts and lists; leave it out")
 
 
-class Wanted(NamedTuple):
-    """What a parameter is to be."""
-
-    kind: type
-    is_called_by_us: bool = True  # a Task may make its optimiser of anything
-
-
-def _wanted(target: Any) -> dict[str, Wanted]:
-    """What is certain of a constructor's parameters: a Task's optimizer and scheduler, modules."""
-    from torch import nn, optim
-
-    from dpframe.task import Task
-
+def _wanted(target: Any) -> dict[str, type]:
+    """What is certain of the parameters: modules, and the optimizer and the scheduler of a Task."""
     hints = {name: hint for name, hint in _hints(target).items() if isinstance(hint, type)}
-    modules = [name for name, hint in hints.items() if issubclass(hint, nn.Module)]
-    wanted = dict.fromkeys(modules, Wanted(nn.Module))
-    if isinstance(target, type) and issubclass(target, Task):
-        is_ours = target.configure_optimizer is Task.configure_optimizer
-        wanted["optimizer"] = Wanted(optim.Optimizer, is_ours)
-        wanted["scheduler"] = Wanted(optim.lr_scheduler.LRScheduler, is_ours)
+    wanted: dict[str, type] = {
+        name: nn.Module for name, h in hints.items() if issubclass(h, nn.Module)
+    }
+    is_task = isinstance(target, type) and issubclass(target, Task)
+    if is_task and target.configure_optimizer is Task.configure_optimizer:  # else it may take any
+        wanted |= {"optimizer": optim.Optimizer, "scheduler": LRScheduler}
     return wanted
 
 
-def _named(value: Any, where: str, wanted: Wanted) -> str:
-    """What to type instead."""
-    from torch import optim
-
-    if issubclass(wanted.kind, optim.Optimizer):
-        near = [name for name in optim.__all__ if name.lower() == str(value).lower()]
-        return f"name its class, as {where}._target_=torch.optim.{(near or ['Adam'])[0]}"
-    example = EXAMPLES[wanted.kind.__name__]
-    if issubclass(wanted.kind, optim.lr_scheduler.LRScheduler):
-        return (
-            f'name its class, as "{where}={{_target_: {example}, _partial_: true, step_size: 9}}"'
-        )
-    return f"name its class by a _target_, as {example}"
-
-
-def _check_partial(target: Any, node: Mapping[str, Any], where: str, wanted: Wanted) -> None:
-    """An optimiser and a scheduler are called later, with the parameters or the optimiser."""
-    from torch import nn
-
-    if not wanted.is_called_by_us or not isinstance(target, type) or wanted.kind is nn.Module:
-        return
-    if not issubclass(target, wanted.kind) and not node.get("_partial_"):
-        return  # an object with a __call__ of its own
-    if not node.get("_partial_"):
-        raise UserError(
-            f"{where}: {target.__name__} is made later, by the Task; add ++{where}._partial_=true"
-        )
-    parameters = list(inspect.signature(target).parameters.values())[1:]
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    for one in parameters if not node.get("_args_") else ():
-        is_needed = one.kind in plain and one.default is one.empty and one.name != "total_steps"
-        key = f"{where}.{one.name}"
-        if is_needed and one.name not in node:
-            raise UserError(f"{key} is missing; {target.__name__} needs it, as +{key}=…")
-
-
 def _check_wanted(target: Any, node: Mapping[str, Any], where: str, wanted: type) -> None:
-    """A class alone says what it makes; one with __call__, not a partial, may be what makes it."""
-    if not isinstance(target, type) or issubclass(target, wanted):
+    """Only a class says what it makes. A Task makes its optimizer and its scheduler later."""
+    if not isinstance(target, type):
         return
-    from torch import nn
-
-    is_maker = "__call__" in dir(target) and not node.get("_partial_")
-    is_scheduler = hasattr(target, "step") and "LRScheduler" in wanted.__name__
-    if is_scheduler or (is_maker and not issubclass(target, nn.Module) and wanted is not nn.Module):
+    is_later, is_partial = wanted is not nn.Module, node.get("_partial_")
+    if issubclass(target, wanted):
+        if is_later and not is_partial:
+            raise UserError(
+                f"{where}: the Task makes its {target.__name__} later; add ++{where}._partial_=true"
+            )
         return
-    raise UserError(
-        f"{where}._target_={node['_target_']} makes no {wanted.__name__}; name one, as "
-        f"{EXAMPLES[wanted.__name__]}"
-    )
+    is_layer = issubclass(target, nn.Module)
+    is_factory = is_later and not is_partial and not is_layer and "__call__" in dir(target)
+    if not is_factory and not (wanted is LRScheduler and hasattr(target, "step")):
+        raise UserError(
+            f"{where}._target_={node['_target_']} makes no {wanted.__name__}; "
+            f"name one, e.g. {_example(where, wanted)}"
+        )
 
 
-def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
+def _example(where: str, wanted: type, given: str = "") -> str:
+    if wanted is nn.Module:
+        return f"{where}._target_=torch.nn.Linear"
+    if wanted is LRScheduler:
+        node = "{_target_: torch.optim.lr_scheduler.StepLR, _partial_: true, step_size: 9}"
+        return f'"{where}={node}"'
+    near = [name for name in optim.__all__ if name.lower() == given.lower()]
+    return f"{where}._target_=torch.optim.{(near or ['Adam'])[0]}"
+
+
+def _check_arguments(target: Any, node: Mapping[str, Any], where: str, *, is_later: bool) -> None:
+    """`is_later`: the Task adds the first argument, and `total_steps`."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
@@ -236,23 +157,35 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
             raise UserError(
                 f"{where}.{key}: {name} takes no such argument; {suggestion(key, parameters)}"
             )
-    if not node.get("_partial_") and not node.get("_args_"):
-        for key, parameter in parameters.items():
-            is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if is_plain and parameter.default is parameter.empty and key not in given:
-                raise UserError(f"{where}.{key} is missing; {name} needs it")
+    is_partial = node.get("_partial_")
     if node.get("_args_"):
-        bind = signature.bind_partial if node.get("_partial_") else signature.bind
         try:
-            bind(*node["_args_"], **given)
+            (signature.bind_partial if is_partial else signature.bind)(*node["_args_"], **given)
         except TypeError as error:
             raise UserError(f"{where}: {name}: {error}") from None
+    elif is_later or not is_partial:
+        for key, parameter in list(parameters.items())[is_later:]:
+            is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            is_needed = is_plain and parameter.default is parameter.empty and key not in given
+            if is_needed and not (is_later and key == "total_steps"):
+                raise UserError(f"{where}.{key} is missing; {name} needs it, add +{where}.{key}=…")
     hints = _hints(target)
     for key, value in given.items():
         has_no_default = key not in parameters or parameters[key].default is not None
         is_auto = (where, key, value) == ("data", "workers", "auto")  # whatever a class's hint says
         if not is_auto and (value is not None or has_no_default):
             _check_type(value, hints.get(key), f"{where}.{key}")
+
+
+def _check_type(value: Any, hint: Any, where: str) -> None:
+    """Refuses only what is certain: a plain value where the annotation names other plain types."""
+    if hint is None or not isinstance(value, (*SCALARS, type(None))):
+        return
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    is_known = Any not in options and any(option in SCALARS for option in options)
+    is_float = float in options and type(value) is int
+    if is_known and type(value) not in options and not is_float:
+        raise UserError(f"{where}={shown(value)} is {kind_of(value)}; use {spoken(hint)}")
 
 
 def _hints(target: Any) -> dict[str, Any]:
@@ -262,62 +195,74 @@ def _hints(target: Any) -> dict[str, Any]:
         return {}  # annotations that don't resolve are no reason to refuse a run
 
 
-def _check_type(value: Any, hint: Any, where: str) -> None:
-    """Only what is certain: a plain value where the annotation names other plain types."""
-    if hint is None or not isinstance(value, (*SCALARS, type(None))):
-        return
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    plain = [option for option in options if option in SCALARS]
-    if not plain or Any in options or type(value) in options:
-        return
-    if float in plain and type(value) is int:
-        return
-    raise UserError(
-        f"{where}={shown(value)} is {kind_of(value)}; "
-        f"give {' or '.join(_spoken(option) for option in options)}"
-    )
+def _made(node: Any, where: str, trust: Trust, *, is_recursive: bool = True) -> Any:
+    """Hydra's `instantiate` would resolve the text in a config again: what is text to `check` could
+    become a node there."""
+    if isinstance(node, list):
+        return [
+            _made(value, f"{where}[{index}]", trust, is_recursive=is_recursive)
+            for index, value in enumerate(node)
+        ]
+    if not isinstance(node, Mapping):
+        return node
+    is_recursive = node.get("_recursive_", is_recursive)
+
+    def make(value: Any, where: str) -> Any:
+        return _made(value, where, trust) if is_recursive else deepcopy(value)
+
+    given = {
+        key: make(value, f"{where}.{key}") for key, value in node.items() if key not in SPECIAL
+    }
+    if "_target_" not in node:
+        return given
+    path = node["_target_"]
+    target = locate(path, f"{where}._target_")
+    arguments = make(node.get("_args_", []), f"{where}._args_")
+    if node.get("_partial_"):
+        made = Later(target, *arguments, **given)
+        made.where, made.node = where, node
+    else:
+        made = _called(target, arguments, given, where, node)
+    trust.refuse_returned(made, path, where)
+    return made
 
 
-def _spoken(option: Any) -> str:
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    if option is type(None):
-        return "null"
-    return words.get(option) or str(getattr(option, "__name__", option))
+class Later(functools.partial):
+    """A node's partial, which names the node's key when its call fails."""
+
+    where: str
+    node: Mapping[str, Any]
+
+    def __call__(self, /, *arguments: Any, **given: Any) -> Any:
+        return _called(super().__call__, arguments, given, self.where, self.node)
 
 
-def _described(node: Any, where: str) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
-    """Every node below that names a target, with its key and what it names."""
-    if isinstance(node, Mapping):
-        if "_target_" in node:
-            yield where, node, locate(str(node["_target_"]), where)
-        for name, value in node.items():
-            yield from _described(value, f"{where}.{name}")
-    elif isinstance(node, list):
-        for index, value in enumerate(node):
-            yield from _described(value, f"{where}[{index}]")
-
-
-def _runs(frame: types.FrameType, target: Any) -> bool:
-    if isinstance(target, type):
-        is_constructor = frame.f_code.co_name in ("__init__", "__new__")
-        return is_constructor and type(frame.f_locals.get("self")) is target
-    return frame.f_code is getattr(target, "__code__", None)
-
-
-def _is_torchs(frames: list[types.FrameType], index: int) -> bool:
-    """Whether dpframe made this call, and all that ran from there on is torch's."""
-    packages = [str(frame.f_globals.get("__name__")).split(".")[0] for frame in frames]
-    return packages[max(0, index - 1)] == "dpframe" and set(packages[index:]) == {"torch"}
-
-
-def _refusal(error: Exception, where: str, node: Mapping[str, Any], target: Any) -> UserError:
-    is_quoted = isinstance(error, KeyError)  # its text is a repr
-    said = first_line(ValueError(*error.args) if is_quoted else error)
-    plain = {key: value for key, value in node.items() if isinstance(value, SCALARS)}
-    named = [key for key, value in plain.items() if key not in SPECIAL and str(value) in said]
+def _called(
+    call: Callable[..., Any], arguments: Any, given: Any, where: str, node: Mapping[str, Any]
+) -> Any:
+    try:
+        return call(*arguments, **given)
+    except (ValueError, RuntimeError, TypeError, KeyError) as error:
+        below = traceback.extract_tb(error.__traceback__)[1:]
+        if not _is_about_arguments(error, below):
+            raise
+        place = f" ({below[-1].filename}, line {below[-1].lineno})" if below else ""
+        said = first_line(ValueError(*error.args))  # the text of a KeyError is quoted
+    name = node["_target_"].rpartition(".")[2]
+    plain = {k: v for k, v in node.items() if k not in SPECIAL and isinstance(v, SCALARS)}
+    named = [f".{key}={value}" for key, value in plain.items() if str(value) in said]
     if len(named) == 1:
-        return UserError(f"{where}.{named[0]}={plain[named[0]]}: {target.__name__} says: {said}")
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return UserError(
-        f"{where}: {target.__name__} says: {said} ({last.filename}, line {last.lineno})"
-    )
+        raise UserError(f"{where}{named[0]}: {name} says: {said}")
+    raise UserError(f"{where}: {name} says: {said}{place}")
+
+
+def _is_about_arguments(error: Exception, below: list[traceback.FrameSummary]) -> bool:
+    """Whether a constructor refuses its own arguments, as Adam does lr=-1.
+
+    An error from deeper is a bug, which needs its traceback. So does a TypeError or a KeyError,
+    except where all the code that ran is torch's.
+    """
+    is_its_own = all(frame.name in ("__init__", "__new__") for frame in below[1:])
+    if isinstance(error, ValueError | RuntimeError) and is_its_own:
+        return True
+    return all(frame.filename.startswith(TORCH) for frame in below)

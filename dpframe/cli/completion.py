@@ -1,25 +1,26 @@
 """Completes the command line in a shell: Hydra's words, for `dpframe` and `python -m dpframe`.
 
-What is completed comes from files that may be anybody's: the scripts never let a shell evaluate
-it, and a word that a shell would evaluate later, once it is in the command line, is not offered.
+The words come from files that anybody may have written: the scripts never let a shell evaluate
+them, and a word that a shell would evaluate once it is in the command line is not offered.
 """
 
 import argparse
 import io
 import os
 import re
-import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from typing import Any
 
-from hydra._internal.hydra import Hydra
+from hydra.core.plugins import Plugins
+from hydra.plugins.completion_plugin import CompletionPlugin
 
-from dpframe.cli.compose import CONFIG_NAME, hydra_over
+from dpframe.cli.configs import CONFIG_NAME, Configs
 from dpframe.errors import UserError, suggestion
 
 WORD = re.compile(r"[\w./:=+~@,%^-]+")
 
-# Python's -P: the key that completes is not to import what is in the current directory.
+# Python's -P: completion does not import what is in the current directory.
 # In zsh, a function for bash has neither bash's arrays nor its arithmetic in ${…:…}.
 BASH = """\
 _dpframe_complete()
@@ -74,7 +75,7 @@ def complete(arguments: argparse.Namespace) -> None:
     verb, _, shell = "".join(arguments.overrides[:1]).partition("=")
     if verb not in ("install", "uninstall", "query") or not shell or len(arguments.overrides) != 1:
         given = " ".join(arguments.overrides) or "nothing"
-        raise UserError(f"--shell-completion {given}: say install=bash, uninstall=bash or =zsh …")
+        raise UserError(f"--shell-completion {given}: use install=bash, uninstall=bash or =zsh …")
     if verb == "query":
         _query()
         return
@@ -85,23 +86,19 @@ def complete(arguments: argparse.Namespace) -> None:
 
 
 def _query() -> None:
-    """Prints the words that may come next. Whatever is wrong with the line: none, and no noise."""
-    sys.stderr = None  # type: ignore[assignment]  # argparse's, about an option not yet whole
-    found = io.StringIO()
-    try:
+    """Prints the words that may come next: none, silently, if something is wrong with the line."""
+    output = io.StringIO()
+    with suppress(Exception, SystemExit), redirect_stdout(output), redirect_stderr(io.StringIO()):
         line = re.sub(r"^\s*\S+(\s+-m\s+dpframe\b)?", "dpframe", os.environ.get("COMP_LINE", ""))
         config_dir, words = _config_dir(line.split(" "))
         if not any(re.match(r"~?recipe\b", word) for word in words[1:-1]):
             words.insert(1, "~recipe")  # else nothing composes before a recipe is chosen
         os.environ["COMP_LINE"] = " ".join(words)
-        with hydra_over(config_dir) as hydra, redirect_stdout(found):
-            plugins = Hydra.get_shell_to_plugin_map(hydra.config_loader)
-            plugins["fish"][0].query(config_name=CONFIG_NAME)  # a word a line
-    except (Exception, SystemExit):
-        return
-    finally:
-        sys.stderr = sys.__stderr__
-    for word in found.getvalue().splitlines():
+        configs = Configs(config_dir)
+        kinds: Any = Plugins.instance().discover(CompletionPlugin)
+        fish = next(kind for kind in kinds if kind.provides() == "fish")
+        fish(configs).query(CONFIG_NAME)  # a word a line
+    for word in output.getvalue().splitlines():
         if WORD.fullmatch(word):
             print(word)
 
@@ -109,7 +106,7 @@ def _query() -> None:
 def _config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
     """The user's folder, and the line without it, which Hydra's query would not understand."""
     line = " ".join(words)
-    found = re.search(r"\s(?:--config-dir|-cd)[ =](\S+)(?=\s)", line)
-    if found is None:
+    option = re.search(r"\s(?:--config-dir|-cd)[ =](\S+)(?=\s)", line)
+    if option is None:
         return None, list(words)
-    return os.path.expanduser(found[1]), line.replace(found[0], "", 1).split(" ")
+    return os.path.expanduser(option[1]), line.replace(option[0], "", 1).split(" ")

@@ -1,4 +1,4 @@
-"""A run's directory with its `.hydra/`: made once all is checked, unmade if nothing was trained."""
+"""A run's directory with its `.hydra/`: made after all checks, removed if nothing was trained."""
 
 import errno
 import os
@@ -15,11 +15,11 @@ from dpframe import files
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
 
-UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # bytes that are no text stay as given
+UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # keeps bytes that are not text
 
 
 class Directory:
-    """One that was given is used as it is; else two runs of one second get one each."""
+    """A directory that the user named is used as it is; two runs of one second get one each."""
 
     def __init__(self, path: Path, *, is_given: bool) -> None:
         self.path = path
@@ -52,7 +52,7 @@ class Directory:
 
     @classmethod
     def made(cls, paths: list[str]) -> "Directory":
-        """One that another process made, with its parents: `all_made` of there."""
+        """A directory that another process made, from its `all_made`."""
         directory = cls(Path(paths[0]), is_given=True)
         directory.is_made, directory.made_parents = True, [Path(path) for path in paths[1:]]
         return directory
@@ -62,7 +62,7 @@ class Directory:
         return [str(path) for path in (self.path, *self.made_parents)] if self.is_made else []
 
     def unmake(self) -> None:
-        """Removes what `make` made, and nothing that was there before."""
+        """Removes what `make` made, and nothing else."""
         self.release()
         if self.is_made:
             shutil.rmtree(self.path, ignore_errors=True)
@@ -94,7 +94,7 @@ class Directory:
                 self.path = first.with_name(f"{first.name}-{number}")
 
     def _take(self, path: Path) -> None:
-        """The kernel lets go of the lock when its owner ends, however that ends."""
+        """The kernel releases the lock when its process ends, however that happens."""
         if sys.platform == "win32":
             return
         import fcntl
@@ -107,7 +107,7 @@ class Directory:
                 self.release()
                 print(
                     f"dpframe: the file system of {self.path} has no locks ({error.strerror}); "
-                    "see to it that no other run writes there",
+                    "make sure that no other run writes there",
                     file=sys.stderr,
                 )
                 return
@@ -124,24 +124,24 @@ class Directory:
 
 
 def refuse_ways_out(directory: Path) -> None:
-    """What a run writes into a directory that was there before must not end up elsewhere.
+    """Refuses links that would lead what a run writes out of an existing directory.
 
-    The directory itself may be behind a link: that one is its owner's.
+    The directory itself may be behind a link, which is its owner's.
     """
     inside = directory.resolve()
     for folder in (directory, directory / ".hydra", directory / "checkpoints"):
         for entry in sorted(folder.iterdir()) if folder.exists() else []:
             if not Path(os.path.realpath(entry)).is_relative_to(inside):
                 raise UserError(
-                    f"{entry} is a link out of the run directory, and a run writes into its own "
-                    "alone; put what it leads to in its place, or remove it"
+                    f"{entry} is a link out of the run directory, and a run writes only inside it; "
+                    "move what it leads to here, or remove the link"
                 )
             if not (entry.is_file() or entry.is_dir()):
                 raise UserError(f"{entry} is neither a file nor a folder; remove it")
 
 
 def as_notes(overrides: Sequence[str]) -> str:
-    """As Hydra's own notes, but quoted where YAML would read a mapping, a comment or a number."""
+    """As Hydra writes overrides, but in quotes where YAML would read anything but text."""
     return yaml.safe_dump(list(overrides), allow_unicode=True, width=float("inf"))
 
 
@@ -151,11 +151,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _keep_older(path: Path, text: str) -> None:
-    """A resumed run may have another config: the one that it was begun with stays beside it."""
+    """A resumed run may have another config: the older one stays beside it."""
     if not path.is_file() or (before := path.read_text(**UTF8)) == text:
         return
     number, newest = 0, ""
     while (older := path.with_name(f"{path.stem}-{number + 1}{path.suffix}")).exists():
         number, newest = number + 1, older.read_text(**UTF8)
-    if before != newest:  # as it is where a resume was killed before it wrote its own
+    if before != newest:  # equal if a resume was killed before it wrote its own
         _write(older, before)

@@ -1,13 +1,22 @@
-"""`dpframe --help`: the modes, the groups with their options, and what people type."""
+"""What is shown without a run: the help, and the config that would run."""
 
+import argparse
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from hydra.core.plugins import Plugins
+from hydra.types import RunMode
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+
 from dpframe.cli import plugins
-from dpframe.cli.compose import groups, hydra_over, options_of
-from dpframe.cli.settings import MODES
-from dpframe.errors import printable
+from dpframe.cli.compose import compose, from_hydra, without_hydra
+from dpframe.cli.configs import CONFIG_NAME, Configs
+from dpframe.cli.refusal import has, nearest
+from dpframe.cli.resume import value_of
+from dpframe.cli.settings import MODES, shown
+from dpframe.errors import UserError, printable
 
 USAGE = """\
 dpframe trains PyTorch models from Hydra configs: change the strategy, not the maths.
@@ -35,35 +44,94 @@ examples
 
 options
   -h, --help              this page
-  -m, --multirun          one run for each combination of the values given, as lr=1,2
+  -m, --multirun          one run for each combination of the values given, e.g. lr=1,2
   -c, --cfg job           print the config that would run (--resolve: with ${…} filled in)
   --config-dir DIR        a folder of your own recipe/, strategy/ … files
-  --shell-completion install=bash|zsh|fish      as eval "$(dpframe -sc install=bash)"
+  --shell-completion install=bash|zsh|fish      e.g. eval "$(dpframe -sc install=bash)"
   --version
-  -i, --info, --hydra-help, --package, -c hydra|all: as Hydra has them
+  -i, --info, --hydra-help, --package, -c hydra|all: see --hydra-help
 """
 
 
 def text(config_dir: str | None) -> str:
-    with hydra_over(config_dir):
-        menus = [_group(group, config_dir) for group in groups()]
+    """`--help`: the modes, the groups with their options, and what people type."""
+    configs = Configs(config_dir)
+    menus = [_menu(group, configs) for group in configs.groups()]
     modes = f"modes\n  mode={'|'.join(MODES)}    (fit is the default)\n"
     return printable("\n".join([USAGE, modes, *menus, KEYS, EXAMPLES]).rstrip())
 
 
-def _group(group: str, config_dir: str | None) -> str:
-    options = options_of(group)
+def hydra_text(parser: argparse.ArgumentParser, config_dir: str | None) -> str:
+    """`--hydra-help`: the options of the command, and Hydra's own groups."""
+    configs = Configs(config_dir)
+    groups = [f"hydra/{group}" for group in sorted(configs.list_groups("hydra"))]
+    lines = [f"  {group}: {', '.join(configs.options(group))}" for group in groups]
+    return printable("\n".join([parser.format_help(), "Hydra's groups", *lines]))
+
+
+def config_text(arguments: argparse.Namespace) -> str:
+    """`--cfg`: the config that would run."""
+    configs, overrides = Configs(arguments.config_dir), arguments.overrides
+    with configs.explained(overrides):
+        config = compose(configs, overrides)
+        from_hydra(config, overrides)  # refuses what a run would
+        if arguments.cfg == "job":
+            config = without_hydra(config)
+        else:
+            with read_write(config.hydra), open_dict(config.hydra):
+                del config.hydra["help"], config.hydra["hydra_help"]
+        if arguments.cfg == "hydra":
+            config = OmegaConf.masked_copy(config, ["hydra"])
+        return printable(_yaml(config, arguments.package, arguments.resolve))
+
+
+def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
+    if resolve:
+        OmegaConf.resolve(config)
+    if package and not has(config, package):
+        raise UserError(f"--package={package}: there is no such part; {nearest(config, package)}")
+    part = OmegaConf.select(config, package) if package else config
+    if not isinstance(part, DictConfig | ListConfig):
+        return f"{shown(part)}\n"
+    return (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)
+
+
+def info_text(kind: str, overrides: Sequence[str], config_dir: str | None) -> str:
+    """`--info`: how the config comes about."""
+    if value_of("recipe", overrides) is None:
+        overrides = [*overrides, "~recipe"]
+    configs = Configs(config_dir)
+    with configs.explained(overrides):
+        config = configs.compose(overrides)
+        defaults = configs.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
+    sources = config.hydra.runtime.config_sources
+    parts = {
+        "plugins": [plugin.__name__ for plugin in Plugins.instance().discover()],
+        "searchpath": [f"{s.provider}: {s.schema}://{s.path}" for s in sources],
+        "defaults": [
+            f"{d.config_path} (package {d.package or '_global_'})" for d in defaults.defaults
+        ],
+        "config": OmegaConf.to_yaml(without_hydra(config)).splitlines(),
+    }
+    lines = []
+    for name in parts if kind == "all" else [kind]:
+        lines += [name, *(f"  {line}" for line in parts[name])]
+    return printable("\n".join(lines))
+
+
+def _menu(group: str, configs: Configs) -> str:
+    options = configs.options(group)
     width = max((len(option) for option in options), default=0)
     lines = [
-        f"  {group}={option:<{width}}  {_description(group, option, config_dir)}".rstrip()
+        f"  {group}={option:<{width}}  {_description(group, option, configs.folder)}".rstrip()
         for option in options
     ]
     return "\n".join([group, *lines, ""])
 
 
-def _description(group: str, option: str, config_dir: str | None) -> str:
+def _description(group: str, option: str, folder: Path | None) -> str:
     """The first comment of the option's file that is not for Hydra."""
-    own = Path(config_dir, group, f"{option}.yaml") if config_dir else None
+    own = folder / group / f"{option}.yaml" if folder else None
     file = own if own and own.exists() else files("dpframe.conf") / group / f"{option}.yaml"
     if file.is_file():
         return _first_comment(file)

@@ -1,4 +1,4 @@
-"""`run.log` has every rank's lines with their rank; the screen shows the main one's."""
+"""`run.log` has the lines of all ranks; the screen shows those of the main process."""
 
 import logging
 import sys
@@ -8,14 +8,14 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dpframe.errors import Interrupted, UserError, printable
-from dpframe.strategies import member
+from dpframe.strategies import launch
 
 
 @contextmanager
 def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
-    """Sends what is logged, here and by user code, to the run's file and the main one's screen.
+    """Sends what dpframe and user code log to the run's file, and of rank 0 to the screen.
 
-    What ends the run goes into the file alone: the screen gets it last, from the command.
+    The error that ends the run goes only into the file: the command prints it on the screen last.
     """
     root = logging.getLogger()
     before = root.level
@@ -26,7 +26,7 @@ def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not member.has_parent():  # else it is the parent that appends it
+        if not launch.has_parent():  # else it is the parent that appends it
             is_line = isinstance(error, (UserError, Interrupted))
             reason = str(error) if is_line else "".join(traceback.format_exception(error)).rstrip()
             logging.getLogger("dpframe").error("%s", reason, extra={"on_screen": False})
@@ -39,7 +39,7 @@ def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
 
 
 def append(directory: Path, reason: str) -> None:
-    """What ended a job of ranks: its parent knows which of them was the first to fail."""
+    """Appends what ended a job of ranks: its parent knows which of them failed first."""
     handler = _file(directory / "run.log", "parent")
     level = {"levelno": logging.ERROR, "levelname": "ERROR"}
     handler.handle(logging.makeLogRecord({"name": "dpframe", "msg": reason, **level}))
@@ -55,7 +55,7 @@ def _file(path: Path, owner: str) -> logging.Handler:
 
 
 class _EachLine(logging.Formatter):
-    """Says of each line of a message whose it is: those of other ranks come between them."""
+    """Starts each line of a message with its rank: lines of other ranks come between them."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         start = super().formatMessage(record).removesuffix(record.message)
@@ -63,7 +63,7 @@ class _EachLine(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """A full disk costs the run its log, and one line on the screen."""
+    """On a full disk the run goes on without a log, and says so once."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         logging.getLogger().removeHandler(self)
@@ -79,7 +79,7 @@ class _File(logging.FileHandler):
 
 
 def _screen() -> logging.Handler:
-    """A record may say `extra={"on_screen": False}`: it is drawn there in another way."""
+    """Leaves out records with `extra={"on_screen": False}`: the progress bar shows them."""
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(lambda record: getattr(record, "on_screen", True))
     handler.setFormatter(_Plain())
@@ -93,5 +93,5 @@ class _Plain(logging.Formatter):
 
 
 def _shown(record: logging.LogRecord, text: str) -> str:
-    """Ours may quote a file; what others log may have colours."""
+    """What dpframe logs may quote a file; what others log may have colours."""
     return printable(text) if record.name.partition(".")[0] == "dpframe" else text

@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+import re
 import sys
 import time
 import traceback
@@ -10,29 +11,29 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from dpframe import __version__, orphans
-from dpframe.cli import ending, screen
+from dpframe import __version__
+from dpframe.cli import screen
 from dpframe.errors import Interrupted, UserError, printable, suggestion
-from dpframe.interruption import Interruption, look
+from dpframe.interruption import Interruption, end_children, look
 
-RANK_0_SECONDS = 5  # how long the other ranks wait for it to say what is wrong
+RANK_0_SECONDS = 5  # how long the other ranks wait for rank 0 to print an error
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            options = [o for action in self._actions for o in action.option_strings]
+            options = re.findall(r"--[a-z-]+", self.format_help())
             given = unknown.split()[0].split("=")[0]
             message = f"there is no option {given}; {suggestion(given, options)}"
         raise UserError(message)
 
 
 def parser() -> argparse.ArgumentParser:
-    """What the command takes; `--hydra-help` shows the help of each."""
+    """The command's arguments; `--hydra-help` prints their help."""
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
     add = parser.add_argument
-    add("overrides", nargs="*", help="key=value, as trainer.max_epochs=3")
+    add("overrides", nargs="*", help="key=value, e.g. trainer.max_epochs=3")
     add("--help", "-h", action="store_true", help="dpframe's help")
     add("--hydra-help", action="store_true", help="this page")
     add("--version", action="store_true", help="dpframe's version")
@@ -42,8 +43,8 @@ def parser() -> argparse.ArgumentParser:
     add("--resolve", action="store_true", help="with --cfg: ${…} filled in")
     add("--package", "-p", help="with --cfg: this part of it")
     add("--config-dir", "-cd", help="a folder of your own recipe/, strategy/ … files")
-    kinds = "all, config, defaults, defaults-tree, plugins or searchpath"
-    add("--info", "-i", nargs="?", const="all", help=f"how the config came about: {kinds}")
+    kinds = ("all", "plugins", "searchpath", "defaults", "config")
+    add("--info", "-i", nargs="?", const="all", choices=kinds, help="how the config comes about")
     shells = "install=bash|zsh|fish"
     add("--shell-completion", "-sc", action="store_true", help=f"the shell's code: {shells}")
     return parser
@@ -57,8 +58,8 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     gc.disable()  # imports make a million objects and no garbage
     try:
         _refuse_no_directory()
-        code = _command(sys.argv[1:] if given is None else given, is_program=given is None)
-        sys.stdout.flush()  # a reader that has left is noticed here, not on the way out
+        code = _command(sys.argv[1:] if given is None else given)
+        sys.stdout.flush()  # a closed pipe is noticed here, not at exit
     except UserError as error:
         code = _say(error)
     except Interrupted as error:
@@ -66,16 +67,16 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         code = 130
-    except BrokenPipeError:  # `dpframe … | head`: the reader has left
+    except BrokenPipeError:  # `dpframe … | head`: the pipe is closed
         code = 141  # as SIGPIPE's
     except Exception as error:
         show_failure(error)
         code = 1
     interruption.close()
-    orphans.end_children()
+    end_children()
     with suppress(UserError, OSError):
-        sys.stdout.flush()  # what is left there after an error changes no exit code
-    gc.freeze()  # nothing to collect on the way out
+        sys.stdout.flush()  # an error while flushing changes no exit code
+    gc.freeze()  # there is nothing to collect at exit
     sys.exit(code)
 
 
@@ -86,7 +87,7 @@ def _refuse_no_directory() -> None:
         raise UserError("the current directory is gone; go to another one") from None
 
 
-def _command(given: Sequence[str], *, is_program: bool) -> int:
+def _command(given: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(given)
     if (arguments.package or arguments.resolve) and not arguments.cfg:
         raise UserError("--package and --resolve go with --cfg")
@@ -101,40 +102,46 @@ def _command(given: Sequence[str], *, is_program: bool) -> int:
         from dpframe.cli.completion import complete
 
         complete(arguments)
-    elif arguments.cfg or arguments.info or arguments.hydra_help:
-        from dpframe.cli.inspect import show
+    elif arguments.cfg:
+        from dpframe.cli.help import config_text
 
-        show(arguments)
+        print(config_text(arguments), end="")
+    elif arguments.info:
+        from dpframe.cli.help import info_text
+
+        print(info_text(arguments.info, arguments.overrides, arguments.config_dir))
+    elif arguments.hydra_help:
+        from dpframe.cli.help import hydra_text
+
+        print(hydra_text(parser(), arguments.config_dir))
     elif is_sweep:
         from dpframe.cli.sweep import sweep
 
         with screen.goes_on_unread():
             return sweep(arguments.overrides, arguments.config_dir)
     else:
-        _run(arguments, is_program)
+        _run(arguments)
     return 0
 
 
-def _run(arguments: argparse.Namespace, is_program: bool) -> None:
+def _run(arguments: argparse.Namespace) -> None:
     from dpframe.cli.compose import composed
 
     job = composed(arguments.overrides, config_dir=arguments.config_dir)
     look()
     from dpframe.cli.run import run  # imports torch: only now that the config is known to be good
 
-    gc.freeze()  # what is imported stays: collecting need not walk it
+    gc.freeze()  # imported objects stay: collections skip them
     gc.enable()
     look()
     run(job)
-    if is_program and job.settings.trainer.lean:
-        ending.shorten()
 
 
 def _say(error: UserError) -> int:
-    """One line, once: ranks that torchrun started all find the same mistake in the config."""
+    """Prints one line once: all ranks of torchrun find the same mistake in the config."""
     is_other = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"
     if is_other and "dpframe.cli.run" not in sys.modules:
-        # Torchrun ends all ranks with the first that leaves: let that be the one that speaks.
+        # Torchrun ends all ranks when the first one exits: that has to be the one that prints.
         time.sleep(RANK_0_SECONDS)
     line = " ".join(str(error).splitlines())
     print(f"dpframe: {printable(line)}", file=sys.stderr)
@@ -148,13 +155,11 @@ def _say_interrupted(error: Interrupted) -> int:
 
 
 def _speaks() -> bool:
-    """Of torchrun's ranks one is enough."""
+    """Only one of torchrun's ranks prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def show_failure(error: Exception) -> None:
-    if type(error).__name__ == "RankFailed":  # carries the rank's own traceback
-        text = str(error)
-    else:
-        text = "".join(traceback.format_exception(error)).rstrip("\n")
+    has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed
+    text = str(error) if has_traceback else "".join(traceback.format_exception(error)).rstrip("\n")
     print(printable(text), file=sys.stderr)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpframe.cli.resumed import key_of
+from dpframe.cli.resume import key_of
+from dpframe.cli.settings import shown
 from dpframe.errors import UserError
 
-# A sweeper's key, and what it is for the modes min, which is every sweeper's default, and max.
+# A sweeper's key, and its values for the modes min, which is every sweeper's default, and max.
 DIRECTIONS: dict[str, dict[str, Any]] = {
     "direction": {"min": "minimize", "max": "maximize"},  # Optuna's
     "optim.maximize": {"min": False, "max": True},  # Nevergrad's
@@ -20,7 +21,7 @@ DIRECTIONS: dict[str, dict[str, Any]] = {
 class Objective(NamedTuple):
     metric: str = "val/loss"
     mode: str = "min"
-    key: str = ""  # the node that says so
+    key: str = ""  # of the callback that monitors it
 
     def value(self, summary: Mapping[str, Any]) -> float | None:
         best = summary.get("best", {}).get(self.metric)
@@ -37,31 +38,28 @@ def objective_of(callbacks: Mapping[str, Any]) -> Objective:
 
 
 def direction(sweeper: DictConfig, objective: Objective, overrides: Sequence[str]) -> list[str]:
-    """The override that makes the sweeper go where the metric gets better, if it needs one."""
+    """The override that turns the sweeper to where the metric gets better, if it needs one."""
     for name, values in DIRECTIONS.items():
-        node, wanted = OmegaConf.select(sweeper, name), values.get(objective.mode)
-        if node is None or wanted is None:
+        node, better = OmegaConf.select(sweeper, name), values.get(objective.mode)
+        if node is None or better is None:
             continue
-        given = [_plain(value) for value in (node if OmegaConf.is_list(node) else [node])]
         key = f"hydra.sweeper.{name}"
-        if len(given) != 1:
-            raise UserError(f"{key}={given}: a run has one objective, {objective.metric}; name one")
-        if given[0] == wanted:
+        directions = [_plain(value) for value in (node if OmegaConf.is_list(node) else [node])]
+        if len(directions) != 1:
+            raise UserError(
+                f"{key}={directions}: a run has one objective, {objective.metric}; name one"
+            )
+        if directions[0] == better:
             return []
-        is_typed = key in map(key_of, overrides)
-        if is_typed or given[0] != values["min"]:
+        if key in map(key_of, overrides) or directions[0] != values["min"]:
             where = f"{objective.key}.mode" if objective.key else "its mode"
             raise UserError(
-                f"{key}={_said(given[0])}, but the objective is {objective.metric}, where {where} "
-                f"is {objective.mode}; leave the one out, or change the other"
+                f"{key}={shown(directions[0])}, but the objective is {objective.metric}, where "
+                f"{where} is {objective.mode}; leave one out, or change the other"
             )
-        return [f"{key}={_said(wanted)}"]
+        return [f"{key}={shown(better)}"]
     return []
 
 
 def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
-
-
-def _said(value: Any) -> str:
-    return str(value).lower()

@@ -1,4 +1,4 @@
-"""What a checkpoint's own run had and its evaluation has not is typed, or refused."""
+"""Compares an evaluation with the run of its checkpoint: what differs is typed, or refused."""
 
 import json
 import re
@@ -6,11 +6,14 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpframe.cli.compose import Composed, quoted
-from dpframe.cli.resumed import LIMIT, key_of, refuse_recipe
+from dpframe.cli.compose import Composed
+from dpframe.cli.configs import quoted
+from dpframe.cli.resume import LIMIT, key_of, refuse_recipe
 from dpframe.cli.settings import TOP_LEVEL, shown
+from dpframe.data import DataModule
 from dpframe.errors import UserError
-from dpframe.trainer import Trainer, fingerprint
+from dpframe.task import Task
+from dpframe.trainer import resume
 
 OF_TRAINING = (  # no evaluation depends on these
     "task.optimizer",
@@ -24,45 +27,45 @@ OF_FIT = ("callbacks", "logger", "plan", "trainer.max_epochs", "trainer.max_step
 DECIDING = ("task", "data", "seed", "trainer.precision")
 
 
-def compared(job: Composed, trainer: Trainer, state: Mapping[str, Any]) -> list[str]:
-    """What to tell: the run's overrides, and all that is another value here because it is typed."""
+def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataModule) -> list[str]:
+    """The lines to log: the run's overrides, and each value that is typed as another one here."""
     what = f"checkpoint={job.start}"
-    there, here = _fingerprint(what, state), fingerprint.of_config(job.config, job.public)
-    if "task._target_" not in there:  # made from Python, without a config
+    theirs, ours = _fingerprint(what, state), resume.of_config(job.config, job.public)
+    if "task._target_" not in theirs:  # made from Python, without a config
         return []
     if state.get("recipe") not in ("", None, job.settings.recipe):
         refuse_recipe(str(job.start), str(state["recipe"]), job.settings.recipe)
-    here |= {"seed": job.settings.seed, "trainer.precision": job.settings.trainer.precision}
-    keys = [key for key in {**there, **here} if _is_deciding(key)]
-    others = [key for key in keys if there.get(key) != here.get(key)]
-    untyped = [key for key in others if not _is_typed(key, there, here, job)]
+    ours |= {"seed": job.settings.seed, "trainer.precision": job.settings.trainer.precision}
+    keys = [key for key in {**theirs, **ours} if _is_deciding(key)]
+    changed = [key for key in keys if theirs.get(key) != ours.get(key)]
+    untyped = [key for key in changed if not _is_typed(key, theirs, ours, job)]
     if untyped:
         differences = "; ".join(
-            f"{key}={shown(there.get(key))} there, {shown(here.get(key))} here" for key in untyped
+            f"{key}={shown(theirs.get(key))} there, {shown(ours.get(key))} here" for key in untyped
         )
         raise UserError(
-            f"{what}: its run was another one: {differences}; type what it had"
-            f"{_as_typed(there, here, untyped)}, or what you want instead"
+            f"{what}: its run had another config: {differences}; type what it had"
+            f"{_as_typed(theirs, ours, untyped)}, or what you want instead"
         )
     brought = " ".join(_brought(job))
-    told = [f"with its run's {brought}"] if brought else []
-    told += [
-        f"its run had {key}={shown(there.get(key))}, this one has {key}={shown(here.get(key))}"
-        for key in others
+    lines = [f"with its run's {brought}"] if brought else []
+    lines += [
+        f"its run had {key}={shown(theirs.get(key))}, this one has {key}={shown(ours.get(key))}"
+        for key in changed
     ]
-    codes = fingerprint.of_code(trainer.task, trainer.data)
-    told += [f"{key} has changed since its run" for key in codes if there.get(key) != codes[key]]
-    return [f"{what}: {line}" for line in told]
+    codes = resume.of_code(task, data)
+    lines += [f"{key} has changed since its run" for key in codes if theirs.get(key) != codes[key]]
+    return [f"{what}: {line}" for line in lines]
 
 
 def _fingerprint(what: str, state: Mapping[str, Any]) -> dict[str, Any]:
     try:
-        found = json.loads(state.get("fingerprint", "{}"))
+        fingerprint = json.loads(state.get("fingerprint", "{}"))
     except (TypeError, ValueError):
-        found = None
-    if not isinstance(found, dict):
+        fingerprint = None
+    if not isinstance(fingerprint, dict):
         raise UserError(f"{what} is damaged: its fingerprint can't be read; use another one")
-    return found
+    return fingerprint
 
 
 def _is_deciding(key: str) -> bool:
@@ -73,31 +76,28 @@ def _is_below(key: str, names: Sequence[str]) -> bool:
     return any(re.fullmatch(rf"{re.escape(name)}([.\[].*)?", key) for name in names)
 
 
-def _is_typed(key: str, there: Mapping[str, Any], here: Mapping[str, Any], job: Composed) -> bool:
+def _is_typed(key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], job: Composed) -> bool:
     """Itself or a part that it is in; or what others refer to: the seed, vars, a group of files.
 
-    What comes from the environment is as good as typed.
+    A value from the environment counts as typed.
     """
-    if fingerprint.is_hidden(here.get(key)):
+    if resume.is_hidden(ours.get(key)):
         return True
     typed = [key_of(override) for override in job.typed]
-    is_seed = all(key in run and run[key] == run.get("seed") for run in (there, here))
+    is_seed = all(key in run and run[key] == run.get("seed") for run in (theirs, ours))
     if _is_below(key, typed) or ("seed" in typed and is_seed):
         return True
-    return any(name.split(".")[0] == "vars" or _is_group(name) for name in typed)
+    groups = [name for name in typed if "." not in name and name not in TOP_LEVEL]
+    return bool(groups) or any(name.split(".")[0] == "vars" for name in typed)
 
 
-def _is_group(name: str) -> bool:
-    return "." not in name and name not in TOP_LEVEL
-
-
-def _as_typed(there: Mapping[str, Any], here: Mapping[str, Any], keys: Sequence[str]) -> str:
+def _as_typed(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Sequence[str]) -> str:
     words = []
     for key in keys:
-        if key not in there:
+        if key not in theirs:
             words.append(f"~{key}")
-        elif "[" not in key:  # what is within a list can't be typed alone
-            words.append(_override(key if key in here else f"++{key}", there[key]))
+        elif "[" not in key:  # a part of a list can't be typed alone
+            words.append(_override(key if key in ours else f"++{key}", theirs[key]))
     return f" ({' '.join(words)})" if words else ""
 
 

@@ -4,22 +4,18 @@
     localsgd = "dpframe_localsgd.conf"
 
 The folder joins Hydra's search path, after dpframe's own and the user's `--config-dir`: what is
-nearer wins. Nothing of a package is imported before one of its options is asked for.
+nearer wins. Nothing of a package is imported before one of its options is used.
 """
 
 import os
 import sys
 from collections.abc import Iterable, Mapping
 from functools import cache
-from glob import escape, iglob
-from importlib import util
+from importlib import metadata, util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from dpframe.errors import UserError
-
-if TYPE_CHECKING:
-    from importlib.metadata import Distribution
 
 GROUP = "dpframe.plugins"
 
@@ -37,16 +33,15 @@ class Plugin(NamedTuple):
 @cache
 def installed() -> tuple[Plugin, ...]:
     """By the packages' names; of two versions of a package, the one that Python would import."""
-    if not _is_any():
-        return ()
-    from importlib import metadata  # a tenth of the time of --help: only if needed
-
-    found: dict[tuple[str, str], Plugin] = {}
-    for package in metadata.distributions(path=_places()):
+    # What lies in the current directory was not installed, though Python may look there.
+    here = os.path.realpath(os.curdir)
+    folders = [path for path in sys.path if os.path.realpath(path or os.curdir) != here]
+    plugins: dict[tuple[str, str], Plugin] = {}
+    for package in metadata.distributions(path=folders):
         for module in _modules(package):
             plugin = Plugin(f"{package.name} {package.version}", module, _folder(module))
-            found.setdefault((package.name.lower(), module), plugin)
-    return tuple(found[key] for key in sorted(found))
+            plugins.setdefault((package.name.lower(), module), plugin)
+    return tuple(plugins[key] for key in sorted(plugins))
 
 
 def bringing(group: str, option: str) -> list[Plugin]:
@@ -61,8 +56,7 @@ def selected(choices: Mapping[str, Any], nearer: Iterable[Path]) -> list[str]:
         group = group.split("@")[0]
         for option in [options] if isinstance(options, str | None) else options:
             if not any((folder / group / f"{option}.yaml").is_file() for folder in folders):
-                found = bringing(group, str(option))
-                packages |= {plugin.module.split(".")[0] for plugin in found}
+                packages |= {p.module.split(".")[0] for p in bringing(group, str(option))}
     return sorted(packages)
 
 
@@ -72,8 +66,8 @@ def refuse_shared(group: str, option: str) -> None:
     if len(plugins) > 1:
         names = " and ".join(plugin.package for plugin in plugins)
         raise UserError(
-            f"{group}={option} is in {names}; uninstall one, or copy the file that you mean, "
-            f"{plugins[0].file(group, option)} say, into your --config-dir"
+            f"{group}={option} is in {names}; uninstall one, or copy the file that you mean, e.g. "
+            f"{plugins[0].file(group, option)}, into your --config-dir"
         )
 
 
@@ -89,35 +83,14 @@ def origin_of(module: str) -> str:
     return next((f" of {p.package}" for p in installed() if p.module.split(".")[0] == top), "")
 
 
-def _is_any() -> bool:
-    """Whether an installed package speaks of plugins."""
-    patterns = (f"{escape(place)}/*-info/entry_points.txt" for place in _places())
-    files = (Path(file) for pattern in patterns for file in iglob(pattern))
-    return any(GROUP in _text(file) for file in files)
-
-
-def _places() -> list[str]:
-    """Where packages are installed. What lies in the current directory was not, though Python or a
-    `PYTHONPATH=:…` may look there."""
-    here = os.path.realpath(os.curdir)
-    return [place for place in sys.path if os.path.realpath(place or os.curdir) != here]
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _modules(package: "Distribution") -> list[str]:
+def _modules(package: metadata.Distribution) -> list[str]:
     try:
         text = package.read_text("entry_points.txt") or ""
         if GROUP not in text or not (package.name and package.version):  # cheaper than parsing all
             return []
         return [point.value for point in package.entry_points.select(group=GROUP)]
     except Exception:
-        return []  # a broken package is not ours to report, and no reason to stop
+        return []  # a broken package is no reason to stop
 
 
 def _folder(module: str) -> Path | None:

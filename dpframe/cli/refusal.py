@@ -1,4 +1,4 @@
-"""Says in one line what Hydra, OmegaConf or YAML refused: what, got, try."""
+"""Turns what Hydra, OmegaConf or YAML refuses into one line: what, what was given, what to do."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationToMissingValueError,
@@ -21,7 +21,7 @@ from omegaconf.errors import (
 )
 
 from dpframe.cli import plugins
-from dpframe.cli.resumed import key_of
+from dpframe.cli.resume import key_of
 from dpframe.errors import UserError, suggestion
 
 PARTS = ("callbacks", "logger")  # of which each has a class
@@ -32,8 +32,11 @@ OPEN = ("task", "data", "callbacks", "logger", "strategy", "vars")  # where a us
 def one_line(
     overrides: Sequence[str], compose: Callable[[list[str]], DictConfig], options: Callable
 ) -> Iterator[None]:
-    """Turns what goes wrong inside into a UserError. `compose` gives the config that a run without
-    some overrides has, and `options` the options of a group: where to look for the nearest name."""
+    """Turns an error inside into a UserError.
+
+    `compose` returns the config of a run with fewer overrides, and `options` the options of a
+    group: both are where the nearest name is looked for.
+    """
     try:
         yield
     except UserError:
@@ -55,7 +58,7 @@ def one_line(
 
 
 def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
-    """A `${…}` that leads nowhere, or a `???` that nobody filled in."""
+    """A `${…}` without its key, or a `???` that is still there."""
     key = error.full_key or ""
     missing = re.search(r"Interpolation key '([^']+)' not found", str(error))
     if isinstance(error, InterpolationKeyError) and missing:
@@ -64,42 +67,45 @@ def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
     if isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError):
         named = str(error).splitlines()[0].rpartition(": ")[2]
         key = named if isinstance(error, InterpolationToMissingValueError) else key or named
-        return UserError(f"{key} is not given; say {key}=VALUE")
+        return UserError(f"{key} is not set; set {key}=VALUE")
     return UserError(f"{key}: {first_line(error)}")
 
 
 def nearest(config: Any, key: str, options: Callable[[str], list[str]] | None = None) -> str:
     """'did you mean trainer.gpus?' for `trainer.gpu`; for a known part, what is in it."""
-    node, known = config, ""
+    node, known, part = OmegaConf.to_container(config), "", ""
     for part in key.split("."):
-        names = [str(k) for k in node] if isinstance(node, DictConfig) else []
-        if part not in names or known + part == key:
+        if not isinstance(node, dict) or part not in node or known + part == key:
             break
-        node, known = node._get_node(part, validate_access=False), f"{known}{part}."
-    if known and not isinstance(node, DictConfig | ListConfig) and node._value() is not None:
+        node, known = node[part], f"{known}{part}."
+    if isinstance(node, list):
+        return f"{known[:-1]} is a list; set all of it, as {known[:-1]}=[…]"
+    if known and not isinstance(node, dict) and node is not None:
         return f"{known[:-1]} is one value, with nothing in it"
-    if isinstance(node, ListConfig):
-        return f"{known[:-1]} is a list; give all of it, as {known[:-1]}=[…]"
-    found = suggestion(part, (name for name in names if name != "hydra"))
+    names = map(str, node) if isinstance(node, dict) else ()
+    near = suggestion(part, (name for name in names if name != "hydra"))
     head, _, rest = key.partition(".")
-    if not found.startswith("did") and head in OPEN:
+    if not near.startswith("did") and head in OPEN:
         name = rest.partition(".")[0]
         if head in PARTS and not OmegaConf.select(config, f"{head}.{name}"):
             has_option = options is not None and name in options(head)
             return f"{head}={name} has it" if has_option else f"+{head}.{name}._target_=… adds it"
         return f"+{key}=… adds it" + ("" if head == "vars" else ", if its class takes it")
-    return found.replace("mean ", f"mean {known}")
+    return near.replace("mean ", f"mean {known}")
 
 
 def has(config: DictConfig, key: str) -> bool:
-    """Whether there is such a key, be it null or ???."""
-    parent, _, leaf = key.rpartition(".")
-    node = OmegaConf.select(config, parent) if parent else config
-    return isinstance(node, DictConfig) and leaf in node._content  # type: ignore[operator]
+    """Whether there is such a key, even if it is null or ???."""
+    node = OmegaConf.to_container(config)
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, up to the first full line of it."""
+    """The first line of an error's text, with the next one where it ends in a colon."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -148,11 +154,11 @@ def _not_composed(
     if match := re.search(r"[Yy]ou must specify '([\w/@.]+)'", text):
         there = ", ".join(options(match[1]))
         return UserError(
-            f"{match[1]} is not given; say {match[1]}=NAME, one of: {there} (see --help)"
+            f"{match[1]} is not set; set {match[1]}=NAME, one of: {there} (see --help)"
         )
     if match := re.search(r"Ambiguous value for argument '(.+)'", text):
         key, _, value = match[1].partition("=")
-        now: Any = 0  # what could be a list or a text is told how to write one
+        now: Any = 0  # a key that may be a list or text gets a hint how to write one
         with suppress(Exception):  # another of the overrides may be wrong, too
             if not options(key):
                 now = OmegaConf.select(compose([o for o in overrides if key_of(o) != key]), key)
@@ -191,7 +197,7 @@ def _is_under(key: str, override: str) -> bool:
 
 
 def _no_option(error: Exception, overrides: Sequence[str], options: Callable) -> UserError | None:
-    """For `strategy=null`, which Hydra tells as a ValueError without a name."""
+    """For `strategy=null`, where Hydra raises a ValueError that doesn't name it."""
     if "Config group override must be" not in str(error):
         return None
     for override in overrides:

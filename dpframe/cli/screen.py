@@ -1,4 +1,4 @@
-"""The standard streams: there from the start, and never the reason why a run ends."""
+"""The standard streams: always open, and never the reason why a run ends."""
 
 import io
 import os
@@ -11,7 +11,7 @@ from dpframe.errors import Failure
 
 
 def open_all() -> None:
-    """A closed stream becomes /dev/null, lest the next file to be opened takes its number."""
+    """Opens closed streams as /dev/null: else the next file that is opened gets their number."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -26,7 +26,7 @@ def open_all() -> None:
 
 
 def _let_go(stream: Any) -> None:
-    """What is still to be printed goes nowhere."""
+    """Drops what is still to be printed."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -34,7 +34,7 @@ def _let_go(stream: Any) -> None:
 
 @contextmanager
 def goes_on_unread() -> Iterator[None]:
-    """Inside, a pipe's reader that leaves and a full disk cost the run its screen, no more."""
+    """Inside, a closed pipe or a full disk loses what is printed, and the run goes on."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (_Unread(_innermost(stream)) for stream in before)  # type: ignore
     try:
@@ -71,7 +71,7 @@ class _Unread:
 
 
 class _Asked(_Unread):
-    """What was asked for is printed here: that it can't be is a failure."""
+    """A stream for what the user asked to see: if it can't be printed, the command fails."""
 
     def _lose(self, error: OSError) -> None:
         super()._lose(error)

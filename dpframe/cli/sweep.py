@@ -1,96 +1,95 @@
 """A sweep: Hydra's sweeper names the points, each is checked first, then each is a run."""
 
 import gc
+import itertools
 import math
 import os
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from hydra.types import RunMode
+from hydra.experimental.callback import Callback
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dpframe.cli.compose import (
-    CONFIG_NAME,
-    Composed,
-    explained,
-    from_hydra,
-    hydra_over,
-    quoted,
-    raw,
-    raw_of_run,
-    raw_with_saved,
-    with_path_quoted,
-    written_overrides,
-)
-from dpframe.cli.objective import Objective, direction, objective_of
+from dpframe.cli.compose import Composed, compose, from_hydra, overrides_of
+from dpframe.cli.configs import Configs, quoted, with_path_quoted
+from dpframe.cli.objective import direction, objective_of
 from dpframe.cli.refusal import first_line
-from dpframe.cli.resumed import value_of, with_saved
+from dpframe.cli.resume import value_of, with_saved
 from dpframe.errors import UserError, printable
-
-BASIC = f"{BasicSweeper.__module__}.{BasicSweeper.__qualname__}"
 
 
 def sweep(overrides: list[str], config_dir: str | None) -> int:
-    """0 when every run finished, else 1: one that fails leaves the others running."""
+    """0 when every run finished, else 1: the others go on when one fails."""
     began = time.time() - 1  # a file system's clock may lag a little
     overrides = [with_path_quoted(override) for override in overrides]
-    with hydra_over(config_dir) as hydra:
-        hydra.config_loader.typed = overrides  # type: ignore[attr-defined]
-        with explained(overrides):
-            overrides = _with_recipe(overrides, hydra)
-            shared = raw(overrides, config_dir=config_dir, mode=RunMode.MULTIRUN)
-            is_listed = shared.hydra.sweeper._target_ == BASIC  # a file may choose another, too
-            points = _points(overrides, hydra) if is_listed else []
-        jobs = [_checked(point, config_dir) for point in points]
-        _check_targets(jobs)
-        gc.freeze()
-        gc.enable()  # main has disabled it for the imports
-        with explained(overrides):
-            objective = jobs[0].objective if jobs else _objective(shared)
-            aim = direction(shared.hydra.sweeper, objective, overrides)
-        directory, more = _directory(shared, jobs, overrides)
-        try:
-            hydra.multirun(CONFIG_NAME, run_point, [*overrides, *aim, *more])
-        except RunFailed:
-            print("sweep: the sweeper has ended it, as a run failed", file=sys.stderr)
-        except HydraException as error:
-            raise UserError(first_line(error)) from None
+    configs = Configs(config_dir, typed=overrides)
+    with configs.explained(overrides):
+        overrides = [*overrides, *_recipe(overrides, configs)]
+        shared = configs.compose(overrides, RunMode.MULTIRUN)
+        points = _points(overrides, configs) if _is_basic(shared) else []
+    jobs = [_checked(point, configs) for point in points]
+    _check_targets(jobs)
+    gc.freeze()
+    gc.enable()  # `main` has disabled it for the imports
+    with configs.explained(overrides):
+        callbacks: Any = OmegaConf.to_container(shared.callbacks or OmegaConf.create())
+        objective = jobs[0].objective if jobs else objective_of(callbacks)
+        more = direction(shared.hydra.sweeper, objective, overrides)
+    directory, named = _directory(shared, jobs, overrides)
+    with configs.explained(overrides):
+        shared = configs.compose([*overrides, *more, *named], RunMode.MULTIRUN)
+        sweeper = Plugins.instance().instantiate_sweeper(
+            hydra_context=HydraContext(configs, Callback()),  # type: ignore[arg-type]
+            task_function=partial(run_point, config_dir=config_dir),
+            config=shared,
+        )
+    try:
+        sweeper.sweep(overrides_of(shared))
+    except RunFailed:
+        print("sweep: the sweeper has ended it, as a run failed", file=sys.stderr)
+    except HydraException as error:
+        raise UserError(first_line(error)) from None
     return _report(directory, began)
 
 
 class RunFailed(Exception):
-    """For a sweeper, which is to know that there is no value, and why."""
+    """Tells a sweeper that there is no value, and why."""
 
 
-def run_point(config: DictConfig) -> float | None:
+def run_point(config: DictConfig, *, config_dir: str | None) -> float | None:
     """One run, in the directory that Hydra made for it; its objective's value.
 
-    Hydra's own sweeper, which optimises nothing, would give up at the first that fails.
+    Hydra's own sweeper, which optimises nothing, would end at the first run that fails.
     """
+    is_basic = _is_basic(HydraConfig.instance().cfg)
     try:
-        return _value(config)
+        return _value(config, config_dir)
     except RunFailed as failed:
-        if HydraConfig.get().sweeper._target_ == BASIC:
+        if is_basic:
             return None
         raise failed from None
 
 
-def _value(config: DictConfig) -> float:
+def _is_basic(config: Any) -> bool:
+    """Whether the sweeper is Hydra's own, which runs each combination of the values listed."""
+    return str(config.hydra.sweeper._target_).endswith(".BasicSweeper")
+
+
+def _value(config: DictConfig, config_dir: str | None) -> float:
     from dpframe.cli.main import show_failure
     from dpframe.cli.run import run
 
     try:
-        with open_dict(config):
-            config.hydra = HydraConfig.instance().cfg.hydra  # type: ignore[union-attr]
-        job = _job(config)
-        job.run_dir, job.is_run_dir_given = HydraConfig.get().runtime.output_dir, True
+        job = _job(config, config_dir)
         value = job.objective.value(run(job))
     except UserError as error:
         print(f"dpframe: {printable(str(error))}", file=sys.stderr)
@@ -103,53 +102,59 @@ def _value(config: DictConfig) -> float:
     return value
 
 
-def _objective(shared: DictConfig) -> Objective:
-    callbacks: Any = OmegaConf.to_container(shared.callbacks or OmegaConf.create(), resolve=True)
-    return objective_of(callbacks)
+def _job(config: DictConfig, config_dir: str | None) -> Composed:
+    """Hydra composes a point without the overrides of the run that it resumes or evaluates."""
+    hydra: Any = HydraConfig.get()
+    with open_dict(config):
+        config.hydra = hydra
+    typed = overrides_of(config)
+    overrides = typed
+    if any(OmegaConf.select(config, key) is not None for key in ("checkpoint", "resume")):
+        config = compose(Configs(config_dir), typed)
+        overrides = overrides_of(config)
+        with open_dict(config):
+            config.hydra = hydra
+        HydraConfig.instance().set_config(config)
+    job = from_hydra(config, typed)
+    job.overrides = overrides
+    job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
+    return job
 
 
-def _points(overrides: list[str], hydra: Hydra) -> list[list[str]]:
-    """The override lists of a sweep over listed values; another sweeper draws its own."""
+def _recipe(overrides: Sequence[str], configs: Configs) -> list[str]:
+    """Hydra composes a sweep before its points, so the recipe of their checkpoints is added."""
+    if value_of("recipe", overrides) or not value_of("checkpoint", overrides):
+        return []
+    recipes = [value_of("recipe", with_saved(point, Path)) for point in _points(overrides, configs)]
+    return [f"recipe={recipe}" for recipe in recipes if recipe is not None][:1]
+
+
+def _points(overrides: Sequence[str], configs: Configs) -> list[list[str]]:
+    """The overrides of each combination of listed values; other sweepers draw their own points."""
     if any(override.startswith("hydra/sweeper=") for override in overrides):
         return []
-    parsed = OverridesParser.create(hydra.config_loader).parse_overrides(overrides)
-    return [point for batch in BasicSweeper.split_arguments(parsed, None) for point in batch]
+    choices: dict[str, list[str]] = {}
+    for override in OverridesParser.create(configs).parse_overrides(list(overrides)):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            values = [override.get_value_element_as_str()]
+        elif override.is_discrete_sweep():
+            values = list(override.sweep_string_iterator())
+        else:
+            raise UserError(f"{override.input_line}: Hydra's own sweeper needs listed values")
+        choices[key] = [f"{key}={value}" for value in values]
+    return [list(point) for point in itertools.product(*choices.values())]
 
 
-def _checked(point: list[str], config_dir: str | None) -> Composed:
-    config = raw_of_run(point, config_dir)
+def _checked(point: list[str], configs: Configs) -> Composed:
+    config = compose(configs, point)
     job = from_hydra(config, point)
     job.run_dir = str(config.hydra.sweep.dir)
     return job
 
 
-def _job(config: DictConfig) -> Composed:
-    """Hydra composes a point without what the run of its checkpoint was begun with."""
-    hydra, typed = config.hydra, written_overrides(config)
-    if any(OmegaConf.select(config, key) is not None for key in ("checkpoint", "resume")):
-        config = raw_with_saved(typed)
-        overrides = written_overrides(config)
-        with open_dict(config):
-            config.hydra = hydra
-    else:
-        overrides = typed
-    job = from_hydra(config, typed)
-    job.overrides = overrides
-    return job
-
-
-def _with_recipe(overrides: list[str], hydra: Hydra) -> list[str]:
-    """Hydra composes a sweep before its points: the recipe of their checkpoints is to be known."""
-    is_evaluation = value_of("checkpoint", overrides) and not value_of("recipe", overrides)
-    points = _points(overrides, hydra) if is_evaluation else []
-    merged = [with_saved(point, Path) for point in points]
-    recipes = dict.fromkeys(value_of("recipe", point) for point in merged)
-    known = [f"recipe={recipe}" for recipe in recipes if recipe is not None]
-    return [*overrides, *known[:1]]
-
-
 def _check_targets(jobs: list[Composed]) -> None:
-    from dpframe.cli.run import check_targets  # imports torch: now that the rest is good
+    from dpframe.cli.run import check_targets  # imports torch: only now that the rest is good
 
     for job in jobs:
         check_targets(job)
@@ -160,42 +165,41 @@ def _directory(
 ) -> tuple[Path, list[str]]:
     """One directory for all of the sweep, and the overrides that make Hydra use it."""
     recipes = list(dict.fromkeys(job.settings.recipe for job in jobs))
-    with explained(overrides):
-        first = Path(jobs[0].run_dir if jobs else str(shared.hydra.sweep.dir))
+    first = Path(jobs[0].run_dir if jobs else str(shared.hydra.sweep.dir))
     if any(override.startswith("hydra.sweep.dir=") for override in overrides):
-        return _made(first, is_given=True), []
+        return new_directory(first, is_given=True), []
     more = []
     if len(recipes) > 1:
         first = first.parent.with_name(",".join(recipes)) / first.name
         more = ["hydra.job.config.override_dirname.exclude_keys=[]"]
-    directory = _made(first, is_given=False)
+    directory = new_directory(first, is_given=False)
     return directory, [*more, f"hydra.sweep.dir={quoted(str(directory))}"]
 
 
-def _made(first: Path, *, is_given: bool) -> Path:
+def new_directory(first: Path, *, is_given: bool) -> Path:
     """Two sweeps of one second get one each."""
-    directory, number = first, 1
     if "${" in os.path.abspath(first):
         raise UserError(
             f"the sweep's directory {os.path.abspath(first)} has a ${{, which Hydra would take for "
-            "a reference; name another by hydra.sweep.dir=DIR"
+            "a reference; use another one: hydra.sweep.dir=DIR"
         )
+    directory = first
     try:
         first.parent.mkdir(parents=True, exist_ok=True)
-        while True:
+        for number in itertools.count(2):
             try:
                 directory.mkdir(exist_ok=is_given)
-                return directory
+                break
             except FileExistsError:
                 if is_given:
                     raise
-                number += 1
                 directory = first.with_name(f"{first.name}-{number}")
     except OSError as error:
         raise UserError(
             f"the sweep's directory {directory} can't be made: {error.strerror}; "
-            "name another by hydra.sweep.dir=DIR"
+            "use another one: hydra.sweep.dir=DIR"
         ) from None
+    return directory
 
 
 def _report(directory: Path, began: float) -> int:

@@ -1,114 +1,179 @@
-"""Which names a config may call: those of its own parts' packages, torch.nn, torch.optim, a few."""
+"""Which names a config may call: parts, what their packages define, and a list from PyTorch."""
 
 import functools
-import importlib.util
+import importlib
 import inspect
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from dpframe.cli import known, source
+from torch import nn, optim
+from torch.nn.utils import parametrizations
+from torch.optim import lr_scheduler
+from torch.utils.data import Dataset, Sampler
+
+from dpframe.callbacks import Callback
+from dpframe.cli.compose import Composed
 from dpframe.cli.locate import (
     locate,
-    no_attribute,
+    not_a_maker,
     parts_of,
-    refuse_misspelt,
+    refuse_missing,
+    refuse_unsaid,
     see_current_directory,
+    spec_of,
 )
-from dpframe.errors import UserError, suggestion
+from dpframe.cli.settings import RunSettings
+from dpframe.data import DataModule
+from dpframe.errors import UserError
+from dpframe.loggers import Logger
+from dpframe.strategies import Strategy
+from dpframe.task import Task
 
-OURS = ("Task", "DataModule", "Callback", "Logger", "Strategy")
-SYSTEM = {"posix": "os", "nt": "os", "_io": "io", "_pickle": "pickle", "_thread": "threading"}
-NEVER_WHOLE = {"torch", "dpframe"}  # a part from there vouches for nothing
+NEVER_WHOLE = {"torch", "dpframe"}  # a part from there vouches for nothing else
+OURS = (Task, DataModule, Callback, Logger, Strategy, nn.Module, Dataset, Sampler)
+# These set attributes by any name, or pass any calls on.
+NOT_LAYERS = ("Container", "ParameterDict")
+# A list by name: whatever these are given, none imports or calls what a text names, sets an
+# attribute or writes a file. All that is in torch's modules leads to `os.system` somewhere.
+FUNCTIONS = {
+    "builtins": "dict list tuple set frozenset range slice",
+    "collections": "OrderedDict",
+    "torch": "abs cos exp log_softmax prelu relu rrelu selu celu sigmoid sin softmax tanh",
+    "torch.nn.init": " ".join(nn.init.__all__),
+    "torch.nn.utils.parametrizations": " ".join(parametrizations.__all__),
+    "torch.optim.swa_utils": """
+        AveragedModel SWALR get_ema_avg_fn get_ema_multi_avg_fn get_swa_avg_fn get_swa_multi_avg_fn
+    """,
+    "torch.nn.functional": """
+        adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
+        adaptive_max_pool2d adaptive_max_pool3d affine_grid alpha_dropout avg_pool1d avg_pool2d
+        avg_pool3d batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits celu
+        channel_shuffle conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
+        cosine_embedding_loss cosine_similarity cross_entropy ctc_loss dropout dropout1d dropout2d
+        dropout3d elu embedding embedding_bag feature_alpha_dropout fold fractional_max_pool2d
+        fractional_max_pool3d gaussian_nll_loss gelu glu grid_sample group_norm gumbel_softmax
+        hardshrink hardsigmoid hardswish hardtanh hinge_embedding_loss huber_loss instance_norm
+        interpolate kl_div l1_loss layer_norm leaky_relu linear linear_cross_entropy
+        local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d
+        margin_ranking_loss max_pool1d max_pool2d max_pool3d max_unpool1d max_unpool2d max_unpool3d
+        mish mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss nll_loss
+        normalize one_hot pad pairwise_distance pdist pixel_shuffle pixel_unshuffle
+        poisson_nll_loss prelu relu relu6 rms_norm rrelu scaled_dot_product_attention selu sigmoid
+        silu smooth_l1_loss soft_margin_loss softmax softmin softplus softshrink softsign tanh
+        tanhshrink threshold triplet_margin_loss triplet_margin_with_distance_loss unfold upsample
+    """,
+}
+
+
+def trust_of(job: Composed) -> "Trust":
+    """What the parts of a config let it call. The package of one part may define another's."""
+    typed = frozenset(job.settings.trusted_modules)
+    trust = Trust(typed | set(job.plugins), typed=typed, closed=_closed(job))
+    vouched = trust
+    for where, node, kind in slots(job.settings):
+        path = node.get("_target_") if isinstance(node, Mapping) else None
+        if isinstance(path, str):
+            with suppress(UserError):  # `build.check` raises it
+                vouched = vouched.within(trust.part(path, where, kind))
+    return vouched
+
+
+def slots(settings: RunSettings) -> Iterator[tuple[str, Any, type]]:
+    """Each part's key, node and kind; a callback or a logger that is null is switched off."""
+    yield "strategy", settings.strategy, Strategy
+    yield "task", settings.task, Task
+    yield "data", settings.data, DataModule
+    for group, kind in (("callbacks", Callback), ("logger", Logger)):
+        for name, node in getattr(settings, group).items():
+            if node is not None:
+                yield f"{group}.{name}", node, kind
 
 
 @dataclass(frozen=True)
 class Trust:
-    """What is defined in `packages` may be called, be it reached through them or `reached`.
+    """`packages` may be called: what is defined in them, whatever name leads to it.
 
     `typed` are those of `packages` that the command line names. Nothing is imported from within
     `closed`: the run directory or the checkpoint's folder that a run starts from.
     """
 
     packages: frozenset[str] = frozenset()
-    reached: frozenset[str] = frozenset()
     typed: frozenset[str] = frozenset()
     closed: tuple[Path, ...] = ()
 
     def part(self, path: str, where: str, kind: type) -> Any:
-        """A slot's own target, which has to be of its kind; its source says so first."""
+        """A slot's own target, which has to be of its kind; its source is asked first."""
+        where = f"{where}._target_"
         top = parts_of(path, where)[0]
         if top in sys.stdlib_module_names or top == "torch":
             owner = "PyTorch's" if top == "torch" else "Python's"
             raise UserError(
                 f"{where}={path} is {owner} own, so it is not a dpframe {kind.__name__}"
             )
-        if _is_within(path, "dpframe.testing"):  # a logger of there writes wherever it is told to
+        if _is_within(path, "dpframe.testing"):  # a logger in there writes wherever it is told to
             raise UserError(f"{where}={path} is for tests, so it is not a dpframe {kind.__name__}")
-        see_current_directory(top)
-        self._refuse_closed(path, where)
-        if not self._names(path):
-            _refuse_unsaid(path, where, kind.__name__)
+        if top != "dpframe":
+            see_current_directory(top)
+            self._refuse_closed(path, where)
+            if not self._names(path):
+                refuse_unsaid(path, where, kind)
         target = locate(path, where)
         if isinstance(target, type):
             if not issubclass(target, kind):
                 raise UserError(f"{where}={path} is not a dpframe {kind.__name__}")
-        elif not (_says_it_makes(target, kind) or self._defines(target)):
-            raise _not_a_maker(f"{path}{_really(path, target)}", where, kind.__name__)
+        elif not (_returns(target, kind) or self._names(name_of(target))):
+            raise not_a_maker(f"{where}={path}", kind)
         return target
 
-    def within(self, path: str, target: Any) -> "Trust":
-        """With the package that a part comes from: what else is in there, it could call itself."""
-        places = [_package_of(_real_name(target)), _package_of(path)]
-        package, reached = ({place} - NEVER_WHOLE for place in places)
-        return replace(self, packages=self.packages | package, reached=self.reached | reached)
+    def within(self, target: Any) -> "Trust":
+        """With the package that a part is from: the part could call itself what else is there."""
+        name = name_of(target)
+        if name.split(".")[0] in NEVER_WHOLE | sys.stdlib_module_names:
+            return self
+        return replace(self, packages=self.packages | {_package_of(name)})
 
     def nested(self, path: str, where: str) -> Any:
-        """What a node inside a part calls. Nothing is imported to look at a name from elsewhere."""
-        top = parts_of(path, where)[0]
-        if path in known.names():
-            return known.names()[path]
-        may_import = (*self.packages, *self.reached, "dpframe")
-        if not any(_is_within(path, name) for name in may_import):
-            _refuse_misspelt(path, where)
-            raise _refusal(path, path, where)
-        see_current_directory(top)
+        """What a node inside a part calls. A name from elsewhere is refused without an import."""
+        if path in known():
+            return known()[path]
+        where = f"{where}._target_"
+        parts = parts_of(path, where)
+        if not any(_is_within(path, name) for name in (*self.packages, "dpframe")):
+            near = get_close_matches(path, known(), n=1, cutoff=0.9)
+            if not near:
+                refuse_missing(path, where)
+            raise _refusal(path, path, where, hint=f"did you mean {near[0]}?" if near else "")
+        see_current_directory(parts[0])
         self._refuse_closed(path, where)
         target = locate(path, where)
         if path not in self.packages and not self.allows(target):
-            raise _refusal(path, _real_name(target), where)
+            raise _refusal(path, name_of(target), where)
         return target
-
-    def target(self, path: str, where: str) -> Any:
-        """What has been checked already."""
-        return known.names()[path] if path in known.names() else locate(path, where)
 
     def refuse_returned(self, value: Any, path: str, where: str) -> None:
         """A node may give another one a function, a class or a module only if it may be called."""
         is_code = isinstance(value, type | types.ModuleType | functools.partial)
-        if is_code or inspect.isroutine(value) or "__wrapped__" in getattr(value, "__dict__", ()):
-            name = value.__name__ if isinstance(value, types.ModuleType) else _real_name(value)
-            if not self._names(name) and not self.allows(value):
-                raise _refusal(f"{path}(…)", name, where)
+        is_code |= inspect.isroutine(value) or "__wrapped__" in getattr(value, "__dict__", ())
+        if is_code and not self.allows(value):
+            raise _refusal(f"{path}(…)", name_of(value), f"{where}._target_")
 
     def allows(self, target: Any) -> bool:
-        """By what it is, through every wrapper and partial, whatever name led here."""
-        while not known.has(target):
-            if isinstance(target, functools.partial):
-                target = target.func
-                continue
-            if not (self._defines(target) or _is_ours(target)):
-                return False
-            if isinstance(target, type) or not hasattr(target, "__wrapped__"):
-                return True
-            target = target.__wrapped__
-        return True
-
-    def _defines(self, target: Any) -> bool:
-        return self._names(_real_name(target))
+        """By where it is defined, through every wrapper and partial."""
+        if isinstance(target, functools.partial):
+            return self.allows(target.func)
+        name = name_of(target)
+        if name in _known_names() or name.partition(".<locals>")[0] in _known_names():
+            return True
+        if not (self._names(name) or _is_ours(target)):
+            return False
+        wrapped = None if isinstance(target, type) else getattr(target, "__wrapped__", None)
+        return wrapped is None or self.allows(wrapped)
 
     def _names(self, name: str) -> bool:
         return any(_is_within(name, package) for package in self.packages)
@@ -118,160 +183,103 @@ class Trust:
             return
         parts = path.split(".")
         for length in range(1, len(parts) + 1):
-            file = source.file_of(".".join(parts[:length]))
-            if file is not None and _is_in(file, self.closed):
-                raise UserError(
-                    f"{where}={path} is in {file}, beside what this run starts from; if you know "
-                    f"what it does, add trusted_modules=[{parts[0]}] to the command"
-                )
+            spec = spec_of(".".join(parts[:length]))
+            folders = (spec.submodule_search_locations or []) if spec else []
+            files = [spec.origin] if spec and spec.has_location and spec.origin else [*folders]
+            for file in map(Path, files):
+                places = (file.absolute(), file.resolve())  # it may be a link, or behind one
+                if any(place.is_relative_to(folder) for place in places for folder in self.closed):
+                    raise UserError(
+                        f"{where}={path} is in {file}, beside what this run starts from; if you "
+                        f"know what it does, add trusted_modules=[{parts[0]}] to the command"
+                    )
 
 
-def _is_in(file: Path, folders: Iterable[Path]) -> bool:
-    """Or a link in there that leads to it."""
-    places = (file.absolute(), file.resolve())
-    return any(place.is_relative_to(folder) for place in places for folder in folders)
+NOBODY = Trust()
 
 
-def _refuse_unsaid(path: str, where: str, kind: str) -> None:
-    """A module is run when it is imported: its source has to say that there is such a part."""
-    module = source.module_of(path)
-    if module in sys.modules or source.spec_of(module) is None:
-        return  # `locate` tells what is wrong
-    if source.spec_of(path) is not None:
-        raise UserError(f"{where}={path} is a module, nothing to build from")
-    if not source.has(path):
-        above = (
-            path[: path.index(".", len(module) + 1)] if path.count(".", len(module) + 1) else path
-        )
-        raise no_attribute(module, above.rpartition(".")[2], source.names_in(module), path, where)
-    if not source.makes(path, kind):
-        source.refuse_unparsable(module, where, path)
-        raise _not_a_maker(path, where, kind, hint=f", or add trusted_modules=[{_key(path)}]")
+@functools.cache
+def known() -> dict[str, Any]:
+    """What of PyTorch and Python any config may call, by all its public names."""
+    found: dict[str, Any] = {}
+    kinds = {nn: nn.Module, optim: optim.Optimizer, lr_scheduler: lr_scheduler.LRScheduler}
+    for module, kind in kinds.items():
+        for name, value in vars(module).items():
+            is_class = isinstance(value, type) and issubclass(value, kind)
+            if is_class and name[0] != "_" and name not in NOT_LAYERS:
+                paths = f"{module.__name__}.{name}", name_of(value)
+                found |= {path: value for path in paths if "._" not in path}
+    for path, names in FUNCTIONS.items():
+        there = vars(importlib.import_module(path))  # an older torch lacks some
+        found |= {f"{path}.{name}": there[name] for name in names.split() if name in there}
+    for layer in (nn.Embedding, nn.EmbeddingBag):
+        found[f"torch.nn.{layer.__name__}.from_pretrained"] = layer.from_pretrained
+    return found
 
 
-def _not_a_maker(what: str, where: str, kind: str, hint: str = "") -> UserError:
-    return UserError(
-        f"{where}={what} is no class of a dpframe {kind}, and nothing says that it makes one; "
-        f"annotate it with '-> {kind}'{hint}"
-    )
+def name_of(target: Any) -> str:
+    """The module and the name that something is defined by: mine.run may be posix.system."""
+    if isinstance(target, types.ModuleType):
+        return target.__name__
+    module = getattr(target, "__module__", None) or "builtins"  # a method that is written in C
+    name = getattr(target, "__qualname__", None) or type(target).__qualname__
+    return f"{module}.{name}"
 
 
-def _refuse_misspelt(path: str, where: str) -> None:
-    """Of what is known, the nearest name; of the rest, whether there is such a package."""
-    parts = path.split(".")
-    for index in range(1, len(parts) if parts[0] == "torch" else 0):
-        above, name = ".".join(parts[:index]), parts[index]
-        names = known.below(above)
-        if above not in sys.modules:  # a class
-            return
-        if name not in names:
-            is_there = name in vars(sys.modules[above]) or source.spec_of(f"{above}.{name}")
-            if not is_there and suggestion(name, names).startswith("did"):
-                raise no_attribute(above, name, names, path, where)
-            return
-    if known.below(path):
-        raise UserError(f"{where}={path} is a module, nothing to build from")
-    refuse_misspelt(path, where)
+@functools.cache
+def _known_names() -> frozenset[str]:
+    return frozenset(map(name_of, known().values()))
+
+
+def _closed(job: Composed) -> tuple[Path, ...]:
+    """The folder that a run starts from may be a stranger's: it holds data, not trusted code."""
+    if job.start is None:
+        return ()
+    folder = job.start.parent
+    inside = folder.resolve()  # `checkpoints` may be a link, on either side of it
+    closed = [place.parent.resolve() for place in (folder, inside) if place.name == "checkpoints"]
+    if not Path.cwd().is_relative_to(inside):
+        closed.append(inside)
+    return tuple(closed)
 
 
 def _is_ours(target: Any) -> bool:
-    """A recipe's parts, and classes that are meant as parts; not the command or the loader."""
-    name = _real_name(target)
-    if not _is_within(name, "dpframe") or _is_within(name, "dpframe.testing"):
-        return False
-    if any(part.startswith("_") for part in name.split(".")):
+    """A recipe's functions, and classes that are parts; not the command, say."""
+    name = name_of(target)
+    if not _is_within(name, "dpframe") or _is_within(name, "dpframe.testing") or "._" in name:
         return False
     if inspect.isfunction(target):
         return _is_within(name, "dpframe.recipes") and "." not in target.__qualname__
-    import dpframe
-
-    kinds = tuple(getattr(dpframe, kind) for kind in OURS)
-    from torch import nn
-    from torch.utils.data import Dataset, Sampler
-
-    return isinstance(target, type) and issubclass(target, (*kinds, nn.Module, Dataset, Sampler))
+    return isinstance(target, type) and issubclass(target, OURS)
 
 
-def _real_name(target: Any) -> str:
-    """Its module and name as they were defined: 'posix.system' is 'os.system' here."""
-    owner = getattr(target, "__self__", None)
-    if isinstance(target, functools.partial):
-        return "functools.partial"
-    has_name = (
-        isinstance(target, type) or inspect.isroutine(target) or hasattr(target, "__wrapped__")
-    )
-    named = target if has_name else type(target)  # an object with __call__
-    name = str(getattr(named, "__qualname__", ""))
-    module = getattr(named, "__module__", None)
-    if not isinstance(module, str):  # a method that is written in C
-        module = (getattr(named, "__objclass__", None) or _definer(owner, name)).__module__
-    return f"{SYSTEM.get(module, module)}.{name}"
+def _returns(target: Any, kind: type) -> bool:
+    """Whether a function's annotation says that it returns one."""
+    try:
+        returned = get_type_hints(target).get("return")
+    except Exception:  # annotations that can't be resolved say nothing
+        return False
+    is_function = inspect.isfunction(target) or inspect.ismethod(target)
+    return is_function and isinstance(returned, type) and issubclass(returned, kind)
 
 
-def _definer(owner: Any, name: str) -> type:
-    """The class that a method bound to `owner` is from."""
-    classes = owner.__mro__ if isinstance(owner, type) else ()
-    leaf = name.rpartition(".")[2]
-    return next((kind for kind in classes if leaf in vars(kind)), type(owner))
-
-
-def _really(path: str, target: Any) -> str:
-    name = _real_name(target)
-    return "" if name == path or _shortened(name, path) else f" is {name}, which"
-
-
-def _refusal(path: str, name: str, where: str) -> UserError:
-    if _shortened(name, path):
-        name = path
+def _refusal(path: str, name: str, where: str, hint: str = "") -> UserError:
     what = f"{where}={path}" if path == name else f"{where}={path} is {name}, which"
+    is_whole = name.split(".")[0] not in NEVER_WHOLE | sys.stdlib_module_names
+    key = _package_of(name) if is_whole else name
     if name == "functools.partial":
         hint = "write _partial_: true beside the _target_ that it is for"
-    else:
-        hint = f"if you know what it does, add trusted_modules=[{_key(name)}] to the command"
-    is_not = "is none of the names that a config may call"
-    return UserError(f"{what} {is_not}; {hint}")
-
-
-def _shortened(name: str, path: str) -> bool:
-    """Whether a path is the usual way to say a name, as torch.load for torch.serialization.load."""
-    top, leaf = name.split(".")[0], name.rpartition(".")[2]
-    return path.split(".")[0] == top and path.rpartition(".")[2] == leaf
-
-
-def _key(name: str) -> str:
-    """A package that was installed, or one name of Python's own and of torch."""
-    top = name.split(".")[0]
-    if top not in sys.stdlib_module_names and top not in NEVER_WHOLE:
-        return _package_of(name)
-    return name
+    hint = hint or f"if you know what it does, add trusted_modules=[{key}] to the command"
+    return UserError(f"{what} is not one of the names that a config may call; {hint}")
 
 
 def _package_of(name: str) -> str:
-    """Its top package; below a namespace that several packages share, one of them."""
+    """The top package; of a namespace that several packages share, the one below it."""
     top, *rest = name.split(".")
-    if top in sys.stdlib_module_names or not rest:
-        return name
-    module = sys.modules.get(top)
-    try:
-        places = list(getattr(module or importlib.util.find_spec(top), "__path__", []))
-    except (ImportError, ValueError):
-        places = []
-    is_shared = getattr(module, "__file__", None) is None and len(places) > 1
-    return f"{top}.{rest[0]}" if is_shared else top
-
-
-def _says_it_makes(target: Any, kind: type) -> bool:
-    if not isinstance(target, types.FunctionType | types.MethodType):
-        return False
-    try:
-        made = get_type_hints(target).get("return")
-    except Exception:
-        return False  # annotations that don't resolve say nothing
-    return isinstance(made, type) and issubclass(made, kind)
+    folders = getattr(sys.modules.get(top), "__path__", [])
+    is_shared = getattr(sys.modules.get(top), "__file__", None) is None and len(folders) > 1
+    return f"{top}.{rest[0]}" if is_shared and rest else top
 
 
 def _is_within(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
-
-
-NOBODY = Trust()

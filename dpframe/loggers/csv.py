@@ -21,7 +21,7 @@ class CSV(Logger):
     def __init__(self, *, file: str = "metrics.csv") -> None:
         if not re.fullmatch(NAME, str(file)):
             raise UserError(
-                f"logger.csv.file={file} is no plain file name; give one, as metrics.csv: it is "
+                f"logger.csv.file={file} is no plain file name; set one, e.g. metrics.csv: it is "
                 "written into the run directory"
             )
         self.file = str(file)
@@ -82,7 +82,7 @@ class CSV(Logger):
         """Keeps the rows before `purge_step`."""
         header, rows = _read(self._path)
         if header[:1] != ["step"]:
-            return  # not our table; the first flush writes a new one
+            return  # it is no such table; the first flush replaces it
         self._columns = header
         self._replace([row for row in rows if purge_step is None or int(row[0]) < purge_step])
 
@@ -92,13 +92,13 @@ class CSV(Logger):
         self._replace([row + [""] * len(added) for row in rows])
 
     def _replace(self, rows: list[list[str]]) -> None:
-        """All of the new table or all of the old one, whenever the process dies."""
+        """Leaves the new table or the old one, whenever the process dies."""
         with files.whole(self._path) as part:
             part.write_text(_text([self._columns, *rows]), encoding="utf-8", newline="")
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
-    """The header and the rows, without the half row that a killed process may have left."""
+    """The header and the rows, without the half row that a killed process may leave."""
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     rows = list(csv.reader(whole.splitlines()))
     return (rows[0], rows[1:]) if rows else ([], [])

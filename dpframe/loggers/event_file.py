@@ -18,10 +18,10 @@ class EventFile:
 
     def append(self, record: bytes) -> None:
         length = struct.pack("<Q", len(record))
-        self.pending += length + _checksum(length) + record + _checksum(record)
+        self.pending += length + checksum(length) + record + checksum(record)
 
     def write(self) -> None:
-        """Unbuffered, so that what it wrote survives a killed process, and a full disk is told."""
+        """Unbuffered: what it wrote survives a killed process, and a full disk raises here."""
         if not self.pending:
             return
         with open(self.path, "ab", buffering=0) as file:
@@ -36,7 +36,7 @@ def next_path(directory: Path) -> Path:
     return directory / name
 
 
-def rename(path: Path, old: bytes, new: bytes) -> None:
+def replace(path: Path, old: bytes, new: bytes) -> None:
     """Writes `new`, which is as long, over `old` in each record that has it."""
     assert len(old) == len(new)
     with path.open("r+b") as file:
@@ -47,20 +47,17 @@ def rename(path: Path, old: bytes, new: bytes) -> None:
             if old in record and len(record) == length:
                 record = record.replace(old, new)
                 file.seek(start + 12)
-                file.write(record + _checksum(record))
+                file.write(record + checksum(record))
             start = file.seek(start + 12 + length + 4)
 
 
-def truncate_before(path: Path, marker: bytes) -> None:
-    """Cuts the first record that contains `marker`, and all that follow it."""
-    with path.open("r+b") as file:
-        start = 0
-        while len(header := file.read(12)) == 12:
-            (length,) = struct.unpack("<Q", header[:8])
-            if marker in file.read(length + 4):
-                file.truncate(start)
-                return
-            start = file.tell()
+def checksum(data: bytes) -> bytes:
+    """A masked CRC-32C. Importing a module that computes it costs 100 ms or more."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
 
 
 def _seconds(path: Path) -> int:
@@ -68,33 +65,10 @@ def _seconds(path: Path) -> int:
     return int(digits) if digits.isdecimal() else 0
 
 
-def _checksum(data: bytes) -> bytes:
-    """A masked CRC-32C. No module that computes it comes cheaply: the nearest costs 100 ms."""
-    crc = 0xFFFFFFFF
-    last, third, second, first = _TABLES  # by how many bytes of a word come after it
-    words = len(data) & ~3
-    for (word,) in _WORD.iter_unpack(data[:words]):
-        one, two, three, four = (crc ^ word).to_bytes(4, "little")
-        crc = first[one] ^ second[two] ^ third[three] ^ last[four]
-    for byte in data[words:]:
-        crc = last[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return _WORD.pack(((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _tables() -> list[list[int]]:
-    """What a byte does to the sum, and what it does when one, two and three more have followed."""
-    tables = [[_shifted(byte) for byte in range(256)]]
-    for _ in range(3):
-        tables.append([tables[0][crc & 0xFF] ^ crc >> 8 for crc in tables[-1]])
-    return tables
-
-
-def _shifted(byte: int) -> int:
+def _table_entry(byte: int) -> int:
     for _ in range(8):
         byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
     return byte
 
 
-_WORD = struct.Struct("<I")
-_TABLES = _tables()
+TABLE = [_table_entry(byte) for byte in range(256)]

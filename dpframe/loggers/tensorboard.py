@@ -1,7 +1,7 @@
 """The TensorBoard logger writes a run's curves, config, hyperparameters and graph as event files.
 
-It builds the records itself from TensorBoard's protobuf classes: those import in 20 ms, the stock
-writer in 160 ms, and the stock writer holds what was logged for up to two minutes.
+It builds the records itself from TensorBoard's protobuf classes, which import in 20 ms. The stock
+writer imports in 160 ms and keeps what was logged in memory for up to two minutes.
 """
 
 import logging
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 SESSION_START = "_hparams_/session_start_info"
-NO_LONGER = "_replaced/session_start_info"
 SESSION_END = "_hparams_/session_end_info"
 
 
@@ -63,13 +62,12 @@ class TensorBoard(Logger):
         self._file = EventFile(event_file.next_path(directory))
         self._add(file_version="brain.Event:2")
         for path in older:
-            # The HPARAMS tab believes the first beginning and ending that it reads: the run is not
-            # over, and may have other limits now.
-            event_file.rename(path, SESSION_START.encode(), NO_LONGER.encode())
-            event_file.truncate_before(path, SESSION_END.encode())
+            # The HPARAMS tab takes the first start and end that it reads, but the run is not over,
+            # and may have other limits now.
+            event_file.replace(path, b"_hparams_/session_", b"_replaced/session_")
         if purge_step is not None:
-            # TensorBoard takes the first START that it sees for the run's beginning and drops the
-            # steps from there on at the next; the file that began this run may have none.
+            # At a second START, TensorBoard drops the steps from this one on. The file that began
+            # this run may have no first one.
             self._add(session_log=SessionLog(status=SessionLog.START))
             self._add(session_log=SessionLog(status=SessionLog.START))
         self._add(summary=Summary(value=[_config(config), _session_start(hparams)]))
@@ -90,19 +88,18 @@ class TensorBoard(Logger):
 
             self._add(graph_def=model_graph.draw(module, batch))
         except Exception as error:
-            reason = str(error).partition("\n")[0]
             logging.getLogger("dpframe").warning(
                 "no graph of %s in TensorBoard: %s: %s",
                 type(module).__name__,
                 type(error).__name__,
-                reason,
+                str(error).partition("\n")[0],
             )
 
     def dashboard(self, run_dir: str) -> str:
         return f"tensorboard --logdir {shlex.quote(run_dir)}"
 
     def flush(self) -> None:
-        for when, step, scalars in self._rows:  # many in a row take half as long as one by one
+        for when, step, scalars in self._rows:  # many at once take half as long as one by one
             event = Event(wall_time=when, step=step)
             for tag, value in scalars.items():
                 event.summary.value.add(tag=tag, simple_value=value)
@@ -132,12 +129,12 @@ class TensorBoard(Logger):
 
 
 def _config(config: str) -> Summary.Value:
-    """Indented, markdown shows it as code, whatever it contains."""
+    """Indented: markdown shows that as code, whatever it contains."""
     return _text_value("config", "text", textwrap.indent(config, "    ").encode())
 
 
 def _layout(names: set[str]) -> Summary.Value:
-    """train/<name> and val/<name> on one chart. The chart of a name is the same in every run:
+    """train/<name> and val/<name> on one chart. A name has the same chart in every run, because
     TensorBoard merges the layouts of all runs and shows each chart that differs."""
     charts = [
         Chart(title=name, multiline=MultilineChartContent(tag=[f"^(train|val)/{re.escape(name)}$"]))
@@ -148,8 +145,8 @@ def _layout(names: set[str]) -> Summary.Value:
 
 
 def _session_start(hparams: dict[str, Scalar]) -> Summary.Value:
-    """Alone, without an experiment summary: TensorBoard takes the first such summary of all runs
-    for the whole, and the hyperparameters and metrics that it does not list are not shown."""
+    """Without an experiment summary: TensorBoard would take the first one of all runs and show no
+    hyperparameter or metric that it does not list."""
     info = SessionStartInfo(start_time_secs=time.time())
     for name, value in hparams.items():
         if isinstance(value, bool):

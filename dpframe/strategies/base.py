@@ -27,6 +27,7 @@ class Strategy:
     replicas = 1  # over all processes
     averaged_over = 1  # gradients come out of backward divided by this many replicas
     launches_ranks = False  # and so can start them again
+    uses_gpus = True  # where there are any
     is_set_up = False
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
 
@@ -134,10 +135,6 @@ class Strategy:
     def tally(self, numbers: list[float]) -> list[float]:
         """Host numbers summed over the processes, without waiting for a device."""
         return numbers
-
-    def backward_communication(self) -> float:
-        """Seconds a step that the backward waits for the gradients to be shared, where known."""
-        return 0.0
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value in rank order, on the main process; an empty list elsewhere."""

@@ -5,6 +5,8 @@ from dpframe.strategies.base import Strategy
 
 
 class CPU(Strategy):
+    uses_gpus = False
+
     def setup(self) -> None:
         count = len(self.gpus) if isinstance(self.gpus, list) else self.gpus
         if (count or 0) > 1:

@@ -1,9 +1,12 @@
 """One process a replica: torch's DistributedDataParallel, NCCL on CUDA and gloo on the CPU."""
 
 import inspect
+import itertools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,16 +16,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import split
 from dpframe.errors import UserError
-from dpframe.strategies import direct, ranks, supervisor
+from dpframe.strategies import launch, ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, rehearsal
-from dpframe.task import has_sparse
 
 # The same switch, under its newer name where torch has that.
 _names = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers"
 
-_left: set[str] = set()  # the stores in which a process group of this process was
+_groups = itertools.count()  # those that this process has opened
 
 
 class DDP(Strategy):
@@ -39,12 +41,11 @@ class DDP(Strategy):
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         sync_batchnorm: bool = False,
-        direct_sums: bool = True,
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core)
         if timeout_seconds <= 0:
-            raise UserError(f"strategy.timeout_seconds={timeout_seconds}; give more than 0 seconds")
+            raise UserError(f"strategy.timeout_seconds={timeout_seconds}; set it to more than 0")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             BUFFERS: broadcast_buffers,
@@ -52,13 +53,15 @@ class DDP(Strategy):
             "gradient_as_bucket_view": gradient_as_bucket_view,
         }
         self.sync_batchnorm = sync_batchnorm
-        self.direct_sums = direct_sums
         self.timeout_seconds = timeout_seconds
         self.module: Any = None
         self.owns_group = False
         self._shared: dict[str, Tensor] = {}  # parameters by name, as they were wrapped
         self._frozen: dict[str, Tensor] = {}
-        self.direct: direct.Direct | None = None
+        self._is_first_update = True
+        self._unsynced = ExitStack()  # holds `no_sync` while gradients are only accumulated
+        self._hooks: list[Any] = []  # on weights, once there is accumulation
+        self._arrived: set[str] = set()  # whose gradients came in the last backward
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun started them already."""
@@ -70,7 +73,7 @@ class DDP(Strategy):
             return run(*args)
         devices = self.choose_devices(default=None)
         announce(rehearsal(devices, self.gpus, self.accelerator, kind="gloo ranks"))
-        return supervisor.launch(
+        return launch.launch(
             run,
             args,
             count=len(devices),
@@ -95,21 +98,23 @@ class DDP(Strategy):
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
         self.owns_group = not dist.is_initialized()  # else the program's own, which is joined
         if self.owns_group:
-            _refuse_second_group()
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-                timeout=timedelta(seconds=self.timeout_seconds),
-            )
-        is_direct = self.direct_sums and self.device.type == "cpu"
-        is_direct &= direct.is_possible(self.world_size, here.local_world_size)
-        door = direct.Door() if is_direct else None
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, (str(self.device), door and door.address))
-        self.names = [name for name, _ in found]
-        if door is not None:
-            addresses = [address for _, address in found]
-            self.direct = door.meet(self.rank, addresses, self.timeout_seconds)
+            self._open_group()
+        self.names = [""] * self.world_size
+        dist.all_gather_object(self.names, str(self.device))
         self.is_set_up = True
+
+    def _open_group(self) -> None:
+        timeout = timedelta(seconds=self.timeout_seconds)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store.set_timeout(timeout)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            # torchrun's store outlives a group; the next one must not find the keys of this one.
+            store=dist.PrefixStore(f"dpframe{next(_groups)}", store),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timeout,
+        )
 
     @property
     def devices(self) -> list[str]:
@@ -124,24 +129,26 @@ class DDP(Strategy):
         named = list(module.named_parameters())
         self._shared = {name: weight for name, weight in named if weight.requires_grad}
         self._frozen = {name: weight for name, weight in named if not weight.requires_grad}
-        size = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-        if self.direct is not None and size <= direct.LARGEST and not has_sparse(module):
-            self._first_forward = self.module.register_forward_pre_hook(self._share_directly)
+        self._let_go()
+        self._is_first_update = True
         return self.module
-
-    def _share_directly(self, *_: Any) -> None:
-        """Before the first forward: by then a callback may have registered a hook of its own."""
-        self._first_forward.remove()
-        if self.direct is not None and not self.module._comm_hooks:
-            self.module.register_comm_hook(None, self.direct.hook)
 
     def shares(self, rows: Sequence) -> list[Sequence]:
         return [split(rows, self.world_size)[self.rank]]
 
     def grad_sync(self, is_last: bool) -> None:
-        # What `no_sync` sets, without its frames. A static graph can't be without: torch counts
-        # its backwards; gradients that are shared each time add up to the same.
-        self.module.require_backward_grad_sync = is_last or self.options["static_graph"]
+        self._unsynced.close()
+        if not is_last and not self.options["static_graph"]:
+            # Torch counts the backwards of a static graph: its gradients are shared each time.
+            self._unsynced.enter_context(self.module.no_sync())
+        if not self._hooks:
+            for name, weight in self._shared.items():
+                note = partial(self._note_gradient, name)
+                self._hooks.append(weight.register_post_accumulate_grad_hook(note))
+        self._arrived.clear()
+
+    def _note_gradient(self, name: str, weight: Tensor) -> None:
+        self._arrived.add(name)
 
     def check_skips(self, accumulate: int) -> None:
         """Torch's reducer keeps which parameters those backwards used, and nothing resets that."""
@@ -159,13 +166,18 @@ class DDP(Strategy):
         for weight in self._frozen.values():
             if weight.requires_grad and self.world_size > 1:
                 raise UserError(self._thawed())
-        # A private name: `grad is None` would miss what an update's last batch alone leaves out.
-        check = getattr(self.module, "_check_reducer_finalized", None)
-        try:
-            if check is not None:
-                check()
-        except RuntimeError:
-            raise UserError(self._unshared()) from None
+        if self.options["find_unused_parameters"]:
+            return
+        if self._hooks:  # under accumulation the gradients of an earlier batch may be there
+            lacking = [name for name in self._shared if name not in self._arrived]
+        else:
+            lacking = [name for name, weight in self._shared.items() if weight.grad is None]
+        if lacking and self._is_first_update and self.options["static_graph"]:
+            for name in lacking:  # torch leaves them out from then on
+                del self._shared[name]
+        elif lacking:
+            raise UserError(self._unshared(lacking))
+        self._is_first_update = False
 
     def weight_sync(self, is_read: bool) -> None:
         """The weights are the same on all ranks. The buffers (running statistics) are each rank's
@@ -175,28 +187,13 @@ class DDP(Strategy):
 
     def reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
-        self._sum(tensor)
+        dist.all_reduce(tensor)
         return tensor
 
     def tally(self, numbers: list[float]) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
-        self._sum(sums)  # on the host, with CUDA too: it runs ahead of the device
+        dist.all_reduce(sums)  # on the host, with CUDA too: it runs ahead of the device
         return sums.tolist()
-
-    def _sum(self, tensor: Tensor) -> None:
-        if self.direct is not None and tensor.nbytes <= direct.LARGEST:
-            self.direct.sum(tensor)
-        else:
-            dist.all_reduce(tensor)
-
-    def backward_communication(self) -> float:
-        """As torch samples it, less what the backward itself has hidden."""
-        if self.module is None:
-            return 0.0
-        sampled = self.module._get_ddp_logging_data()
-        whole = sampled.get("avg_backward_comm_time", 0)
-        hidden = sampled.get("avg_backward_compute_comm_overlap_time", 0)
-        return max(0, whole - hidden) / 1e9
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.world_size if self.is_main else None
@@ -208,16 +205,20 @@ class DDP(Strategy):
         dist.broadcast_object_list(values)
         return values[0]
 
+    def _let_go(self) -> None:
+        self._unsynced.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
     def close(self) -> None:
+        self._let_go()
         if self.module is not None:
             # The reducer goes first: were it the last to hold the process group, its destructor
             # would join gloo's thread under the GIL, for which that thread may be waiting.
             self.module.logger = self.module.reducer = None
-        if self.direct is not None:
-            self.direct.close()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
-            _left.add(ranks.store_of_agent())
         super().close()
 
     def _thawed(self) -> str:
@@ -229,11 +230,10 @@ class DDP(Strategy):
             "or use strategy=data_parallel"
         )
 
-    def _unshared(self) -> str:
-        lacking = [name for name, weight in self._shared.items() if weight.grad is None]
+    def _unshared(self, lacking: list[str]) -> str:
         static = "strategy.static_graph=false " if self.options["static_graph"] else ""
         return (
-            f"{_listed(lacking) or 'parameters'} {'has' if len(lacking) == 1 else 'have'} no "
+            f"{_listed(lacking)} {'has' if len(lacking) == 1 else 'have'} no "
             f"gradient in this step on rank {self.rank}, so the ranks can't share theirs; set "
             f"{static}strategy.find_unused_parameters=true where a step may leave out or freeze "
             "parameters"
@@ -246,15 +246,6 @@ class DDP(Strategy):
                 "version; set it to false"
             )
         return nn.SyncBatchNorm.convert_sync_batchnorm(module)
-
-
-def _refuse_second_group() -> None:
-    """A second one would find the keys of the first in torchrun's store, and hang."""
-    if ranks.store_of_agent() in _left - {""}:
-        raise UserError(
-            "torchrun's ranks meet once in a process, and this one has closed its strategy; give "
-            "one strategy to all Trainers, and close it after the last"
-        )
 
 
 def _listed(names: list[str]) -> str:

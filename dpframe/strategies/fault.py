@@ -1,25 +1,26 @@
 """How a rank failed, and the report of a job's faults: the first one's own words come last."""
 
 import os
+import re
 import signal
 import time
 import traceback
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dpframe import heartbeat
 from dpframe.errors import Failure, UserError
 
-CUT = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
-HOUSE = str(Path(__file__).parent.parent)
-TIMED_OUT = ("Timed out waiting", "timed out after", "Timed out after", "Wait timeout")
+# Torch has no types for these.
+PEERS = re.compile("by peer|Broken pipe|remote process exited|[Tt]imed out|Wait timeout")
+TORCH = f"{os.sep}torch{os.sep}"
 
 
 class RankFailed(Exception):
     """A rank ended the job; its own traceback is in the message."""
 
-    told: dict[str, Any] = {}  # what the ranks have told their parent before
+    has_traceback = True  # in its message
+    told: dict[str, Any] = {}  # what the ranks have told their parent
 
 
 @dataclass
@@ -29,12 +30,11 @@ class Fault:
     brief: str  # what is shown of a peer
     line: str | None = None  # a UserError's or a Failure's, alone
     exit_code: int = 1
-    is_echo: bool = False  # its peers were gone
-    is_timeout: bool = False  # its peers did not come
+    is_echo: bool = False  # its peers were gone, or did not come
     is_hang: bool = False
-    is_in_users_code: bool = False  # and not in a collective of ours
+    is_in_users_code: bool = False  # and not in a collective of dpframe's
     was_noted: bool = False  # by the rank itself
-    last: str = ""  # what is shown after everything else
+    verdict: str = ""  # what is shown after everything else
     time: int = field(default_factory=time.time_ns)
 
 
@@ -43,16 +43,16 @@ def noted(error: BaseException) -> Fault:
     message = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit):
         message = f"it left by sys.exit({error.code!r}) before its work was done"
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     return Fault(
         rank=int(os.environ["RANK"]),
         text="".join(traceback.format_exception(error)).rstrip(),
         brief=message.splitlines()[0],
         line=str(error) if isinstance(error, UserError) else None,
         exit_code=getattr(error, "exit_code", 1),
-        is_in_users_code=_is_in_users_code(error),
+        is_echo=_is_about_peers(error) and PEERS.search(message) is not None,
+        is_in_users_code=_ends_in_users_code(list(reversed(files))),
         was_noted=True,
-        is_echo=_is_about_peers(error) and any(words in message for words in CUT),
-        is_timeout=_is_about_peers(error) and any(words in message for words in TIMED_OUT),
     )
 
 
@@ -67,11 +67,17 @@ def ended(rank: int, pid: int, exit_code: int) -> Fault:
 
 def hung(rank: int, stack: str, hang_seconds: float | None = None) -> Fault:
     """With `hang_seconds`: of a rank that made no progress in that time, as its parent has seen."""
-    brief = f"hung as well; its stack:\n{stack}"
-    fault = Fault(rank, stack, brief, is_hang=True, is_in_users_code=_ends_in_users_code(stack))
-    if hang_seconds is not None:
-        fault.last = heartbeat.told(stack, hang_seconds, who=f"rank {rank}")
-    return fault
+    files = [file for file, _, _ in heartbeat.FRAME.findall(stack)]
+    return Fault(
+        rank,
+        stack,
+        f"hung as well; its stack:\n{stack}",
+        is_hang=True,
+        is_in_users_code=_ends_in_users_code(files),
+        verdict=""
+        if hang_seconds is None
+        else heartbeat.verdict(stack, hang_seconds, who=f"rank {rank}"),
+    )
 
 
 def left(rank: int) -> Fault:
@@ -82,45 +88,35 @@ def left(rank: int) -> Fault:
 def report(faults: list[Fault]) -> RankFailed | UserError:
     """Hangs come first, then the ranks' own errors by time; the rest are mostly echoes of them."""
 
-    def order(fault: Fault) -> tuple[bool, bool, bool, bool, int]:
+    def order(fault: Fault) -> tuple[bool, bool, bool, int]:
         # Of ranks that waited for each other in vain, one that did so by itself is the odd one.
-        by_itself = fault.is_in_users_code
-        return not fault.is_hang, fault.is_echo, fault.is_timeout, not by_itself, fault.time
+        return not fault.is_hang, fault.is_echo, not fault.is_in_users_code, fault.time
 
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
         return Failure(first.line) if first.exit_code == 1 else UserError(first.line)
     lines = [f"rank {fault.rank} {_of_peer(fault, first)}" for fault in rest]
-    if first.is_timeout:
+    if first.is_echo:
         lines.append("the ranks waited for each other in different collectives")
     heading = "hung; its stack:" if first.is_hang else "failed:"
-    words = [*lines, f"rank {first.rank} {heading}", first.text, first.last]
+    words = [*lines, f"rank {first.rank} {heading}", first.text, first.verdict]
     return RankFailed("\n".join(filter(None, words)))
 
 
 def _of_peer(fault: Fault, first: Fault) -> str:
-    if first.is_hang and fault.is_timeout:
-        return f"waited for it in vain: {fault.brief}"
     if fault.is_hang:
         return fault.brief
-    if fault.is_echo and fault.text:
+    if fault.is_echo and fault.text and first.is_hang:
+        return f"waited for it in vain: {fault.brief}"
+    if fault.is_echo and fault.text and not first.is_echo:
         return "ended after it: its connection was cut"
     return f"ended after it: {fault.brief}"
 
 
-def _is_in_users_code(error: BaseException) -> bool:
-    """By the innermost frame that is not torch's."""
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    own = [file for file in files if f"{os.sep}torch{os.sep}" not in file]
-    return bool(own) and not own[-1].startswith(HOUSE)
-
-
-def _ends_in_users_code(stack: str) -> bool:
-    """As a stack of faulthandler's shows it: the innermost frame first, the main thread last."""
-    frames = heartbeat.FRAME.findall(stack.rpartition("\n\n")[2])
-    return bool(frames) and not any(
-        part in frames[0][0] for part in (f"{os.sep}torch{os.sep}", heartbeat.HOUSE)
-    )
+def _ends_in_users_code(files: list[str]) -> bool:
+    """By the innermost frame, which comes first, that is not torch's."""
+    rest = [file for file in files if TORCH not in file]
+    return bool(rest) and not rest[0].startswith(heartbeat.HOUSE)
 
 
 def _is_about_peers(error: BaseException) -> bool:

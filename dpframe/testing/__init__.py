@@ -10,27 +10,8 @@ In a plugin's own tests:
 At the command line: `python -m dpframe mode=verify recipe=boston strategy=ddp trainer.gpus=2`.
 """
 
-import importlib
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from dpframe.testing.check import check_strategy
-    from dpframe.testing.course import Recipe
-    from dpframe.testing.report import Finding, Report
-    from dpframe.testing.verification import verify
+from dpframe.testing.course import Recipe
+from dpframe.testing.report import Finding, Report
+from dpframe.testing.verification import check_strategy, verify
 
 __all__ = ["Finding", "Recipe", "Report", "check_strategy", "verify"]
-
-_HOME = {
-    "Finding": "report",
-    "Recipe": "course",
-    "Report": "report",
-    "check_strategy": "check",
-    "verify": "verification",
-}
-
-
-def __getattr__(name: str) -> object:  # the command line uses `verify`, which is below it
-    if name in _HOME:
-        return getattr(importlib.import_module(f"dpframe.testing.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'dpframe.testing' has no attribute '{name}'")

@@ -1,7 +1,6 @@
-"""The kit's own tasks, and courses: short trainings that strategy and reference both do."""
+"""The kit's own tasks and data, and courses: short trainings for the strategy and the reference."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -9,29 +8,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.optim import SGD
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 from dpframe import seeding
 from dpframe.data import DataModule
 from dpframe.task import Task
-from dpframe.testing.report import FLOAT32_TOLERANCE, TOLERANCE
 from dpframe.trainer.settings import TrainerSettings
 
-TRAINED_ROWS = 27
+TOLERANCE = 1e-12
+FLOAT32_TOLERANCE = 1e-5
 HELD_OUT_ROWS = 11
 TABLE_ROWS = 4096
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+# ---- tasks and their data
 
 
 class Small(Task):
-    """A smooth network: there is no ReLU that a last digit could flip."""
+    """A smooth network: it has no ReLU that a last digit could flip."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None = None) -> None:
         layers = nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)
-        super().__init__(nn.Sequential(*layers), partial(SGD, lr=0.02, momentum=0.9))
+        super().__init__(net or nn.Sequential(*layers), partial(SGD, lr=0.02, momentum=0.9))
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         error = self._error(batch)
@@ -42,7 +49,7 @@ class Small(Task):
 
 
 class Weighted(Small):
-    """A mean over weights instead of rows, as over tokens or pixels."""
+    """A mean over weights instead of rows, e.g. over tokens or pixels."""
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         error, weights = self._error(batch), batch[2]
@@ -52,38 +59,57 @@ class Weighted(Small):
 
 
 class Large(Small):
-    """Beyond what a strategy may take for small: 9,889 weights, of which 9,216 are one tensor."""
+    """9,889 weights, of which 9,216 are one tensor: more than a strategy may treat as small."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            nn.Linear(3, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 1)
-        )
+        wide = nn.Linear(3, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 1)
+        super().__init__(nn.Sequential(*wide))
 
 
 class Drawing(Small):
-    """With BatchNorm and dropout; keeps what it draws, and in which mode it is validated."""
+    """Has BatchNorm and dropout. Remembers what it draws and in which mode it is validated."""
 
     def __init__(self) -> None:
-        super().__init__()
-        first, tanh, last = self.net.children()
-        self.net = nn.Sequential(first, nn.BatchNorm1d(8), tanh, nn.Dropout(0.2), last)
-        self.drawn: list[float] = []
-        self.modes: set[bool] = set()
+        layers = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
+        super().__init__(nn.Sequential(*layers))
+        self.seen: dict[str, list] = {"drawn": [], "modes": []}
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         if self.training:
             drawn = torch.rand((), dtype=torch.float64, device=batch[0].device)
-            self.drawn.append(float(drawn))
+            self.seen["drawn"].append(float(drawn))
         return super().training_step(batch)
 
     def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
-        self.modes.add(self.training)
+        self.seen["modes"].append(self.training)
         return super().training_step(batch)
 
 
+class Watched(Small):
+    """Sees its gradients after each backward: at the next one's forward, and in the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, list] = {"gradients": []}
+
+    def configure_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = SGD(self.parameters(), lr=0.02)
+        optimizer.register_step_pre_hook(lambda *_: self._look())
+        return optimizer
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        self._look()
+        return super().training_step(batch)
+
+    def _look(self) -> None:
+        known = [p.grad.detach().cpu().flatten() for p in self.parameters() if p.grad is not None]
+        gradient = torch.cat(known).tolist() if known else []
+        if gradient and gradient not in self.seen["gradients"][-1:]:  # one look a replica
+            self.seen["gradients"].append(gradient)
+
+
 class Table(DataModule):
-    """For all of these networks: three features, a target, and a weight from 1 to 5."""
+    """For these networks: three features, a target, and a weight from 1 to 5."""
 
     def setup(self) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -100,20 +126,6 @@ class Table(DataModule):
         return self.held_out
 
 
-class Counted(Task):
-    """Each row has a weight of its own, which an epoch of SGD moves by how often it was seen.
-
-    In a batch of n rows a row's gradient is -1/n a time that it takes part.
-    """
-
-    def __init__(self, rows: int) -> None:
-        super().__init__(optimizer=partial(SGD, lr=1.0))
-        self.seen = nn.Parameter(torch.zeros(rows))
-
-    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
-        return {"loss": -self.seen[batch[0]].mean()}
-
-
 class Squares(Task):
     """Validates 0², 1², 2² …, whose mean nobody gets right by chance, and predicts its rows."""
 
@@ -128,14 +140,11 @@ class Squares(Task):
 
 
 class Numbers(DataModule):
-    """0 to rows - 1, in batches of so many."""
+    """The rows 0 to `rows` - 1, for Squares."""
 
-    def __init__(self, rows: int, batch_size: int, shuffle: bool = False) -> None:
-        super().__init__(batch_size, shuffle=shuffle)
+    def __init__(self, rows: int, batch_size: int) -> None:
+        super().__init__(batch_size)
         self.rows = TensorDataset(torch.arange(rows))
-
-    def train_dataset(self) -> Dataset:
-        return self.rows
 
     def val_dataset(self) -> Dataset:
         return self.rows
@@ -164,20 +173,23 @@ class Course:
 
     recipe: Recipe
     batch_size: int = 8
-    rows: int = TRAINED_ROWS
-    epochs: int = 2
+    rows: int = 27
     accumulate: int = 1
     precision: str = "64"
-    is_even: bool = False  # whole batches alone; which rows are read is kept
+    is_even: bool = False  # whole batches only; the data records which rows are read
+    is_small: bool = True  # so that every process may keep its weights
+    is_saved: bool = False  # within the second epoch, and resumed from there
+    epochs = 2
 
-    def build(self) -> tuple[Task, "Few"]:
+    def build(self) -> tuple[Task, "FirstRows"]:
         """The same weights and rows each time."""
         seeding.seed_everything(self.recipe.seed)
         task = self.recipe.task()
-        return task, Few(self.recipe.data(), self)
+        return task, FirstRows(self.recipe.data(), self)
 
-    def settings(self, max_steps: int | None = None) -> TrainerSettings:
-        """The recipe's own, where they are part of the maths: clipping and schedules."""
+    @property
+    def settings(self) -> TrainerSettings:
+        """The recipe's own where they are part of the maths: clipping and schedules."""
         return replace(
             self.recipe.settings,
             accumulate=self.accumulate,
@@ -188,7 +200,7 @@ class Course:
             log_every=1,
             max_epochs=self.epochs,
             max_seconds=None,
-            max_steps=max_steps,
+            max_steps=None,
             precision=self.precision,
             validate_every_epochs=1,
             validate_every_steps=None,
@@ -203,47 +215,39 @@ KIT = Recipe("the kit's network", Small, Table)
 WEIGHTED = Recipe("the kit's weighted network", Weighted, Table)
 DRAWING = Recipe("the kit's network with BatchNorm and dropout", Drawing, Table)
 LARGE = Recipe("the kit's network of 9,889 weights", Large, Table)
+WATCHED = Recipe("the kit's watched network", Watched, Table)
 
 
-def kit_course() -> Course:
-    return Course(KIT)
+def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
+    """By the name of what measures them."""
+    few = min(max(1, replicas - 1), 8)
+    four_rows_each: dict[str, Any] = {
+        "batch_size": 4 * replicas,
+        "rows": 12 * replicas,
+        "is_even": True,
+    }
+    made = {
+        "kit": Course(KIT),
+        # 27 rows are 7 batches of 4: the second update has two of them, the last with 3 rows.
+        "accumulation": Course(KIT, batch_size=4, accumulate=5),
+        "few_rows": Course(KIT, batch_size=few, rows=2 * few + 1),
+        "weighted": Course(WEIGHTED, batch_size=4, accumulate=2),
+        "float32": Course(LARGE, batch_size=100, rows=250, precision="32"),
+        "gradients": Course(WATCHED, batch_size=2 * replicas, rows=6 * replicas, accumulate=3),
+        "drawing": Course(DRAWING, precision="32", is_saved=True, **four_rows_each),
+    }
+    if recipe is not None:
+        accumulate = recipe.settings.accumulate
+        course = Course(recipe, accumulate=accumulate, is_small=False, is_saved=True)
+        task = course.build()[0]
+        # BatchNorm refuses a share of one row.
+        is_even = trains(task) and bool(why_not(task))
+        made["recipe"] = replace(course, **four_rows_each) if is_even else course
+    return made
 
 
-def of(recipe: Recipe, replicas: int) -> Course:
-    course = Course(recipe, accumulate=recipe.settings.accumulate)
-    task = course.build()[0]
-    return _even(course, replicas) if trains(task) and why_not(task) else course
-
-
-def accumulating() -> Course:
-    """27 rows are 7 batches of 4, so the second update has two, the last of 3 rows."""
-    return Course(KIT, batch_size=4, accumulate=5)
-
-
-def few_rows(replicas: int) -> Course:
-    return Course(KIT, batch_size=min(max(1, replicas - 1), Course.batch_size))
-
-
-def weighted() -> Course:
-    return Course(WEIGHTED, batch_size=4, accumulate=2)
-
-
-def large() -> Course:
-    """In float32, as most runs are."""
-    return Course(LARGE, batch_size=100, rows=250, precision="32")
-
-
-def drawing(replicas: int) -> Course:
-    return _even(Course(DRAWING, precision="32"), replicas)
-
-
-def _even(course: Course, replicas: int) -> Course:
-    """Four rows for each replica in each of three batches: BatchNorm refuses a share of one."""
-    return replace(course, batch_size=4 * replicas, rows=12 * replicas, is_even=True)
-
-
-class Few(DataModule):
-    """The first rows of a recipe's data, in its own order where it has none of a sampler's."""
+class FirstRows(DataModule):
+    """The first rows of a recipe's data, without its sampler."""
 
     def __init__(self, data: DataModule, course: Course) -> None:
         super().__init__(course.batch_size, workers=0, shuffle=data.shuffle)
@@ -253,10 +257,9 @@ class Few(DataModule):
 
     def setup(self) -> None:
         self.data.setup()
-        with self._frozen():
-            size = self.batch_size if self.course.is_even else 1
-            self.train = self._few(self.data.train_dataset(), self.course.rows, size)
-            self.held_out = self._few(self.data.val_dataset(), HELD_OUT_ROWS)
+        size = self.batch_size if self.course.is_even else 1
+        self.train = self._first(self.data.train_dataset, self.course.rows, size)
+        self.held_out = self._first(self.data.val_dataset, HELD_OUT_ROWS)
 
     def train_dataset(self) -> Dataset | None:
         return self.train
@@ -265,32 +268,26 @@ class Few(DataModule):
         return self.held_out
 
     def predict_dataset(self) -> Dataset | None:
-        with self._frozen():
-            return self._few(self.data.predict_dataset(), HELD_OUT_ROWS)
+        return self._first(self.data.predict_dataset, HELD_OUT_ROWS)
 
-    def _frozen(self) -> AbstractContextManager[None]:
-        """Rows that are augmented at random are alike everywhere."""
-        return seeding.seeded(self.course.recipe.seed)
-
-    def _few(self, dataset: Any, rows: int, size: int = 1) -> Dataset | None:
-        """The first rows, in whole batches of `size` where there are so many."""
-        if dataset is None:
-            return None
-        if isinstance(dataset, IterableDataset):
-            first: Any = list(islice(dataset, rows))
-            return Frozen(first[: _whole(len(first), size)])
-        first = range(_whole(min(rows, len(dataset)), size))
-        if type(dataset) is TensorDataset and not self.course.is_even:
-            return Subset(dataset, list(first))  # without Python for each row, as in a real run
-        return Frozen([dataset[row] for row in first])
-
-
-def _whole(rows: int, size: int) -> int:
-    return rows // size * size or rows
+    def _first(self, make: Callable[[], Any], rows: int, size: int = 1) -> Dataset | None:
+        """The first rows, in whole batches of `size` where there are that many."""
+        with seeding.seeded(self.course.recipe.seed):  # random augmentation is the same everywhere
+            dataset = make()
+            if dataset is None:
+                return None
+            if isinstance(dataset, IterableDataset):
+                stream = list(islice(dataset, rows))
+                return Frozen(stream[: len(stream) // size * size or None])
+            count = min(rows, len(dataset))
+            first = range(count // size * size or count)
+            if type(dataset) is TensorDataset and not self.course.is_even:
+                return Subset(dataset, list(first))  # read without Python, as in a real run
+            return Frozen([dataset[row] for row in first])
 
 
 class Frozen(Dataset):
-    """Rows that were read once and stay as they are; `read` is which were asked for."""
+    """Rows that were read once and stay as they are; `read` records which were asked for."""
 
     def __init__(self, rows: list) -> None:
         self.rows = rows
@@ -305,26 +302,22 @@ class Frozen(Dataset):
 
 
 def why_not(task: Task) -> str:
-    """Why this task's curve can't be the same on every strategy; empty where it can."""
+    """Why this task's curve can't be the same on every strategy; empty if it can."""
     if not trains(task):
         return "it trains nothing"
     for name, module in task.named_modules():
         what = f"{name} is a {type(module).__name__}"
-        if _drops(module):
+        rate = getattr(module, "p" if isinstance(module, DROPOUTS) else "dropout", 0.0)
+        if isinstance(rate, float) and rate > 0:
             return f"{what}, which draws other masks on other shares"
-        if isinstance(module, _NormBase) and not isinstance(module, _InstanceNorm):
+        if isinstance(module, BATCH_NORMS):
             return f"{what}: other shares have other batch statistics"
     return ""
 
 
 def trains(task: Task) -> bool:
-    return type(task).training_step is not Task.training_step
+    return task.has_own("training_step")
 
 
 def predicts(task: Task) -> bool:
-    return type(task).predict_step is not Task.predict_step
-
-
-def _drops(module: nn.Module) -> bool:
-    share = getattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
-    return isinstance(share, float) and share > 0
+    return task.has_own("predict_step")

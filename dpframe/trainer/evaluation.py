@@ -4,15 +4,16 @@ from typing import Any
 
 import torch
 
-from dpframe import lean, seeding
+from dpframe import seeding
 from dpframe.data import Loader
+from dpframe.data.prefetch import prefetched
 from dpframe.errors import Interrupted, UserError
-from dpframe.heartbeat import beats
+from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
-from dpframe.trainer import ahead
+from dpframe.trainer.feed import local_devices
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.predictions import Predictions, by_rows, collected
 
@@ -30,22 +31,20 @@ class Evaluation:
         autocast: Autocast | None,
         limit_batches: int | None,
         interruption: Interruption | None = None,
-        is_lean: bool = False,
     ) -> None:
         self.task = task
         self.step_name = step
         self.loader = loader
-        self.read, self.to_device = ahead.reader(loader, strategy)
+        self.read, self.to_device = prefetched(loader, strategy.to_device, local_devices(strategy))
         self.strategy = strategy
         self.limit_batches = limit_batches
-        self.is_lean = is_lean
         self.step = strategy.wrap(EvalStep(task, step, autocast), training=False)
         self.means = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
     def means_of(self, kind: str, *others: Means) -> dict[str, float]:
-        """The exact means over all rows, as `val/loss`, `val/mae` …; `others` are summed, too."""
+        """The exact means over all rows, as `val/loss`, `val/mae` …; `others` are summed too."""
         self.means.reset()
         seen = 0
         for rows, measured in self._batches():
@@ -59,7 +58,7 @@ class Evaluation:
 
     @torch.no_grad()
     def predictions(self) -> Predictions | None:
-        """Every row's output in dataset order, on the main process; None elsewhere."""
+        """Every row's output in the order of the data set, on the main process; None elsewhere."""
         name = f"{type(self.task).__name__}.{self.step_name}"
         here = [
             [by_rows(output, rows, f"{name} returned") for rows, output in part if rows]
@@ -70,13 +69,13 @@ class Evaluation:
 
     def _batches(self) -> Any:
         module, to_device = self.step, self.to_device
-        lean.set_training(module, False, self.is_lean)
+        module.eval()
         look_at = self.lookout.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at
         random_state = seeding.random_state() if may_look else {}
         for done, batch in enumerate(self.read(limit=self.limit_batches), 1):
-            beats.count += 1
+            beat()
             yield batch.rows, module(to_device(batch.shares))
             if done >= look_at:
                 look_at = self._look(done, random_state)
@@ -84,7 +83,7 @@ class Evaluation:
     def _look(self, done: int, random_state: dict[str, Any]) -> int:
         try:
             return self.lookout.look(done)[0]
-        except Interrupted:  # all of it is to be drawn again
+        except Interrupted:  # a resumed run draws all of it again
             seeding.restore_random_state(random_state)
             raise
 
@@ -93,6 +92,4 @@ def means_over(strategy: Strategy) -> Means:
     def agree(names: list[str]) -> list[str]:
         return strategy.share(sorted(set().union(*strategy.gather(names))))
 
-    if type(strategy).reduce is Strategy.reduce:
-        return Means(None, agree)
-    return Means(lambda tensor: strategy.reduce(tensor), agree)  # looked up anew: it may be timed
+    return Means(strategy.reduce if strategy.world_size > 1 else None, agree)

@@ -1,98 +1,162 @@
-"""What a Trainer reads: each data set's loader, and how long training will be."""
+"""What a run reads: the loader of each data set, and how long training will be."""
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import torch
 from torch.utils.data import IterableDataset
 
 from dpframe import seeding
-from dpframe.data import Loader
-from dpframe.errors import UserError
-from dpframe.task import Task
-from dpframe.trainer import readers, residence
-from dpframe.trainer.evaluation import Evaluation
-
-if TYPE_CHECKING:
-    from dpframe.trainer.loop import Trainer
-
-
-def set_up(trainer: "Trainer") -> None:
-    """The training and the validation data, and the lengths that schedulers and bars ask for."""
-    settings, data, task = trainer.settings, trainer.data, trainer.task
-    trainer.train_dataset = train = _dataset(trainer, "train")
-    trainer.train_loader = _loader(
-        trainer, train, shuffle=data.shuffle, sampler=data.train_sampler(train)
-    )
-    trainer.has_validation = data.val_dataset() is not None
-    if trainer.has_validation:
-        trainer.validation = evaluation(trainer, "val", "validation_step")
-    batches = trainer.train_loader.batches
-    if batches is not None and settings.limit_train_batches is not None:
-        batches = min(batches, settings.limit_train_batches)
-    trainer.batches_per_epoch = batches
-    trainer.steps_per_epoch = -(-(batches or 0) // settings.accumulate)
-    ends = [settings.max_steps, (settings.max_epochs or 0) * trainer.steps_per_epoch]
-    trainer.total_steps = min((end for end in ends if end), default=0)
-    task.steps_per_epoch, task.total_steps = trainer.steps_per_epoch, trainer.total_steps
-    per_call = 1 if settings.scheduler_every == "step" else trainer.steps_per_epoch or 1
-    task.scheduler_steps = -(-trainer.total_steps // per_call)
+from dpframe.data import Batch, DataModule, Loader
+from dpframe.data.prefetch import keep_on
+from dpframe.data.rows import Rows
+from dpframe.data.workers import Workers, cores_per_rank, measured
+from dpframe.errors import UserError, suggestion
+from dpframe.strategies.base import Strategy
+from dpframe.trainer.settings import TrainerSettings
 
 
-def evaluation(trainer: "Trainer", kind: str, step: str) -> Evaluation:
-    return Evaluation(
-        trainer.task,
-        step,
-        _loader(trainer, _dataset(trainer, kind)),
-        trainer.strategy,
-        autocast=trainer.precision.autocast,
-        limit_batches=trainer.settings.limit_eval_batches,
-        interruption=trainer.interruption,
-        is_lean=trainer.settings.lean,
-    )
+@dataclass(frozen=True)
+class Feed:
+    """The data of a training run, and the lengths that schedulers and progress bars ask for."""
+
+    dataset: Any
+    train: Loader
+    validation: Loader | None
+    batches_per_epoch: int | None  # None: unknown, of a stream
+    steps_per_epoch: int  # 0 where that is unknown
+    total_steps: int  # 0 where that is unknown
+
+    @classmethod
+    def of(
+        cls, data: DataModule, strategy: Strategy, settings: TrainerSettings, *, seed: int
+    ) -> "Feed":
+        dataset = _dataset("train", data)
+        train = _loader(
+            dataset,
+            data,
+            strategy,
+            settings,
+            seed=seed,
+            shuffle=data.shuffle,
+            sampler=data.train_sampler(dataset),
+        )
+        has_validation = data.val_dataset() is not None
+        batches = train.batches
+        if batches is not None and settings.limit_train_batches is not None:
+            batches = min(batches, settings.limit_train_batches)
+        steps = -(-(batches or 0) // settings.accumulate)
+        ends = [settings.max_steps, (settings.max_epochs or 0) * steps]
+        return cls(
+            dataset,
+            train,
+            evaluated("val", data, strategy, settings, seed=seed) if has_validation else None,
+            batches,
+            steps,
+            min((end for end in ends if end), default=0),
+        )
+
+    def scheduler_steps(self, scheduler_every: str) -> int:
+        """How often the scheduler is called in the whole run."""
+        return -(
+            -self.total_steps // (1 if scheduler_every == "step" else self.steps_per_epoch or 1)
+        )
 
 
-def draw_graph(trainer: "Trainer") -> None:
-    """For the loggers of the main process, where a batch more costs next to nothing."""
-    is_cheap = (
-        trainer.train_loader.readers.processes == 0 and trainer.train_loader.batches is not None
-    )
-    has_predict = type(trainer.task).predict_step is not Task.predict_step
-    if trainer.report.loggers and is_cheap and has_predict:
-        with seeding.seeded(trainer.seed):
-            batch = next(trainer.train_loader.epoch(), None)
-            if batch is not None:
-                trainer.report.graph(trainer.task, batch)
+def evaluated(
+    kind: str, data: DataModule, strategy: Strategy, settings: TrainerSettings, *, seed: int
+) -> Loader:
+    """The loader of the `val`, `test` or `predict` data set."""
+    dataset = _dataset(kind, data)
+    return _loader(dataset, data, strategy, settings, seed=seed)
 
 
-def _dataset(trainer: "Trainer", kind: str) -> Any:
-    dataset = getattr(trainer.data, f"{kind}_dataset")()
-    named = f"{type(trainer.data).__name__}.{kind}_dataset()"
+def first_batch(loader: Loader, *, seed: int) -> Batch | None:
+    """For a look at the model; None where reading it would start a worker or use up a stream."""
+    if loader.workers.processes > 0 or loader.batches is None:
+        return None
+    with seeding.seeded(seed):
+        return next(loader.epoch(), None)
+
+
+def local_devices(strategy: Strategy) -> list[torch.device]:
+    """The devices of this process."""
+    if strategy.world_size > 1 or strategy.replicas == 1:
+        return [strategy.device]
+    return [torch.device(name) for name in dict.fromkeys(strategy.devices)]
+
+
+def _dataset(kind: str, data: DataModule) -> Any:
+    methods = {
+        "train": data.train_dataset,
+        "val": data.val_dataset,
+        "test": data.test_dataset,
+        "predict": data.predict_dataset,
+    }
+    dataset = methods[kind]()
+    name = f"{type(data).__name__}.{methods[kind].__name__}()"
     if dataset is None:
-        raise UserError(f"{named} gives no data set; write it")
-    if not isinstance(dataset, IterableDataset) and len(dataset) == 0:
-        hint = "return None for no validation" if kind == "val" else "give it at least one"
-        raise UserError(f"{named} has no rows; {hint}")
+        raise UserError(f"{name} returned None; return a data set")
+    if not isinstance(dataset, IterableDataset) and len(dataset) == 0:  # type: ignore[arg-type]
+        hint = "return None for no validation" if kind == "val" else "it needs at least one"
+        raise UserError(f"{name} has no rows; {hint}")
     return dataset
 
 
 def _loader(
-    trainer: "Trainer", dataset: Any, *, shuffle: bool = False, sampler: Any = None
+    dataset: Any,
+    data: DataModule,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    *,
+    seed: int,
+    shuffle: bool = False,
+    sampler: Any = None,
 ) -> Loader:
-    data, strategy = trainer.data, trainer.strategy
-    asked = trainer.settings.data_on_device
+    workers: Any = data.workers
+    if isinstance(workers, str):
+        workers = _measured_workers(workers, Rows(dataset, data.collate), data, strategy, seed)
+    has_one_replica = strategy.replicas == strategy.world_size  # in this process
     loader = Loader(
         dataset,
         batch_size=data.batch_size,
         shares=strategy.shares,
         shuffle=shuffle,
-        seed=trainer.seed,
+        seed=seed,
         sampler=sampler,
-        workers=readers.workers_of(trainer),
+        workers=workers,
         collate=data.collate,
         pin_memory=strategy.device.type == "cuda",
         rank=strategy.rank,
         agree=strategy.share,
-        timeout_seconds=trainer.settings.data_timeout_seconds,
-        place=residence.place_of(strategy, asked),
+        timeout_seconds=settings.data_timeout_seconds,
+        place=partial(
+            keep_on,
+            strategy.device if has_one_replica else torch.device("cpu"),
+            dtype=strategy.dtype,
+            data_on_device=settings.data_on_device,
+        ),
     )
-    residence.check(loader, strategy, asked)
+    if settings.data_on_device is True and strategy.device.type != loader.device.type:
+        why = (
+            "the data set is not a plain TensorDataset without a collate of its own"
+            if has_one_replica
+            else f"{strategy.name} has several devices in one process"
+        )
+        raise UserError(f"trainer.data_on_device=true but {why}; use trainer.data_on_device=auto")
     return loader
+
+
+def _measured_workers(
+    choice: str, rows: Rows, data: DataModule, strategy: Strategy, seed: int
+) -> Workers:
+    if choice != "auto":
+        near = suggestion(choice, ["auto"])
+        raise UserError(f"data.workers={choice} is neither a whole number nor auto; {near}")
+    workers = None
+    if strategy.is_main:
+        largest = max(1, sum(map(len, strategy.shares(range(data.batch_size)))))
+        cores = cores_per_rank(strategy.world_size)
+        workers = tuple(measured(rows, share=largest, cores=cores, seed=seed))
+    return Workers(*strategy.share(workers))

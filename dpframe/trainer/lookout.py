@@ -13,14 +13,14 @@ LONGEST = 1000.0  # steps, or batches, between two looks
 class Lookout:
     """All processes look after the same steps, so that they end after the same one.
 
-    How many steps are between two looks is in what they agree on: no process waits for others
-    more often than it has to, and none goes by a clock of its own.
+    They also agree on the number of steps until the next look: none waits for the others more
+    often than it has to, and none goes by its own clock.
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
         self._strategy = strategy
         self._interruption = interruption
-        self.done = 0  # as of the last look
+        self.done = 0  # at the last look
         self._every = 1  # how many steps, or batches, are between two looks
 
     def begin(self, done: int) -> int:
@@ -28,10 +28,10 @@ class Lookout:
         self._began = self._looked
         if self._interruption is not None:
             self._interruption.begin()
-        return done + self._every  # as agreed the last time: a short validation needs no look
+        return done + self._every  # as last agreed: a short validation needs no look
 
     def look(self, done: int) -> tuple[int, float]:
-        """After `done` steps, or batches: at how many to look again, and the main one's seconds.
+        """After `done` steps or batches: when to look again, and the main process's seconds.
 
         A signal is raised in every process, whichever of them it was sent to.
         """

@@ -4,47 +4,56 @@ import atexit
 import json
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Self
 
-from dpframe import lean, seeding
+import torch
+
+from dpframe import checkpoint, seeding
 from dpframe.callbacks.base import Callback, hooks_of
 from dpframe.data import Batch, DataModule, Loader
+from dpframe.data.prefetch import prefetched
 from dpframe.errors import UserError
-from dpframe.heartbeat import beat, beats
+from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means
 from dpframe.strategies.auto import auto
 from dpframe.strategies.base import Strategy
-from dpframe.task import Measured, Task, TrainStep, refuse_stateful_metrics
-from dpframe.trainer import ahead, feed, fingerprint, graphs, layout, state
+from dpframe.task import Measured, Task, TrainStep, cloned, refuse_stateful_metrics
 from dpframe.trainer.evaluation import Evaluation, means_over
+from dpframe.trainer.feed import Feed, evaluated, first_batch, local_devices
+from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.lookout import Lookout
-from dpframe.trainer.nonfinite import LossGuard
-from dpframe.trainer.precision import Precision
+from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.profile import Profile
+from dpframe.trainer.progress import Progress
 from dpframe.trainer.report import Report, Run
-from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.resume import changes_since, fingerprint, named, refusing
+from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.update import Update
 
 log = logging.getLogger("dpframe")
+EVALUATION_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Trainer:
     """Trains a task on data where the strategy says. `metrics` holds the newest of each name."""
 
-    train_dataset: Any  # all of these once `prepare` has run
-    train_loader: Loader
-    has_validation: bool
-    validation: Evaluation
-    batches_per_epoch: int | None  # None: a stream's, which nobody knows
-    steps_per_epoch: int  # 0 where that is unknown
-    total_steps: int
-    _look_at: int
+    feed: Feed  # all of these once `prepare` has run
+    update: Update
+    step: torch.nn.Module  # what the strategy made of the TrainStep
+    validation: Evaluation | None = None
+    profile: Profile | None = None
+    _forward: Callable[..., tuple[torch.Tensor, list[Measured]]]
+    _backward: Callable[[torch.Tensor], None]
+    _step: Callable[..., None]
     _owns_strategy: bool
+    _look_at: int
+    _logged_at: float
+    _logged_rows: int
 
     def __init__(
         self,
@@ -66,27 +75,28 @@ class Trainer:
         self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
         self.seed = seed
         self.run = run or Run()
-        self.interruption = interruption  # by signals; None: they are not ours
+        self.interruption = interruption  # by signals; None: the program handles them itself
         self.lookout = Lookout(self.strategy, interruption)
         self.mode = ""  # fit, validate, test or predict, once one of them runs
         self.report = Report(self.strategy.logger(list(loggers)), self.run)
-        self.global_step = 0  # optimiser updates
-        self.epoch = 0  # whole epochs done
-        self.batches_done = 0  # of the epoch at hand
-        self.rows_seen = 0
-        self.skipped_steps = 0  # left out by trainer.on_nonfinite=skip
-        self.seconds = 0.0
-        self.data_seconds = 0.0  # of these, waiting for training data
+        self._write = self.report.log
+        self.progress = Progress()
         self.metrics: dict[str, float] = {}
-        self.validated_step = -1  # whose val/ numbers `metrics` holds
-        self.is_extra_validation = False  # at the end of training: a longer run does not make it
-        self.ended_step = 0  # the last one of an epoch, or of training, that is wholly done
-        self.clock = 0.0  # seconds of training as of the last look: the same in all processes
+        self.is_extra_validation = False  # at the end of training: a longer run would not make it
+        self.clock = 0.0  # seconds of training at the last look: the same in all processes
         self.checkpoint: str | None = None
         self.should_stop = False
         self.stop_reason = ""
-        self._logged_at, self._logged_rows = 0.0, 0
-        self._set_up()
+        if self.settings.deterministic:
+            seeding.refuse_nondeterminism(self.strategy.device)
+        refuse_stateful_metrics(task, self.strategy.replicas, self.strategy.name)
+        self.precision = Precision(self.settings.precision, self.strategy.device)
+        self.strategy.dtype = self.precision.dtype
+        self.layout = place(task, self.precision, self.settings)
+        beat()
+        data.setup()
+        beat()
+        self.hooks = hooks_of(self.callbacks)
 
     def __enter__(self) -> Self:
         return self
@@ -95,7 +105,7 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Closes the strategy if this Trainer has set it up; else its owner does."""
+        """Closes the strategy if this Trainer has set it up."""
         if self._owns_strategy:
             self._owns_strategy = False
             atexit.unregister(self.strategy.shut)
@@ -106,7 +116,8 @@ class Trainer:
     def fit(
         self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False
     ) -> dict[str, float]:
-        """Goes on with the checkpoint `resume`; `anyway`: even if it can't go on exactly."""
+        """Trains, from the checkpoint `resume` if there is one; `resume_anyway`: even from one of
+        a run that differs from this one."""
         self._refuse_closed()
         if self.mode != "fit":
             self.prepare(resume, resume_anyway=resume_anyway)
@@ -119,10 +130,12 @@ class Trainer:
                 self._train_epoch()
             self.strategy.weight_sync(is_read=True)
             if self.profile is not None:
-                self.profile.tell(self)
+                self._tell(self.profile)
             self._call("on_fit_end")
         except BaseException as error:
-            layout.explain(error, self.layout)
+            explain(error, self.layout)
+            if self.profile is not None:
+                self.profile.stop()
             self.report.close(self.metrics, succeeded=False)
             self._call("on_exception", error)
             raise
@@ -132,185 +145,232 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "validate"
-        self.metrics.update(feed.evaluation(self, "val", "validation_step").means_of("val"))
+        self.metrics.update(self._evaluation("val").means_of("val"))
         self._call("on_validation_end")
         return self.metrics
 
     def test(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "test"
-        self.metrics.update(feed.evaluation(self, "test", "test_step").means_of("test"))
+        self.metrics.update(self._evaluation("test").means_of("test"))
         self._call("on_test_end")
         return self.metrics
 
     def predict(self) -> Predictions | None:
         self._refuse_closed()
         self.mode = "predict"
-        predictions = feed.evaluation(self, "predict", "predict_step").predictions()
+        predictions = self._evaluation("predict").predictions()
         if predictions is not None:
             self._call("on_predict_end", predictions)
         return predictions
 
+    # ---- how far it has come
+
+    @property
+    def global_step(self) -> int:
+        return self.progress.global_step
+
+    @property
+    def epoch(self) -> int:
+        return self.progress.epoch
+
+    @property
+    def batches_done(self) -> int:
+        return self.progress.batches_done
+
+    @property
+    def rows_seen(self) -> int:
+        return self.progress.rows_seen
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.progress.skipped_steps
+
+    @property
+    def validated_step(self) -> int:
+        return self.progress.validated_step
+
+    @property
+    def seconds(self) -> float:
+        return self.progress.seconds
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """0 where the length of a stream is unknown."""
+        return self.feed.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        """0 where it is unknown."""
+        return self.feed.total_steps
+
+    @property
+    def data_seconds(self) -> float:
+        return self.progress.data_seconds
+
     def stop(self, reason: str) -> None:
-        """Ends training after this step; every process has to come to the same decision."""
+        """Ends training after this step; every process has to call it at the same step."""
         self.should_stop = True
         self.stop_reason = reason
 
     # ---- the heart
 
     def _train_epoch(self) -> None:
-        if self.batches_done == 0:  # so what is saved between epochs needs no random state
-            seeding.reseed(seeding.mix(self.seed, self.strategy.rank, self.epoch))
+        progress = self.progress
+        if progress.batches_done == 0:  # so a checkpoint between epochs needs no random state
+            seeding.reseed(seeding.mix(self.seed, self.strategy.rank, progress.epoch))
         if not (self.step.training and self.task.training):
-            lean.set_training(self.step, True, self.settings.lean)
+            self.step.train()
         self._call("on_epoch_start")
         for batches in self._steps():
-            self._train_step(batches)
-            if self.global_step % self._log_every == 0:
+            self.train_step(batches)
+            step = progress.global_step
+            if step % self._log_every == 0:
                 self._log_step()
             for hook in self.hooks["on_step_end"]:
                 hook(self)
-            if self._validates_steps and self.global_step % self._validates_steps == 0:
+            if self._validates_steps and step % self._validates_steps == 0:
                 self._validate()
-            if self.should_stop or self.global_step == self.settings.max_steps:
+            if self.should_stop or step == self.settings.max_steps:
                 self.should_stop = True
                 break
-            if self.global_step >= self._look_at and self._look():
+            if step >= self._look_at and self._look():
                 break
         self._end_epoch()
 
-    def _train_step(self, batches: list[Batch]) -> None:
-        """One optimiser update, from `trainer.accumulate` global batches."""
-        strategy = self.strategy
+    def train_step(self, batches: list[Batch]) -> None:
+        """One optimizer update, from `trainer.accumulate` global batches."""
+        strategy, update, progress = self.strategy, self.update, self.progress
+        if self._records:
+            torch.compiler.cudagraph_mark_step_begin()
         rows = 0
         for batch in batches:
             rows += batch.rows
         of = rows / strategy.averaged_over
         weights: list[Any] = []
         all_measured: list[Measured] = []
-        for index, batch in enumerate(batches, self.batches_done):
+        for index, batch in enumerate(batches, progress.batches_done):
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
-            beats.count += 1
-            loss, measured = self.step(self.to_device(batch.shares), of)
-            for here, output in measured:
-                if ("weight" in output) is not self.update.is_weighted:
-                    self.update.agree_on_weights(measured)
-                if self.update.is_weighted:
-                    weights.append(output["weight"] if here else 0.0)
-            if self.guard.refuses(self, measured, index):
-                self.update.skip()
-                self.skipped_steps += 1
+            beat()
+            loss, measured = self._forward(self._to_device(batch.shares), of)
+            if self._records:  # the next step writes over what this one returned
+                measured = cloned(measured)
+            weights += update.weights_of(measured)
+            if self.guard.refuses(measured, progress, index):
+                update.skip()
+                progress.skipped_steps += 1
                 break
-            self.update.backward(loss)
+            self._backward(loss)
             all_measured += measured
         else:
             strategy.check_gradients()
             self.means.add(all_measured)
-            wants_norm = (self.global_step + 1) % self._log_every == 0
-            self.update.step(rows, weights, wants_norm=wants_norm)
-        if self._syncs_weights:
-            strategy.weight_sync(is_read=False)
-        self.global_step += 1
-        self.batches_done += len(batches)
-        self.rows_seen += rows
+            wants_norm = (progress.global_step + 1) % self._log_every == 0
+            self._step(rows, weights, wants_norm=wants_norm)
+        strategy.weight_sync(is_read=False)
+        progress.global_step += 1
+        progress.batches_done += len(batches)
+        progress.rows_seen += rows
 
     def _steps(self) -> Iterator[list[Batch]]:
-        """The rest of the epoch's batches, as many at a time as make one optimiser update."""
+        """The rest of the epoch's batches, as many at a time as make one optimizer update."""
+        progress = self.progress
         limit = self.settings.limit_train_batches
-        batches = self.read(self.epoch, skip=self.batches_done, limit=limit)
+        batches = self._read(progress.epoch, skip=progress.batches_done, limit=limit)
         clock = time.perf_counter
         asked = clock()
         while step := list(islice(batches, self.settings.accumulate)):
-            self.data_seconds += clock() - asked
+            progress.data_seconds += clock() - asked
             yield step
             asked = clock()
-        if self.batches_done == 0:
+        if progress.batches_done == 0:
             raise UserError(f"{type(self.data).__name__}.train_dataset() gave no rows")
 
     # ---- the ends of steps and epochs
 
     def _log_step(self) -> None:
-        self.guard.read(self)
+        self.guard.read()
         window = self.means.window()  # waits for the GPU; empty if all its steps were left out
         means = self.task.summarize(window) if window else {}
-        now = time.perf_counter()
-        rate = (self.rows_seen - self._logged_rows) / (now - self._logged_at)
-        self._logged_at, self._logged_rows = now, self.rows_seen
+        now, rows = time.perf_counter(), self.progress.rows_seen
+        rate = (rows - self._logged_rows) / (now - self._logged_at)
+        self._logged_at, self._logged_rows = now, rows
         norm, lr = float(self.update.grad_norm), self.update.learning_rate
         scalars = {**means, "lr": lr, "grad_norm": norm, "samples_per_second": rate}
-        self.report.log({f"step/{k}": v for k, v in scalars.items()}, step=self.global_step)
+        self._log({f"step/{name}": value for name, value in scalars.items()})
 
     def _end_epoch(self) -> None:
-        """Changes nothing before the validation is over: a run that ends in it validates again."""
-        self.guard.read(self)
+        """Changes nothing before its validation is over: a run that ends in it validates again."""
+        progress, settings = self.progress, self.settings
+        self.guard.read()
         learning_rate = self.update.learning_rate
-        is_whole = not self.should_stop or self.batches_done == self.batches_per_epoch
-        if self.lookout.done != self.global_step:
+        is_whole = not self.should_stop or progress.batches_done == self.feed.batches_per_epoch
+        if self.lookout.done != progress.global_step:
             self._look()
-        epochs = self.epoch + is_whole
-        is_last = self.should_stop or self.settings.are_done(epochs, self.global_step)
-        is_due = is_whole and epochs % self.settings.validate_every_epochs == 0
+        epochs = progress.epoch + is_whole
+        is_last = self.should_stop or settings.are_done(epochs, progress.global_step)
+        is_due = is_whole and epochs % settings.validate_every_epochs == 0
         every = self._validates_steps
-        self.is_extra_validation = not (is_due or (every and self.global_step % every == 0))
+        self.is_extra_validation = not (is_due or (every and progress.global_step % every == 0))
         validated: dict[str, float] = {}
-        if self.has_validation and (is_last or is_due):
-            drawn = None if is_whole else seeding.random_state()
+        if self.validation is not None and (is_last or is_due):
+            random_state = None if is_whole else seeding.random_state()
             validated = self._measure_validation(self.means)
-            if drawn is not None:  # a run that goes on from here draws as if it had not ended
-                seeding.restore_random_state(drawn)
+            if random_state is not None:  # a resumed run draws as if this one had not ended
+                seeding.restore_random_state(random_state)
         total = self.means.total()
         means = self.task.summarize(total) if total else {}
         measured = {f"train/{name}": value for name, value in means.items()}
-        if not total:  # every step was left out: the epoch before is not to stand in for this one
+        if not total:  # every step was left out: the epoch before must not stand in for this one
             self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
         self.metrics.update(measured | validated)
         if is_whole:
-            self.epoch = epochs
-            self.batches_done = 0
+            progress.epoch, progress.batches_done = epochs, 0
             self.means.reset()
         self.should_stop = is_last
         if validated:
             self._call("on_validation_end")
         if is_whole:
-            is_stale = self.has_validation and self.is_extra_validation
+            is_stale = self.validation is not None and self.is_extra_validation
             self.update.end_epoch(self.metrics, is_stale=is_stale)
-        measured |= validated | {"progress/lr": learning_rate, "progress/epoch": float(self.epoch)}
-        self.report.log(measured, step=self.global_step)
+        at = {"progress/lr": learning_rate, "progress/epoch": float(progress.epoch)}
+        self._log({**measured, **validated, **at})
         self._read_clock()
-        self.ended_step = self.global_step
+        progress.ended_step = progress.global_step
         self._call("on_epoch_end")
         self.report.tend()
 
     def _validate(self) -> None:
-        self.guard.read(self)
+        self.guard.read()
         self.is_extra_validation = False
         means = self._measure_validation()
         if means:
             self.metrics.update(means)
-            self.report.log(means, step=self.global_step)
+            self._log(means)
             self._call("on_validation_end")
 
     def _measure_validation(self, *others: Means) -> dict[str, float]:
-        """The new numbers; none where this very step was validated before."""
-        if self.validated_step == self.global_step:
+        """The new numbers; none if this step was validated before."""
+        if self.progress.validated_step == self.progress.global_step:
             return {}
         self.strategy.weight_sync(is_read=True)
-        means = self.validation.means_of("val", *others)
-        lean.set_training(self.step, True, self.settings.lean)
-        self.validated_step = self.global_step
+        means = self._evaluate("val", *others)
+        self.step.train()
+        self.progress.validated_step = self.progress.global_step
         return means
 
     def _catch_up(self) -> None:
-        """What was still to come after the step of the checkpoint that this run goes on from."""
-        if self._validates_steps and self.global_step % self._validates_steps == 0:
+        """What was still to do after the step of the checkpoint that this run resumes from."""
+        step = self.progress.global_step
+        if self._validates_steps and step % self._validates_steps == 0:
             self._validate()
-        if self.should_stop and self.ended_step != self.global_step:
+        if self.should_stop and self.progress.ended_step != step:
             self._end_epoch()
 
     def _look(self) -> bool:
-        """A few times a second, and at an epoch's end, at the clock and for signals: is it over?"""
-        self._look_at, self.clock = self.lookout.look(self.global_step)
+        """Whether to stop: by the clock or a signal. Asked a few times a second and each epoch."""
+        self._look_at, self.clock = self.lookout.look(self.progress.global_step)
         limit = self.settings.max_seconds
         if limit is not None and self.clock > limit:
             self.stop(f"trainer.max_seconds={limit:g} are over")
@@ -318,12 +378,15 @@ class Trainer:
         return self.should_stop
 
     def _read_clock(self) -> None:
-        self.seconds = self._seconds_before + time.perf_counter() - self._began
+        self.progress.seconds = self._seconds_before + time.perf_counter() - self._began
+
+    def _log(self, scalars: dict[str, float]) -> None:
+        self._write(scalars, step=self.progress.global_step)
 
     # ---- set up, once
 
     def _opened(self, strategy: Strategy | None) -> Strategy:
-        """Set up, for all the modes and until `close`, or else the program's end."""
+        """The strategy, set up for all modes, until `close` or the end of the program."""
         settings = self.settings
         if strategy is None:
             strategy = auto(settings.gpus, settings.accelerator, settings.max_replicas_per_core)
@@ -341,69 +404,114 @@ class Trainer:
                 "call this before, or make another Trainer"
             )
 
-    def _set_up(self) -> None:
-        if self.settings.deterministic:
-            seeding.refuse_nondeterminism(self.strategy.device)
-        refuse_stateful_metrics(self.task, self.strategy.replicas, self.strategy.name)
-        self.precision = Precision(self.settings.precision, self.strategy.device)
-        self.strategy.dtype = self.precision.dtype
-        self.layout = layout.place(self)
-        beat()
-        self.data.setup()
-        beat()
-        self.hooks = hooks_of(self.callbacks)
-
-    def prepare(self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
-        """What `fit` begins with, and may refuse: nothing is written, no hook called."""
+    def prepare(self, state: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
+        """Builds all that `fit` needs, or refuses: nothing is written, no hook is called."""
         self.mode = "fit"
-        self._resumed = resume
-        settings = self.settings
+        self._resumed = state
+        task, strategy, settings = self.task, self.strategy, self.settings
         if settings.on_nonfinite == "skip":
-            self.strategy.check_skips(settings.accumulate)
-        feed.set_up(self)
-        self.read, self.to_device = ahead.reader(self.train_loader, self.strategy)
-        self.update = Update(self.task, self.strategy, settings, self.precision.scaler())
-        step = TrainStep(self.task, self.precision.autocast)
-        if settings.compile:
-            step.compile()
-        with lean.no_dynamo_in_ddp(settings.lean and not settings.compile):
-            self.step = self.strategy.wrap(step, training=True)
-        self.means = means_over(self.strategy)
+            strategy.check_skips(settings.accumulate)
+        self.feed = feed = Feed.of(self.data, strategy, settings, seed=self.seed)
+        if feed.validation is not None:
+            self.validation = self._evaluation("val", feed.validation)
+            self._evaluate = self.validation.means_of
+        self._read, self._to_device = prefetched(
+            feed.train, strategy.to_device, local_devices(strategy)
+        )
+        task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
+        task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
+        self.update = Update(task, strategy, settings, self.precision.scaler())
+        step = TrainStep(task, self.precision.autocast)
+        if settings.compile_mode is not None:
+            step.compile(mode=settings.compile_mode)
+        self.step = strategy.wrap(step, training=True)
+        self._forward = self.step
+        self._backward = self.update.backward
+        self._step = self.update.step
+        self.means = means_over(strategy)
+        self.guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
+        self.fingerprint = fingerprint(
+            task, self.data, feed, self.update, settings, self.run, self.seed
+        )
+        is_cuda = strategy.device.type == "cuda"
+        self._records = is_cuda and settings.compile_mode in CUDA_GRAPH_MODES
         self._accumulates = settings.accumulate > 1
-        self._syncs_weights = type(self.strategy).weight_sync is not Strategy.weight_sync
         self._log_every = settings.log_every
-        self._validates_steps = settings.validate_every_steps if self.has_validation else None
-        self.guard = LossGuard(self.strategy, settings.on_nonfinite)
-        self.fingerprint = json.dumps(fingerprint.of(self))
-        graphs.check(self)
-        if resume is not None:
-            self._changes = state.restore(self, resume, anyway=resume_anyway)
-        self.should_stop = settings.are_done(self.epoch, self.global_step)
+        self._validates_steps = settings.validate_every_steps if self.validation else None
+        if state is not None:
+            self._load_state_dict(state, anyway=resume_anyway)
+        self.should_stop = settings.are_done(self.progress.epoch, self.progress.global_step)
 
     def _begin(self) -> None:
-        loggers = [guarded.logger for guarded in self.report.loggers]
-        parts: list[Callback | Logger] = [*self.callbacks, *loggers]
+        """The first thing in `fit` that others can see: files, curves, lines on screen."""
+        parts: list[Callback | Logger] = [*self.callbacks, *self.report.loggers]
         for part in parts:
             if part.needs_directory and not self.run.directory:
                 raise UserError(
-                    f"{type(part).__name__} writes files, and nothing says where; give the Trainer "
+                    f"{type(part).__name__} writes files, and nothing says where; pass the Trainer "
                     "run=Run(directory=…)"
                 )
         if self._resumed is not None:
-            state.reopen(self, self._resumed, self._changes)
+            self._reopen(self._resumed)
         else:
             self.report.open(self.strategy)
-            feed.draw_graph(self)
-            # From here on every process draws its own random numbers, for dropout say.
+            if self.report.loggers and self.task.has_own("predict_step"):
+                self.report.graph(self.task, first_batch(self.feed.train, seed=self.seed))
+            # From here on every process draws its own random numbers, e.g. for dropout.
             seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
-        if self.settings.compile and self.strategy.is_main:
-            log.info("trainer.compile=true: the first step compiles, which may take minutes")
-        self._seconds_before = self.seconds
+        mode = self.settings.compile_mode
+        if mode is not None and self.strategy.is_main:
+            log.info("trainer.compile.mode=%s: the first step may take minutes to compile", mode)
+        self.profile = Profile() if self.settings.profile else None
+        if self.profile is not None:
+            self._time_parts(self.profile)
+        self._seconds_before = self.progress.seconds
         self._began = self._logged_at = time.perf_counter()
-        self._logged_rows = self.rows_seen
-        self._look_at = self.lookout.begin(self.global_step)
-        self.profile = Profile(self) if self.settings.profile else None
-        graphs.set_up(self)
+        self._logged_rows = self.progress.rows_seen
+        self._look_at = self.lookout.begin(self.progress.global_step)
+
+    def _evaluation(self, kind: str, loader: Loader | None = None) -> Evaluation:
+        return Evaluation(
+            self.task,
+            EVALUATION_STEPS[kind],
+            loader or evaluated(kind, self.data, self.strategy, self.settings, seed=self.seed),
+            self.strategy,
+            autocast=self.precision.autocast,
+            limit_batches=self.settings.limit_eval_batches,
+            interruption=self.interruption,
+        )
+
+    def _reopen(self, state: dict[str, Any]) -> None:
+        """Continues the run's curves, and says from where."""
+        log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
+        if self._changes:
+            log.warning("not all is as it was: %s", "; ".join(self._changes))
+        self.report.open(self.strategy, purge_step=self.global_step)
+        if logged := state["progress"]["logged"]:
+            self._log(logged)
+
+    # ---- a profile
+
+    def _time_parts(self, profile: Profile) -> None:
+        timed = profile.timed
+        self._read = profile.timed_batches(self._read)
+        self._forward = timed("forward", self._forward)
+        self._backward = timed("backward", self._backward)
+        self._step = timed("optimizer", self._step)
+        if self.validation is not None:
+            self._evaluate = timed("validation", self._evaluate)
+        self._write = timed("logging", self._write)
+        for hooks in self.hooks.values():
+            hooks[:] = [timed("callbacks", hook) for hook in hooks]
+        self.hooks["on_step_end"].append(profile.end_step)
+        profile.start()
+
+    def _tell(self, profile: Profile) -> None:
+        is_main = self.strategy.is_main
+        table, scalars = profile.summary(self.run.directory if is_main else "")
+        self._log(scalars)
+        if is_main:
+            log.info("%s", table)
 
     # ---- hooks
 
@@ -412,20 +520,77 @@ class Trainer:
             beat()
             hook(self, *args)
 
+    # ---- the state that a checkpoint holds
+
     def state_dict(self) -> dict[str, Any]:
         """All that decides the rest of training; every process calls it, the main one keeps it."""
-        self.guard.read(self)
+        self.guard.read()
         self._read_clock()
-        self.strategy.weight_sync(is_read=True)
-        return state.of(self)
+        strategy, progress = self.strategy, self.progress
+        strategy.weight_sync(is_read=True)
+        # Random numbers and sums start again with each epoch: only within one is there a state.
+        here = (seeding.random_state(), self.means.state_dict()) if progress.batches_done else None
+        everywhere = [] if here is None else strategy.gather(here)
+        logged_step, logged = self.report.last
+        return {
+            "recipe": self.run.recipe,
+            "fingerprint": json.dumps(self.fingerprint),
+            "task": self.task.state_dict(),
+            **self.update.state_dict(),
+            "strategy": {strategy.name: strategy.state_dict(self.update.optimizer)},
+            "progress": {
+                **progress.state_dict(),
+                # A stream's last step does not tell that it is the last: a resumed run finds out.
+                **({"validated_step": -1} if self.is_extra_validation else {}),
+                "means": [means for _, means in everywhere],
+                "logged": dict(logged) if logged_step == progress.global_step else {},
+            },
+            "metrics": dict(self.metrics),
+            "callbacks": {n: callback.state_dict() for n, callback in named(self.callbacks)},
+            "random": [random for random, _ in everywhere],
+        }
+
+    def _load_state_dict(self, state: dict[str, Any], *, anyway: bool) -> None:
+        """Refuses a state of another run unless `anyway`; what differs is told when it begins."""
+        strategy, progress = self.strategy, self.progress
+        rank, world_size = strategy.rank, strategy.world_size
+        changes = changes_since(state, self.fingerprint, anyway=anyway)
+        checkpoint.load_task(self.task, state)
+        with refusing(state):
+            before = json.loads(state["fingerprint"])
+            self.update.load_state_dict(state, before, self.fingerprint)
+            of_strategy = state.get("strategy", {}).get(strategy.name, {})
+            strategy.load_state_dict(of_strategy, self.update.optimizer)
+            progress.load_state_dict(state["progress"])
+            means = state["progress"]["means"]
+            means = [means] if isinstance(means, dict) else means  # an earlier version's
+            self.means.load_state_dict(means, rank=rank, world_size=world_size)
+            self.metrics = dict(state["metrics"])
+            for name, value in state["progress"]["logged"].items():
+                if type(value) not in (int, float):
+                    raise TypeError(f"{name}={str(value)[:200]} was logged")
+        for name, callback in named(self.callbacks):
+            if of_callback := state["callbacks"].get(name):
+                callback.load_state_dict(of_callback)
+        with refusing(state):
+            processes = len(state["random"])
+            if processes == world_size:
+                seeding.restore_random_state(state["random"][rank])
+            elif progress.batches_done:
+                changes = [*changes, f"{processes} processes there, {world_size} here"]
+                seeding.seed_everything(seeding.mix(self.seed, rank, progress.global_step))
+            # As many rows of the epoch are skipped as were read, or a part of a batch less.
+            batch_size = int(before["data.batch_size"])
+            progress.batches_done = progress.batches_done * batch_size // self.data.batch_size
+        self._changes = changes
 
 
 def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None:
-    """The command's configs say it once; in Python each is said where it is made."""
+    """In a config both have one value; from Python each is made with its own."""
     for key, unset in (("gpus", None), ("accelerator", "auto")):
         there, here = getattr(strategy, key, unset), getattr(settings, key)
         if here not in (unset, there):
             raise UserError(
                 f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
-                f"{there!r}); give {key} to the strategy alone"
+                f"{there!r}); pass {key} to the strategy alone"
             )

@@ -1,4 +1,4 @@
-"""What `predict` gives: every row's output in dataset order, as a table where it is one."""
+"""Predictions: every row's output in the order of the data set, as a table where it is one."""
 
 import csv
 from itertools import chain
@@ -24,8 +24,8 @@ class Predictions:
         self.batches = batches
 
     def joined(self) -> Any:
-        """One value over all rows: a tensor, or a tuple or dict of them; a list of an entry a row
-        where tensors of rows would not fit together."""
+        """One value over all rows: a tensor, or a tuple or dict of them; a list with an entry a
+        row where the rows' tensors have several shapes."""
         return join(list(chain.from_iterable(self.batches)))
 
     def save(self, directory: Path) -> Path:
@@ -56,8 +56,8 @@ def _write(joined: Any, table: dict[str, list] | None, part: Path) -> None:
 
 
 def by_rows(value: Any, rows: int, told: str) -> Any:
-    """A share's output on the CPU: each of its parts has an entry a row, or is refused. Otherwise
-    what is joined would depend on how many replicas there are."""
+    """A share's output on the CPU. A part without an entry a row is refused: what is joined would
+    depend on the number of replicas."""
     if isinstance(value, dict) and value:
         return {name: by_rows(part, rows, _at(told, name)) for name, part in value.items()}
     if isinstance(value, tuple) and value:
@@ -93,13 +93,13 @@ def on_cpu(value: Any) -> Any:
         return {name: on_cpu(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [on_cpu(part) for part in value]
-    if hasattr(value, "__array__"):  # NumPy's: what is kept has to load without running code
+    if hasattr(value, "__array__"):  # NumPy's: a file of tensors loads without running code
         return torch.as_tensor(value)
     return value
 
 
 def collected(processes: list[list[list[Any]]]) -> Predictions:
-    """From each process's batches to those over all replicas, in the order of the data set."""
+    """Joins the processes' batches: each batch gets the outputs of all replicas, in their order."""
     batches = [list(chain.from_iterable(parts)) for parts in zip(*processes, strict=True)]
     if not batches:
         raise UserError("predict: the data set gave no rows")
@@ -107,13 +107,13 @@ def collected(processes: list[list[list[Any]]]) -> Predictions:
 
 
 def join(parts: list[Any]) -> Any:
-    """What `by_rows` made of the shares, over all rows."""
+    """One value over all rows, of what `by_rows` returned for the shares."""
     first = parts[0]
     names = {type(part).__name__ for part in parts}
     if len(names) > 1:
-        one, other = sorted(names, key=str.lower)[:2]
+        some, others = sorted(names, key=str.lower)[:2]
         raise UserError(
-            f"predict_step returned a {one} for some batches and a {other} for others; {ALIKE}"
+            f"predict_step returned a {some} for some batches and a {others} for others; {ALIKE}"
         )
     if isinstance(first, Tensor):
         is_even = len({part.shape[1:] for part in parts}) == 1
@@ -136,7 +136,7 @@ def _listed(names: set[Any]) -> str:
 
 
 def as_table(joined: Any) -> dict[str, list] | None:
-    """Columns by name, one entry a row; None where the outputs are not a table."""
+    """Columns by name, with an entry a row; None if the outputs are not a table."""
     if isinstance(joined, tuple):
         joined = {f"output_{index}": part for index, part in enumerate(joined)}
     elif not isinstance(joined, dict):
@@ -155,7 +155,7 @@ def as_table(joined: Any) -> dict[str, list] | None:
 
 
 def _refuse_objects(joined: Any) -> None:
-    """What `weights_only` could not load again is not written."""
+    """Refuses to write what torch.load(weights_only=True) can't load."""
     parts = joined.values() if isinstance(joined, dict) else joined
     if isinstance(joined, (dict, list, tuple)):
         for part in parts:

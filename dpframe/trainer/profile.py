@@ -1,107 +1,103 @@
-"""Where a run's time goes: `trainer.profile=true` times its parts, and tells at the end."""
+"""A profile of a run: torch.profiler records some of its steps, and says where their time went."""
 
 import logging
-import time
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
-import torch
+from torch.autograd import DeviceType
+from torch.profiler import profile, record_function, schedule
 
-if TYPE_CHECKING:
-    from dpframe.trainer.loop import Trainer
-
+RECORDED_STEPS = 100  # after the first two, which allocate memory and fill caches
+PARTS = ("data wait", "forward", "backward", "optimizer", "logging", "callbacks", "validation")
+PREFIX, STEPS = "dpframe: ", "ProfilerStep*"  # names of ranges: ours, and torch.profiler's own
 log = logging.getLogger("dpframe")
-COLLECTIVES = ("reduce", "gather", "share", "tally", "weight_sync")
-PARTS = (
-    "data wait",
-    "forward",
-    "backward",
-    "optimizer",
-    "communication",
-    "logging",
-    "callbacks",
-    "validation",
-    "rest",
-)
 
 
 class Profile:
-    """Each moment counts for one part: the innermost that is being timed.
+    """Makes parts of the loop ranges of torch.profiler, which records every operation in them.
 
-    On a GPU every part ends with a wait for it, so such a run is slower than others; what the
-    gradients' all-reduce takes within the backward is told apart where the strategy knows it.
+    Seconds are the host's: on a GPU a part lasts until its work is queued, and the part that reads
+    a number waits for the device. What the GPU computed for each part is told beside them.
     """
 
-    def __init__(self, trainer: "Trainer") -> None:
-        strategy = trainer.strategy
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self._waits = strategy.device.type == "cuda"
-        self._inside = ["rest"]
-        for owner, names, part in (
-            (strategy, COLLECTIVES, "communication"),
-            (trainer.update, ("backward",), "backward"),
-            (trainer.update, ("step",), "optimizer"),
-            (trainer.report, ("log", "flush"), "logging"),
-        ):
-            for name in names:
-                setattr(owner, name, self._timed(part, getattr(owner, name)))
-        if trainer.has_validation:
-            measure = self._timed("validation", trainer.validation.means_of)
-            trainer.validation.means_of = measure  # type: ignore[method-assign]
-        for hooks in trainer.hooks.values():
-            hooks[:] = [self._timed("callbacks", hook) for hook in hooks]
-        trainer.step.register_forward_pre_hook(lambda *_: self._enter("forward"))
-        trainer.step.register_forward_hook(lambda *_: self._leave())
-        self._steps_before, self._data_before = trainer.global_step, trainer.data_seconds
-        self._since = time.perf_counter()
+    def __init__(self) -> None:
+        self._is_on = self._has_recorded = False
+        self._profiler = profile(
+            schedule=schedule(wait=1, warmup=1, active=RECORDED_STEPS, repeat=1),
+            on_trace_ready=self._note,
+        )
 
-    def tell(self, trainer: "Trainer") -> None:
-        """As a table, and as profile/… in the dashboard, in seconds."""
-        self._count()
-        steps = trainer.global_step - self._steps_before
-        self._move("rest", "data wait", trainer.data_seconds - self._data_before)
-        self._move("backward", "communication", trainer.strategy.backward_communication() * steps)
-        scalars = {f"profile/{p.replace(' ', '_')}": s for p, s in self.seconds.items()}
-        trainer.report.log(scalars, step=trainer.global_step)
-        if trainer.strategy.is_main:
-            log.info("%s", self._table(steps))
-
-    def _timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._enter(part)
-            try:
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with record_function(PREFIX + part):
                 return function(*args, **kwargs)
-            finally:
-                self._leave()
 
-        return timed
+        return call
 
-    def _enter(self, part: str) -> None:
-        self._count()
-        self._inside.append(part)
+    def timed_batches(self, read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def batches(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            reading = read(*args, **kwargs)
+            following = self.timed("data wait", lambda: next(reading, None))
+            while (batch := following()) is not None:
+                yield batch
 
-    def _leave(self) -> None:
-        self._count()
-        self._inside.pop()
+        return batches
 
-    def _move(self, source: str, target: str, seconds: float) -> None:
-        seconds = min(seconds, self.seconds[source])
-        self.seconds[source] -= seconds
-        self.seconds[target] += seconds
+    def start(self) -> None:
+        self._profiler.start()
+        self._is_on = True
 
-    def _table(self, steps: int) -> str:
-        whole = sum(self.seconds.values()) or 1.0
-        rows = [f"{'where the time went':<20}{'seconds':>9}{'share':>8}{'ms a step':>11}"]
-        for part, seconds in self.seconds.items():
-            each = 1e3 * seconds / max(steps, 1)
-            rows.append(f"{part:<20}{seconds:>9.3f}{seconds / whole:>8.1%}{each:>11.3f}")
-        return "\n".join(rows)
+    def end_step(self, *_: Any) -> None:
+        self._profiler.step()
 
-    def _count(self) -> None:
-        if self._waits:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds[self._inside[-1]] += now - self._since
-        self._since = now
+    def stop(self) -> None:
+        if self._is_on:
+            self._is_on = False
+            self._profiler.stop()
+
+    def summary(self, directory: str) -> tuple[str, dict[str, float]]:
+        """A table of where the time went, and its seconds as `profile/forward` … for the loggers.
+
+        The whole record is in `trace.json.gz` of the directory, if there is one, for a viewer of
+        traces, e.g. ui.perfetto.dev.
+        """
+        self.stop()
+        if not self._has_recorded:
+            return "trainer.profile=true: there were too few steps to record any", {}
+        ranges = {
+            event.key.removeprefix(PREFIX): event
+            for event in self._profiler.key_averages()
+            if event.device_type == DeviceType.CPU and event.key.startswith((PREFIX, STEPS))
+        }
+        whole, steps = ranges[STEPS].cpu_time_total / 1e6, 1
+        seconds, on_gpu = dict.fromkeys(PARTS, 0.0), dict.fromkeys(PARTS, 0.0)
+        for part in ranges.keys() & PARTS:
+            seconds[part] = ranges[part].cpu_time_total / 1e6
+            on_gpu[part] = ranges[part].device_time_total / 1e6
+        if "optimizer" in ranges:
+            steps = ranges["optimizer"].count
+        seconds["rest"] = max(0.0, whole - sum(seconds.values()))
+        if directory:
+            self._export(Path(directory) / "trace.json.gz")
+        scalars = {f"profile/{part.replace(' ', '_')}": value for part, value in seconds.items()}
+        return _table(seconds, on_gpu, whole, steps), scalars
+
+    def _export(self, path: Path) -> None:
+        try:
+            self._profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            log.warning("%s can't be written: %s", path, error)
+
+    def _note(self, _: Any) -> None:
+        self._has_recorded = True
+
+
+def _table(seconds: dict[str, float], on_gpu: dict[str, float], whole: float, steps: int) -> str:
+    has_gpu = any(on_gpu.values())
+    rows = [f"{'where the time went':<20}{'seconds':>9}{'share':>8}{'ms a step':>11}"]
+    rows[0] += f"{'on the GPU':>12}" * has_gpu
+    for part, value in seconds.items():
+        row = f"{part:<20}{value:>9.3f}{value / whole:>8.1%}{1e3 * value / steps:>11.3f}"
+        rows.append(row + f"{1e3 * on_gpu.get(part, 0.0) / steps:>12.3f}" * has_gpu)
+    return "\n".join([*rows, f"in {steps} steps after the first two"])

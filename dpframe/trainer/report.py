@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from dpframe.data import Batch
-from dpframe.loggers import Guarded, Logger
+from dpframe.loggers import Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -23,74 +23,80 @@ TELLING = ("max_epochs", "max_steps", "precision", "accumulate", "clip_norm", "c
 
 @dataclass
 class Run:
-    """Where a run's files go, and the config it came from."""
+    """Where a run's files go, and the config that it was composed from."""
 
     directory: str = ""  # none
     recipe: str = ""
     config: dict[str, Any] = field(default_factory=dict)
-    public: dict[str, Any] | None = None  # `config` as files may have it; None: as it is
+    public: dict[str, Any] | None = None  # `config` without its secrets; None: it has none
     config_text: str = ""
-    is_repeated: bool = False  # from its first step, in the directory of a job that failed
+    is_repeated: bool = False  # from its first step, in the directory of a failed job
 
 
 class Report:
     def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
-        self.loggers = [Guarded(logger) for logger in loggers]
+        self.loggers = list(loggers)
         self.run = run
         self._flushed_at = 0.0
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
-
-    def reopen(self, strategy: Strategy, scalars: dict[str, float], *, step: int) -> None:
-        """Goes on after `step`, which has had these numbers so far: what else there is goes."""
-        self.open(strategy, purge_step=step)
-        if scalars:
-            self.log(scalars, step=step)
 
     def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:
         run = self.run
         purge_step = 0 if run.is_repeated and purge_step is None else purge_step
         facts: dict[str, Scalar] = {"strategy": strategy.name, "replicas": strategy.replicas}
-        for logger in self.loggers:
-            logger.open(
-                run.directory,
-                config=run.config_text,
-                hparams=facts | hyperparameters(run.config if run.public is None else run.public),
-                purge_step=purge_step,
+        hparams = facts | hyperparameters(run.config if run.public is None else run.public)
+        self._each(
+            lambda logger: logger.open(
+                run.directory, config=run.config_text, hparams=hparams, purge_step=purge_step
             )
+        )
 
-    def graph(self, task: Task, batch: Batch) -> None:
+    def graph(self, task: Task, batch: Batch | None) -> None:
         """Drawn from a copy, so that nothing of it can reach training."""
+        if batch is None:
+            return
         try:
             module = Predict(deepcopy(task).cpu())
-        except Exception as error:  # it holds an open file, say
+        except Exception as error:  # e.g. it holds an open file
             log.warning("no model graph: %s can't be copied: %s", type(task).__name__, error)
             return
-        for logger in self.loggers:
-            logger.graph(module, on_cpu(batch.shares[0].batch))
+        rows = on_cpu(batch.shares[0].batch)
+        self._each(lambda logger: logger.graph(module, rows))
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         before = self.last[1] if self.last[0] == step else {}
         self.last = step, before | scalars
-        for logger in self.loggers:
-            logger.log(scalars, step=step)
+        self._each(lambda logger: logger.log(scalars, step=step))
 
     def tend(self) -> None:
-        """What was logged is to survive the process, but for what is newer than this."""
+        """Flushes a few times a second: what was logged before survives the process."""
         if time.perf_counter() - self._flushed_at > BETWEEN_FLUSHES:
             self.flush()
 
     def flush(self) -> None:
         self._flushed_at = time.perf_counter()
-        for logger in self.loggers:
-            logger.flush()
+        self._each(lambda logger: logger.flush())
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
-        for logger in self.loggers:
-            logger.close(metrics, succeeded=succeeded)
+        self._each(lambda logger: logger.close(metrics, succeeded=succeeded))
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        """A logger that fails, e.g. on a full disk, is left out: training goes on."""
+        for logger in list(self.loggers):
+            try:
+                call(logger)
+            except Exception as error:
+                self.loggers.remove(logger)
+                log.warning(
+                    "%s stopped: %s: %s; training goes on without it",
+                    type(logger).__name__,
+                    type(error).__name__,
+                    error,
+                )
 
 
 class Predict(nn.Module):
-    """A task as the module that a graph shows: its batch in, its prediction out."""
+    """A task as the module that a graph shows: a batch in, its prediction out."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -101,10 +107,10 @@ class Predict(nn.Module):
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:
-    """What decides the curve, by its key: the task, the data and some of the trainer's settings."""
+    """What decides the curve, by its key: the task, the data and some trainer settings."""
     kept = {name: part for name in ("task", "data") if (part := config.get(name))}
-    trainer = config.get("trainer", {})
-    kept["trainer"] = {name: trainer[name] for name in TELLING if name in trainer}
+    settings = config.get("trainer", {})
+    kept["trainer"] = {name: settings[name] for name in TELLING if name in settings}
     return flat(kept) | {name: config[name] for name in ("recipe", "seed") if name in config}
 
 

@@ -5,11 +5,35 @@ from typing import Any
 
 from dpframe.errors import UserError, suggestion
 
-PRECISIONS = ("32", "64", "bf16", "fp16")
-ACCELERATORS = ("auto", "cpu", "cuda")
-INTERVALS = ("epoch", "step")
-POSITIVE = ("max_seconds", "clip_norm", "clip_value", "grace_seconds", "data_timeout_seconds")
-ON_NONFINITE = ("stop", "skip")
+CHOICES = {
+    "precision": ("32", "64", "bf16", "fp16"),
+    "accelerator": ("auto", "cpu", "cuda"),
+    "scheduler_every": ("epoch", "step"),
+    "on_nonfinite": ("stop", "skip"),
+}
+LEAST = {
+    "max_epochs": 1,
+    "max_steps": 1,
+    "accumulate": 1,
+    "validate_every_epochs": 1,
+    "validate_every_steps": 1,
+    "log_every": 1,
+    "limit_train_batches": 1,
+    "limit_eval_batches": 1,
+    "threads": 1,
+    "max_replicas_per_core": 1,
+    "max_restarts": 0,
+}
+POSITIVE = (
+    "max_seconds",
+    "clip_norm",
+    "clip_value",
+    "hang_seconds",
+    "grace_seconds",
+    "data_timeout_seconds",
+)
+CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs")
 
 
 @dataclass
@@ -32,9 +56,8 @@ class TrainerSettings:
     limit_train_batches: int | None = None
     limit_eval_batches: int | None = None
     deterministic: bool = False
-    compile: bool = False
+    compile: Any = False  # or True, a mode of torch.compile, or {"mode": ...}
     data_on_device: Any = "auto"  # or True, or False
-    cuda_graph: Any = False  # or True, or "auto"
     lean: bool = True
     channels_last: bool = False
     profile: bool = False
@@ -46,35 +69,25 @@ class TrainerSettings:
     grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        self._refuse_unknown("precision", PRECISIONS)
-        self._refuse_unknown("accelerator", ACCELERATORS)
-        self._refuse_unknown("scheduler_every", INTERVALS)
-        self._refuse_unknown("on_nonfinite", ON_NONFINITE)
-        for key in ("data_on_device", "cuda_graph"):
-            given = getattr(self, key)
-            if given != "auto" and not isinstance(given, bool):
-                raise UserError(f"trainer.{key}={given} is not one of auto, true, false; try auto")
-        for key in ("accumulate", "log_every", "max_replicas_per_core", "validate_every_epochs"):
-            self._refuse_below(key, 1)
-        for key in (
-            "max_epochs",
-            "max_steps",
-            "validate_every_steps",
-            "limit_train_batches",
-            "threads",
-            "limit_eval_batches",
-        ):
-            self._refuse_below(key, 1)
-        self._refuse_below("max_restarts", 0)
-        for key in (
-            "max_seconds",
-            "clip_norm",
-            "clip_value",
-            "hang_seconds",
-            "grace_seconds",
-            "data_timeout_seconds",
-        ):
-            self._refuse_nonpositive(key)
+        for key, choices in CHOICES.items():
+            value = getattr(self, key)
+            if value not in choices:
+                near = suggestion(value, choices)
+                raise UserError(f"trainer.{key}={value} is not one of {', '.join(choices)}; {near}")
+        for key, least in LEAST.items():
+            value = getattr(self, key)
+            if value is not None and value < least:
+                raise UserError(f"trainer.{key}={value} is out of range; use {least} or more")
+        for key in POSITIVE:
+            value = getattr(self, key)
+            if value is not None and not value > 0:  # NaN is not
+                raise UserError(f"trainer.{key}={value} is out of range; use more than 0")
+        if self.data_on_device != "auto" and not isinstance(self.data_on_device, bool):
+            raise UserError(
+                f"trainer.data_on_device={self.data_on_device} is not one of auto, true, false; "
+                "try auto"
+            )
+        self._check_compile()
         self._check_gpus()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
             raise UserError(
@@ -82,35 +95,34 @@ class TrainerSettings:
                 "end; set one of them"
             )
 
+    @property
+    def compile_mode(self) -> str | None:
+        """The mode of torch.compile; None: nothing is compiled."""
+        mode = self.compile["mode"] if isinstance(self.compile, dict) else self.compile
+        return "default" if mode is True else mode or None
+
     def are_done(self, epochs: int, steps: int) -> bool:
         counts = (epochs, self.max_epochs), (steps, self.max_steps)
         return any(limit is not None and count >= limit for count, limit in counts)
 
-    def _refuse_unknown(self, key: str, valid: tuple[str, ...]) -> None:
-        given = getattr(self, key)
-        if given not in valid:
-            near = suggestion(given, valid)
-            raise UserError(f"trainer.{key}={given} is not one of {', '.join(valid)}; {near}")
-
-    def _refuse_below(self, key: str, least: int) -> None:
-        given = getattr(self, key)
-        if given is not None and given < least:
-            raise UserError(f"trainer.{key}={given} is out of range; give {least} or more")
-
-    def _refuse_nonpositive(self, key: str) -> None:
-        given = getattr(self, key)
-        if given is not None and not given > 0:
-            raise UserError(f"trainer.{key}={given} is out of range; give more than 0")
+    def _check_compile(self) -> None:
+        value, key = self.compile, "trainer.compile"
+        if isinstance(value, dict):
+            if set(value) != {"mode"}:
+                raise UserError(f"{key}={value} is not a mode; use {key}.mode=reduce-overhead")
+            value, key = value["mode"], f"{key}.mode"
+        if value is not None and not isinstance(value, bool) and value not in COMPILE_MODES:
+            near = suggestion(str(value), COMPILE_MODES)
+            raise UserError(f"{key}={value} is not one of {', '.join(COMPILE_MODES)}; {near}")
 
     def _check_gpus(self) -> None:
-        given = self.gpus
-        if given == 0 and type(given) is int:
+        if self.gpus == 0 and type(self.gpus) is int:
             raise UserError("trainer.gpus=0 is out of range; leave it out, and use strategy=cpu")
-        ids = given if isinstance(given, list) else [given]
-        whole = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
-        if given is None or (whole and ids and len(set(ids)) == len(ids)):
-            return
-        raise UserError(
-            f"trainer.gpus={given} is neither a count, a list of different ids nor null; "
-            "use trainer.gpus=4 or trainer.gpus=[0,1,3]"
-        )
+        ids = self.gpus if isinstance(self.gpus, list) else [self.gpus]
+        are_ids = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
+        are_different = bool(ids) and len(set(map(str, ids))) == len(ids)
+        if self.gpus is not None and not (are_ids and are_different):
+            raise UserError(
+                f"trainer.gpus={self.gpus} is neither a count, a list of different ids nor null; "
+                "use trainer.gpus=4 or trainer.gpus=[0,1,3]"
+            )

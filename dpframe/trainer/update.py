@@ -1,11 +1,12 @@
-"""One optimiser update: scaling, clipping, the step, and the learning rate's schedule."""
+"""An optimizer update: scaling, clipping, the fused step, and the learning rate's schedule."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
@@ -13,10 +14,12 @@ from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.strategies.base import Strategy
-from dpframe.task import Measured, Task, optimizer_of
-from dpframe.trainer.fused import fuse, unfuse_late
-from dpframe.trainer.layout import align
+from dpframe.task import Measured, Task, has_sparse, optimizer_of
+from dpframe.trainer.placement import align
 from dpframe.trainer.settings import TrainerSettings
+
+FUSED_DEVICES = ("cpu", "cuda")
+FUSED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Update:
@@ -33,7 +36,7 @@ class Update:
         self.parameters = list(task.parameters())  # one that is frozen may thaw later
         if not any(parameter.requires_grad for parameter in self.parameters):
             raise UserError(f"{type(task).__name__} has no parameter to train")
-        if settings.lean and not settings.compile:
+        if settings.lean and settings.compile_mode is None:
             lean.prepare()
         self.optimizer, self.scheduler = optimizer_of(task)
         updated = {
@@ -49,7 +52,7 @@ class Update:
             and settings.scheduler_every == "step"
         )
         self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
-        self.backward: Callable[[Tensor], Any] = lean.backward if settings.lean else Tensor.backward
+        self.backward: Callable[[Tensor], Any] = Tensor.backward
         if scaler is not None:
             self.backward = lambda loss: scaler.scale(loss).backward()
         self.grad_norm: Tensor | float = float("nan")
@@ -59,9 +62,18 @@ class Update:
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def agree_on_weights(self, measured: list[Measured]) -> None:
-        """Once, after the first batch of all, between the processes; a later one that differs is
-        refused in the process that has it."""
+    def weights_of(self, measured: list[Measured]) -> list[Any]:
+        """Each share's weight; none where steps return no weight."""
+        for _, output in measured:
+            if ("weight" in output) is not self.is_weighted:
+                self._agree_on_weights(measured)
+        if not self.is_weighted:
+            return []
+        return [output["weight"] if rows else 0.0 for rows, output in measured]
+
+    def _agree_on_weights(self, measured: list[Measured]) -> None:
+        """The processes agree once, after the first batch; a later batch that differs is refused
+        in the process that has it."""
         here = {"weight" in output for _, output in measured}
         if self.is_weighted is None:
             several = self.strategy.tally([float(True in here), float(False in here)])
@@ -71,7 +83,7 @@ class Update:
         raise UserError(SOMETIMES_WEIGHTED)
 
     def step(self, rows: int, weights: list[Any], *, wants_norm: bool) -> None:
-        """The gradients are the step's exact mean when the optimiser sees them."""
+        """Steps by the gradient of the exact mean over the step's rows, or weights."""
         settings = self.settings
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -84,7 +96,7 @@ class Update:
         if settings.clip_value is not None:
             clip_grad_value_(self._updated(), settings.clip_value)
         if self._awaits_momenta:
-            self._awaits_momenta = unfuse_late(self.optimizer)
+            self._awaits_momenta = _unfuse_late(self.optimizer)
         if self.scaler is None:
             self._step()
         else:
@@ -92,14 +104,14 @@ class Update:
             self.scaler.update()
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.grad = None  # as zero_grad does, less the calls that profile it
+                parameter.grad = None  # what zero_grad does, without its profiling
         for parameter in self._others:
             parameter.grad = None
         if self.schedules_steps:
             self.scheduler.step()
 
     def skip(self) -> None:
-        """All that there is of a step that is left out."""
+        """What a step that is left out still does."""
         self.optimizer.zero_grad()
         for parameter in self._others:
             parameter.grad = None
@@ -107,7 +119,7 @@ class Update:
             self.scheduler.step()
 
     def end_epoch(self, metrics: dict[str, float], *, is_stale: bool) -> None:
-        """`is_stale`: the val/ numbers are those of an earlier epoch, or of the end of training."""
+        """`is_stale`: the val/ numbers are an earlier epoch's, or of the end of training."""
         if self.scheduler is None or self.schedules_steps:
             return
         if not self.is_plateau:
@@ -123,27 +135,27 @@ class Update:
         self.scheduler.step(metrics[name])
 
     def _reweigh(self, rows: int, weights: list[Any]) -> None:
-        """From a mean over rows to one over weights: their sum is known only after the forwards."""
+        """Makes a mean over rows one over weights: their sum is known only after the forwards."""
         here = torch.zeros((), dtype=torch.float64, device=self.strategy.device)
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
         total = self.strategy.reduce(here.sum())
-        factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing has no gradient
+        factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing moves nothing
         for weight in self._updated():
             weight.grad.mul_(factor.to(weight.grad))
         if all(_is_missing(parameter.grad) for parameter in self.parameters):
-            # Each share was nothing, and NaN; where one is finite its gradients are 0, so here too.
+            # Each share counted nothing and was NaN. The gradients are 0, as of a finite one.
             for parameter in self.parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
 
     def _updated(self) -> list[Any]:
-        """What the optimizer takes and has a gradient: the others' have no part in a norm.
+        """What the optimizer updates and has a gradient: no other gradient is part of a norm.
 
-        A sparse gradient's values stand in for it, as torch takes no norm of it: they are its own
-        memory, and what it leaves out is zero.
+        The values of a sparse gradient stand in for it, since torch takes no norm of it: they
+        share its memory, and what it leaves out is zero.
         """
-        found: list[Any] = []
+        weights: list[Any] = []
         for group in self.optimizer.param_groups:
             for weight in group["params"]:
                 if weight.grad is not None and weight.grad.is_sparse:
@@ -152,8 +164,8 @@ class Update:
                     weight = values.detach()
                     weight.grad = values
                 if weight.grad is not None:
-                    found.append(weight)
-        return found
+                    weights.append(weight)
+        return weights
 
     def kinds(self) -> dict[str, str | None]:
         return {
@@ -172,7 +184,7 @@ class Update:
     def load_state_dict(
         self, state: dict[str, Any], there: dict[str, Any], here: dict[str, Any]
     ) -> None:
-        """What is of another kind than it was `there` begins anew."""
+        """What is of another kind than in `there` starts from its beginning."""
         is_same = {name: there[name] == kind for name, kind in self.kinds().items()}
         defaults = dict(self.optimizer.defaults)
         if is_same["optimizer"]:
@@ -192,7 +204,7 @@ class Update:
                 self._set(name, value)
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
-        """Torch makes all that it loads of its weight's type: NAdam's product of momenta too."""
+        """Torch converts what it loads to its weight's type, even NAdam's product of momenta."""
         weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for weight, number in zip(weights, numbers, strict=True):
@@ -202,7 +214,7 @@ class Update:
                     kept[name] = value.to(kept[name].device)
 
     def _set(self, name: str, value: Any) -> None:
-        """A changed setting of the optimiser; a schedule goes on in proportion to the new rate."""
+        """A changed setting of the optimizer; a schedule continues in proportion to the rate."""
         for index, group in enumerate(self.optimizer.param_groups):
             if name != "lr":
                 group[name] = value
@@ -213,6 +225,45 @@ class Update:
                 group["initial_lr"] = value
             if getattr(self.scheduler, "base_lrs", None):
                 self.scheduler.base_lrs[index] = value
+
+
+def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Has an optimizer of torch use its fused kernels: one call for all weights, not ten for each.
+
+    They round differently in the last digit. Not where the user chose an implementation, nor for
+    weights or gradients that the kernels can't take.
+    """
+    defaults, groups = optimizer.defaults, optimizer.param_groups
+    choices = ("fused", "foreach", "capturable", "differentiable")
+    is_chosen = defaults.get("fused", False) is not None or any(map(defaults.get, choices))
+    is_chosen |= any(group.get("fused") is not None or group.get("foreach") for group in groups)
+    is_stock = type(optimizer).__module__.startswith("torch.optim.")
+    weights = [weight for group in groups for weight in group["params"]]
+    fits = all(w.device.type in FUSED_DEVICES and w.dtype in FUSED_DTYPES for w in weights)
+    if is_chosen or not is_stock or not fits or has_sparse(model):
+        return False
+    for group in groups:
+        group["fused"] = True
+    return True
+
+
+def _unfuse_late(optimizer: Optimizer) -> bool:
+    """Before a step: takes `fused` from the groups whose step could not be; True: look again.
+
+    SGD's kernel takes the momenta of all weights or of none, and a momentum begins with its
+    weight's first gradient.
+    """
+    looks_again = False
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]):
+            continue
+        weights = group["params"]
+        begun = sum("momentum_buffer" in optimizer.state.get(weight, ()) for weight in weights)
+        if begun < len(weights) and (begun or any(weight.grad is None for weight in weights)):
+            group["fused"] = None
+        elif begun < len(weights):
+            looks_again = True
+    return looks_again
 
 
 def _is_missing(gradient: Tensor | None) -> bool:

@@ -8,13 +8,15 @@ import dpframe
 
 
 class Rows(dpframe.DataModule):
-    def __init__(self, batch_size: int = 128, workers: int = 0, rows: int = 1000) -> None:
+    def __init__(
+        self, batch_size: int = 128, workers: int = 0, rows: int = 1000, columns: int = 13
+    ) -> None:
         super().__init__(batch_size, workers)
-        self.rows = rows
+        self.rows, self.columns = rows, columns
 
     def train_dataset(self) -> TensorDataset:
         # Zeros of this size are pages that the system has not given out yet.
-        return TensorDataset(torch.zeros(self.rows, 13), torch.zeros(self.rows, 1))
+        return TensorDataset(torch.zeros(self.rows, self.columns), torch.zeros(self.rows, 1))
 
 
 class Measures(dpframe.Task):

@@ -1,6 +1,6 @@
-"""Local SGD: ranks train apart, and every `inner_steps` updates their weights become common again.
+"""Local SGD: ranks train apart, and average their weights every `inner_steps` updates.
 
-With `outer_momentum` it is DiLoCo (arXiv 2311.08105): what a round changed is taken for a gradient,
+With `outer_momentum` it is DiLoCo (arXiv 2311.08105): the change of a round serves as a gradient,
 and Nesterov's method moves the common weights along it. Without, at an outer learning rate of 1, it
 is federated averaging.
 """
@@ -18,7 +18,7 @@ from dpframe.strategies.devices import Gpus
 
 
 class LocalSGD(DDP):
-    """The ranks, their shares and their metrics are ddp's; only what travels, and when, is not."""
+    """The ranks, their shares and their metrics are ddp's; what they send, and when, is not."""
 
     def __init__(
         self,
@@ -33,11 +33,11 @@ class LocalSGD(DDP):
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
         if inner_steps < 1:
-            raise UserError(f"strategy.inner_steps={inner_steps}; give 1 or more")
+            raise UserError(f"strategy.inner_steps={inner_steps}; use 1 or more")
         if not outer_learning_rate > 0:
-            raise UserError(f"strategy.outer_learning_rate={outer_learning_rate}; give more than 0")
+            raise UserError(f"strategy.outer_learning_rate={outer_learning_rate}; use more than 0")
         if not 0 <= outer_momentum < 1:
-            raise UserError(f"strategy.outer_momentum={outer_momentum}; give 0 or more, below 1")
+            raise UserError(f"strategy.outer_momentum={outer_momentum}; use 0 or more, below 1")
         self.inner_steps = inner_steps
         self.outer_learning_rate = outer_learning_rate
         self.outer_momentum = outer_momentum
@@ -75,12 +75,18 @@ class LocalSGD(DDP):
         for velocity, kept in zip(self.velocity, state.get("velocity", ()), strict=False):
             velocity.copy_(kept)
         inner = state.get("inner", ())
-        if len(inner) == self.world_size:  # on other numbers of ranks all go on with the main one's
+        if len(inner) == self.world_size:  # else all ranks resume with the main one's
             optimizer.load_state_dict(inner[self.rank])
 
     def close(self) -> None:
         if self.is_main and self.rounds:
-            print(self._traffic(), flush=True)
+            early = f", {self.early_rounds} of them early" if self.early_rounds else ""
+            print(
+                f"localsgd     sent {self.sent_bytes:,} bytes a rank in {self.rounds} rounds"
+                f"{early}; ddp's gradients are {self.ddp_bytes:,}, "
+                f"{self.ddp_bytes / self.sent_bytes:.3g} times as many",
+                flush=True,
+            )
         super().close()
 
     # ---- the outer loop
@@ -92,7 +98,8 @@ class LocalSGD(DDP):
         self.steps = 0  # of the round at hand
 
     def _end_round(self) -> None:
-        trained = [trio for trio in self._trios() if trio[0].requires_grad]
+        trios = zip(self.weights, self.common, self.velocity, strict=True)
+        trained = [trio for trio in trios if trio[0].requires_grad]
         self._average([*(weight for weight, _, _ in trained), *self.buffers])
         for weight, common, velocity in trained:
             gradient = common - weight
@@ -103,9 +110,6 @@ class LocalSGD(DDP):
         self.steps = 0
         self.rounds += 1
 
-    def _trios(self) -> Any:
-        return zip(self.weights, self.common, self.velocity, strict=True)
-
     def _average(self, tensors: list[Tensor]) -> None:
         """One collective for each type of number: on a slow link every one of them waits."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -115,15 +119,6 @@ class LocalSGD(DDP):
             parts = (self.reduce(vector) / self.world_size).split([t.numel() for t in alike])
             for tensor, part in zip(alike, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
-
-    def _traffic(self) -> str:
-        """Of a rank, as it hands them to all-reduce; what travels of them is alike for both."""
-        early = f", {self.early_rounds} of them early" if self.early_rounds else ""
-        return (
-            f"localsgd     sent {self.sent_bytes:,} bytes a rank in {self.rounds} rounds{early}; "
-            f"ddp's gradients are {self.ddp_bytes:,}, {self.ddp_bytes / self.sent_bytes:.3g} times "
-            "as many"
-        )
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

@@ -14,10 +14,19 @@ from dpframe import Callback, Strategy, Task, Trainer, TrainerSettings, UserErro
 from dpframe.data import permutation, split
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.launch import allow_fork
 from dpframe.testing import check_strategy
 
 PLAIN = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
 BATCH = 50  # 404 rows are 8 batches and 4 rows: on three ranks 2, 2 and none
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_are_forked() -> None:
+    """They can be while this process has no pool of threads; DDP's imports are made once."""
+    torch.set_num_threads(1)
+    torch.compiler.reset()
+    allow_fork()
 
 
 def network(*more: nn.Module) -> nn.Sequential:
@@ -144,7 +153,7 @@ def outer_step(common: Task, replicas: list[Task], outer: SGD) -> None:
         replica.load_state_dict(common.state_dict())
 
 
-def test_whoever_looks_sees_the_same_weights_on_all_ranks():
+def test_every_look_sees_the_same_weights_on_all_ranks():
     normalized = partial(network, nn.BatchNorm1d(16))
     steps = {"validate_every_steps": 4, "max_steps": 23, "max_epochs": None, "net": normalized}
     _, _, seen, _ = on_ranks(local(2, inner_steps=5), partial(Adam, lr=0.01), **steps)
@@ -158,7 +167,7 @@ class Unvalidated(BostonData):
         return None
 
 
-def test_training_ends_on_common_weights_though_nobody_validates():
+def test_training_without_validation_ends_on_common_weights():
     _, _, seen, sent = on_ranks(local(2, inner_steps=1000), partial(SGD, lr=1e-3), data=Unvalidated)
     assert sent[:2] == (1, 1)
     ((mine,), (other,)) = seen
@@ -188,7 +197,7 @@ def test_frozen_weights_stay_and_do_not_travel():
     assert sent[2] == 4 * 8 * 17
 
 
-def test_a_resumed_run_goes_on_as_if_nothing_happened(tmp_path):
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path):
     strategy = local(2, inner_steps=4, outer_learning_rate=0.7, outer_momentum=0.9)
     whole, resumed = strategy.launch(twice, strategy, tmp_path / "half.ckpt")
     assert whole.keys() == resumed.keys()
@@ -254,9 +263,9 @@ def steps_after(strategy: LocalSGD, file: Path) -> int:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"inner_steps": 0}, "inner_steps=0; give 1 or more"),
-        ({"outer_learning_rate": 0.0}, "outer_learning_rate=0.0; give more than 0"),
-        ({"outer_momentum": 1.0}, "outer_momentum=1.0; give 0 or more, below 1"),
+        ({"inner_steps": 0}, "inner_steps=0; use 1 or more"),
+        ({"outer_learning_rate": 0.0}, "outer_learning_rate=0.0; use more than 0"),
+        ({"outer_momentum": 1.0}, "outer_momentum=1.0; use 0 or more, below 1"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(given, said):

@@ -1,0 +1,257 @@
+"""The configs of dpframe, of plugins and of a user's folder, as Hydra composes them."""
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar
+
+import hydra
+import omegaconf
+from hydra import initialize_config_module
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from dpframe.cli import guard, plugins
+from dpframe.cli.refusal import one_line
+from dpframe.cli.settings import TOP_LEVEL, literal
+from dpframe.errors import UserError, suggestion
+
+CONFIG_NAME = "config"
+GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "experiment")
+# Hydra 1.3 has the defaults of 1.1 unless told; 1.4 has its own alone.
+BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+# Each of OmegaConf 2.3 and 2.4 deprecates the other's name.
+register_resolver: Any = (
+    OmegaConf.register_new_resolver
+    if omegaconf.__version__.startswith("2.3.")
+    else OmegaConf.register_resolver
+)
+LONGEST_NAME = 200  # bytes of a sweep's directory name; file systems end at 255
+
+
+class Configs(ConfigLoader):
+    """Hydra's loader over our folders, which refuses what a file may not set.
+
+    A sweeper and its launcher compose through it, too: `typed` are the overrides of their sweep.
+    """
+
+    def __init__(self, config_dir: str | None, *, typed: Sequence[str] | None = None) -> None:
+        self.folder = None if config_dir is None else _readable(config_dir)
+        self.typed = typed
+        folders = [] if self.folder is None else [("--config-dir", str(self.folder))]
+        folders += [(p.package, str(p.folder)) for p in plugins.installed() if p.folder is not None]
+        self.loader = _loader(folders)
+
+    def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+        """The config, `hydra` included; an error of Hydra's is a UserError."""
+        self._check_heads(overrides)
+        with self.explained(overrides):
+            words = [with_path_quoted(override) for override in overrides]
+            config = self.load_configuration(CONFIG_NAME, words, mode)
+        if mode is RunMode.RUN:
+            choices = config.hydra.runtime.choices
+            self._refuse_shadowed(choices)
+            if "recipe" in choices and OmegaConf.is_missing(config, "recipe"):
+                config.recipe = choices["recipe"]  # a recipe is called as its file
+        return config
+
+    def explained(self, overrides: Sequence[str]) -> AbstractContextManager[None]:
+        """Turns what Hydra refuses inside into a UserError."""
+
+        def compose(others: list[str]) -> DictConfig:
+            return self.load_configuration(CONFIG_NAME, others, RunMode.RUN)
+
+        return one_line(overrides, compose, self.options)
+
+    def options(self, group: str) -> list[str]:
+        return sorted(set(self.get_group_options(group)))
+
+    def groups(self) -> list[str]:
+        """Ours in our order, then the user's."""
+        names = set(self.list_groups("")) - {"hydra"}
+        return [*GROUPS, *sorted(names - set(GROUPS))]
+
+    # What Hydra asks of a loader
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        config = self.loader.load_configuration(
+            config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+        )
+        return self._guarded(config, overrides)
+
+    def load_sweep_config(
+        self, master_config: DictConfig, sweep_overrides: list[str]
+    ) -> DictConfig:
+        config = self.loader.load_sweep_config(master_config, sweep_overrides)
+        overrides: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
+        return self._guarded(config, [*overrides["hydra"], *sweep_overrides])
+
+    def get_search_path(self) -> ConfigSearchPath:
+        return self.loader.get_search_path()
+
+    def get_sources(self) -> list[ConfigSource]:
+        return self.loader.get_sources()
+
+    def list_groups(self, parent_name: str) -> list[str]:
+        return self.loader.list_groups(parent_name)
+
+    def get_group_options(
+        self,
+        group_name: str,
+        results_filter: ObjectType | None = ObjectType.CONFIG,
+        config_name: str | None = None,
+        overrides: list[str] | None = None,
+    ) -> list[str]:
+        return self.loader.get_group_options(group_name, results_filter, config_name, overrides)
+
+    def compute_defaults_list(
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode
+    ) -> Any:
+        return self.loader.compute_defaults_list(config_name, overrides, run_mode)
+
+    def _guarded(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
+        typed = overrides if self.typed is None else self.typed
+        guard.refuse(config, overrides, typed)
+        return config
+
+    def _check_heads(self, overrides: Sequence[str]) -> None:
+        """The first word of each override, before Hydra asks for something else that is missing."""
+        heads = [*TOP_LEVEL, *self.groups()]
+        for override in overrides:
+            match = re.match(r"^(?:\+\+?|~)?([^=@]+)", override)
+            if match is None or ("=" not in override and not override.startswith("~")):
+                raise UserError(
+                    f"'{override}' is not an override; write key=value, e.g. trainer.gpus=2"
+                )
+            head = re.split(r"[./]", match.group(1))[0]
+            if head not in (*heads, "hydra"):
+                raise UserError(f"{override}: there is no key '{head}'; {suggestion(head, heads)}")
+            if re.match(r"(recipe|strategy)=\[.*,", override):
+                raise UserError(f"{override}: a run has one {head}; -m {head}=ONE,OTHER runs each")
+
+    def _refuse_shadowed(self, choices: DictConfig) -> None:
+        """Hydra takes the first file of a name, ours: a user's other file must not be ignored."""
+        for group, option in ((str(group), option) for group, option in choices.items()):
+            own = self.folder / group / f"{option}.yaml" if self.folder else Path()
+            packaged = files("dpframe.conf").joinpath(group, f"{option}.yaml")
+            if not own.is_file() and not packaged.is_file():
+                plugins.refuse_shared(group, option)
+            if own.is_file() and packaged.is_file() and own.read_bytes() != packaged.read_bytes():
+                raise UserError(
+                    f"{group}={option} is both dpframe's and {own}; use another name for yours"
+                )
+
+
+class Folders(SearchPathPlugin):
+    """Adds `added` to the search path of the loader that is being made, after dpframe's configs."""
+
+    added: ClassVar[Sequence[tuple[str, str]] | None] = None  # None: another program's Hydra
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        if self.added is not None:
+            search_path.prepend("dpframe", "inside://")
+            for owner, folder in self.added:
+                search_path.append(owner, f"file://{folder}")
+
+
+class Inside(ConfigSource):
+    """First on the search path and always empty: refuses a path that leads out of the folders.
+
+    A defaults list can name any file, e.g. `//home/you/secret`.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "inside"
+
+    def is_config(self, config_path: str) -> bool:
+        path = os.path.normpath(config_path)
+        if os.path.isabs(path) or path.split(os.sep)[0] == os.pardir:
+            raise UserError(
+                f"{config_path} is outside of the config folders; put it into one of them, or name "
+                "its folder by --config-dir=DIR"
+            )
+        return False
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        raise ConfigLoadError(config_path)
+
+
+def with_path_quoted(override: str) -> str:
+    """An existing file needs no quotes, though Hydra's grammar wants them round a = or a space."""
+    key, equals, value = override.partition("=")
+    if not equals or re.fullmatch(r"[\w./:+-]*", value, re.ASCII) or not _exists(value):
+        return override
+    return f"{key}={quoted(value)}"
+
+
+def quoted(text: str) -> str:
+    """As Hydra reads it back: in quotes, where a backslash counts before a quote or a ${ alone."""
+    text = re.sub(r"(\\*)'", r"\1\1\\'", literal(text))
+    text = re.sub(r"(\\+)\Z", r"\1\1", text)
+    return f"'{text}'"
+
+
+def directory_name(overrides: str) -> str:
+    """A sweep's overrides as the name of one directory: no slashes, and not too long."""
+    name = overrides.replace("/", "_").encode()
+    if len(name) > LONGEST_NAME:
+        name = name[:LONGEST_NAME] + "…".encode()
+    return name.decode(errors="ignore")
+
+
+def _loader(folders: Iterable[tuple[str, str]]) -> ConfigLoader:
+    """Hydra's own, over dpframe's configs and these folders."""
+    for plugin in (Folders, Inside):
+        Plugins.instance().register(plugin)
+    register_resolver("dirname", directory_name, replace=True)
+    GlobalHydra.instance().clear()
+    Folders.added = list(folders)
+    try:
+        with initialize_config_module("dpframe.conf", job_name="dpframe", **BASE):
+            return GlobalHydra.instance().config_loader()
+    finally:
+        Folders.added = None
+
+
+def _readable(config_dir: str) -> Path:
+    if not os.path.isdir(config_dir):
+        raise UserError(f"--config-dir={config_dir} is not a directory")
+    try:
+        os.listdir(config_dir)
+    except OSError as error:
+        raise UserError(f"--config-dir={config_dir} can't be read: {error.strerror}") from None
+    return Path(os.path.abspath(config_dir))
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.lexists(path)
+    except ValueError:
+        return False

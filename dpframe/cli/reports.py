@@ -1,0 +1,122 @@
+"""`mode=verify` and `mode=plan`: reports that train nothing to keep."""
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+
+from dpframe import seeding
+from dpframe.cli.build import build
+from dpframe.cli.compose import Composed
+from dpframe.cli.directory import Directory
+from dpframe.cli.trust import trust_of
+from dpframe.data import DataModule
+from dpframe.errors import UserError, printable
+from dpframe.plan.measure import measure
+from dpframe.plan.model import Link, predictions
+from dpframe.plan.report import Plan
+from dpframe.strategies import Strategy, ranks
+from dpframe.task import Task
+
+if TYPE_CHECKING:
+    from dpframe.testing.course import Recipe
+
+
+def verified(job: Composed) -> dict[str, Any]:
+    """Prints the conformance kit's report, and exits with code 1 where a check fails.
+
+    A run of a sweep doesn't exit: the other runs go on.
+    """
+    from dpframe.testing.verification import verify  # only this mode needs the kit
+
+    _refuse_checkpoint(job, "starts from the recipe's own weights")
+    report = verify(strategy_of(job), recipe=recipe_of(job))
+    summary = None  # a sweep takes a run without a summary for one that failed
+    if report.passed:
+        summary = {"checks": {finding.check: finding.measured for finding in report.findings}}
+    _show(str(report), summary, job)
+    is_alone = OmegaConf.is_missing(HydraConfig.get().job, "num")
+    if not report.passed and is_alone:
+        sys.exit(1)
+    return {"metrics": {}}
+
+
+def planned(job: Composed) -> dict[str, Any]:
+    """Prints what the recipe would cost on 1 to 4096 replicas."""
+    _refuse_checkpoint(job, "measures what no weights change")
+    if ranks.are_several():
+        raise UserError("mode=plan measures one replica in one process; start it without torchrun")
+    plan = plan_of(job)
+    lines = [{**each._asdict(), "efficiency": each.efficiency} for each in plan.predictions]
+    _show(str(plan), {"plan": lines}, job)
+    return {"metrics": {}}
+
+
+def recipe_of(job: Composed) -> "Recipe":
+    from dpframe.testing.course import Recipe
+
+    settings, trust = job.settings, trust_of(job)
+    return Recipe(
+        settings.recipe,
+        partial(build, job.config["task"], "task", Task, trust=trust),
+        partial(build, job.config["data"], "data", DataModule, trust=trust),
+        settings.trainer,
+        settings.seed,
+    )
+
+
+def strategy_of(job: Composed, arguments: Mapping[str, Any] | None = None) -> partial[Strategy]:
+    """`arguments` are set in the config's node."""
+    node = {**job.config["strategy"], **(arguments or {})}
+    return partial(build, node, "strategy", Strategy, trust=trust_of(job))
+
+
+def plan_of(job: Composed) -> Plan:
+    settings, trust = job.settings, trust_of(job)
+    wanted = build(job.config["strategy"], "strategy", Strategy, trust=trust)
+    seeding.seed_everything(settings.seed)
+    data = build(job.config["data"], "data", DataModule, trust=trust)
+    measured = measure(
+        build(job.config["task"], "task", Task, trust=trust),
+        data,
+        settings.trainer,
+        accelerator=settings.trainer.accelerator if wanted.uses_gpus else "cpu",
+        seed=settings.seed,
+        steps=settings.plan.steps,
+        copies_gradients=not job.config["strategy"].get("gradient_as_bucket_view", True),
+    )
+    link = Link(settings.plan.bandwidth, settings.plan.latency)
+    lines = predictions(measured.costs, measured.steps, link, settings.plan.max_replicas)
+    threads = torch.get_num_threads()
+    cores = f" with {threads} thread{'s' if threads > 1 else ''}" * (measured.device == "cpu")
+    title = (
+        f"plan {settings.recipe}: batches of {data.batch_size} rows over N replicas, as "
+        f"strategy=ddp shares them; measured on {measured.device}{cores}, trainer.precision="
+        f"{settings.trainer.precision}"
+    )
+    return Plan(title, measured, link, settings.plan.least_gain, lines)
+
+
+def _refuse_checkpoint(job: Composed, why: str) -> None:
+    settings = job.settings
+    if settings.checkpoint is not None:
+        raise UserError(
+            f"checkpoint={settings.checkpoint}: mode={settings.mode} {why}; leave it out"
+        )
+
+
+def _show(text: str, summary: dict[str, Any] | None, job: Composed) -> None:
+    """Writes a report only into a directory that was given."""
+    print(printable(text), flush=True)
+    if job.is_run_dir_given:
+        directory = Path(Directory(Path(job.run_dir), is_given=True).make(job))
+        (directory / f"{job.settings.mode}.txt").write_text(f"{text}\n", encoding="utf-8")
+        if summary is not None:
+            lines = json.dumps({"recipe": job.settings.recipe} | summary, indent=2)
+            (directory / "summary.json").write_text(f"{lines}\n", encoding="utf-8")

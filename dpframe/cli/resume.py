@@ -1,0 +1,164 @@
+"""What a run takes over from an earlier one: its checkpoint, and overrides below the typed ones.
+
+It is found before torch is imported, once for all ranks.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import NoReturn
+
+import yaml
+
+from dpframe import seal
+from dpframe.cli.settings import EVALUATIONS, RunSettings
+from dpframe.errors import UserError, printable
+
+KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
+OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode")
+OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
+OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
+    "strategy",
+    "trainer.gpus",
+    "trainer.accelerator",
+    "trainer.max_replicas_per_core",
+    "trainer.max_restarts",
+    "trainer.threads",
+    "trainer.data_on_device",
+)
+LIMIT = "trainer.limit_eval_batches"  # for a short run; an evaluation reads all rows
+
+
+def start_file(settings: RunSettings, runs: Path) -> Path | None:
+    """The checkpoint that `resume` or `checkpoint` names; this recipe's runs are in `runs`."""
+    if settings.resume is not None:
+        return resumed_file(settings.resume, runs)
+    if settings.checkpoint is not None:
+        return _file("checkpoint", settings.checkpoint)
+    return None
+
+
+def resumed_file(resume: str, runs: Path) -> Path:
+    """`last`, a run's directory or a file; of a run, its newest checkpoint that is whole."""
+    if resume == "last":
+        checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=seal.written_at)
+        if not checkpoints:
+            raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
+        return _newest_good(checkpoints[-1].parent, "resume=last")
+    path = Path(resume).expanduser()
+    if os.path.isdir(path):  # False, too, for a name that is too long
+        return _newest_good(path / "checkpoints", f"resume={resume}")
+    return _file("resume", resume)
+
+
+def run_directory(checkpoint: Path) -> Path | None:
+    """The run directory that a checkpoint is in."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
+    """With the overrides of the run that is resumed or evaluated.
+
+    `runs` tells where this recipe's runs are; it is called only for `resume=last`.
+    """
+    resume, checkpoint = value_of("resume", overrides), value_of("checkpoint", overrides)
+    if resume is not None:
+        saved = _saved(resumed_file(resume, runs() if resume == "last" else Path()))
+        return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
+    if checkpoint is None or value_of("mode", overrides) not in EVALUATIONS:
+        return list(overrides)
+    # An evaluation has the config of its checkpoint's run, except for the machine it ran on.
+    saved = _saved(_file("checkpoint", checkpoint))
+    theirs, recipe = value_of("recipe", saved), value_of("recipe", overrides)
+    if theirs is not None and recipe is not None and theirs != recipe:
+        refuse_recipe(checkpoint, theirs, recipe)
+    kept = [each for each in saved if _is_evaluated(each, saved, overrides)]
+    if value_of("experiment", kept) is not None:  # it may set a limit: `experiment=debug` does
+        kept.append(f"{LIMIT}=null")
+    return [*kept, *overrides]
+
+
+def refuse_recipe(checkpoint: str, theirs: str, recipe: str) -> NoReturn:
+    raise UserError(
+        f"checkpoint={checkpoint} is of a run with recipe={theirs}, not recipe={recipe}; "
+        f"use recipe={theirs}, or name a checkpoint of recipe={recipe}"
+    )
+
+
+def value_of(key: str, overrides: Sequence[str]) -> str | None:
+    """What is typed for a key, without quotes; None: nothing, or null."""
+    values = [o.partition("=")[2].strip("\"'") for o in overrides if key_of(o) == key]
+    return values[-1] if values and values[-1] not in ("null", "") else None
+
+
+def key_of(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
+    key = key_of(override)
+    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra"):
+        return False
+    if key.startswith("strategy."):  # another strategy has other keys
+        chosen = [o for o in typed if key_of(o) == "strategy"]
+        return key not in map(key_of, typed) and all(o in saved for o in chosen)
+    same = [o for o in typed if key_of(o) == key]
+    is_added = override.startswith("+") and "." in key  # the key has to exist before it is changed
+    return not same or (is_added and not any(o.startswith("+") for o in same))
+
+
+def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
+    key = key_of(override)
+    group = key.partition(".")[0]
+    if key in (*OF_ITS_MACHINE, LIMIT) or group == "strategy":
+        return False
+    is_of_other = group != key and group in map(key_of, typed)  # callbacks=none has other keys
+    return not is_of_other and _is_kept(override, saved, typed)
+
+
+def _saved(checkpoint: Path) -> list[str]:
+    directory = run_directory(checkpoint)
+    path = directory and directory / ".hydra" / "overrides.yaml"
+    if path is None or not path.is_file():
+        return []
+    try:
+        saved = yaml.safe_load(path.read_text(encoding="utf-8", errors="surrogateescape")) or []
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path} can't be read: {str(error).splitlines()[0]}") from None
+    # A few bytes of lists in lists can stand for gigabytes of text.
+    if not isinstance(saved, list) or any(isinstance(each, list | dict) for each in saved):
+        raise UserError(f"{path} is no list of overrides; fix it, or remove it")
+    overrides = [str(override).strip() for override in saved]
+    strange = next((each for each in overrides if not re.match(KEY, each)), None)
+    if strange is not None:
+        raise UserError(f"{path}: {strange!r} is no override; fix it, or remove the file")
+    return overrides
+
+
+@cache  # composing asks twice, and each time a file is read whole
+def _newest_good(directory: Path, resume: str) -> Path:
+    checkpoints = list(directory.glob("*.ckpt"))
+    if not checkpoints:
+        raise UserError(f"{resume}: there is no checkpoint in {directory}")
+    last, good = directory / "last.ckpt", seal.newest_good(directory)
+    if good is None:
+        flaw = seal.flaw(checkpoints[0])
+        raise UserError(f"{resume}: no checkpoint in {directory} is whole: {flaw}")
+    if good != last and last.exists() and (flaw := seal.flaw(last)):
+        line = f"dpframe: {last}: {flaw}; resuming from {good}"
+        print(printable(line), file=sys.stderr)
+    return good
+
+
+def _file(key: str, name: str) -> Path:
+    path = Path(name).expanduser()
+    if os.path.isdir(path):
+        raise UserError(
+            f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"
+        )
+    if not os.path.isfile(path):
+        raise UserError(f"{key}={path}: there is no such file")
+    return path

@@ -1,0 +1,146 @@
+"""The order of an epoch: which rows make which global batch, by a seed or by the user's sampler."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from dpframe import seeding
+from dpframe.errors import UserError
+
+Agree = Callable[[Any], Any]
+"""A strategy's `share`: the main process's value, in every process."""
+
+
+def order_of(
+    dataset: Any, batch_size: int, shuffle: bool, seed: int, sampler: Iterable | None, agree: Agree
+) -> "Order | SamplerOrder | None":
+    """None for a stream, whose order nobody knows."""
+    if isinstance(dataset, IterableDataset):
+        if sampler is not None:
+            raise UserError("an IterableDataset has its own order; return None from train_sampler")
+        return None
+    if sampler is not None:
+        return SamplerOrder(sampler, batch_size, len(dataset), seed, agree)
+    return Order(len(dataset), batch_size, shuffle=shuffle, seed=seed)
+
+
+def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
+    """The order of a shuffled epoch: a fact of (seed, epoch), the same on every strategy."""
+    generator = torch.Generator().manual_seed(seeding.mix(seed, epoch))
+    return torch.randperm(rows, generator=generator)
+
+
+class Order:
+    """The global batches of each epoch, as row numbers."""
+
+    def __init__(self, rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+        self._rows = rows
+        self._batch_size = batch_size
+        self._seed = seed
+        self._shuffle = shuffle
+
+    @property
+    def batches(self) -> int:
+        return -(-self._rows // self._batch_size)
+
+    def epoch(self, epoch: int) -> Iterable[Tensor]:
+        if self._shuffle:
+            rows = permutation(self._rows, seed=self._seed, epoch=epoch)
+        else:
+            rows = torch.arange(self._rows)
+        return _Slices(rows, self._batch_size)
+
+
+class _Slices:
+    """As `rows.split(size)`, which makes millions of tensors at once of a large data set."""
+
+    def __init__(self, rows: Tensor, size: int) -> None:
+        self._rows = rows
+        self._size = size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for start in range(0, self._rows.numel(), self._size):
+            yield self._rows[start : start + self._size]
+
+
+class SamplerOrder:
+    """A user's own sampler (rows) or batch sampler (lists of rows), in its own order."""
+
+    def __init__(
+        self,
+        sampler: Any,
+        batch_size: int,
+        rows: int,
+        seed: int,
+        agree: Agree = lambda value: value,
+    ) -> None:
+        self._sampler = sampler
+        self._batch_size = batch_size
+        self._rows = rows
+        self._seed = seed
+        self._agree = agree
+        self._drawn: tuple[int, list[Tensor]] = (-1, [])  # the last epoch, and its batches
+        self._length = _length_of(sampler)
+
+    @cached_property
+    def batches(self) -> int:
+        return len(self.epoch(0))
+
+    def epoch(self, epoch: int) -> list[Tensor]:
+        """Draws each epoch once and in order: so a generator of the sampler's own moves as if no
+        run had been resumed, and a second look does not move it."""
+        last, _ = self._drawn
+        if last != epoch:
+            for skipped in range(last + 1, epoch):
+                self._draw(skipped)
+            self._drawn = epoch, self._batches_of(epoch)
+        return self._drawn[1]
+
+    def _draw(self, epoch: int) -> list[Any]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        with seeding.seeded(self._seed, epoch):
+            return list(islice(self._sampler, self._length + 1))
+
+    def _batches_of(self, epoch: int) -> list[Tensor]:
+        # The draws of torch, NumPy and Python are the same in every process. A sampler may draw by
+        # other means: the main process's draw is the one that is used.
+        drawn = self._agree(self._draw(epoch))
+        if not drawn:
+            raise UserError(f"train_sampler returned a {type(self._sampler).__name__} of no rows")
+        if len(drawn) > self._length:
+            raise UserError(
+                f"train_sampler returned a {type(self._sampler).__name__} that goes on after its "
+                f"__len__ of {self._length}: an endless order can't be split; let it end there"
+            )
+        if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
+            batches = [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
+        else:
+            rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)
+            batches = list(rows.split(self._batch_size))
+        for row in (int(row) for batch in batches for row in batch.aminmax()):
+            if not -self._rows <= row < self._rows:
+                raise UserError(f"train_sampler drew row {row} of a data set of {self._rows} rows")
+        return [batch % self._rows for batch in batches]
+
+
+def _length_of(sampler: Any) -> int:
+    if isinstance(sampler, DistributedSampler) or isinstance(
+        getattr(sampler, "sampler", None), DistributedSampler
+    ):
+        raise UserError(
+            "train_sampler returned a DistributedSampler, which pads and splits by itself; "
+            "return the plain sampler: the strategy splits each global batch exactly"
+        )
+    try:
+        return len(sampler)
+    except TypeError:
+        raise UserError(
+            f"train_sampler returned a {type(sampler).__name__} without __len__: an endless "
+            "order can't be split exactly; give it a length"
+        ) from None

@@ -1,0 +1,150 @@
+"""Data on its way to a GPU: kept there whole, or copied batch by batch on a stream of its own."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpframe.data.loader import Loader
+from dpframe.data.module import Batch, Share, leaves, move
+from dpframe.errors import UserError
+
+DEPTH = 3  # steps that the host may be in front of the GPU: the batch of each takes memory there
+SHARE_OF_FREE = 10  # data_on_device=auto takes at most one in so many of the device's free bytes
+
+Epoch = Callable[..., Iterator[Batch]]
+ToDevice = Callable[[list[Share]], Any]
+
+
+def keep_on(
+    device: torch.device,
+    tensors: tuple[Tensor, ...],
+    *,
+    dtype: torch.dtype | None,
+    data_on_device: str | bool,
+) -> tuple[Tensor, ...]:
+    """The tensors of a data set on a GPU, if they fit and `trainer.data_on_device` allows it."""
+    if device.type != "cuda" or data_on_device is False:
+        return tensors
+    needed, free = size_in_bytes(tensors, dtype), torch.cuda.mem_get_info(device)[0]
+    if data_on_device is True and needed > free:
+        raise UserError(
+            f"trainer.data_on_device=true but the data takes {needed:,} bytes and {device} "
+            f"has {free:,} free; use trainer.data_on_device=auto"
+        )
+    if data_on_device is not True and needed > free // SHARE_OF_FREE:
+        return tensors
+    return move(tensors, device, dtype)
+
+
+def size_in_bytes(tensors: tuple[Tensor, ...], dtype: torch.dtype | None) -> int:
+    """With floats as `dtype`."""
+    return sum(
+        tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
+        for tensor in tensors
+    )
+
+
+def prefetched(
+    loader: Loader, to_device: ToDevice, devices: list[torch.device]
+) -> tuple[Epoch, ToDevice]:
+    """What gives an epoch's batches, and what makes of their shares what a step is called with.
+
+    `devices` are those of this process."""
+    if devices[0].type != "cuda" or loader.device.type == "cuda":
+        return loader.epoch, to_device
+    return Prefetch(loader, to_device, SideStreams(devices)).epoch, _unchanged
+
+
+def _unchanged(shares: Any) -> Any:
+    return shares
+
+
+class Prefetch:
+    """Reads a batch, and begins its copy, while the GPU computes the one before.
+
+    Rows that are read in this process may draw its random numbers, between those of the steps, so
+    these are read when they are asked for. Their copies overlap too, as the host does not wait.
+    """
+
+    def __init__(self, loader: Loader, to_device: ToDevice, side: "SideStreams") -> None:
+        self._loader = loader
+        self._to_device = to_device
+        self._side = side
+
+    def epoch(self, epoch: int = 0, *, skip: int = 0, limit: int | None = None) -> Iterator[Batch]:
+        batches = self._loader.epoch(epoch, skip=skip, limit=limit)
+        ahead = 1 if self._loader.reads_ahead else 0
+        copies: deque[tuple[Batch, Any]] = deque()
+        for batch in batches:
+            copies.append(self._copied(batch))
+            if len(copies) > ahead:
+                yield from self._handed_over(copies.popleft())
+        while copies:
+            yield from self._handed_over(copies.popleft())
+
+    def _copied(self, batch: Batch) -> tuple[Batch, Any]:
+        if not is_all_on_host(batch.shares):
+            return Batch(self._to_device(batch.shares), batch.rows), None
+        with self._side.copying():
+            moved = self._to_device(batch.shares)
+        return Batch(moved, batch.rows), self._side.mark()
+
+    def _handed_over(self, copy: tuple[Batch, Any]) -> Iterator[Batch]:
+        batch, events = copy
+        self._side.hand_over(batch.shares, events)
+        yield batch
+        self._side.pace()
+
+
+class SideStreams:
+    """A stream for copies on each device, and how the streams of the steps wait for it."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self._streams = [torch.cuda.Stream(device) for device in devices]
+        self._steps: deque[torch.cuda.Event] = deque()
+
+    def copying(self) -> ExitStack:
+        stack = ExitStack()
+        for stream in self._streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    def mark(self) -> list[torch.cuda.Event]:
+        """An event on each stream, for when the copies so far are done."""
+        return [stream.record_event() for stream in self._streams]
+
+    def hand_over(self, shares: Any, events: list[torch.cuda.Event] | None) -> None:
+        """The streams of the steps wait for this copy, not for the next one that is under way.
+
+        The memory belongs to the stream of the copies, which may use it again only after a step
+        that the device has yet to reach.
+        """
+        if events is None:
+            return
+        for stream, event in zip(self._streams, events, strict=True):
+            torch.cuda.current_stream(stream.device).wait_event(event)
+        for tensor in tensors_in(shares):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def pace(self) -> None:
+        """The host does not get so far in front that its batches fill the device."""
+        self._steps.append(torch.cuda.current_stream(self._streams[0].device).record_event())
+        if len(self._steps) > DEPTH:
+            self._steps.popleft().synchronize()
+
+
+def is_all_on_host(value: Any) -> bool:
+    """Whether all that is moved are tensors of the host: the memory of other copies is unknown."""
+    return all(
+        not leaf.is_cuda if isinstance(leaf, Tensor) else not hasattr(leaf, "to")
+        for leaf in leaves(value)
+    )
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))

@@ -1,0 +1,110 @@
+"""The loss guard: a loss that is NaN or infinite ends the run, or its step is left out."""
+
+import logging
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+
+from dpframe import task
+from dpframe.errors import Failure
+from dpframe.strategies.base import Strategy
+from dpframe.task import Measured, is_nothing
+from dpframe.trainer.progress import Progress
+
+SHOWN = 20  # rows of a bad batch
+log = logging.getLogger("dpframe")
+
+
+class Losses(NamedTuple):
+    """What a batch's replicas measured, and which batch it was."""
+
+    measured: list[Measured]
+    step: int
+    epoch: int
+    batch_index: int
+
+
+class LossGuard:
+    """Checks every loss before its backward, so that no rank gets past a bad one.
+
+    On a GPU, losses are read where the run waits for the device anyway: at log steps, and before
+    a validation or a checkpoint. With `on_nonfinite=skip` all processes agree batch by batch.
+    """
+
+    def __init__(self, strategy: Strategy, on_nonfinite: str, order: Any) -> None:
+        """`order` has the rows of each epoch's batches; None for a stream."""
+        self._strategy = strategy
+        self._skips = on_nonfinite == "skip"
+        self._order = order
+        self._is_deferred = not (self._skips or strategy.device.type in task.READ_AT_ONCE)
+        self._unread: list[Losses] = []
+
+    def refuses(self, measured: list[Measured], progress: Progress, batch_index: int) -> bool:
+        """Whether to leave out the step; called with what each of its batches measured."""
+        losses = Losses(measured, progress.global_step + 1, progress.epoch, batch_index)
+        if self._is_deferred:
+            self._unread.append(losses)
+            return False
+        is_bad = False
+        for rows, output in measured:
+            if not math.isfinite(output["loss"].item()) and not is_nothing(rows, output):
+                is_bad = True
+        if not self._skips:
+            if is_bad:
+                raise self._failure(losses)
+            return False
+        if is_bad:
+            log.warning("%s; this step is left out", self._described(losses))
+        return self._strategy.tally([float(is_bad)])[0] > 0
+
+    def read(self) -> None:
+        """Checks the deferred losses; waits for the device once."""
+        unread, self._unread = self._unread, []
+        if not unread:
+            return
+        losses = [output["loss"] for batch in unread for _, output in batch.measured]
+        device = losses[0].device  # replicas have one each
+        if bool(torch.stack([loss.double().to(device) for loss in losses]).isfinite().all()):
+            return
+        for batch in unread:
+            if not all(math.isfinite(output["loss"].item()) for _, output in batch.measured):
+                raise self._failure(batch)
+
+    def _failure(self, losses: Losses) -> Failure:
+        return Failure(
+            f"{self._described(losses)}; training stopped before the update, and every checkpoint "
+            "is as it was; look at those rows, lower task.optimizer.lr, or set "
+            "trainer.on_nonfinite=skip to leave out such steps"
+        )
+
+    def _described(self, losses: Losses) -> str:
+        shares = self._shares_of(losses)
+        bad = []
+        for index, (rows, output) in enumerate(losses.measured):
+            loss = output["loss"].item()
+            if not math.isfinite(loss) and not is_nothing(rows, output):
+                listed = f", rows {_listed(shares[index])}" if shares else ""
+                where = self._where(index, len(losses.measured))
+                bad.append(f"{loss}{where}{listed}")
+        return f"step {losses.step}: the loss is {'; '.join(bad)}"
+
+    def _where(self, index: int, count: int) -> str:
+        if self._strategy.world_size > 1:
+            return f" on rank {self._strategy.rank}"
+        return f" on replica {index}" if count > 1 else ""
+
+    def _shares_of(self, losses: Losses) -> list[list[int]]:
+        """The batch's row numbers, share by share; none for a stream."""
+        if self._order is None:
+            return []
+        rows = next(islice(self._order.epoch(losses.epoch), losses.batch_index, None))
+        shares: list[Any] = self._strategy.shares(rows)
+        return [(share if len(share) else rows[:1]).tolist() for share in shares]
+
+
+def _listed(rows: Sequence[int]) -> str:
+    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    return " ".join(map(str, rows[:SHOWN])) + more

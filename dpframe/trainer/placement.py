@@ -1,0 +1,77 @@
+"""Where a task is trained: its device and precision, its convolutions' layout, and CPU threads."""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from dpframe.task import Autocast
+from dpframe.trainer.settings import TrainerSettings
+
+SMALL_MODEL = 50_000  # parameters
+MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST = "channels_last"
+
+
+class Precision:
+    """Plain 32 and 64 bits, or autocast in bf16 and fp16."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.device = device
+        self.dtype = torch.float64 if name == "64" else None
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.autocast: Autocast | None = None
+        if half is not None:
+            self.autocast = partial(torch.autocast, device.type, dtype=half)
+
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """fp16 gradients underflow unless the loss is scaled up; the others need none."""
+        return torch.amp.GradScaler(self.device.type) if self.name == "fp16" else None
+
+
+def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> str:
+    """Moves the task to its device; returns the layout of its convolutions, "" if it is torch's.
+
+    A convolution with weights in channels_last memory returns its output so, whatever its input:
+    all layers from the first convolution on are in that layout, and batches need no conversion.
+    """
+    task.to(precision.device, precision.dtype)
+    parameters = sum(parameter.numel() for parameter in task.parameters())
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    elif parameters < SMALL_MODEL:  # slower on several threads, and much slower beside other work
+        torch.set_num_threads(1)
+    weights = _convolutions(task) if settings.channels_last else []
+    for weight in weights:
+        weight.data = weight.data.to(memory_format=MEMORY_FORMATS[weight.dim()])
+    return CHANNELS_LAST if weights else ""
+
+
+def explain(error: BaseException, layout: str) -> None:
+    """Adds a note to the error of a view() of a convolution's output."""
+    if layout == CHANNELS_LAST and "view size is not compatible" in str(error):
+        error.add_note(
+            "trainer.channels_last=true put the convolutions' outputs into memory that view() "
+            "can't take: use reshape(), or trainer.channels_last=false"
+        )
+
+
+def align(optimizer: Optimizer) -> None:
+    """Gives loaded state its weight's layout: fused kernels take both as they lie in memory."""
+    for weight, state in optimizer.state.items():
+        for name, value in state.items():
+            is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
+            if is_strided and value.shape == weight.shape and value.stride() != weight.stride():
+                state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+def _convolutions(task: nn.Module) -> list[nn.Parameter]:
+    """Their weights, without those that are still to be made, or are made again in each step."""
+    weights = [
+        dict(module.named_parameters(recurse=False)).get("weight")
+        for module in task.modules()
+        if isinstance(module, nn.Conv2d | nn.Conv3d)
+    ]
+    return [w for w in weights if w is not None and not nn.parameter.is_lazy(w)]

@@ -1,0 +1,31 @@
+"""How far a run has come: the counters that a checkpoint keeps."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+LEAST = {"validated_step": -1}
+
+
+@dataclass
+class Progress:
+    global_step: int = 0  # optimizer updates
+    epoch: int = 0  # whole epochs done
+    batches_done: int = 0  # of the current epoch
+    rows_seen: int = 0
+    skipped_steps: int = 0  # left out by trainer.on_nonfinite=skip
+    validated_step: int = -1  # the step of the newest val/ numbers
+    ended_step: int = 0  # the newest step after which an epoch, or training, has ended
+    seconds: float = 0.0
+    data_seconds: float = 0.0  # of these, waiting for training data
+
+    def state_dict(self) -> dict[str, int | float]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises for what this class would not have saved: a file may hold anything."""
+        for field in fields(self):
+            value = state[field.name]
+            kinds = (int, float) if field.type is float else (int,)
+            if type(value) not in kinds or not value >= LEAST.get(field.name, 0):
+                raise ValueError(f"{field.name} is {str(value)[:200]}")
+            setattr(self, field.name, value)

@@ -1,0 +1,186 @@
+"""What a resumed run has in common with the run that it continues: all that decides its numbers."""
+
+import hashlib
+import inspect
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from dpframe.callbacks.base import Callback
+from dpframe.data import DataModule, is_tensors
+from dpframe.errors import UserError
+from dpframe.task import Task
+from dpframe.trainer.feed import Feed
+from dpframe.trainer.report import Run
+from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.update import Update
+
+Fingerprint = dict[str, Any]
+"""By the key or the name that a user knows; plain values, which a checkpoint can hold."""
+DECIDING = (
+    "precision",
+    "accumulate",
+    "clip_norm",
+    "clip_value",
+    "scheduler_every",
+    "limit_train_batches",
+)
+NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
+
+
+def fingerprint(
+    task: Task,
+    data: DataModule,
+    feed: Feed,
+    update: Update,
+    settings: TrainerSettings,
+    run: Run,
+    seed: int,
+) -> Fingerprint:
+    facts = of_config(run.config, run.public)
+    facts.pop("data.workers", None)  # only whether there are any decides
+    if "task" not in run.config:
+        facts |= _leaves({"optimizer": update.optimizer.defaults})
+    facts |= {f"trainer.{name}": getattr(settings, name) for name in DECIDING}
+    facts |= {"seed": seed, "data.batch_size": data.batch_size, "data.shuffle": data.shuffle}
+    facts |= update.kinds()
+    if hasattr(feed.dataset, "__len__"):
+        facts["rows to train on"] = len(feed.dataset)
+    if not is_tensors(feed.dataset):  # workers draw other random numbers than the main process
+        facts["data.workers > 0"] = feed.train.workers.draws_apart
+    return facts | of_code(task, data)
+
+
+def of_config(config: Mapping[str, Any], public: Mapping[str, Any] | None = None) -> Fingerprint:
+    """A value that `public` keeps out of files is told from others by its hash."""
+    values = _leaves({name: config.get(name) for name in ("task", "data")})
+    if public is None or public is config:
+        return values
+    written = _leaves({name: public.get(name) for name in ("task", "data")})
+    for key, value in values.items():
+        if written.get(key) != value:
+            digest = hashlib.sha256(repr(value).encode(errors="surrogateescape")).hexdigest()
+            # Eight digits tell two values apart, and do not help to guess one.
+            values[key] = f"{written.get(key, 'hidden')} (sha256 {digest[:8]})"
+    return values
+
+
+def is_hidden(value: Any) -> bool:
+    return isinstance(value, str) and re.search(r" \(sha256 [0-9a-f]{8}\)$", value) is not None
+
+
+def of_code(task: Task, data: DataModule) -> Fingerprint:
+    return {"task's code": _digest(type(task)), "data's code": _digest(type(data))}
+
+
+def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -> list[str]:
+    """What has changed since the checkpoint; refused unless `anyway`."""
+    missing = [name for name in NEEDED if name not in state]
+    if missing:
+        raise UserError(
+            f"resume={state.get('file', '')} has no {' and no '.join(missing)}; "
+            "use checkpoint=FILE to start a new run from its weights"
+        )
+    with refusing(state):
+        for name in ("progress", "metrics", "callbacks"):
+            if not isinstance(state[name], dict):
+                raise TypeError(f"{name} is {str(state[name])[:200]}")
+        for name, value in state["callbacks"].items():
+            if not isinstance(value, dict):
+                raise TypeError(f"callbacks.{name} is {str(value)[:200]}")
+        changes = differences(json.loads(state["fingerprint"]), now)
+    if changes and not anyway:
+        raise UserError(
+            f"resume: this run differs from the one that it would continue: {'; '.join(changes)}; "
+            "set back what has changed, or set resume_anyway=true"
+        )
+    return changes
+
+
+def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
+    """One text each, e.g. `task.optimizer.lr=0.01 there, 0.1 here`."""
+    texts = []
+    for key in [*then, *(key for key in now if key not in then)]:
+        if then.get(key) != now.get(key):
+            values = f"={_worded(then.get(key))} there, {_worded(now.get(key))} here"
+            texts.append(key + (" has changed" if key.endswith("code") else values))
+    return texts
+
+
+@contextmanager
+def refusing(state: Mapping[str, Any]) -> Iterator[None]:
+    """A file that is whole may still hold anything: what can't be restored from it is one line."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise UserError(
+            f"resume={state.get('file', '')} has what this run would not have written: "
+            f"{type(e).__name__}: {e}; use another checkpoint"
+        ) from e
+
+
+def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """By class, with a number for the second of one class."""
+    count: dict[str, int] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        count[kind] = count.get(kind, 0) + 1
+        yield (kind if count[kind] == 1 else f"{kind}-{count[kind]}"), callback
+
+
+def _leaves(config: Any) -> Fingerprint:
+    """The values of nested dicts and lists, by their paths."""
+    leaves: Fingerprint = {}
+    waiting = [("", config)]
+    while waiting:
+        path, value = waiting.pop()
+        if isinstance(value, Mapping):
+            parts = [(f"{path}.{key}" if path else str(key), part) for key, part in value.items()]
+        elif isinstance(value, list):
+            parts = [(f"{path}[{index}]", part) for index, part in enumerate(value)]
+        else:
+            is_plain = isinstance(value, int | float | str | bool | None)
+            leaves[path] = value if is_plain else repr(value)[:200]
+            continue
+        waiting += reversed(parts)
+    return leaves
+
+
+def _worded(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    return str(value)
+
+
+def _digest(kind: type) -> str:
+    """Of the files that the class and its parents are in, without comments."""
+    digest = hashlib.sha256(kind.__qualname__.encode())
+    for parent in kind.__mro__:
+        module = sys.modules.get(parent.__module__)
+        package, *inside = parent.__module__.split(".")
+        is_ours = package == "dpframe" and inside[:1] != ["recipes"]
+        if module is None or is_ours or package in ("torch", "builtins"):
+            continue
+        # It was typed at a prompt, or its file is being edited.
+        with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):
+            digest.update(significant(inspect.getsource(module)).encode())
+    return digest.hexdigest()[:16]
+
+
+def significant(source: str) -> str:
+    """The text without comments, blank lines and spaces at the ends of lines.
+
+    It is the same on every version of Python: syntax trees and tokens are not, but where a comment
+    begins and a line ends is.
+    """
+    lines: list[str | None] = list(source.split("\n"))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE):
+            row, column = token.start
+            lines[row - 1] = (lines[row - 1] or "")[:column].rstrip() or None
+    return "\n".join(line for line in lines if line is not None).rstrip()

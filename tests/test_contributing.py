@@ -1,0 +1,108 @@
+"""CONTRIBUTING.md, pre-commit and continuous integration say what the tests and pins say."""
+
+import fcntl
+import re
+import threading
+import time
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from conftest import pytest_xdist_auto_num_workers, turn
+from quick import FILES, SLOW_FILES, TESTS
+from test_layers import FLOORS
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
+CI = (ROOT / ".ci" / "run").read_text()
+TOOLS = ("ruff check", "ruff format", "mypy")
+
+
+def test_contributing_fits_on_a_screen_and_names_the_floors():
+    assert len(PAGE.splitlines()) <= 50
+    floors = dict(re.findall(r"^(\d)  (\w+(?:  \w+)*)(?: {3,}.*)?$", PAGE, re.M))
+    named = {room: int(floor) for floor, rooms in floors.items() for room in rooms.split("  ")}
+    assert {room: floor for room, floor in named.items() if floor} == FLOORS
+
+
+def test_contributing_shows_the_commands_of_continuous_integration():
+    for command in ("python -m pytest -m quick", "python -m pytest ", ".ci/run", *TOOLS):
+        assert command in PAGE
+    assert all(f"\n{tool}" in CI for tool in TOOLS)
+    assert CI.rstrip().endswith('-c "$test_command"'), "pytest's summary is the last thing shown"
+
+
+def test_pre_commit_runs_the_installed_tools():
+    """They are pinned in constraints.txt alone, so the versions can't differ."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    (local,) = config["repos"]
+    assert local["repo"] == "local"
+    assert {hook["language"] for hook in local["hooks"]} == {"system"}
+    assert [hook["name"] for hook in local["hooks"]] == list(TOOLS)
+    assert all(hook["entry"].startswith(hook["name"]) for hook in local["hooks"])
+
+
+def test_every_development_tool_is_pinned():
+    pins = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.M))
+    required = PROJECT["project"]["dependencies"]
+    required += PROJECT["project"]["optional-dependencies"]["dev"]
+    assert {re.match(r"[\w-]+", line)[0] for line in required} - pins == set()
+
+
+def test_github_runs_ci_on_every_python_that_is_allowed():
+    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert job["steps"][-1] == {"run": ".ci/run"}
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    assert job["strategy"]["matrix"]["python"][0] == oldest
+    assert PROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
+
+
+def test_what_is_marked_alone_waits_for_others_and_they_do_not_overtake_it(tmp_path):
+    for name in ("conftest.py", "command.py"):
+        (tmp_path / name).touch()
+    order: list[str] = []
+
+    def enter(name: str, is_alone: bool) -> None:
+        with turn(tmp_path, is_alone=is_alone):
+            order.append(name)
+
+    alone = threading.Thread(target=enter, args=("alone", True))
+    second = threading.Thread(target=enter, args=("second", False))
+    with turn(tmp_path, is_alone=False):
+        alone.start()
+        while not order and not is_locked(tmp_path / "command.py"):
+            time.sleep(0.001)
+        second.start()
+        order.append("first")
+    alone.join()
+    second.join()
+    assert order == ["first", "alone", "second"]
+
+
+def is_locked(path: Path) -> bool:
+    with open(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("arguments, workers", [(["tests"], None), (["tests/test_x.py::y"], 0)])
+def test_a_named_file_runs_in_one_process_and_the_suite_on_all_cores(arguments, workers):
+    assert pytest_xdist_auto_num_workers(SimpleNamespace(args=arguments)) is workers
+
+
+def test_the_quick_tests_are_there_and_cover_every_module():
+    texts = {path.stem[5:]: path.read_text() for path in ROOT.glob("tests/test_*.py")}
+    tests = {file: set(re.findall(r"^def (test_\w+)", text, re.M)) for file, text in texts.items()}
+    assert TESTS - set.union(*tests.values()) == set(), "these tests are gone"
+    quick = {file for file in tests if file in FILES or tests[file] & TESTS}
+    assert texts.keys() - quick <= SLOW_FILES, "no test of these files is quick"
+    imports = [line for file in quick for line in texts[file].splitlines() if "import" in line]
+    for room in (*FLOORS, "data", "metrics", "seeding", "checkpoint", "loggers", "errors"):
+        assert any(re.search(rf"dpframe.*\b{room}\b", line) for line in imports), room

@@ -1,0 +1,361 @@
+"""Data for a GPU, its streams played by a list: what is kept there, and what is copied when."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small import Rows, Small, fitted, is_same
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import Dataset
+
+from dpframe import DataModule, Strategy, Trainer, TrainerSettings, UserError
+from dpframe.data import Loader, move, prefetch
+from dpframe.data.loader import copied
+from dpframe.data.order import Order
+from dpframe.data.prefetch import Prefetch
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.trainer import evaluation, loop
+from dpframe.trainer.feed import evaluated, local_devices
+
+
+class Noted:
+    """In place of SideStreams: writes down what is asked of it."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.copies = 0
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        self.copies += 1
+        self.seen.append(f"copy {self.copies}")
+        yield
+
+    def mark(self) -> int:
+        return self.copies
+
+    def hand_over(self, shares: Any, events: int | None) -> None:
+        self.seen.append(f"hand over {events}")
+
+    def pace(self) -> None:
+        self.seen.append("pace")
+
+
+class Listed(Dataset):
+    """Rows that are read one by one, and draw from this process's generator."""
+
+    def __init__(self, rows: int = 20) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        x = torch.rand(3) + row / self.rows
+        return x, x.sum()
+
+
+class Drawn(DataModule):
+    def train_dataset(self) -> Dataset:
+        return Listed()
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def prefetched(loader: Loader, to_device: Any, devices: Any) -> Any:
+        return Prefetch(loader, to_device, Noted()).epoch, lambda shares: shares  # type: ignore[arg-type]
+
+    for module in (loop, evaluation):
+        monkeypatch.setattr(module, "prefetched", prefetched)
+
+
+def used(loader: Loader) -> list[str]:
+    side = Noted()
+    for number, _ in enumerate(Prefetch(loader, Strategy().to_device, side).epoch(), 1):  # type: ignore[arg-type]
+        side.seen.append(f"step {number}")
+    return side.seen
+
+
+def loader_of(dataset: Dataset) -> Loader:
+    return Loader(dataset, batch_size=10, shares=lambda rows: [rows])
+
+
+def test_a_copy_begins_before_the_batch_in_front_of_it_is_handed_over():
+    data = Rows(30)
+    assert used(loader_of(data.train)) == [
+        *("copy 1", "copy 2", "hand over 1", "step 1", "pace"),
+        *("copy 3", "hand over 2", "step 2", "pace"),
+        *("hand over 3", "step 3", "pace"),
+    ]
+
+
+def test_rows_that_draw_here_are_not_read_before_they_are_asked_for():
+    one = "copy {0}", "hand over {0}", "step {0}", "pace"
+    assert used(loader_of(Listed(20))) == [line.format(n) for n in (1, 2) for line in one]
+
+
+def state_of(made: Trainer) -> dict[str, Any]:
+    counts = made.global_step, made.epoch, made.batches_done, made.rows_seen
+    return {"weights": made.task.state_dict(), "metrics": made.metrics, "counts": counts}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"accumulate": 2},
+        {"limit_train_batches": 3, "limit_eval_batches": 2},
+        {"max_steps": 7},
+        {"strategy": "data_parallel"},
+        {"data": Drawn},
+    ],
+    ids=lambda given: next(iter(given), "plain"),
+)
+def test_reading_ahead_changes_no_number(monkeypatch, given):
+    def trained() -> dict[str, Any]:
+        settings = dict(given)
+        data = settings.pop("data", Rows)(batch_size=3)
+        strategy = None
+        if settings.pop("strategy", None):
+            strategy = DataParallel(3, "cpu")
+            strategy.setup()
+        return state_of(fitted(Small(dropout=0.5), data, strategy=strategy, **settings))
+
+    torch.manual_seed(0)
+    plain = trained()
+    as_on_a_gpu(monkeypatch)
+    torch.manual_seed(0)
+    assert is_same(trained(), plain)
+
+
+@pytest.mark.parametrize("data", [Rows, Drawn])
+def test_a_run_that_reads_ahead_resumes_within_an_epoch_to_the_bit(monkeypatch, data):
+    as_on_a_gpu(monkeypatch)
+
+    def made() -> tuple[Small, DataModule]:
+        torch.manual_seed(0)
+        return Small(dropout=0.5), data(batch_size=3)
+
+    whole = fitted(*made(), max_epochs=2)
+    begun = fitted(*made(), max_epochs=2, max_steps=4)
+    assert begun.batches_done == 4
+    state = begun.state_dict()  # before `made` seeds anew
+    resumed = fitted(*made(), max_epochs=2, resume=state)
+    assert is_same(resumed.task.state_dict(), whole.task.state_dict())
+
+
+def test_on_the_cpu_there_is_nothing_between_the_loader_and_the_step():
+    loader, strategy = loader_of(Rows(30).train), Strategy()
+    to_device = strategy.to_device
+    assert prefetch.prefetched(loader, to_device, [strategy.device]) == (loader.epoch, to_device)
+
+
+def test_what_is_not_all_tensors_in_sight_is_left_to_the_step_s_own_stream():
+    plain = {"x": [torch.zeros(2)], "name": "a"}, 3
+    packed = pack_sequence([torch.zeros(2)])
+    assert prefetch.is_all_on_host(plain)
+    assert not prefetch.is_all_on_host(packed)
+    assert not prefetch.is_all_on_host([plain, nn.Linear(1, 1)])
+    assert len(list(prefetch.tensors_in(plain))) == 1
+
+
+class Opaque:
+    """Moves itself, to memory that nobody else knows of."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows = rows
+
+    def to(self, device: torch.device) -> "Opaque":
+        return self
+
+
+def test_a_batch_that_moves_itself_is_not_copied_on_the_side():
+    loader = Loader(Listed(20), batch_size=10, shares=lambda rows: [rows], collate=Opaque)
+    assert used(loader) == [
+        f"{what}" for n in (1, 2) for what in ("hand over None", f"step {n}", "pace")
+    ]
+
+
+def test_a_process_has_its_own_devices_and_no_other_s():
+    several = DataParallel(2, "cpu")
+    several.setup()
+    rank = Strategy()
+    rank.world_size = rank.replicas = 2
+    assert local_devices(several) == local_devices(rank) == [torch.device("cpu")]
+
+
+# The streams themselves, played
+
+
+class Event:
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def synchronize(self) -> None:
+        self.seen.append(f"host waits for {self.name}")
+
+
+class Stream:
+    """Notes what is asked of it; its events are numbered."""
+
+    seen: list[str] = []
+    device = torch.device("cpu")
+
+    def __init__(self, name: Any = "copies") -> None:
+        self.name = name if isinstance(name, str) else "copies"
+        self.events = 0
+
+    def record_event(self) -> Event:
+        self.events += 1
+        return Event(f"{self.name} {self.events}", self.seen)
+
+    def wait_event(self, event: Event) -> None:
+        self.seen.append(f"{self.name} waits for {event.name}")
+
+
+class OnACard(Tensor):
+    is_cuda = True  # type: ignore[assignment]
+
+    def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
+        stream.seen.append(f"memory is used by {stream.name}")
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    steps = Stream("steps")
+    monkeypatch.setattr(Stream, "seen", [])
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    return Stream.seen
+
+
+def test_a_step_waits_for_its_own_copy_and_its_memory_is_kept_from_the_next(streams):
+    side = prefetch.SideStreams([torch.device("cpu")])
+    first = side.mark()
+    side.mark()
+    side.hand_over([torch.zeros(2).as_subclass(OnACard), 3], first)
+    assert streams == ["steps waits for copies 1", "memory is used by steps"]
+    side.hand_over([torch.zeros(2).as_subclass(OnACard)], None)  # made on the steps' own stream
+    assert len(streams) == 2
+
+
+def test_the_host_is_at_most_three_steps_in_front(streams):
+    side = prefetch.SideStreams([torch.device("cpu")])
+    for _ in range(5):
+        side.pace()
+    assert streams == ["host waits for steps 1", "host waits for steps 2"]
+
+
+# Data that is kept on the GPU
+
+MiB = 2**20
+CARD = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("data_on_device", "free", "dtype", "expected"),
+    [
+        ("auto", 10 * MiB, None, True),
+        ("auto", 10 * MiB - 10, None, False),
+        ("auto", 10 * MiB, torch.float64, False),  # twice as much
+        ("auto", 20 * MiB, torch.float64, True),
+        (True, MiB, None, True),
+        (False, 99 * MiB, None, False),
+    ],
+)
+def test_tensors_are_kept_on_the_gpu_if_they_take_a_tenth_of_what_is_free(
+    monkeypatch, data_on_device, free, dtype, expected
+):
+    moves = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
+    monkeypatch.setattr(prefetch, "move", lambda tensors, *where: moves.append(where))
+    tensors = torch.zeros(2**17), torch.zeros(2**17)  # of one MiB together
+    kept = prefetch.keep_on(CARD, tensors, dtype=dtype, data_on_device=data_on_device)
+    assert moves == ([(CARD, dtype)] if expected else [])
+    assert expected or kept is tensors
+
+
+def test_more_than_the_gpu_has_free_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (99, 80 * 2**30))
+    line = "trainer.data_on_device=true but the data takes 1,048,576 bytes and cuda:0 has 99 free"
+    with pytest.raises(UserError, match=f"^{line}; use"):
+        prefetch.keep_on(CARD, (torch.zeros(2**18),), dtype=None, data_on_device=True)
+
+
+def card(**more: Any) -> Any:
+    """The facts of a strategy on one GPU."""
+    facts = {
+        "name": "SingleGPU",
+        "device": CARD,
+        "replicas": 1,
+        "world_size": 1,
+        "dtype": None,
+        "rank": 0,
+    }
+    calls = {"shares": lambda rows: [rows], "share": lambda value: value}
+    return SimpleNamespace(**(facts | calls | more))
+
+
+def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_for():
+    class OneByOne(DataModule):
+        def val_dataset(self) -> Dataset:
+            return Listed()
+
+    def loaded(data: DataModule, strategy: Any, data_on_device: Any) -> Loader:
+        settings = TrainerSettings(data_on_device=data_on_device)
+        return evaluated("val", data, strategy, settings, seed=0)
+
+    several = card(replicas=2, name="DataParallel")
+    for data, strategy, line in (
+        (OneByOne(), card(), "the data set is not a plain TensorDataset"),
+        (Rows(10), several, "DataParallel has several devices in one process"),
+    ):
+        loaded(data, strategy, "auto")
+        loaded(data, card(device=torch.device("cpu")), True)
+        with pytest.raises(UserError, match=f"^trainer.data_on_device=true but {line}"):
+            loaded(data, strategy, True)
+
+
+def test_a_batch_is_made_where_the_data_is():
+    """The meta device is one that is not the CPU: rows and data have to meet there."""
+
+    def place(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.to("meta") for tensor in tensors)
+
+    loader = Loader(
+        Rows(10).train,
+        batch_size=4,
+        shares=lambda rows: list(torch.chunk(rows, 2)),
+        shuffle=True,
+        place=place,
+    )
+    assert loader.device.type == "meta"
+    batches = list(loader.epoch(skip=1))
+    assert [[tuple(x.shape) for (x, _), _ in batch.shares] for batch in batches] == [
+        [(2, 3), (2, 3)],
+        [(1, 3), (1, 3)],
+    ]
+    assert {t.device.type for b in batches for share in b.shares for t in share.batch} == {"meta"}
+
+
+def test_the_rows_of_an_epoch_are_the_same_after_their_one_copy():
+    batches = list(Order(11, 4, shuffle=True, seed=3).epoch(2))
+    parts = copied(batches, torch.device("cpu"))
+    assert [part.tolist() for part in parts] == [part.tolist() for part in batches]
+
+
+def test_a_packed_sequence_moves_itself_and_leaves_its_sizes_on_the_host():
+    moved = move([pack_sequence([torch.zeros(2)])], torch.device("meta"))[0]
+    assert moved.data.device.type == "meta"
+    assert moved.batch_sizes.device.type == "cpu"
+
+
+@pytest.mark.parametrize("given", ["yes", 1, None])
+def test_a_word_that_is_not_auto_true_or_false_is_refused(given):
+    with pytest.raises(
+        UserError, match=f"^trainer.data_on_device={given} is not one of auto, true"
+    ):
+        TrainerSettings(data_on_device=given)

@@ -1,0 +1,361 @@
+"""Data workers: how many are chosen, what they draw, and one line for one that dies or hangs."""
+
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from itertools import repeat
+from typing import Any
+
+import pytest
+import torch
+from command import attempts, dpframe, write
+from conftest import descendants
+from small import fitted, is_same, trainer
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+
+from dpframe import DataModule, Strategy, UserError, seeding
+from dpframe.callbacks.progress import banner
+from dpframe.data import Loader, workers
+from dpframe.data.rows import Rows as Reader
+from dpframe.data.workers import chosen, measured
+from dpframe.errors import Failure
+from dpframe.trainer import feed
+
+
+class Clock:
+    """Stands still, but for what a row takes."""
+
+    now = 0.0
+
+    @classmethod
+    def perf_counter(cls) -> float:
+        return cls.now
+
+
+class Rows(Dataset):
+    """`slow` seconds a row; `noise` from this generator."""
+
+    def __init__(self, slow: float = 0.0, noise: str = "") -> None:
+        self.slow = slow
+        self.noise = noise
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        Clock.now += self.slow
+        draws = {"torch": lambda: torch.rand(()).item(), "python": random.random, "": lambda: 0.0}
+        x = torch.tensor([row / 40, 1.0, draws[self.noise]()])
+        return x, x.sum().reshape(1)
+
+
+class Data(DataModule):
+    def __init__(self, dataset: Dataset, workers: int | str = "auto") -> None:
+        super().__init__(8, workers)
+        self.dataset = dataset
+
+    def train_dataset(self) -> Dataset:
+        return self.dataset
+
+
+def told(dataset: Dataset, workers: int | str = "auto") -> str:
+    made = trainer(data=Data(dataset, workers))
+    made.prepare()
+    found = re.search(r"^data +(.+)$", banner(made), re.MULTILINE)
+    assert found
+    return found[1]
+
+
+class Whole(Rows):
+    def __getitems__(self, rows: list[int]) -> list:
+        return [self[row] for row in rows]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter([Rows()[row] for row in range(16)])
+
+
+def test_the_banner_says_how_rows_are_read():
+    tensors = TensorDataset(torch.rand(1200, 3), torch.rand(1200, 1))
+    assert told(tensors) == told(tensors, 0) == "1,200 rows as tensors, index_select"
+    assert told(Subset(tensors, range(40)), 2) == "40 rows as tensors, index_select"
+    assert told(Rows(), 0) == "40 rows by __getitem__, in this process"
+    assert told(Whole(), 2) == "40 rows by __getitems__, 2 workers"
+    assert told(Stream()) == "a stream, in this process"
+    assert told(Stream(), 2) == "a stream, 1 worker: each would read the whole stream"
+
+
+def test_tensors_and_streams_are_not_read_to_choose(monkeypatch):
+    monkeypatch.setattr(workers, "_seconds_of_a_batch", None)  # an error for whoever calls it
+    for dataset in (TensorDataset(torch.rand(8, 3)), Stream()):
+        assert measured(Reader(dataset), share=8, cores=2, seed=0).processes == 0
+
+
+def test_auto_reads_quick_rows_in_this_process_and_slow_ones_by_workers(monkeypatch):
+    monkeypatch.setattr(feed, "cores_per_rank", lambda world_size: 2)
+    monkeypatch.setattr(workers, "time", Clock)
+    quick, slow = told(Rows(slow=0.0005)), told(Rows(slow=0.002))
+    assert quick == "40 rows by __getitem__, in this process: a batch takes 4 ms to read"
+    assert slow == "40 rows by __getitem__, 2 workers: a batch takes 16 ms to read"
+
+
+@pytest.mark.parametrize("noise", ["torch", "python"])
+def test_rows_that_draw_have_a_worker_however_quick_they_are(monkeypatch, noise):
+    monkeypatch.setattr(workers, "time", Clock)
+    why = "a batch takes 0 ms to read, and draws random numbers"
+    assert told(Rows(noise=noise)) == f"40 rows by __getitem__, 1 worker: {why}"
+
+
+@pytest.mark.parametrize(
+    "seconds, cores, draws, count",
+    [
+        (0.001, 16, False, 0),
+        (0.02, 16, False, 8),
+        (0.02, 4, False, 4),
+        (0.02, 1, False, 0),  # nobody is free to read
+        (0.001, 16, True, 1),
+        (0.02, 4, True, 4),
+        (0.02, 0, True, 1),
+    ],
+)
+def test_the_choice_is_a_fact_of_time_cores_and_draws(seconds, cores, draws, count):
+    choice = chosen(seconds, cores, draws=draws)
+    assert (choice.processes, choice.draws_apart) == (count, draws)
+
+
+@pytest.mark.parametrize("noise", ["", "torch"])
+def test_what_auto_has_chosen_does_not_decide_the_numbers(monkeypatch, noise):
+    """Whether a batch is found to be slow is chance; rows that draw do so by the share alike."""
+    runs = []
+    for slow in (0.0, 1e9):
+        monkeypatch.setattr(workers, "SLOW_SECONDS", slow)
+        monkeypatch.setattr(feed, "cores_per_rank", lambda world_size: 2)
+        runs.append(fitted(data=Data(Rows(noise=noise))))
+    processes = [run.feed.train.workers.processes for run in runs]
+    assert processes == [2, 1 if noise else 0]
+    assert is_same(runs[0].task.state_dict(), runs[1].task.state_dict())
+    assert runs[0].fingerprint == runs[1].fingerprint
+
+
+def test_another_rank_takes_the_first_ones_choice_and_reads_nothing_for_it():
+    class Second(Strategy):
+        rank = 1
+
+        def share(self, value: Any) -> Any:
+            return 2, "the first one says so", False
+
+    class Unread(Rows):
+        def __getitem__(self, row: int) -> Any:
+            raise AssertionError("it was read")
+
+    made = trainer(data=Data(Unread()), strategy=Second())
+    made.prepare()
+    assert made.feed.train.how == "40 rows by __getitem__, 2 workers: the first one says so"
+
+
+def test_the_look_at_a_batch_draws_nothing_of_the_runs():
+    def after(workers: int | str) -> dict:
+        made = trainer(data=Data(Rows(noise="torch"), workers))
+        made.prepare()
+        return seeding.random_state()
+
+    assert is_same(after("auto"), after(0))
+
+
+def test_a_row_that_is_bad_is_left_to_training():
+    class Bad(Rows):
+        def __getitem__(self, row: int) -> Any:
+            raise LookupError("it is broken")
+
+    made = trainer(data=Data(Bad()))
+    made.prepare()
+    with pytest.raises(LookupError) as caught:
+        made.fit()
+    assert caught.value.__notes__[0].startswith("while reading row ")
+
+
+def test_another_word_is_refused():
+    with pytest.raises(UserError, match="data.workers=all is neither a whole number nor auto"):
+        trainer(data=Data(Rows(), "all")).prepare()
+
+
+# Workers that are lost or hang
+
+
+class Bad(Dataset):
+    """Twelve rows; the tenth has a fault."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, row: int) -> Tensor:
+        if row == 9:
+            getattr(self, self.fault)()
+        return torch.ones(4)
+
+    def killed(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def left(self) -> None:
+        os._exit(3)
+
+    def hung(self) -> None:
+        time.sleep(60)
+
+    def exits(self) -> None:
+        sys.exit(0)
+
+    def stopped(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def spins(self) -> None:
+        sum(repeat(0))  # in C, and it never gives its GIL away
+
+
+class BadStream(IterableDataset):
+    def __init__(self, fault: str) -> None:
+        self.rows = Bad(fault)
+
+    def __iter__(self) -> Any:
+        return (self.rows[row] for row in range(12))
+
+
+def failure(dataset: Dataset, **given: Any) -> str:
+    """The line that a fault of a worker ends with, after which no worker is left."""
+    before, handler = set(descendants()), signal.getsignal(signal.SIGCHLD)
+    loader = Loader(dataset, batch_size=4, shares=lambda rows: [rows], workers=2, **given)
+    with pytest.raises(Failure) as caught:
+        for _ in loader.epoch():
+            assert signal.getsignal(signal.SIGCHLD) is handler, "torch's would raise within a step"
+    assert not set(descendants()) - before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kind, fault, line",
+    [
+        (Bad, "killed", "was killed by SIGKILL; perhaps for memory: try a smaller data.workers"),
+        (BadStream, "left", "exited with code 3; data.workers=0 may show why"),
+    ],
+)
+def test_a_lost_worker_is_one_line(kind, fault, line):
+    assert re.match(rf"data worker 0 \(pid \d+\) {line}", failure(kind(fault)))
+
+
+def test_a_hung_worker_is_told_by_where_it_is():
+    line = failure(Bad("hung"), timeout_seconds=1.0)
+    assert re.fullmatch(
+        r"data worker 0 \(pid \d+\) has returned nothing for 1 s, in hung \(test_workers\.py, line "
+        r"\d+\) in __getitem__ \(test_workers\.py, line \d+\); fix that, or raise "
+        r"trainer\.data_timeout_seconds",
+        line,
+    )
+
+
+def test_a_worker_that_is_stopped_or_keeps_its_gil_is_told_and_ended():
+    line = failure(Bad("stopped"), timeout_seconds=1.0)
+    assert line.startswith("data worker 0 (pid ")
+    assert ") has returned nothing for 1 s: it is stopped, by SIGSTOP or a debugger; " in line
+    line = failure(Bad("spins"), timeout_seconds=1.0)
+    assert line.startswith("data worker 0 (pid ")
+    assert ") has returned nothing for 1 s, in spins (test_workers.py, line " in line
+
+
+def test_a_worker_that_exits_is_told_by_where():
+    assert re.fullmatch(
+        r"data worker 0: sys\.exit\(0\) in exits \(test_workers\.py, line \d+\) ended it before "
+        r"its work was done; raise an exception instead",
+        failure(Bad("exits")),
+    )
+
+
+def test_a_loader_whose_workers_were_lost_starts_others(tmp_path):
+    class Once(Bad):
+        def killed(self) -> None:
+            if not (tmp_path / "killed").exists():
+                (tmp_path / "killed").touch()
+                super().killed()
+
+    loader = Loader(Once("killed"), batch_size=4, shares=lambda rows: [rows], workers=1)
+    with pytest.raises(Failure):
+        list(loader.epoch())
+    assert len(list(loader.epoch())) == 3
+
+
+# Through the command
+
+PARTS = """
+import time
+
+import torch
+from torch.utils.data import Dataset
+
+import dpframe
+
+
+class Images(Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, row):
+        time.sleep(0.004)
+        return torch.full((1, 8, 8), row / 16), torch.ones(1)
+
+
+class ImagesData(dpframe.DataModule):
+    def __init__(self, batch_size: int = 8, workers: int = 0):
+        super().__init__(batch_size, workers)
+
+    def train_dataset(self):
+        return Images()
+
+
+class Net(dpframe.Task):
+    def __init__(self, optimizer=None):
+        layers = [torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 1)]
+        super().__init__(torch.nn.Sequential(*layers), optimizer)
+
+    def training_step(self, batch):
+        return {"loss": (self.net(batch[0]) - batch[1]).square().mean()}
+
+    def configure_optimizer(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+RECIPE = """
+# @package _global_
+task: {_target_: mine.Net}
+data: {_target_: mine.ImagesData, batch_size: 8, workers: 0}
+trainer: {max_epochs: 1, accelerator: cpu, gpus: 2, channels_last: true}
+strategy: {timeout_seconds: 60}
+"""
+
+
+def test_two_ranks_read_by_the_choice_of_the_first_and_train_turned(tmp_path):
+    """Through classes that say `workers: int`."""
+    write(tmp_path, {"mine.py": PARTS, "conf/recipe/mine.yaml": RECIPE})
+    words = ("--config-dir=conf", "recipe=mine", "strategy=ddp", "data.workers=auto")
+    done = dpframe(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^data +16 rows by __getitem__, .+: a batch takes \d+ ms", done.stdout, re.M)
+    assert re.search(r"^layout +channels_last$", done.stdout, re.M)
+    assert "stride" not in done.stderr  # torch's warning of gradients that lie otherwise
+    (summary,) = tmp_path.glob("outputs/mine/*/summary.json")
+    assert json.loads(summary.read_text())["replicas"] == 2
+
+
+def test_a_wrong_word_for_the_workers_is_one_line(tmp_path):
+    lines = [["recipe=boston", f"data.workers={word}"] for word in ("atuo", "null", "1.5")]
+    results, heavy = attempts(lines, tmp_path)
+    assert [(r.code, r.err.count("\n")) for r in results] == [(2, 1)] * 3
+    assert "data.workers=atuo is text; use a whole number or auto" in results[0].err
+    assert heavy == []
