@@ -100,7 +100,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
                 threads=1,
             ),
             callbacks=[Checkpoint(every_n_steps=1, keep=2, seconds_between=0), *kills],
-            loggers=[CSV(), TensorBoard(graph=False)],
+            loggers=[CSV(), TensorBoard()],
             # A run that was killed before its first checkpoint begins again.
             run=Run(directory=directory, is_repeated=resume is None and has_begun),
         )

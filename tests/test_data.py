@@ -294,7 +294,7 @@ def test_shares_put_together_are_the_order_of_the_sampler(name):
             seeding.seed_everything(100 + rank)  # ranks have random numbers of their own
             loader = sampled(name, shares=lambda rows, r=rank, n=replicas: [split(rows, n)[r]])
             assert loader.batches == len(order_by_hand(name)[0])
-            next(loader.epoch(0))  # a look, e.g. for the graph, moves nothing
+            next(loader.epoch(0))  # a look moves nothing
             per_rank.append([list(loader.epoch(epoch)) for epoch in range(EPOCHS)])
         for epoch, batches in enumerate(order_by_hand(name)):
             for index, rows in enumerate(batches):

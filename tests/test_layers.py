@@ -147,7 +147,6 @@ def _targets(path: Path) -> set[str]:
 
 # Whether a class overrides what it inherits is asked here alone.
 ASKS_WHAT_IS_OVERRIDDEN = {
-    "callbacks.base": "hooks that no callback overrides cost nothing in a step",
     "data.rows": "a TensorDataset with a __getitem__ of its own is not read as tensors",
     "task": "Task.has_own says which of its steps a task has written",
 }
@@ -266,8 +265,7 @@ PRIVATE = {
     "_opt_called": "tells a scheduler that the optimizer stepped",
 }
 DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples
-# A file of Python's, and a key of TensorBoard's graphs.
-WORDS = {"_sitebuiltins.py", "_output_shapes"}
+WORDS = {"_sitebuiltins.py"}  # a file of Python's
 SETTINGS = {"sys.stdout", "sys.stderr", "tempfile.tempdir", "torch.backends.cudnn.benchmark"}
 
 

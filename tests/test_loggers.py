@@ -5,16 +5,13 @@ import json
 import logging
 import math
 import os
-import random
 import resource
 import signal
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
-import torch
 from small import fitted
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -26,9 +23,8 @@ from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalar
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams.backend_context import Context
 from tensorboard.plugins.hparams.list_session_groups import Handler
-from torch import nn
 
-from dpframe.loggers import Logger, event_file
+from dpframe.loggers import Logger, tensorboard
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.trainer import report
@@ -54,7 +50,7 @@ def test_every_checksum_is_the_one_that_tensorboard_computes(tmp_path):
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     for data in (*(bytes(range(length)) for length in range(257)), b"123456789" * 100):
-        assert event_file.checksum(data) == masked_crc32c(data).to_bytes(4, "little")
+        assert tensorboard.checksum(data) == masked_crc32c(data).to_bytes(4, "little")
 
 
 def test_non_finite_and_out_of_range_scalars_are_written(tmp_path):
@@ -213,128 +209,9 @@ def test_a_resumed_curve_is_monotonic_without_duplicates(tmp_path, began_with):
 def test_a_later_file_sorts_last_even_within_one_second(tmp_path):
     paths = []
     for _ in range(12):
-        paths.append(event_file.next_path(tmp_path))
+        paths.append(tensorboard.next_path(tmp_path))
         paths[-1].touch()
     assert paths == sorted(set(paths))
-
-
-# The graph
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(13, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5))
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, batch):
-        rows, targets = batch
-        warnings.warn("from the model", stacklevel=1)
-        torch.rand(1), random.random()
-        prediction = self.head(self.body(rows)).squeeze(-1)
-        return {
-            "loss": nn.functional.mse_loss(prediction, targets),
-            "n": 4,
-            "prediction": prediction,
-        }
-
-
-def batch_of_rows():
-    return torch.ones(4, 13), torch.ones(4)
-
-
-def test_the_graph_follows_the_modules(tmp_path):
-    nodes = graph_of(tmp_path, Net(), batch_of_rows())
-    linear = nodes["Net/Sequential[body]/Linear[0]/linear"]
-    assert linear.op == "linear"
-    assert list(linear.input) == [
-        "input/0",
-        "Net/Sequential[body]/Linear[0]/weight",
-        "Net/Sequential[body]/Linear[0]/bias",
-    ]
-    assert sizes(linear) == [[4, 8]]
-    assert list(nodes["Net/squeeze"].input) == ["Net/Linear[head]/linear"]
-    assert list(nodes["Net/mse_loss"].input) == ["Net/squeeze", "input/1"]
-    assert list(nodes["output/loss"].input) == ["Net/mse_loss"]
-    assert nodes["Net/Sequential[body]/BatchNorm1d[1]/running_mean"].op == "Buffer"
-    for node in nodes.values():
-        assert {source.partition(":")[0] for source in node.input} <= set(nodes)
-
-
-def test_a_graph_names_each_output_and_each_repeated_call(tmp_path):
-    class Cells(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.cell = nn.Linear(3, 3)
-
-        def forward(self, batch):
-            left, right = self.cell(self.cell(batch["x"])).chunk(2)
-            return (right + left).T
-
-    nodes = graph_of(tmp_path, Cells(), {"x": torch.ones(2, 3)})
-    assert list(nodes["Cells/Linear[cell]/linear_1"].input)[0] == "Cells/Linear[cell]/linear"
-    assert list(nodes["Cells/add"].input) == ["Cells/chunk:1", "Cells/chunk"]
-    assert sizes(nodes["Cells/chunk"]) == [[1, 3], [1, 3]]
-    assert nodes["Cells/T"].op == "T"
-    assert list(nodes["output"].input) == ["Cells/T"]
-
-
-def test_a_tensor_from_nowhere_is_not_mistaken_for_one_that_was_freed(tmp_path):
-    class Hidden(nn.Module):
-        def forward(self, batch):
-            for _ in range(5):
-                batch + 1
-            with torch._C.DisableTorchFunction():
-                unseen = [batch + 2 for _ in range(5)]
-            return torch.stack(unseen)
-
-    assert list(graph_of(tmp_path, Hidden(), torch.ones(3))["Hidden/stack"].input) == []
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_drawing_changes_no_weight_and_no_random_state_and_leaves_no_hook(tmp_path, works):
-    net = Net()
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    torch.manual_seed(1)
-    random.seed(1)
-    before = torch.get_rng_state(), random.getstate()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        opened(tmp_path).graph(net, batch_of_rows() if works else torch.ones(2, 2))
-    assert seen == []
-    assert torch.equal(torch.get_rng_state(), before[0])
-    assert random.getstate() == before[1]
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
-    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
-
-
-def test_a_model_that_cannot_be_drawn_is_one_warning_and_logging_goes_on(tmp_path, caplog, capfd):
-    class Broken(nn.Module):
-        def forward(self, batch):
-            raise RuntimeError("wrong size\nsecond line")
-
-    logger = opened(tmp_path)
-    logger.graph(Broken(), batch_of_rows())
-    logger.log({"train/loss": 1.0}, step=1)
-    logger.close({}, succeeded=True)
-    (record,) = caplog.records
-    assert record.name == "dpframe" and record.levelno == logging.WARNING
-    assert record.message == "no graph of Broken in TensorBoard: RuntimeError: wrong size"
-    assert curve(tmp_path, "train/loss") == [(1, 1.0)]
-    assert capfd.readouterr() == ("", "")
-
-
-def test_no_graph_when_switched_off_or_resumed(tmp_path):
-    logger = opened(tmp_path / "off", graph=False)
-    logger.graph(Net(), batch_of_rows())
-    logger.flush()
-    assert not EventAccumulator(str(tmp_path / "off")).Reload().Tags()["graph"]
-    graph_of(tmp_path / "resumed", Net(), batch_of_rows())
-    logger = opened(tmp_path / "resumed", purge_step=1)
-    logger.graph(Net(), batch_of_rows())
-    logger.flush()
-    graphs = [event for event in events(tmp_path / "resumed") if event.HasField("graph_def")]
-    assert len(graphs) == 1
 
 
 # The table
@@ -389,7 +266,7 @@ def test_csv_has_one_row_for_a_step_that_is_logged_twice(tmp_path):
 
 
 def test_a_full_disk_is_one_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(event_file, "next_path", lambda directory: Path("/dev/full"))
+    monkeypatch.setattr(tensorboard, "next_path", lambda directory: Path("/dev/full"))
     fitted(loggers=[TensorBoard(), CSV()], directory=tmp_path, log_every=1)
     (record,) = caplog.records
     assert record.name == "dpframe" and record.levelno == logging.WARNING
@@ -402,7 +279,7 @@ def test_files_that_may_not_grow_stop_their_loggers_and_nothing_else(tmp_path, m
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     try:
-        loggers = [TensorBoard(graph=False), CSV()]
+        loggers = [TensorBoard(), CSV()]
         done = fitted(loggers=loggers, directory=tmp_path, log_every=1, max_epochs=20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -411,7 +288,7 @@ def test_files_that_may_not_grow_stop_their_loggers_and_nothing_else(tmp_path, m
     assert len(curve(tmp_path, "step/loss")) > 5
 
 
-METHODS = ["open", "graph", "log", "flush", "close"]
+METHODS = ["open", "log", "flush", "close"]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -451,10 +328,8 @@ def test_the_loggers_import_no_more_than_they_need():
 # Writing and reading back
 
 
-def opened(
-    directory, logger=None, *, config="a: 1", hparams=None, purge_step=None, graph=True
-) -> Logger:
-    logger = logger or TensorBoard(graph=graph)
+def opened(directory, logger=None, *, config="a: 1", hparams=None, purge_step=None) -> Logger:
+    logger = logger or TensorBoard()
     logger.open(str(directory), config=config, hparams=hparams or {}, purge_step=purge_step)
     return logger
 
@@ -513,19 +388,6 @@ def chart_layout(directory):
 def charts(directory):
     (category,) = chart_layout(directory)["category"]
     return {chart["title"]: chart["multiline"]["tag"][0] for chart in category["chart"]}
-
-
-def graph_of(directory, module, batch):
-    logger = opened(directory)
-    logger.graph(module, batch)
-    logger.flush()
-    nodes = EventAccumulator(str(directory)).Reload().Graph().node
-    assert len({node.name for node in nodes}) == len(nodes)
-    return {node.name: node for node in nodes}
-
-
-def sizes(node):
-    return [[dim.size for dim in shape.dim] for shape in node.attr["_output_shapes"].list.shape]
 
 
 def table(directory, file="metrics.csv"):

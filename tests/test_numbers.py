@@ -12,7 +12,6 @@ import numpy
 import pytest
 import small
 import torch
-from recorded import Recorder
 from small import Grabbed, Hooks, Rows, Small, fitted, gradients, is_same, trainer
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -147,19 +146,6 @@ def test_an_epoch_is_seeded_as_torch_does_it_less_its_stack_trace(monkeypatch):
     monkeypatch.setattr("traceback.format_stack", lambda: pytest.fail("a stack trace"))
     seeding.reseed(7)
     assert drawn == [torch.rand(3).tolist(), random.random(), numpy.random.rand()]
-
-
-def test_a_logger_that_draws_the_model_changes_no_number():
-    make = lambda: Small(dropout=0.5)  # noqa: E731
-    logged, bare = fitted(make=make, loggers=[Recorder()]), fitted(make=make)
-    assert is_same(logged.task.state_dict(), bare.task.state_dict())
-
-
-def test_a_task_that_cannot_be_copied_trains_without_its_graph():
-    task = Small()
-    task.file = open(__file__)  # noqa: SIM115
-    with task.file:
-        assert fitted(task, loggers=[Recorder()], max_steps=1).global_step == 1
 
 
 def test_deterministic_refuses_kernels_that_are_not():

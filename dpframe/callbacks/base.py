@@ -1,4 +1,4 @@
-"""The hooks, as one annotated loop. Override what you need: the rest is never called.
+"""The hooks, as one annotated loop. Override what you need: the rest does nothing.
 
     on_fit_start
     for epoch:   on_epoch_start
@@ -60,18 +60,13 @@ HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
 def hooks_of(callbacks: Iterable[Callback]) -> dict[str, list[Callable[..., None]]]:
-    """By hook, the methods of the callbacks that override it; a misspelt hook is refused."""
-    hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
-    for callback in callbacks:
-        kind = type(callback)
+    """By hook, the methods of all callbacks; a misspelt hook is refused."""
+    callbacks = list(callbacks)
+    for kind in map(type, callbacks):
         for name in dir(kind):
-            if not name.startswith("on_") or not callable(getattr(kind, name)):
-                continue
-            if name not in HOOKS:
+            if name.startswith("on_") and name not in HOOKS and callable(getattr(kind, name)):
                 raise UserError(
                     f"{kind.__name__}.{name} is no hook and would never be called; "
                     f"{suggestion(name, HOOKS)}"
                 )
-            if getattr(kind, name) is not getattr(Callback, name):
-                hooks[name].append(getattr(callback, name))
-    return hooks
+    return {name: [getattr(callback, name) for callback in callbacks] for name in HOOKS}

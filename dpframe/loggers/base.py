@@ -1,10 +1,5 @@
 """The simplest logger: it writes nothing. Override what differs."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import nn
-
 Scalar = float | int | str | bool
 ROWS_IN_MEMORY = 256
 
@@ -28,9 +23,6 @@ class Logger:
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         """All that was measured at one step, at once."""
-
-    def graph(self, module: "nn.Module", batch: Any) -> None:
-        """The model, called as `module(batch)`: a copy to use freely, on the CPU."""
 
     def flush(self) -> None:
         """A few times a second, and before a checkpoint: what was logged survives the process."""

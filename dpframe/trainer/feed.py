@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from dpframe import seeding
-from dpframe.data import Batch, DataModule, Loader
+from dpframe.data import DataModule, Loader
 from dpframe.data.prefetch import keep_on
 from dpframe.data.rows import Rows
 from dpframe.data.workers import Workers, cores_per_rank, measured
@@ -70,14 +69,6 @@ def evaluated(
     """The loader of the `val`, `test` or `predict` data set."""
     dataset = _dataset(kind, data)
     return _loader(dataset, data, strategy, settings, seed=seed)
-
-
-def first_batch(loader: Loader, *, seed: int) -> Batch | None:
-    """For a look at the model; None where reading it would start a worker or use up a stream."""
-    if loader.workers.processes > 0 or loader.batches is None:
-        return None
-    with seeding.seeded(seed):
-        return next(loader.epoch(), None)
 
 
 def local_devices(strategy: Strategy) -> list[torch.device]:

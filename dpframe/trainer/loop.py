@@ -23,7 +23,7 @@ from dpframe.strategies.auto import auto
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep, cloned, refuse_stateful_metrics
 from dpframe.trainer.evaluation import Evaluation, means_over
-from dpframe.trainer.feed import Feed, evaluated, first_batch, local_devices
+from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.placement import Precision, explain, place
@@ -455,8 +455,6 @@ class Trainer:
             self._reopen(self._resumed)
         else:
             self.report.open(self.strategy)
-            if self.report.loggers and self.task.has_own("predict_step"):
-                self.report.graph(self.task, first_batch(self.feed.train, seed=self.seed))
             # From here on every process draws its own random numbers, e.g. for dropout.
             seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
         mode = self.settings.compile_mode

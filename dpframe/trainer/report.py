@@ -1,20 +1,14 @@
-"""What a run tells its loggers: its config, its numbers, its model."""
+"""What a run tells its loggers: its config and its numbers."""
 
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
-from dpframe.data import Batch
 from dpframe.loggers import Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
-from dpframe.task import Task
-from dpframe.trainer.predictions import on_cpu
 
 BETWEEN_FLUSHES = 0.2  # seconds
 log = logging.getLogger("dpframe")
@@ -51,18 +45,6 @@ class Report:
             )
         )
 
-    def graph(self, task: Task, batch: Batch | None) -> None:
-        """Drawn from a copy, so that nothing of it can reach training."""
-        if batch is None:
-            return
-        try:
-            module = Predict(deepcopy(task).cpu())
-        except Exception as error:  # e.g. it holds an open file
-            log.warning("no model graph: %s can't be copied: %s", type(task).__name__, error)
-            return
-        rows = on_cpu(batch.shares[0].batch)
-        self._each(lambda logger: logger.graph(module, rows))
-
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         before = self.last[1] if self.last[0] == step else {}
         self.last = step, before | scalars
@@ -93,17 +75,6 @@ class Report:
                     type(error).__name__,
                     error,
                 )
-
-
-class Predict(nn.Module):
-    """A task as the module that a graph shows: a batch in, its prediction out."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__()
-        self.task = task
-
-    def forward(self, batch: Any) -> Any:
-        return self.task.predict_step(batch)
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:
