@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
-from dpframe.callbacks import progress
+from dpframe.callbacks import progress as bar
 from dpframe.callbacks.base import HOOKS
-from dpframe.trainer import Run, lookout, loop, report
+from dpframe.trainer import Run, loop, report
+from dpframe.trainer import progress as counters
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 Adam = partial(torch.optim.Adam, lr=0.01)
@@ -87,7 +88,7 @@ class Clock:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.now = 0.0
-        for module in (loop, lookout, report, progress):
+        for module in (loop, counters, report, bar):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._read))
 
     def _read(self) -> float:

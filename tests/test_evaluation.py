@@ -16,7 +16,7 @@ from dpframe import DataModule, Strategy, Task, Trainer, UserError
 from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
-from dpframe.trainer.predictions import as_table
+from dpframe.trainer.evaluation import as_table
 
 SIZES = range(1, 18)
 BATCH_SIZE = 5  # on four replicas 2 2 1 0

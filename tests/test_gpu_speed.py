@@ -37,7 +37,7 @@ def one_gpu(**given: Any) -> Trainer:
 
 def outcome(**given: Any) -> dict[str, Any]:
     made = one_gpu(**given)
-    counts = made.global_step, made.epoch, made.rows_seen
+    counts = made.global_step, made.epoch, made.progress.rows_seen
     return {"weights": made.task.state_dict(), "metrics": made.metrics, "counts": counts}
 
 

@@ -88,7 +88,7 @@ def test_losses_that_are_read_late_are_still_named_and_never_saved(tmp_path, mon
 def test_skip_leaves_out_the_step_and_its_numbers(caplog):
     with caplog.at_level(logging.WARNING, "dpframe"):
         one = fitted(data=Bad(), on_nonfinite="skip")
-    assert (one.global_step, one.skipped_steps, one.rows_seen) == (10, 2, 40)
+    assert (one.global_step, one.progress.skipped_steps, one.progress.rows_seen) == (10, 2, 40)
     said = [record.getMessage() for record in caplog.records]
     assert [text.split(":")[0] for text in said] == [
         f"step {met_in(0, shuffle=True)[0]}",
@@ -117,7 +117,7 @@ def trained_by_hand(*, leave_out: bool) -> dict[str, torch.Tensor]:
 
 def test_skipping_within_an_accumulated_step_leaves_out_all_of_it():
     one = fitted(data=Bad(), accumulate=5, on_nonfinite="skip", max_epochs=1)
-    assert (one.global_step, one.skipped_steps) == (1, 1)
+    assert (one.global_step, one.progress.skipped_steps) == (1, 1)
     torch.manual_seed(0)
     assert is_same(one.task.state_dict(), Small().state_dict())
 
@@ -146,13 +146,13 @@ def test_an_epoch_of_steps_that_are_all_left_out_has_no_numbers_of_its_own():
     x, y = data.train.tensors
     data.train = TensorDataset(x, torch.full_like(y, math.nan))
     one = fitted(Rooted(), data=data, on_nonfinite="skip", log_every=1)
-    assert one.skipped_steps == one.global_step == 10
+    assert one.progress.skipped_steps == one.global_step == 10
     assert not [name for name in one.metrics if name.startswith("train/")]
 
 
 def test_a_step_that_is_left_out_can_be_logged():
     one = fitted(Rooted(), data=Bad(), on_nonfinite="skip", log_every=1)
-    assert one.skipped_steps == 2 and math.isfinite(one.metrics["train/rmse"])
+    assert one.progress.skipped_steps == 2 and math.isfinite(one.metrics["train/rmse"])
 
 
 def fit_in_ranks(folder: str, on_nonfinite: str, strategy: DDP) -> tuple[int, int]:
@@ -167,7 +167,7 @@ def fit_in_ranks(folder: str, on_nonfinite: str, strategy: DDP) -> tuple[int, in
             on_nonfinite=on_nonfinite,
         )
         one.fit()
-        return one.global_step, one.skipped_steps
+        return one.global_step, one.progress.skipped_steps
     finally:
         strategy.close()
 

@@ -98,7 +98,7 @@ def test_rows_that_draw_here_are_not_read_before_they_are_asked_for():
 
 
 def state_of(made: Trainer) -> dict[str, Any]:
-    counts = made.global_step, made.epoch, made.batches_done, made.rows_seen
+    counts = made.global_step, made.epoch, made.progress.batches_done, made.progress.rows_seen
     return {"weights": made.task.state_dict(), "metrics": made.metrics, "counts": counts}
 
 
@@ -141,7 +141,7 @@ def test_a_run_that_reads_ahead_resumes_within_an_epoch_to_the_bit(monkeypatch, 
 
     whole = fitted(*made(), max_epochs=2)
     begun = fitted(*made(), max_epochs=2, max_steps=4)
-    assert begun.batches_done == 4
+    assert begun.progress.batches_done == 4
     state = begun.state_dict()  # before `made` seeds anew
     resumed = fitted(*made(), max_epochs=2, resume=state)
     assert is_same(resumed.task.state_dict(), whole.task.state_dict())

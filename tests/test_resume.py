@@ -79,7 +79,7 @@ def test_a_resume_ends_in_the_same_state_to_the_bit(tmp_path, case, step):
         runs_last = True
 
         def on_step_end(self, trainer):
-            if trainer.global_step == step and trainer.batches_done < 7:
+            if trainer.global_step == step and trainer.progress.batches_done < 7:
                 checkpoint.save(trainer.state_dict(), tmp_path / "a.ckpt")
 
         def on_epoch_end(self, trainer):
@@ -180,8 +180,8 @@ def test_two_callbacks_of_one_class_keep_their_own_states():
 def test_seconds_and_rows_are_counted_over_all_of_a_runs_parts():
     first = fitted(max_epochs=1)
     again = fitted(max_epochs=2, resume=first.state_dict())
-    assert again.rows_seen == 2 * first.rows_seen
-    assert again.seconds > first.seconds
+    assert again.progress.rows_seen == 2 * first.progress.rows_seen
+    assert again.progress.seconds > first.progress.seconds
 
 
 def test_a_run_that_is_done_is_resumed_to_no_further_step():

@@ -16,7 +16,7 @@ from command import attempts, dpframe, environment
 from dpframe import checkpoint
 from dpframe.cli.resume import resumed_file
 from dpframe.errors import Failure
-from dpframe.trainer.predictions import Predictions
+from dpframe.trainer.evaluation import Predictions
 
 BOSTON = ["recipe=boston", "logger=csv", "hydra.run.dir=run"]
 START = [*BOSTON, "trainer.max_epochs=2", "task.optimizer.lr=0.02", "callbacks.checkpoint.keep=2"]

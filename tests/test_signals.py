@@ -21,7 +21,7 @@ from dpframe.errors import Interrupted
 from dpframe.heartbeat import is_stopped
 from dpframe.interruption import Interruption
 from dpframe.strategies.ddp import DDP
-from dpframe.trainer.lookout import Lookout
+from dpframe.trainer.progress import Lookout
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")

@@ -63,7 +63,7 @@ def test_a_validation_step_that_returns_no_dict_is_named():
 def test_epochs_or_steps_end_training_whichever_come_first(ends, epochs, steps):
     one = fitted(**ends)
     assert (one.epoch, one.global_step) == (epochs, steps)
-    assert one.validated_step == steps  # however it ends, it ends validated
+    assert one.progress.validated_step == steps  # however it ends, it ends validated
 
 
 @pytest.mark.parametrize("seconds_a_step, steps", [(1.0, [2]), (0.04, range(38, 44))])
@@ -76,7 +76,7 @@ def test_seconds_end_training_at_the_next_look(monkeypatch, seconds_a_step, step
     )
     assert one.global_step in steps
     assert one.stop_reason == "trainer.max_seconds=1.5 are over"
-    assert one.validated_step == one.global_step
+    assert one.progress.validated_step == one.global_step
 
 
 def test_what_was_logged_is_written_a_few_times_a_second(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_callback_stops_training_after_its_step():
 
 def test_a_stop_at_the_last_batch_of_an_epoch_ends_the_epoch():
     one = fitted(callbacks=[Hooks(on_step_end=lambda t: t.global_step == 5 and t.stop("enough"))])
-    assert (one.global_step, one.epoch, one.batches_done) == (5, 1, 0)
+    assert (one.global_step, one.epoch, one.progress.batches_done) == (5, 1, 0)
 
 
 # When it validates and logs
@@ -181,7 +181,7 @@ def test_a_step_is_one_update_and_the_tail_is_one_too():
 def test_max_steps_counts_updates_not_batches():
     hooks = Hooks()
     one = fitted(callbacks=[hooks], accumulate=2, max_steps=2)
-    assert (one.global_step, one.batches_done, one.rows_seen) == (2, 4, 16)
+    assert (one.global_step, one.progress.batches_done, one.progress.rows_seen) == (2, 4, 16)
 
 
 def test_clipping_by_norm_bounds_the_norm_and_keeps_the_direction():

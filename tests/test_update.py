@@ -317,7 +317,7 @@ def test_a_run_that_never_has_a_weight_of_0_divides_by_it_on_no_number_of_replic
         strategy.setup()
         data = Masked(MASK[4:])
         runs.append(fitted(Tokens(), data, strategy=strategy, on_nonfinite="skip"))
-    assert [run.skipped_steps for run in runs] == [0, 0]
+    assert [run.progress.skipped_steps for run in runs] == [0, 0]
 
 
 # A resume

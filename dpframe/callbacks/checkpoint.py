@@ -78,7 +78,7 @@ class Checkpoint(Callback):
             self._save(trainer, [LAST])
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        is_within_epoch = trainer.batches_done > 0  # at its end, on_epoch_end knows more
+        is_within_epoch = trainer.progress.batches_done > 0  # at its end, on_epoch_end knows more
         if is_within_epoch and trainer.mode == "fit" and self.monitor.is_of_validation:
             self._save(trainer, *self._judge(trainer))
 
@@ -132,7 +132,7 @@ class Checkpoint(Callback):
     def _judge(self, trainer: "Trainer") -> tuple[list[str], list[str]]:
         """The files that this step's state belongs in, and those that it pushes out."""
         step = trainer.global_step
-        has_value = step == trainer.validated_step or not self.monitor.is_of_validation
+        has_value = step == trainer.progress.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
             return [], []
         self.judged_step = step

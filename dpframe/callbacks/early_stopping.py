@@ -36,7 +36,7 @@ class EarlyStopping(Callback):
             self._judge(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        is_whole = trainer.batches_done == 0
+        is_whole = trainer.progress.batches_done == 0
         if is_whole and not (self.monitor.is_of_validation and trainer.feed.validation is not None):
             self._judge(trainer)
 

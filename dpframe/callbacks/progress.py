@@ -62,10 +62,11 @@ class Progress(Callback):
             return
         if trainer.stop_reason:
             log.info("stopped: %s", trainer.stop_reason)
-        rate = trainer.rows_seen / trainer.seconds if trainer.seconds else 0.0
+        rows, seconds = trainer.progress.rows_seen, trainer.progress.seconds
+        rate = rows / seconds if seconds else 0.0
         print(
             f"{printable(table(trainer.metrics))}\n"
-            f"{trainer.global_step} steps in {trainer.seconds:.2f} s, {rate:,.0f} samples/s",
+            f"{trainer.global_step} steps in {seconds:.2f} s, {rate:,.0f} samples/s",
             flush=True,
         )
 

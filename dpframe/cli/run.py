@@ -206,7 +206,7 @@ def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: 
 
 def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:
     strategy = trainer.strategy
-    seconds = trainer.seconds
+    seconds = trainer.progress.seconds
     return {
         "recipe": job.settings.recipe,
         "strategy": strategy.name,
@@ -214,10 +214,10 @@ def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:
         "devices": strategy.devices,
         "epochs": trainer.epoch,
         "steps": trainer.global_step,
-        "skipped_steps": trainer.skipped_steps,
-        "samples_per_second": trainer.rows_seen / seconds if seconds else 0.0,
+        "skipped_steps": trainer.progress.skipped_steps,
+        "samples_per_second": trainer.progress.rows_seen / seconds if seconds else 0.0,
         "seconds": seconds,
-        "data_wait_share": trainer.data_seconds / seconds if seconds else 0.0,
+        "data_wait_share": trainer.progress.data_seconds / seconds if seconds else 0.0,
         "metrics": trainer.metrics,
         "checkpoint": trainer.checkpoint
         if job.settings.mode == "fit"

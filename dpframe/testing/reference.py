@@ -22,7 +22,7 @@ from dpframe.testing.compare import (
     rounding_of,
 )
 from dpframe.testing.course import Course, trains, why_not
-from dpframe.trainer.predictions import by_rows, join
+from dpframe.trainer.evaluation import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 
 Output = dict[str, Any]

@@ -4,13 +4,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from dpframe.trainer.evaluation import Predictions
     from dpframe.trainer.loop import Trainer
-    from dpframe.trainer.predictions import Predictions
     from dpframe.trainer.report import Run
 
 __all__ = ["Predictions", "Run", "Trainer"]
 
-_HOME = {"Predictions": "predictions", "Run": "report", "Trainer": "loop"}
+_HOME = {"Predictions": "evaluation", "Run": "report", "Trainer": "loop"}
 
 
 def __getattr__(name: str) -> object:  # `dpframe.trainer.settings` never waits for torch

@@ -1,30 +1,41 @@
 """Validation, test and prediction: every row once, whatever the strategy."""
 
+import csv
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dpframe import seeding
+from dpframe import checkpoint, files, seeding
 from dpframe.data import Loader
 from dpframe.data.prefetch import prefetched
-from dpframe.errors import Interrupted, UserError
+from dpframe.errors import Failure, Interrupted, UserError
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
 from dpframe.trainer.feed import local_devices
-from dpframe.trainer.lookout import Lookout
-from dpframe.trainer.predictions import Predictions, by_rows, collected
+from dpframe.trainer.progress import Lookout
+
+CELLS = (int, float, str, bool)
+WANTED = "return tensors, or lists, tuples and dicts of them"
+ALIKE = "return the same parts for all"
+
+
+STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Evaluation:
-    """One of the task's steps over a data set."""
+    """One of the task's steps over the `val`, `test` or `predict` data set."""
 
     def __init__(
         self,
         task: Task,
-        step: str,
+        kind: str,
         loader: Loader,
         strategy: Strategy,
         *,
@@ -33,33 +44,34 @@ class Evaluation:
         interruption: Interruption | None = None,
     ) -> None:
         self.task = task
-        self.step_name = step
+        self.kind = kind
         self.loader = loader
         self.read, self.to_device = prefetched(loader, strategy.to_device, local_devices(strategy))
         self.strategy = strategy
         self.limit_batches = limit_batches
-        self.step = strategy.wrap(EvalStep(task, step, autocast), training=False)
-        self.means = means_over(strategy)
+        self.step = strategy.wrap(EvalStep(task, STEPS[kind], autocast), training=False)
+        self.sums = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
-    def means_of(self, kind: str, *others: Means) -> dict[str, float]:
+    def means(self, *others: Means) -> dict[str, float]:
         """The exact means over all rows, as `val/loss`, `val/mae` …; `others` are summed too."""
-        self.means.reset()
+        self.sums.reset()
         seen = 0
         for rows, measured in self._batches():
-            self.means.add(measured)
+            self.sums.add(measured)
             seen += rows
-        total = self.means.total(*others)
+        total = self.sums.total(*others)
         if not total:
             why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
-            raise UserError(f"{kind}: {why if seen else 'the data set gave no rows'}")
-        return {f"{kind}/{name}": value for name, value in self.task.summarize(total).items()}
+            raise UserError(f"{self.kind}: {why if seen else 'the data set gave no rows'}")
+        means = self.task.summarize(total)
+        return {f"{self.kind}/{name}": value for name, value in means.items()}
 
     @torch.no_grad()
-    def predictions(self) -> Predictions | None:
+    def predictions(self) -> "Predictions | None":
         """Every row's output in the order of the data set, on the main process; None elsewhere."""
-        name = f"{type(self.task).__name__}.{self.step_name}"
+        name = f"{type(self.task).__name__}.{STEPS[self.kind]}"
         here = [
             [by_rows(output, rows, f"{name} returned") for rows, output in part if rows]
             for _, part in self._batches()
@@ -67,7 +79,7 @@ class Evaluation:
         everywhere = self.strategy.gather(here)
         return collected(everywhere) if self.strategy.is_main else None
 
-    def _batches(self) -> Any:
+    def _batches(self) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         module, to_device = self.step, self.to_device
         module.eval()
         look_at = self.lookout.begin(0)
@@ -93,3 +105,154 @@ def means_over(strategy: Strategy) -> Means:
         return strategy.share(sorted(set().union(*strategy.gather(names))))
 
     return Means(strategy.reduce if strategy.world_size > 1 else None, agree)
+
+
+class Predictions:
+    """`batches` holds, for each global batch, what each replica returned, in replica order: every
+    tensor has a first dimension of rows, every list an entry a row."""
+
+    def __init__(self, batches: list[list[Any]]) -> None:
+        self.batches = batches
+
+    def joined(self) -> Any:
+        """One value over all rows: a tensor, or a tuple or dict of them; a list with an entry a
+        row where the rows' tensors have several shapes."""
+        return join(list(chain.from_iterable(self.batches)))
+
+    def save(self, directory: Path) -> Path:
+        """`predictions.csv` for numbers in rows and columns, else `predictions.pt`."""
+        joined = self.joined()
+        table = as_table(joined)
+        if table is None:
+            _refuse_objects(joined)
+        path = directory / ("predictions.pt" if table is None else "predictions.csv")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
+            with files.whole(path) as part:
+                _write(joined, table, part)
+        except OSError as error:
+            raise Failure(f"{path} can't be written: {error.strerror}") from error
+        return path
+
+
+def _write(joined: Any, table: dict[str, list] | None, part: Path) -> None:
+    if table is None:
+        with part.open("wb") as file:
+            checkpoint.dump(joined, file)
+        return
+    with part.open("w", newline="", encoding="utf-8") as text:
+        writer = csv.writer(text)
+        writer.writerow(table)
+        writer.writerows(zip(*table.values(), strict=True))
+
+
+def by_rows(value: Any, rows: int, told: str) -> Any:
+    """A share's output on the CPU. A part without an entry a row is refused: what is joined would
+    depend on the number of replicas."""
+    if isinstance(value, dict) and value:
+        return {name: by_rows(part, rows, _at(told, name)) for name, part in value.items()}
+    if isinstance(value, tuple) and value:
+        return tuple(by_rows(part, rows, _at(told, at)) for at, part in enumerate(value))
+    if isinstance(value, dict | tuple) or value is None:
+        what = "None" if value is None else f"an empty {type(value).__name__}"
+        raise UserError(f"{told} {what}; {WANTED}")
+    value = on_cpu(value)
+    of = f"for a batch of {rows} rows"
+    if isinstance(value, Tensor):
+        if not value.ndim or len(value) != rows:
+            shape = tuple(value.shape)
+            raise UserError(
+                f"{told} a tensor of shape {shape} {of}; make the rows its first dimension"
+            )
+    elif not isinstance(value, list):
+        raise UserError(f"{told} a {type(value).__name__} {of}; return an entry a row")
+    elif len(value) != rows:
+        raise UserError(
+            f"{told} a list of {len(value)} {of}; a list is an entry a row, a tuple several parts"
+        )
+    return value
+
+
+def _at(told: str, name: Any) -> str:
+    return f"{told.removesuffix(' as')}[{name!r}] as"
+
+
+def on_cpu(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: on_cpu(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [on_cpu(part) for part in value]
+    if hasattr(value, "__array__"):  # NumPy's: a file of tensors loads without running code
+        return torch.as_tensor(value)
+    return value
+
+
+def collected(processes: list[list[list[Any]]]) -> Predictions:
+    """Joins the processes' batches: each batch gets the outputs of all replicas, in their order."""
+    batches = [list(chain.from_iterable(parts)) for parts in zip(*processes, strict=True)]
+    if not batches:
+        raise UserError("predict: the data set gave no rows")
+    return Predictions(batches)
+
+
+def join(parts: list[Any]) -> Any:
+    """One value over all rows, of what `by_rows` returned for the shares."""
+    first = parts[0]
+    names = {type(part).__name__ for part in parts}
+    if len(names) > 1:
+        some, others = sorted(names, key=str.lower)[:2]
+        raise UserError(
+            f"predict_step returned a {some} for some batches and a {others} for others; {ALIKE}"
+        )
+    if isinstance(first, Tensor):
+        is_even = len({part.shape[1:] for part in parts}) == 1
+        return torch.cat(parts) if is_even else [row for part in parts for row in part]
+    if isinstance(first, list):
+        return list(chain.from_iterable(parts))
+    if isinstance(first, dict):
+        if odd := set().union(*parts) - set.intersection(*map(set, parts)):
+            raise UserError(
+                f"predict_step returned other parts for some batches ({_listed(odd)}); {ALIKE}"
+            )
+        return {name: join([part[name] for part in parts]) for name in first}
+    if len({len(part) for part in parts}) > 1:
+        raise UserError(f"predict_step returned tuples of several lengths; {ALIKE}")
+    return tuple(join(list(column)) for column in zip(*parts, strict=True))
+
+
+def _listed(names: set[Any]) -> str:
+    return ", ".join(sorted(map(str, names)))
+
+
+def as_table(joined: Any) -> dict[str, list] | None:
+    """Columns by name, with an entry a row; None if the outputs are not a table."""
+    if isinstance(joined, tuple):
+        joined = {f"output_{index}": part for index, part in enumerate(joined)}
+    elif not isinstance(joined, dict):
+        joined = {"output": joined}
+    table: dict[str, list] = {}
+    for name, value in joined.items():
+        if isinstance(value, Tensor) and value.ndim in (1, 2):
+            columns = value.T.tolist() if value.ndim == 2 else [value.tolist()]
+        elif isinstance(value, list) and all(isinstance(cell, CELLS) for cell in value):
+            columns = [value]
+        else:
+            return None
+        names = [name] if len(columns) == 1 else [f"{name}_{i}" for i in range(len(columns))]
+        table |= dict(zip(names, columns, strict=True))
+    return table if len({len(column) for column in table.values()}) == 1 else None
+
+
+def _refuse_objects(joined: Any) -> None:
+    """Refuses to write what torch.load(weights_only=True) can't load."""
+    parts = joined.values() if isinstance(joined, dict) else joined
+    if isinstance(joined, (dict, list, tuple)):
+        for part in parts:
+            _refuse_objects(part)
+    elif joined is not None and not isinstance(joined, (Tensor, *CELLS)):
+        raise UserError(
+            f"predict_step returned a {type(joined).__name__}; return tensors, numbers, text, "
+            "or lists and dicts of them"
+        )

@@ -22,21 +22,18 @@ from dpframe.metrics import Means
 from dpframe.strategies.auto import auto
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, Task, TrainStep, cloned, refuse_stateful_metrics
-from dpframe.trainer.evaluation import Evaluation, means_over
+from dpframe.trainer.evaluation import Evaluation, Predictions, means_over
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
-from dpframe.trainer.lookout import Lookout
 from dpframe.trainer.placement import Precision, explain, place
-from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.profile import Profile
-from dpframe.trainer.progress import Progress
+from dpframe.trainer.progress import Lookout, Progress
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.resume import changes_since, fingerprint, named, refusing
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.update import Update
 
 log = logging.getLogger("dpframe")
-EVALUATION_STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Trainer:
@@ -145,14 +142,14 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "validate"
-        self.metrics.update(self._evaluation("val").means_of("val"))
+        self.metrics.update(self._evaluation("val").means())
         self._call("on_validation_end")
         return self.metrics
 
     def test(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "test"
-        self.metrics.update(self._evaluation("test").means_of("test"))
+        self.metrics.update(self._evaluation("test").means())
         self._call("on_test_end")
         return self.metrics
 
@@ -175,26 +172,6 @@ class Trainer:
         return self.progress.epoch
 
     @property
-    def batches_done(self) -> int:
-        return self.progress.batches_done
-
-    @property
-    def rows_seen(self) -> int:
-        return self.progress.rows_seen
-
-    @property
-    def skipped_steps(self) -> int:
-        return self.progress.skipped_steps
-
-    @property
-    def validated_step(self) -> int:
-        return self.progress.validated_step
-
-    @property
-    def seconds(self) -> float:
-        return self.progress.seconds
-
-    @property
     def steps_per_epoch(self) -> int:
         """0 where the length of a stream is unknown."""
         return self.feed.steps_per_epoch
@@ -203,10 +180,6 @@ class Trainer:
     def total_steps(self) -> int:
         """0 where it is unknown."""
         return self.feed.total_steps
-
-    @property
-    def data_seconds(self) -> float:
-        return self.progress.data_seconds
 
     def stop(self, reason: str) -> None:
         """Ends training after this step; every process has to call it at the same step."""
@@ -217,7 +190,8 @@ class Trainer:
 
     def _train_epoch(self) -> None:
         progress = self.progress
-        if progress.batches_done == 0:  # so a checkpoint between epochs needs no random state
+        # Each process draws its own, e.g. for dropout. Between epochs there is nothing to save.
+        if progress.batches_done == 0:
             seeding.reseed(seeding.mix(self.seed, self.strategy.rank, progress.epoch))
         if not (self.step.training and self.task.training):
             self.step.train()
@@ -355,7 +329,7 @@ class Trainer:
         if self.progress.validated_step == self.progress.global_step:
             return {}
         self.strategy.weight_sync(is_read=True)
-        means = self._evaluate("val", *others)
+        means = self._evaluate(*others)
         self.step.train()
         self.progress.validated_step = self.progress.global_step
         return means
@@ -414,16 +388,16 @@ class Trainer:
         self.feed = feed = Feed.of(self.data, strategy, settings, seed=self.seed)
         if feed.validation is not None:
             self.validation = self._evaluation("val", feed.validation)
-            self._evaluate = self.validation.means_of
+            self._evaluate = self.validation.means
         self._read, self._to_device = prefetched(
             feed.train, strategy.to_device, local_devices(strategy)
         )
         task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
         task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
-        self.update = Update(task, strategy, settings, self.precision.scaler())
-        step = TrainStep(task, self.precision.autocast)
-        if settings.compile_mode is not None:
-            step.compile(mode=settings.compile_mode)
+        self.update = Update(task, strategy, settings, self.precision.scaler)
+        step, mode = TrainStep(task, self.precision.autocast), settings.compile_mode
+        if mode is not None:
+            step.compile(mode=mode)
         self.step = strategy.wrap(step, training=True)
         self._forward = self.step
         self._backward = self.update.backward
@@ -434,7 +408,7 @@ class Trainer:
             task, self.data, feed, self.update, settings, self.run, self.seed
         )
         is_cuda = strategy.device.type == "cuda"
-        self._records = is_cuda and settings.compile_mode in CUDA_GRAPH_MODES
+        self._records = is_cuda and mode in CUDA_GRAPH_MODES
         self._accumulates = settings.accumulate > 1
         self._log_every = settings.log_every
         self._validates_steps = settings.validate_every_steps if self.validation else None
@@ -455,8 +429,6 @@ class Trainer:
             self._reopen(self._resumed)
         else:
             self.report.open(self.strategy)
-            # From here on every process draws its own random numbers, e.g. for dropout.
-            seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
             log.info("trainer.compile.mode=%s: the first step may take minutes to compile", mode)
@@ -471,7 +443,7 @@ class Trainer:
     def _evaluation(self, kind: str, loader: Loader | None = None) -> Evaluation:
         return Evaluation(
             self.task,
-            EVALUATION_STEPS[kind],
+            kind,
             loader or evaluated(kind, self.data, self.strategy, self.settings, seed=self.seed),
             self.strategy,
             autocast=self.precision.autocast,

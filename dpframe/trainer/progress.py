@@ -1,8 +1,15 @@
-"""How far a run has come: the counters that a checkpoint keeps."""
+"""How far a run has come: the counters that a checkpoint keeps, and looks at clock and signals."""
 
+import time
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from dpframe.errors import Interrupted
+from dpframe.interruption import SIGNALS, Interruption
+from dpframe.strategies.base import Strategy
+
+BETWEEN_SECONDS = 0.2
+LONGEST = 1000.0  # steps, or batches, between two looks
 LEAST = {"validated_step": -1}
 
 
@@ -29,3 +36,50 @@ class Progress:
             if type(value) not in kinds or not value >= LEAST.get(field.name, 0):
                 raise ValueError(f"{field.name} is {str(value)[:200]}")
             setattr(self, field.name, value)
+
+
+class Lookout:
+    """All processes look after the same steps, so that they end after the same one.
+
+    They also agree on the number of steps until the next look: none waits for the others more
+    often than it has to, and none goes by its own clock.
+    """
+
+    def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
+        self._strategy = strategy
+        self._interruption = interruption
+        self.done = 0  # at the last look
+        self._every = 1  # how many steps, or batches, are between two looks
+
+    def begin(self, done: int) -> int:
+        self.done, self._looked = done, time.perf_counter()
+        self._began = self._looked
+        if self._interruption is not None:
+            self._interruption.begin()
+        return done + self._every  # as last agreed: a short validation needs no look
+
+    def look(self, done: int) -> tuple[int, float]:
+        """After `done` steps or batches: when to look again, and the main process's seconds.
+
+        A signal is raised in every process, whichever of them it was sent to.
+        """
+        now = time.perf_counter()
+        pace = (done - self.done) / (now - self._looked)
+        self.done, self._looked = done, now
+        seen = None if self._interruption is None else self._interruption.number
+        pauses = self._interruption is not None and self._interruption.is_to_pause
+        clock = now - self._began if self._strategy.is_main else 0.0
+        wanted = min(pace * BETWEEN_SECONDS, LONGEST)
+        steps, clock, pausing, *counts = self._strategy.tally(
+            [wanted, clock, float(pauses), *(float(seen == number) for number in SIGNALS)]
+        )
+        most = max(counts)
+        if most:
+            raise Interrupted(SIGNALS[counts.index(most)])
+        if pausing and self._interruption is not None:
+            self._interruption.pause()
+            paused = time.perf_counter() - now
+            self._began += paused
+            self._looked += paused
+        self._every = max(1, int(steps / self._strategy.world_size))
+        return done + self._every, clock

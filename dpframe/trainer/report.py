@@ -35,6 +35,8 @@ class Report:
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
 
     def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:
+        if not self.loggers:
+            return
         run = self.run
         purge_step = 0 if run.is_repeated and purge_step is None else purge_step
         facts: dict[str, Scalar] = {"strategy": strategy.name, "replicas": strategy.replicas}
