@@ -147,7 +147,7 @@ def _targets(path: Path) -> set[str]:
 
 # Whether a class overrides what it inherits is asked here alone.
 ASKS_WHAT_IS_OVERRIDDEN = {
-    "data.rows": "a TensorDataset with a __getitem__ of its own is not read as tensors",
+    "data.module": "a TensorDataset with a __getitem__ of its own is not read as tensors",
     "task": "Task.has_own says which of its steps a task has written",
 }
 

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 from dpframe import DataModule, Strategy, UserError, seeding
 from dpframe.callbacks.progress import banner
 from dpframe.data import Loader, workers
-from dpframe.data.rows import Rows as Reader
+from dpframe.data import Rows as Reader
 from dpframe.data.workers import chosen, measured
 from dpframe.errors import Failure
 from dpframe.trainer import feed

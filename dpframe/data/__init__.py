@@ -3,9 +3,10 @@
 from dpframe.data.loader import Loader as Loader
 from dpframe.data.module import Batch as Batch
 from dpframe.data.module import DataModule as DataModule
+from dpframe.data.module import Rows as Rows
 from dpframe.data.module import Share as Share
+from dpframe.data.module import is_tensors as is_tensors
 from dpframe.data.module import move as move
 from dpframe.data.module import split as split
+from dpframe.data.module import tensors_of as tensors_of
 from dpframe.data.order import permutation as permutation
-from dpframe.data.rows import is_tensors as is_tensors
-from dpframe.data.rows import tensors_of as tensors_of

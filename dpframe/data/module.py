@@ -1,11 +1,18 @@
-"""The data of a recipe, and the words that all of dpframe shares: a batch, a share, a split."""
+"""The data of a recipe: its data sets and their rows, and what a batch, a share and a split are."""
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+
+from dpframe.errors import UserError
+
+SHOWN = 10  # row numbers in an error
+HOW = "make all rows alike, or combine them in your DataModule's collate"
 
 
 class DataModule:
@@ -93,3 +100,114 @@ def leaves(value: Any) -> Iterator[Any]:
             yield from leaves(part)
     else:
         yield value
+
+
+class Rows:
+    """A data set and the collate that makes a batch of its rows."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list], Any] = default_collate) -> None:
+        self.dataset = dataset
+        self.collate = collate
+        plain = default_collate, DataModule.collate
+        self.has_own_collate = inspect.unwrap(getattr(collate, "__func__", collate)) not in plain
+        self.is_stream = isinstance(dataset, IterableDataset)
+        # Whether a batch is one index_select per tensor.
+        self.are_tensors = not self.has_own_collate and is_tensors(dataset)
+
+    def read(self, rows: list[int]) -> Any:
+        """The batch of these rows. What the data set raises keeps its traceback, with a note."""
+        getitems = getattr(self.dataset, "__getitems__", None)
+        if getitems:
+            with noted(lambda: f"while reading rows {listed(rows)} of {self.name}"):
+                together = getitems(rows)
+            return self.combine(together, rows)
+        samples: list = []
+        with noted(lambda: f"while reading row {rows[len(samples)]} of {self.name}"):
+            for row in rows:
+                samples.append(self.dataset[row])
+        return self.combine(samples, rows)
+
+    def combine(self, samples: Any, rows: Sequence[int]) -> Any:
+        """The batch that the collate makes; torch's own does not say which rows it can't stack."""
+        try:
+            return self.collate(samples)
+        except UserError:
+            raise
+        except Exception as error:
+            if not self.has_own_collate and isinstance(samples, list):
+                which, why = _difference(samples, rows)
+                raise UserError(f"{which} of {self.name} can't be stacked: {why}; {HOW}") from None
+            error.add_note(f"while collating rows {listed(rows)} of {self.name}")
+            raise
+
+    @property
+    def name(self) -> str:
+        return _name_of(self.dataset)
+
+    def described(self) -> str:
+        """For the banner, e.g. `404 rows as tensors, index_select`."""
+        if self.is_stream:
+            return "a stream"
+        if self.are_tensors:
+            return f"{len(self.dataset):,} rows as tensors, index_select"
+        by = "__getitems__" if getattr(self.dataset, "__getitems__", None) else "__getitem__"
+        return f"{len(self.dataset):,} rows by {by}"
+
+
+def is_tensors(dataset: Any) -> bool:
+    """Whether a data set is nothing but tensors: its rows are not computed by a method."""
+    if type(dataset) is Subset:
+        return is_tensors(dataset.dataset)
+    kind = type(dataset)
+    return (
+        isinstance(dataset, TensorDataset)
+        and kind.__getitem__ is TensorDataset.__getitem__
+        and not hasattr(kind, "__getitems__")
+    )
+
+
+def tensors_of(dataset: Any) -> tuple[Tensor, ...]:
+    """The tensors behind a data set that is nothing but tensors."""
+    if type(dataset) is Subset:
+        rows = torch.as_tensor(dataset.indices)
+        return tuple(tensor.index_select(0, rows) for tensor in tensors_of(dataset.dataset))
+    return dataset.tensors
+
+
+@contextmanager
+def noted(note: Callable[[], str]) -> Iterator[None]:
+    """Adds a note to an error from inside."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(note())
+        raise
+
+
+def listed(rows: Sequence[int]) -> str:
+    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    return " ".join(map(str, rows[:SHOWN])) + more
+
+
+def _name_of(dataset: Dataset) -> str:
+    name = type(dataset).__name__
+    return f"{name} of {_name_of(dataset.dataset)}" if type(dataset) is Subset else name
+
+
+def _difference(samples: list, rows: Sequence[int]) -> tuple[str, str]:
+    """The first two rows that torch can't stack, and why."""
+    for row, sample in zip(rows, samples, strict=False):
+        if why := _why_not([samples[0], sample]):
+            return f"rows {rows[0]} and {row}" if row != rows[0] else f"row {row}", why
+    return f"rows {listed(rows)}", "each of them can be stacked on the first"
+
+
+def _why_not(samples: list) -> str:
+    for a, b in zip(*map(leaves, samples), strict=False):
+        if hasattr(a, "shape") and hasattr(b, "shape") and a.shape != b.shape:
+            return f"shapes {tuple(a.shape)} and {tuple(b.shape)}"
+    try:
+        default_collate(samples)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""

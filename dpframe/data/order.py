@@ -48,24 +48,14 @@ class Order:
     def batches(self) -> int:
         return -(-self._rows // self._batch_size)
 
-    def epoch(self, epoch: int) -> Iterable[Tensor]:
+    def epoch(self, epoch: int) -> Iterator[Tensor]:
         if self._shuffle:
             rows = permutation(self._rows, seed=self._seed, epoch=epoch)
         else:
             rows = torch.arange(self._rows)
-        return _Slices(rows, self._batch_size)
-
-
-class _Slices:
-    """As `rows.split(size)`, which makes millions of tensors at once of a large data set."""
-
-    def __init__(self, rows: Tensor, size: int) -> None:
-        self._rows = rows
-        self._size = size
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for start in range(0, self._rows.numel(), self._size):
-            yield self._rows[start : start + self._size]
+        # Not `rows.split`, which makes millions of tensors at once of a large data set.
+        for start in range(0, self._rows, self._batch_size):
+            yield rows[start : start + self._batch_size]
 
 
 class SamplerOrder:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpframe.data.loader import Loader
 from dpframe.data.module import Batch, Share, leaves, move
+from dpframe.data.workers import unchanged
 from dpframe.errors import UserError
 
 DEPTH = 3  # steps that the host may be in front of the GPU: the batch of each takes memory there
@@ -29,7 +30,11 @@ def keep_on(
     """The tensors of a data set on a GPU, if they fit and `trainer.data_on_device` allows it."""
     if device.type != "cuda" or data_on_device is False:
         return tensors
-    needed, free = size_in_bytes(tensors, dtype), torch.cuda.mem_get_info(device)[0]
+    free = torch.cuda.mem_get_info(device)[0]
+    needed = sum(
+        tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
+        for tensor in tensors
+    )
     if data_on_device is True and needed > free:
         raise UserError(
             f"trainer.data_on_device=true but the data takes {needed:,} bytes and {device} "
@@ -40,14 +45,6 @@ def keep_on(
     return move(tensors, device, dtype)
 
 
-def size_in_bytes(tensors: tuple[Tensor, ...], dtype: torch.dtype | None) -> int:
-    """With floats as `dtype`."""
-    return sum(
-        tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
-        for tensor in tensors
-    )
-
-
 def prefetched(
     loader: Loader, to_device: ToDevice, devices: list[torch.device]
 ) -> tuple[Epoch, ToDevice]:
@@ -56,11 +53,7 @@ def prefetched(
     `devices` are those of this process."""
     if devices[0].type != "cuda" or loader.device.type == "cuda":
         return loader.epoch, to_device
-    return Prefetch(loader, to_device, SideStreams(devices)).epoch, _unchanged
-
-
-def _unchanged(shares: Any) -> Any:
-    return shares
+    return Prefetch(loader, to_device, SideStreams(devices)).epoch, unchanged
 
 
 class Prefetch:

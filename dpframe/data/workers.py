@@ -4,28 +4,24 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import tempfile
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dpframe import interruption, seeding
-from dpframe.data.rows import Rows
+from dpframe import heartbeat, interruption, seeding
+from dpframe.data.module import Rows, leaves
 from dpframe.errors import Failure, UserError, exited
-from dpframe.heartbeat import Clock, is_stopped
-from dpframe.heartbeat import where as place_in
 
 SLOW_SECONDS = 0.005  # to read a batch; a worker takes about 0.002 to hand one over
 MAX_WORKERS = 8
-STACK_SECONDS = 2.0  # to wait for the stack of a worker that hangs
-IDLE = -1
+END = object()  # of an epoch
 MEANING = {
     "SIGKILL": "perhaps for memory: try a smaller data.workers or data.batch_size",
     "SIGBUS": "there was no shared memory left: raise the limit of /dev/shm, or set data.workers=0",
@@ -54,7 +50,9 @@ def measured(rows: Rows, *, share: int, cores: int, seed: int) -> Workers:
     with seeding.seeded(seed):
         before = seeding.random_state()
         seconds = _seconds_of_a_batch(rows, share)
-        draws = not _is_same(before, seeding.random_state())
+        # A generator that was imported in between has not drawn yet.
+        pairs = zip(leaves(before), leaves(seeding.random_state()), strict=False)
+        draws = not all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
     return chosen(seconds, cores, draws=draws)
 
 
@@ -92,173 +90,128 @@ def _seconds_of_a_batch(rows: Rows, share: int) -> float:
     return seconds
 
 
-def _is_same(a: Any, b: Any) -> bool:
-    """Of random states; a generator that was imported in between has not drawn yet."""
-    if isinstance(a, dict):
-        return all(_is_same(a[name], b[name]) for name in a)
-    if isinstance(a, list):
-        return len(a) == len(b) and all(map(_is_same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
-
-
-class Refusal(NamedTuple):
-    """The line of a UserError in a worker. Torch would turn a raised one into a traceback."""
-
-    line: str
-    kind: type[UserError]
-
-
-class Status:
-    """What each worker is reading, in shared memory, and the file that its stack goes to."""
-
-    def __init__(self, count: int) -> None:
-        self.items = torch.full((count,), IDLE).share_memory_()
-        self.pids = torch.zeros(count, dtype=torch.int64).share_memory_()
-        self._stacks: Any = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        weakref.finalize(self, self._stacks.close)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_stacks": None}  # only a forked worker has the file
-
-    def start(self, number: int) -> None:
-        """In a worker, first. faulthandler's handler is C: it works wherever the worker hangs."""
-        interruption.leave_to_parent()
-        self.pids[number] = os.getpid()
-        if self._stacks is not None:
-            faulthandler.register(signal.SIGUSR2, file=self._stacks, all_threads=False)
-
-    def answer(self, item: int, call: Callable[..., Any], *args: Any) -> Any:
-        """In a worker, which is known to read this item meanwhile: what the call returns."""
-        info = get_worker_info()
-        assert info is not None
-        self.items[info.id] = item
-        try:
-            return call(*args)
-        except UserError as error:
-            return Refusal(str(error), type(error))
-        except SystemExit as error:
-            return Refusal(str(exited(error, who=f"data worker {info.id}: ")), Failure)
-        finally:
-            self.items[info.id] = IDLE
-
-    def oldest_first(self) -> list[int]:
-        """The workers, those that read the oldest items first, and the idle ones last."""
-        items = self.items.tolist()
-        return sorted(range(len(items)), key=lambda number: (items[number] == IDLE, items[number]))
-
-    def place_of(self, number: int) -> str:
-        """Where a worker reads, e.g. `wait (data.py, line 3) in __getitem__ (data.py, line 9)`."""
-        start = os.fstat(self._stacks.fileno()).st_size
-        os.kill(int(self.pids[number]), signal.SIGUSR2)
-        deadline, stack, before = time.monotonic() + STACK_SECONDS, "", None
-        while stack != before or (not stack and time.monotonic() < deadline):
-            time.sleep(0.05)
-            before = stack
-            stack = os.pread(self._stacks.fileno(), 2**16, start).decode(errors="replace")
-        return place_in(stack)
-
-
 class Processes:
-    """The workers of a DataLoader. A worker that dies or hangs is one line; other errors pass."""
+    """The workers of a DataLoader, which answer requests in their order.
+
+    A worker that dies or hangs is one line; other errors pass. A thread waits for the answers: the
+    DataLoader's `timeout` counts seconds in which the whole job is stopped, and does not cover the
+    transfer of a tensor's memory, which waits for ever for a worker that is stopped or keeps its
+    GIL. The end of the workers ends that wait.
+    """
 
     def __init__(
         self,
-        dataset: Dataset,
-        status: Status,
+        answer: Callable[..., Any],
+        count: int,
         *,
-        sampler: Iterable | None = None,
+        is_persistent: bool = True,
         timeout_seconds: float = 0.0,
         pin_memory: bool = False,
     ) -> None:
-        """Without a sampler, for a stream, the workers start afresh each epoch."""
+        """Workers that are not persistent start afresh each epoch. No timeout is 0."""
         interruption.share_sockets()
-        self._status = status
-        self._timeout_seconds = timeout_seconds  # 0: none
+        self._timeout_seconds = timeout_seconds
+        self._pids = torch.zeros(count, dtype=torch.int64).share_memory_()
+        self._is_reading = torch.zeros(count, dtype=torch.bool).share_memory_()
+        self._stacks, stacks = multiprocessing.Pipe(duplex=False)
+        self._requests = _Requests()
         self._generator = torch.Generator()
-        self._processes: dict[int | None, Any] = {}  # by pid
+        self._processes: list[Any] = []
         self._loader: DataLoader | None = None  # its workers begin with the first epoch
         self._new_loader = partial(
             DataLoader,
-            dataset,
-            sampler=sampler,
+            _Answers(answer, self._is_reading),
+            sampler=self._requests,
             batch_size=None,
-            num_workers=len(status.pids),
-            persistent_workers=sampler is not None,
-            collate_fn=_unchanged,
+            num_workers=count,
+            persistent_workers=is_persistent,
+            collate_fn=unchanged,
             pin_memory=pin_memory,
             generator=self._generator,
-            worker_init_fn=status.start,
+            worker_init_fn=partial(_begin, self._pids, stacks),
         )
 
-    def read(self, seed: int) -> Iterator[Any]:
-        """An epoch's items; `seed` is what the workers' own generators start from."""
+    def read(self, requests: Iterable[tuple], seed: int) -> Iterator[Any]:
+        """The answers; `seed` is what the generators of workers that start now start from."""
+        self._requests.items = requests
         self._generator.manual_seed(seed)
-        watch = _Watch(self._timeout_seconds, self._hang)
-        try:
-            for item in watch.watched(self._started()):
-                if type(item) is Refusal:
-                    raise item.kind(item.line)
-                yield item
-        except Exception as error:
-            watch.close()
-            raise self._ended(watch.failure, error) from None
-        finally:
-            watch.close()
+        with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
+            try:
+                yield from self._received(thread)
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                raise self._ended(error) from None
 
-    def _ended(self, hang: Failure | None, error: Exception) -> Exception:
-        """Ends the workers; what to raise. Torch's frames would keep them, and nobody needs those:
-        the message of an error from a worker has that worker's traceback."""
-        reason = hang
-        if reason is None and not isinstance(error, UserError):
-            # A worker that dies closes its sockets first, so its end may have to be waited for.
-            reason = self._death(1.0 if isinstance(error, EOFError | OSError) else 0.0)
-        self._kill()
-        self._loader = None
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        return reason or error
+    def _received(self, thread: ThreadPoolExecutor) -> Iterator[Any]:
+        answers = self._started()
+        tick = min(1.0, self._timeout_seconds / 4)
+        while True:
+            answer, clock = thread.submit(next, answers, END), heartbeat.Clock(tick)
+            while not wait([answer], tick or None).done:
+                if clock.seconds() >= self._timeout_seconds:
+                    raise self._hang()
+            result = answer.result()
+            if result is END:
+                return
+            if isinstance(result, UserError):
+                raise result
+            yield result
 
     def _started(self) -> Iterator[Any]:
         """Puts torch's handler of SIGCHLD away: it raises wherever the main thread is, e.g. in a
-        step. The wait for an item ends without it, too, when a worker has died."""
+        step. The wait for an answer ends without it, too, when a worker has died."""
         handler, before = signal.getsignal(signal.SIGCHLD), multiprocessing.active_children()
         if self._loader is None:
             self._loader = self._new_loader()
-        items = iter(self._loader)
+        answers = iter(self._loader)
         if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
         started = [child for child in multiprocessing.active_children() if child not in before]
-        if started:  # else those of the epoch before go on
-            self._processes = {child.pid: child for child in started}
-        return items
+        self._processes = started or self._processes  # those of the epoch before go on
+        return answers
+
+    def _ended(self, error: BaseException) -> BaseException:
+        """Ends the workers; what to raise. Torch's frames would keep the workers' queues, and
+        nobody needs those: the message of an error from a worker has that worker's traceback."""
+        death = None
+        if not isinstance(error, UserError):
+            # A worker that dies closes its sockets first, so its end may have to be waited for.
+            death = self._death(1.0 if isinstance(error, EOFError | OSError) else 0.0)
+        for process in self._processes:
+            process.kill()  # SIGTERM does not reach one that is stopped, or that keeps its GIL
+        for process in self._processes:
+            process.join()
+        self._processes, self._loader = [], None
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return death or error
 
     def _hang(self) -> Failure:
-        """Ends the workers, and says which one hangs and where."""
+        """Which worker hangs, and where."""
         silence = f"returned nothing for {self._timeout_seconds:g} s"
         advice = "raise trainer.data_timeout_seconds"
-        failure = Failure(
-            f"the data workers have {silence}, while none of them was reading; {advice}"
-        )
-        for number in self._status.oldest_first():
-            pid = int(self._status.pids[number])
-            if is_stopped(pid):
+        for number, pid in enumerate(self._pids.tolist()):
+            if heartbeat.is_stopped(pid):
                 how, fix = ": it is stopped, by SIGSTOP or a debugger", "continue it"
-            elif self._status.items[number] != IDLE:
-                place = self._status.place_of(number)
+            elif self._is_reading[number]:
+                pipe = self._stacks.fileno()
+                stack = heartbeat.stack_of(pid, asked_by=heartbeat.STACK, pipe=pipe)
+                place = heartbeat.where(stack)
                 how, fix = f", in {place}" if place else "", "fix that"
             else:
                 continue
-            worker = f"data worker {number} (pid {pid})"
-            failure = Failure(f"{worker} has {silence}{how}; {fix}, or {advice}")
-            break
-        self._kill()
-        return failure
+            return Failure(
+                f"data worker {number} (pid {pid}) has {silence}{how}; {fix}, or {advice}"
+            )
+        return Failure(f"the data workers have {silence}, while none of them was reading; {advice}")
 
     def _death(self, wait_seconds: float) -> Failure | None:
-        sentinels = {process.sentinel: process for process in self._processes.values()}
+        sentinels = {process.sentinel: process for process in self._processes}
         for sentinel in connection.wait(sentinels, wait_seconds):
             sentinels[sentinel].join()
-        for number, pid in enumerate(self._status.pids.tolist()):
-            code = self._processes[pid].exitcode if pid in self._processes else None
+        codes = {process.pid: process.exitcode for process in self._processes}
+        for number, pid in enumerate(self._pids.tolist()):
+            code = codes.get(pid)
             if code is None:
                 continue
             if code >= 0:
@@ -269,62 +222,42 @@ class Processes:
             return Failure(f"data worker {number} (pid {pid}) {how}; {fix}")
         return None
 
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            process.kill()  # SIGTERM does not reach one that is stopped, or that keeps its GIL
-        for process in self._processes.values():
-            process.join()
-        self._processes.clear()
+
+class _Requests:
+    """The sampler of a DataLoader: what its workers are asked for in the epoch that begins."""
+
+    items: Iterable[tuple] = ()
+
+    def __iter__(self) -> Iterator[tuple]:
+        return iter(self.items)
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
+class _Answers(Dataset):
+    def __init__(self, answer: Callable[..., Any], is_reading: Tensor) -> None:
+        self._answer = answer
+        self._is_reading = is_reading
+
+    def __getitem__(self, request: tuple) -> Any:
+        """In a worker. An error that is one line is an answer: torch makes a traceback of it."""
+        info = get_worker_info()
+        assert info is not None
+        self._is_reading[info.id] = True
+        try:
+            return self._answer(*request)
+        except UserError as error:
+            return error
+        except SystemExit as error:
+            return exited(error, who=f"data worker {info.id}: ")
+        finally:
+            self._is_reading[info.id] = False
 
 
-class _Watch:
-    """A thread that calls `hang`, which has to end the workers, when an item does not come in time.
+def _begin(pids: Tensor, stacks: connection.Connection, number: int) -> None:
+    """In a worker, first. faulthandler's handler is C: it works wherever the worker hangs."""
+    interruption.leave_to_parent()
+    pids[number] = os.getpid()
+    faulthandler.register(heartbeat.STACK, file=stacks, all_threads=False)  # type: ignore[arg-type]
 
-    The DataLoader's `timeout` counts seconds in which the whole job is stopped. It does not cover
-    the transfer of a tensor's memory either, which waits for a thread of the worker: one that is
-    stopped, or keeps its GIL, never serves it. The end of the workers ends that wait.
-    """
 
-    def __init__(self, timeout_seconds: float, hang: Callable[[], Failure]) -> None:
-        self.failure: Failure | None = None
-        self._timeout_seconds = timeout_seconds
-        self._hang = hang
-        self._asked = 0  # items so far
-        self._is_waiting = False
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def watched(self, items: Iterator[Any]) -> Iterator[Any]:
-        if self._timeout_seconds:
-            self._thread = threading.Thread(target=self._look, name="data watch", daemon=True)
-            self._thread.start()
-        while True:
-            self._asked += 1
-            self._is_waiting = True
-            try:
-                item = next(items)
-            except StopIteration:
-                return
-            finally:
-                self._is_waiting = False
-            yield item
-
-    def close(self) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _look(self) -> None:
-        tick = min(1.0, self._timeout_seconds / 4)
-        clock, asked, since = Clock(tick), 0, 0.0
-        while not self._over.wait(tick):
-            now = clock.seconds()
-            if not self._is_waiting or self._asked != asked:
-                asked, since = self._asked, now
-            elif now - since >= self._timeout_seconds:
-                self.failure = self._hang()
-                return
+def unchanged(value: Any) -> Any:
+    return value

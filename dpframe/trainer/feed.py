@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from dpframe.data import DataModule, Loader
+from dpframe.data import DataModule, Loader, Rows
 from dpframe.data.prefetch import keep_on
-from dpframe.data.rows import Rows
 from dpframe.data.workers import Workers, cores_per_rank, measured
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
