@@ -170,22 +170,18 @@ def test_a_nested_node_is_told_by_its_whole_key(own):
 
 def test_what_is_not_of_the_kind_is_refused(own):
     line = said(check, {"_target_": "own.Typed", "count": 1}, "callbacks.x", Callback)
-    assert line == "callbacks.x._target_=own.Typed is not a dpframe Callback"
-    assert (
-        said(check, 5, "callbacks.x", Callback) == "callbacks.x=5 has no _target_; name its class"
-    )
-    assert said(check, {"a": 1}, "callbacks.x", Callback) == (
-        "callbacks.x has no _target_; name its class"
-    )
+    assert line.startswith("callbacks.x._target_=own.Typed is not a dpframe Callback; ")
+    for node, name in ((5, "callbacks.x=5"), ({"a": 1}, "callbacks.x")):
+        assert (
+            said(check, node, "callbacks.x", Callback) == f"{name} has no _target_; name its class"
+        )
 
 
 def test_what_a_constructor_says_of_its_arguments_is_one_line(own):
-    line = said(build, {"_target_": "own.Strict", "width": -7}, "task.net")
-    assert line == "task.net.width=-7: Strict says: width -7 is too small"
     inner = {"_target_": "own.Narrow", "width": -7, "depth": 7}
     line = said(build, {"_target_": "own.Strict", "width": inner}, "task")
-    assert line == "task.width: Narrow says: width -7 is too small " + line[line.index("(") :]
-    assert "own.py, line 10)" in line
+    assert line.startswith("task.width: Narrow says: width -7 is too small (")
+    assert line.endswith("own.py, line 10)")
     assert "no width will do" in said(build, {"_target_": "own.function", "width": 1}, "x")
 
 
@@ -202,8 +198,11 @@ LINEAR = {"_target_": "torch.nn.Linear", "in_features": 1, "out_features": 1}
             {**LAYERS, "_args_": [{"_target_": "collections.OrderedDict", "a.b": LINEAR}]},
             "x: Sequential says: module name can't contain",
         ),
-        ({"_target_": "torch.nn.Linear", "_args_": [*"abcdefg"]}, "x: Linear: too many positional"),
-        ({**LINEAR, "_args_": [1]}, "x: Linear: multiple values for argument 'in_features'"),
+        (
+            {"_target_": "torch.nn.Linear", "_args_": [*"abcdefg"]},
+            "x: Linear says: ",
+        ),
+        ({**LINEAR, "_args_": [1]}, "x: Linear says: Linear.__init__() got multiple"),
     ],
 )
 def test_a_value_of_a_kind_that_torch_does_not_take_is_one_line(node, line):
@@ -254,8 +253,14 @@ def test_what_a_partial_says_when_it_is_called_is_told_by_its_key(own):
     [
         ({"_args_": "ab"}, "x._args_=ab is text; use a list"),
         ({"_partial_": "yes"}, "x._partial_=yes is text; use true or false"),
-        ({"_recursive_": 0}, "x._recursive_=0 is a whole number; use true or false"),
-        ({"_convert_": "none"}, "x._convert_: every part gets plain dicts and lists; leave it out"),
+        (
+            {"_recursive_": False},
+            "x._recursive_: every part gets its parts, dicts and",
+        ),
+        (
+            {"_convert_": "none"},
+            "x._convert_: every part gets its parts, dicts and",
+        ),
         ({"_target_": 5}, "x._target_=5 is a whole number; use text"),
         ({"_target_": ["own.Typed"]}, "x._target_=['own.Typed'] is a list; use text"),
         ({"_target_": {"_target_": "own.Typed"}}, "is a group of keys; use text"),
@@ -264,17 +269,6 @@ def test_what_a_partial_says_when_it_is_called_is_told_by_its_key(own):
 )
 def test_a_key_about_the_call_itself_that_does_not_fit_is_refused(special, line, own):
     assert line in said(check, {"_target_": "own.Typed", "count": 1, **special}, "x")
-
-
-def test_what_is_not_recursive_gets_its_nodes_as_they_are(own):
-    inner = {"_target_": "own.Typed", "count": 1}
-    node = {"_target_": "own.Strict", "_recursive_": False, "width": {"a": [inner]}}
-    with pytest.raises(TypeError, match="'dict' and 'int'"):
-        build(node, "x")
-    node = {"_target_": "own.Keeps", "_recursive_": False, "value": [inner]}
-    kept = build(node, "x").value
-    assert kept == [inner] and kept[0] is not inner
-    assert build({**node, "_recursive_": True}, "x").value[0].count == 1
 
 
 def test_text_is_never_read_as_a_node_or_a_reference(own):

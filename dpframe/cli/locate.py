@@ -7,11 +7,12 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import dpframe
 from dpframe.cli import plugins
@@ -19,39 +20,32 @@ from dpframe.cli.refusal import first_line
 from dpframe.errors import UserError, suggestion
 
 MOST = 200  # names that are followed from one target to the next
+Bindings = dict[str, list[str]]  # a module's names, each with the dotted paths that it refers to
 
 
 def locate(path: str, where: str) -> Any:
     """Imports the class or function of a dotted path; `where` is the config key for errors."""
-    parts = parts_of(path, where)
-    found = _imported(parts[0], f"{where}={path}")
-    if found is None:
-        raise _no_module(path, where)
+    parts, given = parts_of(path, where), f"{where}={path}"
+    target = _imported(parts[0], given)
+    if target is None:
+        raise no_module(path, where)
     for index, name in enumerate(parts[1:], 1):
         above = ".".join(parts[:index])
-        is_ours = above != "dpframe" or _is_ours(name)
-        if is_ours and not hasattr(found, name) and isinstance(found, types.ModuleType):
-            _imported(f"{above}.{name}", f"{where}={path}")  # binds it in the package
-        if not hasattr(found, name):
-            names = [name for name in dir(found) if not name.startswith("_")]
-            names += [
-                module.name for module in pkgutil.iter_modules(getattr(found, "__path__", ()))
-            ]
-            raise no_attribute(above, name, names, f"{where}={path}")
-        found = getattr(found, name)
-    if not callable(found):
-        kind = type(found).__name__
-        raise UserError(f"{where}={path} is a {kind}, which builds nothing; name a class")
-    return found
+        is_package = isinstance(target, types.ModuleType) and (above != "dpframe" or _is_ours(name))
+        if is_package and not hasattr(target, name):
+            _imported(f"{above}.{name}", given)  # binds it in the package
+        if not hasattr(target, name):
+            raise _no_attribute(above, name, dir(target), getattr(target, "__path__", ()), given)
+        target = getattr(target, name)
+    if not callable(target):
+        raise UserError(f"{given} is a {type(target).__name__}, which builds nothing; name a class")
+    return target
 
 
 def parts_of(path: str, where: str) -> list[str]:
     parts = path.split(".")
-    if not all(part.isidentifier() for part in parts):
+    if not all(part.isidentifier() and not part.startswith("__") for part in parts):
         raise UserError(f"{where}={path} is not a dotted path; write package.module.Class")
-    for part in parts:
-        if part.startswith("__"):
-            raise UserError(f"{where}={path}: {part} is Python's own; write package.module.Class")
     return parts
 
 
@@ -67,12 +61,6 @@ def see_current_directory(top: str) -> None:
         sys.path.append(here)
 
 
-def refuse_missing(path: str, where: str) -> None:
-    """Refuses a path whose top package is not there, without importing anything."""
-    if spec_of(path.split(".")[0]) is None:
-        raise _no_module(path, where)
-
-
 def spec_of(name: str) -> ModuleSpec | None:
     """Where a module is. Unlike `importlib.util.find_spec`, this doesn't import its package."""
     parent, _, leaf = name.rpartition(".")
@@ -81,9 +69,9 @@ def spec_of(name: str) -> ModuleSpec | None:
             return find_spec(name)
         above = spec_of(parent)
         places = list(above.submodule_search_locations or ()) if above else []
-        others = [finder for finder in sys.meta_path if finder is not PathFinder] if places else []
+        finders = sys.meta_path if places else []
         # PathFinder would look the package of a whole name up in `sys.modules`.
-        specs = [PathFinder.find_spec(leaf, places), *(f.find_spec(name, places) for f in others)]
+        specs = (f.find_spec(leaf if f is PathFinder else name, places) for f in finders)
         return next((spec for spec in specs if spec is not None), None)
     except (ImportError, ValueError, AttributeError):
         return None
@@ -94,23 +82,20 @@ def refuse_unsaid(path: str, where: str, kind: type) -> None:
 
     Importing a module runs it, so its source is asked first.
     """
-    parts = path.split(".")
+    given, parts = f"{where}={path}", path.split(".")
     modules = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-    module = next((name for name in modules if spec_of(name) is not None), "")
-    if not module or module in sys.modules:
+    spec, module = next(((s, name) for name in modules if (s := spec_of(name))), (None, ""))
+    if spec is None or module in sys.modules:
         return  # `locate` tells what is wrong, and importing runs nothing
     if module == path:
-        raise UserError(f"{where}={path} is a module, which builds nothing; name a class")
-    bindings, stars = _read(module, f"{where}={path}")
+        raise UserError(f"{given} is a module, which builds nothing; name a class")
+    bindings = _bindings(module, given)
     name = path.removeprefix(f"{module}.").split(".")[0]
-    if name not in bindings and not stars and "__getattr__" not in bindings:
-        spec = spec_of(module)
-        below = pkgutil.iter_modules(spec.submodule_search_locations) if spec else ()
-        names = [*bindings, *(each.name for each in below)]
-        raise no_attribute(module, name, names, f"{where}={path}")
+    if not {name, "*", "__getattr__"} & bindings.keys():
+        folders = spec.submodule_search_locations or ()
+        raise _no_attribute(module, name, bindings, folders, given)
     if not says(path, kind):
-        hint = f", or add trusted_modules=[{parts[0]}] to the command"
-        raise not_a_maker(f"{where}={path}", kind, hint)
+        raise not_a_maker(given, kind, f", or add trusted_modules=[{parts[0]}] to the command")
 
 
 def says(path: str, kind: type) -> bool:
@@ -118,7 +103,7 @@ def says(path: str, kind: type) -> bool:
 
     Follows imports, base classes, `A = B` and return annotations to a name of dpframe's own.
     """
-    waiting, seen, sources = [path], set[str](), dict[str, Source]()
+    waiting, seen, sources = [path], set[str](), dict[str, Bindings]()
     while waiting and len(seen) < MOST:
         path = waiting.pop()
         top = path.split(".")[0]
@@ -127,76 +112,84 @@ def says(path: str, kind: type) -> bool:
         seen.add(path)
         if top != "dpframe":
             waiting += _followed(path, sources)
-        elif _is_below(path, kind):
-            return True
+            continue
+        with suppress(UserError):
+            target = locate(path, "")
+            if isinstance(target, type) and issubclass(target, kind):
+                return True
     return False
 
 
 def not_a_maker(given: str, kind: type, hint: str = "") -> UserError:
     name = kind.__name__
     return UserError(
-        f"{given} is not a class of a dpframe {name}, and nothing says that it returns one; "
-        f"annotate it with '-> {name}'{hint}"
+        f"{given} is not a dpframe {name}; annotate a function that returns one with "
+        f"'-> {name}'{hint}"
     )
 
 
-def no_attribute(above: str, name: str, names: list[str], given: str) -> UserError:
-    near = suggestion(name, names)
-    near = near if near.startswith("did") else "check its spelling"
+def no_module(path: str, where: str) -> UserError:
+    top = path.split(".")[0]
+    names = [*(module.name for module in pkgutil.iter_modules()), *sys.modules]
+    public = (name for name in names if "." not in name and name[0] != "_")
+    near = _nearest(top, public, "is its folder on PYTHONPATH?")
+    return UserError(f"{where}={path}: there is no module {top}; {near}")
+
+
+def _no_attribute(
+    above: str, name: str, names: Iterable[str], folders: Iterable[str], given: str
+) -> UserError:
+    """`folders` have the modules of a package."""
+    public = [name for name in names if not name.startswith("_")]
+    public += [module.name for module in pkgutil.iter_modules(folders)]
+    near = _nearest(name, public, "check its spelling")
     return UserError(f"{given}: {above} has no {name}; {near}")
 
 
-class Source(NamedTuple):
-    """A module's top-level names with the dotted paths that each refers to."""
-
-    bindings: dict[str, list[str]]
-    stars: list[str]  # modules of which all names are imported
+def _nearest(name: str, names: Iterable[str], otherwise: str) -> str:
+    near = suggestion(name, names)
+    return near if near.startswith("did") else otherwise
 
 
-def _followed(path: str, sources: dict[str, Source]) -> list[str]:
+def _followed(path: str, sources: dict[str, Bindings]) -> list[str]:
     """The paths that a path refers to. A name in a package comes before a submodule's name."""
-    parts, found = path.split("."), []
+    parts, paths = path.split("."), list[str]()
     for length in range(1, len(parts)):
         module, name, rest = ".".join(parts[:length]), parts[length], parts[length + 1 :]
         if module not in sources:
-            try:
-                sources[module] = _read(module)
-            except UserError:
-                sources[module] = Source({}, [])
-        found += [".".join([star, name, *rest]) for star in sources[module].stars]
-        if name in sources[module].bindings:
-            return found + [".".join([to, *rest]) for to in sources[module].bindings[name]]
-    return found
+            sources[module] = {}
+            with suppress(UserError):
+                sources[module] = _bindings(module)
+        bindings = sources[module]
+        paths += [".".join([star, name, *rest]) for star in bindings.get("*", ())]
+        if name in bindings:
+            return paths + [".".join([to, *rest]) for to in bindings[name]]
+    return paths
 
 
-def _read(module: str, given: str = "") -> Source:
-    source = Source({}, [])
-    spec = spec_of(module)
-    package = module if spec and spec.submodule_search_locations else module.rpartition(".")[0]
-    for node in _statements(_parsed(spec, given)):
-        for name, *paths in _bound(node, module, package):
-            if name == "*":
-                source.stars.extend(paths)
-            else:
-                source.bindings.setdefault(name, []).extend(paths)
-    return source
+def _bindings(module: str, given: str = "") -> Bindings:
+    """What is bound at a module's top level; under `*` the modules whose names are all imported.
 
-
-def _parsed(spec: ModuleSpec | None, given: str) -> ast.Module:
-    """An empty module where there is no source, as of a compiled module or a folder."""
+    Nothing where there is no source, e.g. of a compiled module or a folder.
+    """
+    spec, bindings = spec_of(module), Bindings()
     try:
         text = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
-        return ast.parse(text or "")
-    except SyntaxError as error:
-        assert spec is not None
-        raise UserError(
-            f"{given}: SyntaxError: {error.msg} ({spec.origin}, line {error.lineno})"
-        ) from None
-    except (RecursionError, MemoryError):  # the parser raises either
-        assert spec is not None
-        raise UserError(f"{given}: {spec.origin} is nested too deeply to be read") from None
+        tree = ast.parse(text or "", spec.origin or "")  # type: ignore[union-attr]
+    except (
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+    ) as error:  # too deep: the parser raises either
+        raise UserError(f"{given}: {module} can't be read: {first_line(error)}") from None
     except (ImportError, AttributeError, OSError, ValueError):
-        return ast.Module([], [])
+        return bindings
+    is_package = spec is not None and spec.submodule_search_locations
+    package = module if is_package else module.rpartition(".")[0]
+    for node in _statements(tree):
+        for name, *paths in _bound(node, module, package):
+            bindings.setdefault(name, []).extend(paths)
+    return bindings
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
@@ -222,21 +215,18 @@ def _bound(node: ast.AST, module: str, package: str) -> Iterator[tuple[str, ...]
         yield node.name, *paths(node.returns)
     elif isinstance(node, ast.Assign | ast.AnnAssign):
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            for name in ast.walk(target):
-                if isinstance(name, ast.Name):
-                    yield name.id, *paths(node.value)
+            names = (each.id for each in ast.walk(target) if isinstance(each, ast.Name))
+            yield from ((name, *paths(node.value)) for name in names)
     elif isinstance(node, ast.Import):
         for alias in node.names:
             top = alias.name.split(".")[0]
             yield alias.asname or top, alias.name if alias.asname else top
     elif isinstance(node, ast.ImportFrom):
-        try:
+        with suppress(ImportError):  # from above the top package
             origin = resolve_name("." * node.level + (node.module or ""), package)
-        except ImportError:
-            return
-        for alias in node.names:
-            is_star = alias.name == "*"
-            yield alias.asname or alias.name, origin if is_star else f"{origin}.{alias.name}"
+            for alias in node.names:
+                is_star = alias.name == "*"
+                yield alias.asname or alias.name, origin if is_star else f"{origin}.{alias.name}"
 
 
 def _dotted(node: ast.AST | None) -> str:
@@ -250,14 +240,6 @@ def _dotted(node: ast.AST | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     return ".".join([node.id, *names]) if isinstance(node, ast.Name) else ""
-
-
-def _is_below(path: str, kind: type) -> bool:
-    try:
-        found = locate(path, "")
-    except UserError:
-        return False
-    return isinstance(found, type) and issubclass(found, kind)
 
 
 def _is_ours(name: str) -> bool:
@@ -281,11 +263,3 @@ def _imported(name: str, given: str) -> Any:
             said, file, line = error.msg, error.filename or file, error.lineno
         kind, whose = type(error).__name__, plugins.origin_of(name)
         raise UserError(f"{given}{whose}: {kind}: {said} ({file}, line {line})") from error
-
-
-def _no_module(path: str, where: str) -> UserError:
-    top = path.split(".")[0]
-    names = [*(module.name for module in pkgutil.iter_modules()), *sys.modules]
-    near = suggestion(top, (name for name in names if "." not in name and name[0] != "_"))
-    near = near if near.startswith("did") else "is its folder on PYTHONPATH?"
-    return UserError(f"{where}={path}: there is no module {top}; {near}")

@@ -21,9 +21,9 @@ from dpframe.callbacks import Callback
 from dpframe.cli.compose import Composed
 from dpframe.cli.locate import (
     locate,
+    no_module,
     not_a_maker,
     parts_of,
-    refuse_missing,
     refuse_unsaid,
     see_current_directory,
     spec_of,
@@ -35,7 +35,7 @@ from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
 from dpframe.task import Task
 
-NEVER_WHOLE = {"torch", "dpframe"}  # a part from there vouches for nothing else
+NEVER_WHOLE = {"torch", "dpframe", *sys.stdlib_module_names}  # a part vouches for nothing else
 OURS = (Task, DataModule, Callback, Logger, Strategy, nn.Module, Dataset, Sampler)
 # These set attributes by any name, or pass any calls on.
 NOT_LAYERS = ("Container", "ParameterDict")
@@ -111,30 +111,21 @@ class Trust:
         """A slot's own target, which has to be of its kind; its source is asked first."""
         where = f"{where}._target_"
         top = parts_of(path, where)[0]
-        if top in sys.stdlib_module_names or top == "torch":
-            owner = "PyTorch's" if top == "torch" else "Python's"
-            raise UserError(
-                f"{where}={path} is {owner} own, so it is not a dpframe {kind.__name__}"
-            )
-        if _is_within(path, "dpframe.testing"):  # a logger in there writes wherever it is told to
-            raise UserError(f"{where}={path} is for tests, so it is not a dpframe {kind.__name__}")
-        if top != "dpframe":
+        # A logger in dpframe.testing writes wherever it is told to.
+        is_other = top in NEVER_WHOLE - {"dpframe"} or _is_within(path, "dpframe.testing")
+        if not is_other and top != "dpframe":
             see_current_directory(top)
             self._refuse_closed(path, where)
             if not self._names(path):
                 refuse_unsaid(path, where, kind)
-        target = locate(path, where)
-        if isinstance(target, type):
-            if not issubclass(target, kind):
-                raise UserError(f"{where}={path} is not a dpframe {kind.__name__}")
-        elif not (_returns(target, kind) or self._names(name_of(target))):
+        if is_other or not self._makes(target := locate(path, where), kind):
             raise not_a_maker(f"{where}={path}", kind)
         return target
 
     def within(self, target: Any) -> "Trust":
         """With the package that a part is from: the part could call itself what else is there."""
         name = name_of(target)
-        if name.split(".")[0] in NEVER_WHOLE | sys.stdlib_module_names:
+        if name.split(".")[0] in NEVER_WHOLE:
             return self
         return replace(self, packages=self.packages | {_package_of(name)})
 
@@ -146,8 +137,8 @@ class Trust:
         parts = parts_of(path, where)
         if not any(_is_within(path, name) for name in (*self.packages, "dpframe")):
             near = get_close_matches(path, known(), n=1, cutoff=0.9)
-            if not near:
-                refuse_missing(path, where)
+            if not near and spec_of(parts[0]) is None:
+                raise no_module(path, where)
             raise _refusal(path, path, where, hint=f"did you mean {near[0]}?" if near else "")
         see_current_directory(parts[0])
         self._refuse_closed(path, where)
@@ -174,6 +165,18 @@ class Trust:
             return False
         wrapped = None if isinstance(target, type) else getattr(target, "__wrapped__", None)
         return wrapped is None or self.allows(wrapped)
+
+    def _makes(self, target: Any, kind: type) -> bool:
+        """A class below `kind`, or a function that is annotated with one, or vouched for."""
+        if isinstance(target, type):
+            return issubclass(target, kind)
+        try:
+            returned = get_type_hints(target).get("return")
+        except Exception:  # annotations that can't be resolved say nothing
+            returned = None
+        is_function = inspect.isfunction(target) or inspect.ismethod(target)
+        says = is_function and isinstance(returned, type) and issubclass(returned, kind)
+        return says or self._names(name_of(target))
 
     def _names(self, name: str) -> bool:
         return any(_is_within(name, package) for package in self.packages)
@@ -253,22 +256,9 @@ def _is_ours(target: Any) -> bool:
     return isinstance(target, type) and issubclass(target, OURS)
 
 
-def _returns(target: Any, kind: type) -> bool:
-    """Whether a function's annotation says that it returns one."""
-    try:
-        returned = get_type_hints(target).get("return")
-    except Exception:  # annotations that can't be resolved say nothing
-        return False
-    is_function = inspect.isfunction(target) or inspect.ismethod(target)
-    return is_function and isinstance(returned, type) and issubclass(returned, kind)
-
-
 def _refusal(path: str, name: str, where: str, hint: str = "") -> UserError:
     what = f"{where}={path}" if path == name else f"{where}={path} is {name}, which"
-    is_whole = name.split(".")[0] not in NEVER_WHOLE | sys.stdlib_module_names
-    key = _package_of(name) if is_whole else name
-    if name == "functools.partial":
-        hint = "write _partial_: true beside the _target_ that it is for"
+    key = name if name.split(".")[0] in NEVER_WHOLE else _package_of(name)
     hint = hint or f"if you know what it does, add trusted_modules=[{key}] to the command"
     return UserError(f"{what} is not one of the names that a config may call; {hint}")
 
