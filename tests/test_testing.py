@@ -14,7 +14,7 @@ from command import attempts, dpframe, write
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from dpframe import TrainerSettings, UserError
+from dpframe import Task, TrainerSettings, UserError
 from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -97,8 +97,8 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
     "Padded": (
         TWO,
         OTHER_WEIGHTS | {"rows_once", "validation", "predict_order", "evaluation"},
-        "rows_once: of a batch of 1 row the shares have 1 1: the shares are padded to one size, "
-        "row 0 counts twice",
+        "rows_once: of a batch of 1 row the shares have 1 1: they are padded, or overlap; row 0 "
+        "counts twice",
     ),
     "Unshared": (
         TWO,
@@ -137,7 +137,7 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
     "PadLarge": (
         TWO,
         {"rows_once", "float32"},
-        r"rows_once: of a batch of 33 rows the shares have 24 16: shares are padded",
+        r"rows_once: of a batch of 33 rows the shares have 24 16: they are padded",
     ),
     "Other4": (
         TWO,
@@ -200,8 +200,8 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
     "LogsEverywhere": (
         TWO,
         {"logged_once"},
-        "logged_once: step/loss of step 1 was logged 2 times, by the ranks 0 1: `logger` must "
-        "return the loggers in the main process alone",
+        "logged_once: each number was logged 2 times, by the ranks 0 1: `logger` must return the "
+        "loggers in the main process alone",
     ),
     "NeverQuiet": (
         TWO,
@@ -243,7 +243,7 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], str]] = {
     "AllMain": (
         TWO,
         {"launch"},
-        "launch: failed in .*; is_main is true in the ranks 0 1; it has to",
+        "launch: failed in .*; is_main is True in process 1 of 2, not False",
     ),
 }
 
@@ -409,6 +409,18 @@ class Predicting(Small):
 class PredictData(Table):
     def predict_dataset(self) -> Any:
         return self.held_out
+
+
+class OnlyPredicts(Task):
+    """Like the recipe shapes: nothing to train, nothing to validate."""
+
+    def predict_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return batch[0]
+
+
+def test_a_recipe_that_only_predicts_is_tried_for_its_order():
+    recipe = Recipe("mine", OnlyPredicts, PredictData)
+    assert check_strategy(DataParallel, recipe=recipe, only=["predict_order"], **TWO).passed
 
 
 NORMED = Recipe("mine", partial(with_layer, Predicting, nn.BatchNorm1d(8)), PredictData)

@@ -25,7 +25,7 @@ from dpframe.strategies import Strategy, ranks
 from dpframe.task import Task
 
 if TYPE_CHECKING:
-    from dpframe.testing.course import Recipe
+    from dpframe.testing import Recipe
 
 
 def verified(job: Composed) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def verified(job: Composed) -> dict[str, Any]:
 
     A run of a sweep doesn't exit: the other runs go on.
     """
-    from dpframe.testing.verification import verify  # only this mode needs the kit
+    from dpframe.testing import verify  # only this mode needs the kit
 
     _refuse_checkpoint(job, "starts from the recipe's own weights")
     report = verify(strategy_of(job), recipe=recipe_of(job))
@@ -59,7 +59,7 @@ def planned(job: Composed) -> dict[str, Any]:
 
 
 def recipe_of(job: Composed) -> "Recipe":
-    from dpframe.testing.course import Recipe
+    from dpframe.testing import Recipe
 
     settings, trust = job.settings, trust_of(job)
     return Recipe(

@@ -10,8 +10,8 @@ In a plugin's own tests:
 At the command line: `python -m dpframe mode=verify recipe=boston strategy=ddp trainer.gpus=2`.
 """
 
+from dpframe.testing.checks import Finding
 from dpframe.testing.course import Recipe
-from dpframe.testing.report import Finding, Report
-from dpframe.testing.verification import check_strategy, verify
+from dpframe.testing.verification import Report, check_strategy, verify
 
 __all__ = ["Finding", "Recipe", "Report", "check_strategy", "verify"]

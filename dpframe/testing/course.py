@@ -21,14 +21,6 @@ FLOAT32_TOLERANCE = 1e-5
 HELD_OUT_ROWS = 11
 TABLE_ROWS = 4096
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-DROPOUTS = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
 
 # ---- tasks and their data
 
@@ -172,6 +164,7 @@ class Course:
     """27 rows in batches of 8, twice: the last batch has 3, too few for some replicas."""
 
     recipe: Recipe
+    compared: str = ""  # in words
     batch_size: int = 8
     rows: int = 27
     accumulate: int = 1
@@ -221,29 +214,34 @@ WATCHED = Recipe("the kit's watched network", Watched, Table)
 def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
     """By the name of what measures them."""
     few = min(max(1, replicas - 1), 8)
-    four_rows_each: dict[str, Any] = {
-        "batch_size": 4 * replicas,
-        "rows": 12 * replicas,
-        "is_even": True,
-    }
-    made = {
+
+    def four_rows_each(course: Course) -> Course:
+        return replace(course, batch_size=4 * replicas, rows=12 * replicas, is_even=True)
+
+    results = {
         "kit": Course(KIT),
         # 27 rows are 7 batches of 4: the second update has two of them, the last with 3 rows.
-        "accumulation": Course(KIT, batch_size=4, accumulate=5),
-        "few_rows": Course(KIT, batch_size=few, rows=2 * few + 1),
-        "weighted": Course(WEIGHTED, batch_size=4, accumulate=2),
-        "float32": Course(LARGE, batch_size=100, rows=250, precision="32"),
-        "gradients": Course(WATCHED, batch_size=2 * replicas, rows=6 * replicas, accumulate=3),
-        "drawing": Course(DRAWING, precision="32", is_saved=True, **four_rows_each),
+        "accumulation": Course(KIT, "5 batches an update, then 2", 4, accumulate=5),
+        "few_rows": Course(KIT, f"batches of {few} on {replicas} replicas", few, rows=2 * few + 1),
+        "weighted": Course(WEIGHTED, "a mean over weights, not rows", 4, accumulate=2),
+        "float32": Course(
+            LARGE,
+            f"batches of 100, 9,889 weights, to {FLOAT32_TOLERANCE:g}",
+            100,
+            250,
+            precision="32",
+        ),
+        "gradients": Course(WATCHED, "", 2 * replicas, rows=6 * replicas, accumulate=3),
+        "drawing": four_rows_each(Course(DRAWING, precision="32", is_saved=True)),
     }
     if recipe is not None:
         accumulate = recipe.settings.accumulate
         course = Course(recipe, accumulate=accumulate, is_small=False, is_saved=True)
         task = course.build()[0]
         # BatchNorm refuses a share of one row.
-        is_even = trains(task) and bool(why_not(task))
-        made["recipe"] = replace(course, **four_rows_each) if is_even else course
-    return made
+        is_even = task.has_own("training_step") and bool(why_not(task))
+        results["recipe"] = four_rows_each(course) if is_even else course
+    return results
 
 
 class FirstRows(DataModule):
@@ -303,21 +301,13 @@ class Frozen(Dataset):
 
 def why_not(task: Task) -> str:
     """Why this task's curve can't be the same on every strategy; empty if it can."""
-    if not trains(task):
+    if not task.has_own("training_step"):
         return "it trains nothing"
     for name, module in task.named_modules():
-        what = f"{name} is a {type(module).__name__}"
-        rate = getattr(module, "p" if isinstance(module, DROPOUTS) else "dropout", 0.0)
+        kind = type(module).__name__
+        rate = getattr(module, "p" if "Dropout" in kind else "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:
-            return f"{what}, which draws other masks on other shares"
+            return f"{name} is a {kind}, which draws other masks on other shares"
         if isinstance(module, BATCH_NORMS):
-            return f"{what}: other shares have other batch statistics"
+            return f"{name} is a {kind}: other shares have other batch statistics"
     return ""
-
-
-def trains(task: Task) -> bool:
-    return task.has_own("training_step")
-
-
-def predicts(task: Task) -> bool:
-    return task.has_own("predict_step")

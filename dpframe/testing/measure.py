@@ -4,7 +4,10 @@ import copy
 import faulthandler
 import os
 import pickle
+import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,21 +21,8 @@ from dpframe.callbacks import Callback
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
-from dpframe.task import Task
-from dpframe.testing.compare import Log, Weights, nests_apart
-from dpframe.testing.course import (
-    Course,
-    FirstRows,
-    Frozen,
-    Numbers,
-    Recipe,
-    Squares,
-    courses,
-    predicts,
-    trains,
-)
-from dpframe.testing.leftovers import Leftovers
-from dpframe.testing.reference import weights_of
+from dpframe.testing.course import Course, Frozen, Numbers, Recipe, Squares, courses
+from dpframe.testing.reference import Log, Weights, nests_apart, weights_of
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 
@@ -48,6 +38,10 @@ KINDS: dict[str, Callable[[int], Any]] = {  # of rows, as the Loader passes them
 EVALUATED_BATCH = 10
 CLOSING_SECONDS = 30.0
 SUFFIX = ".notes"  # one file a process: no part of the strategy carries what is measured
+GRACE_SECONDS = 2.0  # for what is about to end
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+HELPERS = ("resource_tracker", "forkserver")  # multiprocessing's own, which stay
+PROC = Path("/proc")  # Linux alone has it
 Note = dict[str, Any]
 Shares = list[list[int]]
 
@@ -66,26 +60,26 @@ class Plan:
 
 def measure(plan: Plan) -> int:
     """Returns the process id: `launch` has to return the main process's."""
-    leftovers = Leftovers(with_ports=False)  # torch's DDP keeps its group's until the rank ends
+    before = present()
     _exit_after(plan.give_up_seconds, plan)
     strategy = plan.strategy()
     strategy.open()
     try:
         write(plan.directory, "facts", facts(strategy))
-        known = courses(plan.recipe, strategy.replicas)
+        all_courses = courses(plan.recipe, strategy.replicas)
         for name in plan.measures:
             write(plan.directory, "began", name)
             if name in CALLS:
                 write(plan.directory, name, CALLS[name](strategy))
             else:
                 path = plan.directory / f"{name}.ckpt"
-                write(plan.directory, name, run(strategy, known.get(name), path))
+                write(plan.directory, name, run(strategy, all_courses.get(name), path))
         write(plan.directory, "began", "close")
     finally:
         _exit_after(CLOSING_SECONDS, plan)
         strategy.shut()
     is_caller = os.getpid() == plan.caller  # which looks for itself
-    write(plan.directory, "leftovers", [] if is_caller else leftovers.new())
+    write(plan.directory, "leftovers", [] if is_caller else since(before))
     return os.getpid()
 
 
@@ -109,12 +103,11 @@ class Run:
     """What one process knows of a course that it took part in."""
 
     steps: int = 0
-    log: Log = field(default_factory=list)
-    validated: dict[str, float] = field(default_factory=dict)
+    log: Log = field(default_factory=dict)
+    validated: Log = field(default_factory=dict)
     weights: Weights = field(default_factory=dict)  # empty where another process has them
     read: list[int] = field(default_factory=list)  # the rows, in their order
     seen: dict[str, list] = field(default_factory=dict)  # by the kit's own tasks
-    error: str = ""  # of a checkpoint that can't be saved
     unlike: str = ""  # what was not in the resumed run as it was saved
     resumed: "Run | None" = None
     predicted: Any = None
@@ -125,24 +118,24 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
     if course is None:
         return Run()
     done, (task, data) = Run(), course.build()
-    if trains(task):
-        saves, resumes = Saves(path), Resumes(path)
-        done, task, data = _fitted(strategy, course, [saves] if course.is_saved else [])
-        done.error = saves.error
-        if course.is_saved and not saves.error:
-            state = checkpoint.load(path)
-            done.resumed, _, _ = _fitted(strategy, course, [resumes], state)
+    if task.has_own("training_step"):
+        done, task = _fitted(strategy, course, [Saves(path)] if course.is_saved else [])
+        if course.is_saved:
+            resumes = Resumes(path)
+            done.resumed, _ = _fitted(strategy, course, [resumes], checkpoint.load(path))
             done.unlike = resumes.unlike
-    if predicts(task) and data.predict_dataset() is not None:
-        trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
-        predictions = trainer.predict()
-        done.predicted = None if predictions is None else predictions.joined()
+    if task.has_own("predict_step"):
+        data.setup()
+        if data.predict_dataset() is not None:
+            trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
+            predictions = trainer.predict()
+            done.predicted = None if predictions is None else predictions.joined()
     return done
 
 
 def _fitted(
     strategy: Strategy, course: Course, callbacks: list[Callback], state: Any = None
-) -> tuple[Run, Task, FirstRows]:
+) -> tuple[Run, Any]:
     task, data = course.build()
     recorder = Recorder()
     trainer = Trainer(
@@ -154,28 +147,28 @@ def _fitted(
         loggers=[] if course.is_even else [recorder],  # a logger's graph reads rows, too
         seed=course.recipe.seed,
     )
-    metrics = trainer.fit(state)
+    metrics, step = trainer.fit(state), trainer.global_step
     rows: Any = data.train_dataset()
     done = Run(
-        steps=trainer.global_step,
-        log=recorder.kept,
-        validated={k: v for k, v in metrics.items() if k.startswith("val/")},
+        steps=step,
+        log=recorder.log_,
+        validated={k: [(step, v)] for k, v in metrics.items() if k.startswith("val/")},
         weights=weights_of(task) if strategy.is_main or course.is_small else {},
         read=rows.read if isinstance(rows, Frozen) else [],
         seen=getattr(task, "seen", {}),
     )
-    return done, task, data
+    return done, task
 
 
 class Recorder(Logger):
-    """Keeps what it is told, except the one number that no two runs share."""
+    """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.kept: Log = []
+        self.log_: Log = {}
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
-        known = {k: v for k, v in scalars.items() if k != "step/samples_per_second"}
-        self.kept.append((step, known))
+        for name, value in scalars.items():
+            self.log_.setdefault(name, []).append((step, value))
 
 
 class Saves(Callback):
@@ -183,18 +176,12 @@ class Saves(Callback):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.error = ""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.global_step != trainer.steps_per_epoch + 1:
-            return
-        state = trainer.state_dict()
-        if trainer.strategy.is_main:
-            try:
+        if trainer.global_step == trainer.steps_per_epoch + 1:
+            state = trainer.state_dict()
+            if trainer.strategy.is_main:
                 checkpoint.save(state, self.path)
-            except Exception as error:
-                self.error = str(error)
-        self.error = trainer.strategy.share(self.error)
 
 
 class Resumes(Callback):
@@ -205,9 +192,9 @@ class Resumes(Callback):
         self.unlike = ""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        read, saved = trainer.state_dict(), checkpoint.load(self.path)
-        for part in ("task", "optimizer", "scheduler"):
-            self.unlike = self.unlike or nests_apart({part: read[part]}, {part: saved[part]})
+        parts = ("task", "optimizer", "scheduler")
+        saved, read = checkpoint.load(self.path), trainer.state_dict()
+        self.unlike = nests_apart({p: read[p] for p in parts}, {p: saved[p] for p in parts})
 
 
 # ---- single calls
@@ -276,12 +263,10 @@ def values_of(rank: int) -> dict[str, Any]:
 
 def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
     """By the number of rows: the mean of their squares, and in which order they are predicted."""
-    results = {}
-    settings = TrainerSettings(precision="64")
+    results, settings = {}, TrainerSettings(precision="64")
     for rows in SIZES:
-        trainer = Trainer(
-            Squares(), Numbers(rows, EVALUATED_BATCH), strategy=strategy, settings=settings
-        )
+        data = Numbers(rows, EVALUATED_BATCH)
+        trainer = Trainer(Squares(), data, strategy=strategy, settings=settings)
         with suppress(UserError):  # it says that there were no rows
             trainer.validate()
         predictions = trainer.predict()
@@ -319,3 +304,56 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
     with path.open("rb") as file, suppress(EOFError, pickle.UnpicklingError):
         while True:
             yield pickle.load(file)
+
+
+# ---- what a process has beside its work
+
+
+def since(before: set[str], *, with_ports: bool = False) -> list[str]:
+    """What has come since `before` was `present`, and stays."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (new := present(with_ports=with_ports) - before) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sorted(new)
+
+
+def present(*, with_ports: bool = False) -> set[str]:
+    """In a rank without ports: torch's DDP keeps its group's until the rank ends."""
+    things = set(_descendants("self"))
+    things |= {f"thread {thread.name}" for thread in threading.enumerate()}
+    things |= {f"environment variable {name}" for name in RANK_VARIABLES if name in os.environ}
+    distributed = sys.modules.get("torch.distributed")  # not imported: not used
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        things.add("process group")
+    return things | ({f"port {port}" for port in _ports()} if with_ports else set())
+
+
+def _descendants(pid: str) -> Iterator[str]:
+    """The processes below this one, with their command lines; a zombie has none."""
+    for path in PROC.glob(f"{pid}/task/*/children"):
+        for child in _text(path).split():
+            command = _text(PROC / child / "cmdline").replace("\0", " ").strip()[:80]
+            if command and not any(helper in command for helper in HELPERS):
+                yield f"process {child}: {command}"
+            yield from _descendants(child)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""  # the process ended in between
+
+
+def _ports() -> Iterator[int]:
+    """The TCP ports that this process listens at."""
+    for entry in PROC.glob("self/fd/*"):
+        try:
+            if not os.readlink(entry).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(entry.name))) as twin:
+                if twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    address = twin.getsockname()
+                    yield address[1] if isinstance(address, tuple) else address
+        except OSError:
+            continue  # it was closed in between

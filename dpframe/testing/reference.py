@@ -1,6 +1,6 @@
-"""The loop that every strategy must equal: plain torch, one process, whole batches."""
+"""What every strategy must equal, a loop in plain torch; and how far two runs are apart."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -11,23 +11,36 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from dpframe import checkpoint, lean, seeding
 from dpframe.data import DataModule, move, permutation
 from dpframe.task import Task, detached, optimizer_of
-from dpframe.testing.compare import (
-    INFINITY,
-    ROUNDINGS,
-    Curve,
-    Log,
-    Weights,
-    largest,
-    relative,
-    rounding_of,
-)
-from dpframe.testing.course import Course, trains, why_not
+from dpframe.testing.course import Course, why_not
 from dpframe.trainer.evaluation import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 
+Log = dict[str, list[tuple[int, float]]]
+"""By name, the points of a curve: a step, and the number that was logged."""
+Weights = dict[str, Tensor]
+INFINITY = float("inf")
+ROUNDINGS = 16  # roundings that may add up in a mean of rounded numbers
 Output = dict[str, Any]
 Way = Callable[[list[Tensor]], list[tuple[Tensor, float]]]
 """From an update's global batches to what it descends: the mean loss of these rows, by a factor."""
+Cut = Callable[[Tensor], list[Tensor]]
+"""From the rows of a batch to shares of them."""
+MATCH = 1e-9  # a wrong way that comes this near is the one
+
+
+class Apart(NamedTuple):
+    """`where` continues a sentence, e.g. "most in net.0.weight"; empty within the tolerance."""
+
+    most: float
+    where: str = ""
+
+
+class Curve(NamedTuple):
+    """What a training logs and the weights it ends with."""
+
+    log: Log
+    weights: Weights
+    rounding: Mapping[str, float] = {}  # the relative error of each metric that the task rounds
 
 
 class Sums:
@@ -40,12 +53,12 @@ class Sums:
 
     def add(self, output: Output, rows: Tensor) -> None:
         weight = weight_of(output, rows)
-        for name, value in output.items():
+        for name, value in detached(output).items():
             if name != "weight":
                 self.sums[name] = self.sums.get(name, 0.0) + float(value) * weight
                 self.weights[name] = self.weights.get(name, 0.0) + weight
-                known = rounding_of(value)
-                self.rounding[name] = min(self.rounding.get(name, INFINITY), known)
+                rounding = self.rounding.get(name, INFINITY)
+                self.rounding[name] = min(rounding, rounding_of(value))
 
     def means(self) -> dict[str, float]:
         return {name: total / self.weights[name] for name, total in self.sums.items()}
@@ -75,43 +88,44 @@ def trained(course: Course, way: Way | None = None) -> Curve:
     optimizer, scheduler = optimizer_of(task)
     update = lean.step_of(optimizer)
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-    log: Log = []
+    log: Log = {}
     rounding: dict[str, float] = {}
     step = 0
+
+    def add(kind: str, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            log.setdefault(f"{kind}/{name}", []).append((step, value))
+
     for epoch in range(course.epochs):
         task.train()
         whole = Sums()
         for batches in _updates(course, data, len(train), epoch):
-            parts = way(batches) if way else [(rows, 0.0) for rows in batches]
-            outputs = [(task.training_step(_batch(data, train, rows)), rows) for rows, _ in parts]
-            if way:
-                factors = [factor for _, factor in parts]
-            else:
-                weights = [weight_of(output, rows) for output, rows in outputs]
+            step += 1
+            window = Sums()
+            parts = way(batches) if way else [(rows, 1.0) for rows in batches]
+            outputs = [task.training_step(_batch(data, train, rows)) for rows, _ in parts]
+            factors = [factor for _, factor in parts]
+            if way is None:
+                weights = [weight_of(*pair) for pair in zip(outputs, batches, strict=True)]
                 factors = [weight / sum(weights) for weight in weights]
-            losses = [output["loss"] * f for (output, _), f in zip(outputs, factors, strict=True)]
-            norm = _set_gradients(task, torch.stack(losses).sum(), settings)
+            optimizer.zero_grad()
+            for output, factor in zip(outputs, factors, strict=True):
+                (output["loss"] * factor).backward()
+            norm = _clip(task, settings)
             update()
             if scheduler is not None and by_step and not is_plateau:
                 scheduler.step()
-            step += 1
-            window = Sums()
-            for output, rows in outputs:
-                whole.add(detached(output), rows)
-                window.add(detached(output), rows)
+            for output, (rows, _) in zip(outputs, parts, strict=True):
+                whole.add(output, rows)
+                window.add(output, rows)
             rate = float(optimizer.param_groups[0]["lr"])
-            numbers = {**task.summarize(window.means()), "lr": rate, "grad_norm": norm}
-            log.append((step, _named("step", numbers)))
-        numbers = _named("train", task.summarize(whole.means()))
+            add("step", {**task.summarize(window.means()), "lr": rate, "grad_norm": norm})
+        add("train", task.summarize(whole.means()))
         if data.val_dataset() is not None:
-            numbers |= _named(
-                "val", task.summarize(_evaluated(task, data, course.batch_size).means())
-            )
-        log.append((step, numbers))
-        for name, known in whole.rounding.items():
-            rounding[name] = max(known, rounding.get(name, 0.0))
+            add("val", task.summarize(_validated(task, data, course.batch_size).means()))
+        rounding = {name: max(its, rounding.get(name, 0.0)) for name, its in whole.rounding.items()}
         if is_plateau:
-            scheduler.step(numbers[settings.plateau_monitor])
+            scheduler.step(log[settings.plateau_monitor][-1][1])
         elif scheduler is not None and not by_step:
             scheduler.step()
     return Curve(log, weights_of(task), rounding)
@@ -130,36 +144,21 @@ def _updates(course: Course, data: DataModule, rows: int, epoch: int) -> list[li
     return [batches[start : start + every] for start in range(0, len(batches), every)]
 
 
-def _set_gradients(task: Task, loss: Tensor, settings: TrainerSettings) -> float:
-    """Clipped as the settings say; returns the norm before that."""
-    parameters = [p for p in task.parameters() if p.requires_grad]
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    norm = float(sum(g.square().sum() for g in gradients if g is not None)) ** 0.5
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is not None and settings.clip_norm is not None:
-            gradient = gradient * min(1.0, settings.clip_norm / (norm + 1e-6))
-        if gradient is not None and settings.clip_value is not None:
-            gradient = gradient.clamp(-settings.clip_value, settings.clip_value)
-        parameter.grad = gradient
+def _clip(task: Task, settings: TrainerSettings) -> float:
+    """The gradients, as the settings say; returns their norm before that."""
+    gradients = [p.grad for p in task.parameters() if p.grad is not None]
+    norm = float(sum(gradient.square().sum() for gradient in gradients)) ** 0.5
+    for gradient in gradients:
+        if settings.clip_norm is not None:
+            gradient.mul_(min(1.0, settings.clip_norm / (norm + 1e-6)))
+        if settings.clip_value is not None:
+            gradient.clamp_(-settings.clip_value, settings.clip_value)
     return norm
-
-
-def _named(kind: str, numbers: dict[str, float]) -> dict[str, float]:
-    return {f"{kind}/{name}": value for name, value in numbers.items()}
 
 
 def _batch(data: DataModule, dataset: Any, rows: Tensor, dtype: torch.dtype = torch.float64) -> Any:
     batch = data.collate([dataset[int(row)] for row in rows])
     return move(batch, torch.device("cpu"), dtype)
-
-
-@torch.no_grad()
-def _evaluated(task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64) -> Sums:
-    task.to(dtype).eval()
-    held_out, sums = data.val_dataset(), Sums()
-    for rows in torch.arange(len(held_out)).split(size):
-        sums.add(task.validation_step(_batch(data, held_out, rows, dtype)), rows)
-    return sums
 
 
 # ---- what trained weights give on the CPU
@@ -172,9 +171,19 @@ def evaluated(
     task, data = _restored(course, weights)
     dtype = torch.float32 if in_half else torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
-        whole, parts = (_evaluated(task, data, size, dtype) for size in (course.batch_size, 3))
-    log = [(step, _named("val", task.summarize(whole.means())))]
+        whole, parts = (_validated(task, data, size, dtype) for size in (course.batch_size, 3))
+    means = task.summarize(whole.means())
+    log = {f"val/{name}": [(step, value)] for name, value in means.items()}
     return Curve(log, {}, whole.rounding), _unlike(whole, parts)
+
+
+@torch.no_grad()
+def _validated(task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64) -> Sums:
+    task.to(dtype).eval()
+    held_out, sums = data.val_dataset(), Sums()
+    for rows in torch.arange(len(held_out)).split(size):
+        sums.add(task.validation_step(_batch(data, held_out, rows, dtype)), rows)
+    return sums
 
 
 @torch.no_grad()
@@ -182,11 +191,13 @@ def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> A
     """Of whole batches of `size`, joined; without weights, those of the task as it was made."""
     task, data = _restored(course, weights)
     dataset: Any = data.predict_dataset()
-    batches = torch.arange(len(dataset)).split(size)
     with seeding.seeded(seed):
-        outputs = [task.predict_step(_batch(data, dataset, rows)) for rows in batches]
-    pairs = zip(outputs, batches, strict=True)
-    return join([by_rows(output, len(rows), "predict_step returned") for output, rows in pairs])
+        return join(
+            [
+                by_rows(task.predict_step(_batch(data, dataset, rows)), len(rows), "it returned")
+                for rows in torch.arange(len(dataset)).split(size)
+            ]
+        )
 
 
 def _restored(course: Course, weights: Weights) -> tuple[Task, Any]:
@@ -215,7 +226,7 @@ def separable(course: Course) -> Separable:
     """Compares a batch's numbers with the means of what its shares give."""
     task, data = course.build()
     reason = why_not(task)
-    if not trains(task):
+    if not task.has_own("training_step"):
         return Separable(reason)
     task.double().train(not reason)
     data.setup()
@@ -251,22 +262,186 @@ def separable(course: Course) -> Separable:
         reason = reason or "its loss is rounded to float32, so that its shares' gradients are, too"
     coupled = ""
     if "loss" in others:
-        one, two = whole.means()["loss"], parts.means()["loss"]
         coupled = (
-            f"{course.recipe.name}'s loss of {len(rows)} rows is {one:.9g} in one batch and "
-            f"{two:.9g} in shares of {sizes}, so that other numbers of replicas train on something "
-            "else: return the mean over the rows, or as 'weight' what it is a mean over; a loss "
-            "that takes rows together, e.g. a contrastive one, needs a single replica"
+            f"{course.recipe.name}'s loss of {len(rows)} rows is {whole.means()['loss']:.9g} in "
+            f"one batch and {parts.means()['loss']:.9g} in shares of {sizes}, so that other "
+            "numbers of replicas train on something else: return the mean over the rows, or as "
+            "'weight' what it is a mean over; a loss that takes rows together, e.g. a contrastive "
+            "one, needs a single replica"
         )
     return Separable(reason, others - {"loss"}, compared, coupled)
 
 
-def _unlike(one: Sums, other: Sums) -> frozenset[str]:
+def _unlike(whole: Sums, parts: Sums) -> frozenset[str]:
     """The names whose means differ by more than rounding."""
-    means = other.means()
+    means = parts.means()
     return frozenset(
         name
-        for name, mean in one.means().items()
+        for name, mean in whole.means().items()
         if largest(relative(means.get(name, INFINITY), mean))
-        > max(1e-9, ROUNDINGS * one.rounding[name])
+        > max(1e-9, ROUNDINGS * whole.rounding[name])
     )
+
+
+# ---- the wrong ways that a strategy may go: what each of them descends, and its name
+
+
+class Cuts(NamedTuple):
+    """From the rows of a batch to the shares that have any, as the strategy cuts them."""
+
+    all: Cut  # of all replicas
+    main: Cut  # of the main process's
+    replicas: int
+
+
+def why_these_weights(course: Course, weights: Weights, cuts: Cuts) -> str:
+    """The wrong way that gives these weights, or an empty text."""
+    for words, way in _wrong_ways(cuts, course.accumulate):
+        if weights_apart(weights, trained(course, way).weights, MATCH).most < MATCH:
+            return words
+    return ""
+
+
+def why_this_mean(mean: float, rows: int, batch_size: int, cuts: Cuts) -> str:
+    """The wrong way that gives this mean of 0², 1² … (rows - 1)², or an empty text."""
+    batches = list(torch.arange(rows).split(batch_size))
+    for words, way in _wrong_ways(cuts):
+        parts = way(batches)
+        whole = sum(factor for _, factor in parts)
+        value = sum(float(part.double().square().mean()) * factor / whole for part, factor in parts)
+        if abs(mean - value) <= MATCH * max(1.0, abs(mean)):
+            return words
+    return ""
+
+
+def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
+    replicas = cuts.replicas
+    means = "the mean of the replicas' means,"
+    alone = "the main process's own rows alone: nothing is summed over the processes"
+    times, says = (
+        "the gradient: the replicas' gradients are",
+        "and averaged_over says that they are",
+    )
+    lost = "micro-batches: the others are lost"
+
+    def way(cut: Cut, counts: Callable[[Tensor, Tensor], float], kept: slice = slice(None)) -> Way:
+        """A part of a batch counts as that many rows of the update's."""
+        return lambda batches: [
+            (part, counts(part, batch) / sum(map(len, batches)))
+            for batch in batches[kept]
+            for part in cut(batch)
+        ]
+
+    def micro(kept: slice = slice(None), factor: float = 1.0) -> Way:
+        return way(lambda batch: [batch], lambda batch, _: factor * len(batch), kept)
+
+    return [
+        (f"{replicas} times {times} summed, {says} averaged", micro(factor=replicas)),
+        (f"1/{replicas} of {times} averaged, {says} summed", micro(factor=1 / replicas)),
+        (
+            "the rows of the shares, which are not the batch's: see rows_once",
+            way(cuts.all, lambda part, _: len(part)),
+        ),
+        (
+            f"{means} not the mean over all rows",
+            way(cuts.all, lambda _, batch: len(batch) / len(cuts.all(batch))),
+        ),
+        (
+            f"{means} with 0 for a replica without a row",
+            way(cuts.all, lambda _, batch: len(batch) / replicas),
+        ),
+        (alone, way(cuts.main, lambda part, _: len(part))),
+        (alone, way(cuts.main, lambda part, _: replicas * len(part))),
+        *((f"each update's first {n} {lost}", micro(slice(n))) for n in range(1, accumulate)),
+        *[(f"each update's last of its {lost}", micro(slice(-1, None)))] * (accumulate > 1),
+    ]
+
+
+# ---- how far two runs are apart: the largest relative difference, and where it is
+
+
+def weights_apart(actual: Weights, expected: Weights, tolerance: float) -> Apart:
+    """Tensor by tensor in their order: another check compares their names."""
+    if [t.shape for t in actual.values()] != [t.shape for t in expected.values()]:
+        return Apart(INFINITY, f"these are not the task's own tensors: {', '.join(actual)}")
+    pairs = zip(actual.values(), expected.items(), strict=True)
+    apart = [(largest(relative(mine, its)), name) for mine, (name, its) in pairs]
+    most, name = max(apart, default=(0.0, ""))
+    return Apart(most, "" if most <= tolerance else f"most in {name}")
+
+
+def logs_apart(actual: Log, expected: Curve, names: Iterable[str], tolerance: float) -> Apart:
+    """Where they first differ: later numbers follow from that one."""
+    most, firsts = 0.0, []
+    for name in sorted(names):
+        mine, its = actual.get(name, []), expected.log[name]
+        if [step for step, _ in mine] != [step for step, _ in its]:
+            return Apart(INFINITY, f"{len(mine)} points of {name} were logged, {len(its)} are due")
+        rounding = _rounding_of(name, expected.rounding)
+        # A number that is nearly 0 by chance, e.g. the loss of one row, lacks its last digits.
+        least = 1.0 if rounding else 1e-3
+        apart = relative([value for _, value in mine], [value for _, value in its], least)
+        most = max(most, largest(apart))
+        for i in (apart > max(tolerance, rounding)).nonzero().flatten().tolist()[:1]:
+            step, value = mine[i]
+            firsts.append((step, f"{name} at step {step}: {value}, not {its[i][1]}"))
+    return Apart(most, f"first apart in {min(firsts)[1]}" if firsts else "")
+
+
+def _rounding_of(name: str, rounding: Mapping[str, float]) -> float:
+    """Of a number as it is logged; `summarize` may have made it of any of those measured."""
+    measured = name.partition("/")[2]
+    if measured in ("lr", "grad_norm"):
+        return 0.0
+    return ROUNDINGS * rounding.get(measured, max(rounding.values(), default=0.0))
+
+
+def nests_apart(actual: Any, expected: Any, tolerance: float = 0.0) -> str:
+    """Where two nests of containers first differ; empty if they don't."""
+    mine, its = _leaves(actual), _leaves(expected)
+    unlike = (name for name in its | mine if not _is_near(mine.get(name), its.get(name), tolerance))
+    return next(unlike, "")
+
+
+def _is_near(actual: Any, expected: Any, tolerance: float) -> bool:
+    if not isinstance(actual, float | Tensor) or not isinstance(expected, float | Tensor):
+        return actual == expected
+    if torch.as_tensor(actual).shape != torch.as_tensor(expected).shape:
+        return False
+    rounding = ROUNDINGS * rounding_of(expected) if tolerance else 0.0
+    return largest(relative(actual, expected)) <= max(tolerance, rounding)
+
+
+def _leaves(nest: Any, name: str = "all") -> dict[str, Any]:
+    """What the containers hold, by a dotted name; and the length of each list."""
+    if isinstance(nest, dict):
+        parts = nest
+    elif isinstance(nest, list | tuple):
+        parts = {**dict(enumerate(nest)), "length": len(nest)}
+    else:
+        return {name: nest}
+    prefix = "" if name == "all" else f"{name}."
+    return {key: leaf for at in parts for key, leaf in _leaves(parts[at], f"{prefix}{at}").items()}
+
+
+def rounding_of(value: Any) -> float:
+    """What a float32 can hold may have been one before `.item()` or `.double()`."""
+    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
+        return torch.finfo(value.dtype).eps
+    number = torch.as_tensor(value, dtype=torch.float64)
+    return torch.finfo(torch.float32).eps if torch.equal(number.float().double(), number) else 0.0
+
+
+def relative(actual: Any, expected: Any, least: float = 1.0) -> Tensor:
+    """Elementwise, to the expected number or at least to this part of the largest of all."""
+    mine, its = (torch.as_tensor(value, dtype=torch.float64).cpu() for value in (actual, expected))
+    size = its.abs().nan_to_num()
+    if its.numel():
+        size = size.clamp(min=least * float(size.max()))
+    apart = (mine - its).abs() / torch.where(size == 0, 1.0, size)
+    apart = torch.where(mine.isnan() & its.isnan(), 0.0, apart)  # both say: there is no number
+    return apart.nan_to_num(nan=INFINITY, posinf=INFINITY)
+
+
+def largest(apart: Tensor) -> float:
+    return float(apart.max()) if apart.numel() else 0.0

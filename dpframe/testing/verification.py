@@ -4,10 +4,11 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,13 +16,44 @@ from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy, ranks
 from dpframe.strategies.fault import RankFailed
-from dpframe.testing.checks import Evidence, chosen, judged, needed
+from dpframe.testing.checks import Evidence, Finding, chosen, counted, judged, needed
 from dpframe.testing.course import TOLERANCE, Recipe
-from dpframe.testing.leftovers import Leftovers
-from dpframe.testing.measure import Plan, measure, read
-from dpframe.testing.report import Finding, Report, counted
+from dpframe.testing.measure import Plan, measure, present, read, since
 
 GIVE_UP_SECONDS = 300.0
+COLUMNS = ("check", "what was compared", "largest difference", "result")
+
+
+@dataclass
+class Report:
+    """A table with a line a check, and the cause of each failure."""
+
+    title: str
+    findings: list[Finding]
+    notes: list[str] = field(default_factory=list)
+    details: str = ""  # the traceback of a job that failed
+
+    @property
+    def passed(self) -> bool:
+        return not self.failed
+
+    @property
+    def failed(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.passed is False]
+
+    def __getitem__(self, check: str) -> Finding:
+        return next(finding for finding in self.findings if finding.check == check)
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *((f.check, f.compared, f.measured, f.result) for f in self.findings)]
+        first, second, third, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+        table = [f"{a:<{first}}  {b:<{second}}  {c:>{third}}  {d}" for a, b, c, d in rows]
+        lines = [self.title, "", *table, ""]
+        lines += [f"note: {note}" for note in self.notes]
+        lines += [f"FAIL {finding.check}: {finding.cause}" for finding in self.failed]
+        lines += [self.details] if self.details else []
+        count = sum(finding.passed is not None for finding in self.findings)
+        return "\n".join([*lines, f"{count - len(self.failed)} of {count} checks passed"])
 
 
 def check_strategy(
@@ -88,66 +120,48 @@ def verify(
             torch.set_num_threads(threads)
 
 
-def _report(plan: Plan, names: list[str]) -> Report:
-    before = Leftovers(with_ports=True)
-    strategy = plan.strategy()
-    returned, failure = _launched(strategy, plan)
-    torch.set_num_threads(1)  # no thread pool: the next job's ranks may be forked, too
-    evidence = Evidence(
-        plan, read(plan.directory), returned, before.new(), has_failed=failure is not None
-    )
-    findings = [judged(name, evidence) for name in names]
-    title, details = _title(plan, strategy, evidence), ""
-    if failure is not None:
-        causes = _where(evidence, failure), judged("launch", evidence).cause
-        cause = "; ".join(filter(None, causes))
-        launch = Finding("launch", "the whole job", "failed", False, cause)
-        findings = [launch, *(finding for finding in findings if finding.check != "launch")]
-        details = failure.details
-    return Report(title, findings, _notes(evidence), details)
-
-
-class Failure(NamedTuple):
-    """What an exception said; the exception itself would keep the job's frames alive."""
-
-    brief: str
-    details: str
-    has_hung: bool
-
-
-def _launched(strategy: Strategy, plan: Plan) -> tuple[object, Failure | None]:
-    began = time.monotonic()
+def _report(plan: Plan, names: Iterable[str]) -> Report:
+    before, began = present(with_ports=True), time.monotonic()
+    strategy, returned, details = plan.strategy(), None, ""
     try:
-        return strategy.launch(measure, plan), None
+        returned = strategy.launch(measure, plan)
     except Exception as error:
         has_begun = any("facts" in note for note in read(plan.directory))
         if isinstance(error, UserError) and not has_begun:
             raise  # the caller asked for what the strategy can't do
-        has_hung = time.monotonic() - began >= plan.give_up_seconds
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        brief = lines[-1] if lines else type(error).__name__
+        details = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, RankFailed):  # carries the rank's traceback
-            return None, Failure(brief, str(error), has_hung)
-        return None, Failure(brief, "".join(traceback.format_exception(error)).rstrip(), has_hung)
+            details = str(error)
+    has_hung = time.monotonic() - began >= plan.give_up_seconds
+    torch.set_num_threads(1)  # no thread pool: the next job's ranks may be forked, too
+    notes = read(plan.directory)
+    failure = details and _failure(plan, notes, details, has_hung=has_hung)
+    evidence = Evidence(plan, notes, returned, since(before, with_ports=True), failure)
+    if failure:
+        names = dict.fromkeys(["launch", *names])
+    findings = [judged(name, evidence) for name in names]
+    return Report(_title(strategy, evidence), findings, _notes(evidence), details)
 
 
-def _where(evidence: Evidence, failure: Failure) -> str:
+def _failure(plan: Plan, notes: list[dict[str, Any]], details: str, *, has_hung: bool) -> str:
     """Where the job failed: at the first measure that some process did not finish."""
-    began = {note.get("began", "setup") for note in evidence.notes}
-    order = ("setup", *evidence.plan.measures, "close")
+    began = {note.get("began", "setup") for note in notes}
+    order = ("setup", *plan.measures, "close")
     where = next((name for name in order if name in began), "launch")
-    if failure.has_hung:
+    if has_hung:
         return (
-            f"{where} did not end within {evidence.plan.give_up_seconds:g} seconds; stderr shows "
+            f"{where} did not end within {plan.give_up_seconds:g} seconds; stderr shows "
             "where each process hung"
         )
-    if evidence.has("leftovers"):
-        return f"a process did not exit after close(): {failure.brief}"
-    return f"failed in {where}: {failure.brief}"
+    brief = details.splitlines()[-1].strip()
+    if notes and all("leftovers" in note for note in notes):
+        return f"a process did not exit after close(): {brief}"
+    return f"failed in {where}: {brief}"
 
 
-def _title(plan: Plan, strategy: Strategy, evidence: Evidence) -> str:
-    what = f"verify {plan.recipe.name if plan.recipe else 'nothing but the kit'}"
+def _title(strategy: Strategy, evidence: Evidence) -> str:
+    recipe = evidence.plan.recipe
+    what = f"verify {recipe.name if recipe else 'nothing but the kit'}"
     if not evidence.notes:
         return f"{what} on {strategy.name}"
     facts = evidence.main["facts"]
