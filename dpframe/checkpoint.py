@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import bombs, files, seal
+from dpframe import bombs, files
 from dpframe.bombs import CPU, PLAIN
 from dpframe.errors import Failure, UserError
 from dpframe.heartbeat import beat
@@ -138,10 +138,9 @@ def _write_all(state: dict[str, Any], path: Path, copies: Sequence[Path]) -> Non
 
 
 def _write_sealed(state: dict[str, Any], part: Path) -> None:
-    with part.open("wb") as file:
-        sealing = seal.Sealing(file, step=state.get("progress", {}).get("global_step"))
-        dump({"format": FORMAT, **state}, sealing)
-        sealing.close()
+    with part.open("w+b") as file:
+        dump({"format": FORMAT, **state}, file)
+        files.seal(file, step=state.get("progress", {}).get("global_step"))
 
 
 def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
@@ -170,13 +169,13 @@ def load(path: str | Path) -> dict[str, Any]:
         raise UserError(f"checkpoint={path}: there is no such file")
     wrong, state = _read(path)
     if wrong:
-        raise UserError(f"checkpoint={path} {wrong}{seal.instead_of(path)}")
+        raise UserError(f"checkpoint={path} {wrong}{files.instead_of(path)}")
     return state | {"file": str(path)}
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """What is wrong with it, or '' and the state."""
-    if flaw := seal.flaw(path) or bombs.in_file(path):
+    if flaw := files.flaw(path) or bombs.in_file(path):
         return f"can't be used: {flaw}", {}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -1,14 +1,28 @@
-"""Files that are written whole or not at all: beside their target, then renamed over it."""
+"""Files that are written whole or not at all, and the seal that shows a checkpoint to be whole.
 
+A seal is the SHA-256 of what is before it and the step, as the zip file's comment. Every zip reader
+skips a comment, so torch and others read a sealed file like any other. Nothing here imports torch:
+the checkpoint to resume from is chosen before torch is there.
+"""
+
+import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+# The length of the comment, then the comment. Earlier versions wrote no step.
+SEAL = re.compile(rb"(..)(dpframe sha256 ([0-9a-f]{64})((?: step \d{1,20})?))\Z", re.DOTALL)
+LONGEST = 128  # bytes of a seal
+BLOCK = 1 << 20
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """The file to write to: where that fails, or the process is killed, `path` is as it was."""
+    """The file to write to, beside `path`, and then renamed over it: where that fails, or the
+    process is killed, `path` is as it was."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
@@ -21,3 +35,91 @@ def sweep(directory: Path) -> None:
     """Removes what killed processes left half-written."""
     for part in directory.glob(".*.[0-9]*.part"):
         part.unlink(missing_ok=True)
+
+
+def seal(file: BinaryIO, *, step: int | None = None) -> None:
+    """Adds it to a zip file without a comment, which ends with the comment's length, 0."""
+    told = b"" if step is None else b" step %d" % step
+    comment = b"dpframe sha256 " + _hash(file, file.seek(0, os.SEEK_END), told) + told
+    file.seek(-2, os.SEEK_END)
+    file.write(len(comment).to_bytes(2, "little") + comment)
+
+
+def flaw(path: Path) -> str:
+    """What is wrong with a sealed file, or '' if it is as it was written."""
+    if not path.is_file():  # e.g. a pipe that nobody writes into
+        return "it is no file"
+    try:
+        with path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                return "it is empty"
+            sealed = _seal(file)
+            if sealed is None:
+                return "its seal is missing: it is cut short, or no checkpoint of dpframe's"
+            is_whole = _hash(file, sealed.begin, b"\0\0" + sealed.step) == sealed.hash
+            return "" if is_whole else "it is damaged: its hash is different"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def step_of(path: Path) -> int:
+    """The optimizer updates of a checkpoint; -1 where it does not tell."""
+    with path.open("rb") as file:
+        sealed = _seal(file)
+    return int(sealed.step.split()[1]) if sealed is not None and sealed.step else -1
+
+
+def newest_good(directory: Path, *, but: Path | None = None) -> Path | None:
+    """The checkpoint that was written last, of those that are whole.
+
+    Copying a run gives its files new times, in any order: a file that looks newer than `last.ckpt`
+    is taken in its place only if it has more steps, e.g. after a kill between the two.
+    """
+    # Of files of one moment, `last` and `best` come first.
+    names = ["best.ckpt", "last.ckpt"]
+    age = lambda path: (written_at(path), path.name in names, path.name == "last.ckpt")  # noqa: E731
+    paths = sorted((path for path in directory.glob("*.ckpt") if path != but), key=age)
+    good = next((path for path in reversed(paths) if not flaw(path)), None)
+    last = directory / "last.ckpt"
+    if good in (None, last) or last not in paths or flaw(last):
+        return good
+    return good if step_of(good) > step_of(last) else last
+
+
+def instead_of(path: Path) -> str:
+    """The end of an error about a bad checkpoint."""
+    good = newest_good(path.parent, but=path)
+    return f"; the newest good one there is {good}" if good else "; there is no good one beside it"
+
+
+def written_at(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # a link to nowhere, or removed since it was listed
+        return 0
+
+
+class _Seal(NamedTuple):
+    begin: int  # where the file goes over into it
+    hash: bytes
+    step: bytes  # e.g. b" step 40"
+
+
+def _seal(file: BinaryIO) -> _Seal | None:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - LONGEST))
+    match = SEAL.search(file.read())
+    if match is None or int.from_bytes(match[1], "little") != len(match[2]):
+        return None
+    return _Seal(size - len(match[0]), match[3], match[4])
+
+
+def _hash(file: BinaryIO, end: int, more: bytes) -> bytes:
+    """Of the file up to its `end`, and `more`."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while end and (block := file.read(min(end, BLOCK))):
+        digest.update(block)
+        end -= len(block)
+    digest.update(more)
+    return digest.hexdigest().encode()

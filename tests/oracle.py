@@ -16,7 +16,7 @@ from small import Adam, Small
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import Dataset, TensorDataset
 
-from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, seal, seeding
+from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, files, seeding
 from dpframe import checkpoint as checkpoints
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.loggers.csv import CSV
@@ -79,7 +79,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
     strategy.setup()
     try:
         folder = Path(directory)
-        newest = seal.newest_good(folder / "checkpoints")
+        newest = files.newest_good(folder / "checkpoints")
         resume = None if newest is None else checkpoints.load(newest)
         seeding.seed_everything(0 if resume is None else 99)  # the checkpoint decides
         if resume is not None and strategy.is_main:

@@ -18,7 +18,7 @@ import pytest
 import torch
 from small import Clock, Hooks, Rows, Scripted, Small, fitted, is_same, trainer
 
-from dpframe import Callback, Strategy, UserError, checkpoint, seal
+from dpframe import Callback, Strategy, UserError, checkpoint, files
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.errors import Failure
 
@@ -222,9 +222,8 @@ class Fires:
 def sealed(content: Any) -> bytes:
     """As a stranger may seal it: a hash tells of damage, it is no signature."""
     file = io.BytesIO()
-    sealing = seal.Sealing(file)
-    torch.save(content, sealing)
-    sealing.close()
+    torch.save(content, file)
+    files.seal(file)
     return file.getvalue()
 
 
@@ -272,10 +271,8 @@ def repacked(content: bytes, **options: Any) -> bytes:
 
 
 def resealed(content: bytes) -> bytes:
-    file = io.BytesIO()
-    sealing = seal.Sealing(file)
-    sealing.write(content)
-    sealing.close()
+    file = io.BytesIO(content)
+    files.seal(file)
     return file.getvalue()
 
 
@@ -375,23 +372,23 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
     path = tmp_path / "a.ckpt"
     checkpoint.save({"task": {"w": torch.arange(4.0)}, "progress": {"global_step": 7}}, path)
     whole = path.read_bytes()
-    assert seal.flaw(path) == "" and seal.step_of(path) == 7
+    assert files.flaw(path) == "" and files.step_of(path) == 7
     with path.open("r+b", buffering=0) as file:
         for at, byte in enumerate(whole):
             os.pwrite(file.fileno(), bytes([byte ^ 1 << at % 8]), at)
-            assert seal.flaw(path), at
+            assert files.flaw(path), at
             os.pwrite(file.fileno(), bytes([byte]), at)
-        assert seal.flaw(path) == ""
+        assert files.flaw(path) == ""
         for at in reversed(range(len(whole))):
             file.truncate(at)
-            assert seal.flaw(path), at
+            assert files.flaw(path), at
 
 
 def test_a_checkpoint_of_an_earlier_version_that_does_not_seal_its_step_is_read(tmp_path):
     path = tmp_path / "a.ckpt"
     path.write_bytes(sealed({"format": 2, "task": {}, "progress": {"global_step": 7}}))
     assert checkpoint.load(path)["progress"] == {"global_step": 7}
-    assert seal.step_of(path) == -1
+    assert files.step_of(path) == -1
 
 
 @pytest.mark.parametrize(
@@ -634,6 +631,6 @@ def test_a_folder_that_is_moved_while_a_checkpoint_is_written_is_told(
     monkeypatch.setattr(checkpoint, "_write_sealed", moved)
     path.parent.mkdir(parents=True)
     checkpoint.save({"a": 1}, path)
-    assert not seal.flaw(path)
+    assert not files.flaw(path)
     said = f"{tmp_path / 'run'} was moved or deleted; what is saved goes on there"
     assert caplog.messages == [said] * times

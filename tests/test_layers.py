@@ -27,7 +27,6 @@ GROUND |= {
     "heartbeat",
     "lean",
     "interruption",
-    "seal",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {

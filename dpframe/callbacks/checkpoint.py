@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe import checkpoint, files, seal
+from dpframe import checkpoint, files
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
 from dpframe.errors import Interrupted, UserError
@@ -173,7 +173,7 @@ class Checkpoint(Callback):
                 path.unlink(missing_ok=True)
         if names and (folder / names[0]).is_file():  # the best one, under the name of its step
             first, best = folder / names[0], folder / BEST
-            if seal.flaw(best) or seal.step_of(best) < seal.step_of(first):
+            if files.flaw(best) or files.step_of(best) < files.step_of(first):
                 checkpoint.copy(first, best)
 
 

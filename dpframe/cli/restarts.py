@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpframe import interruption, seal
+from dpframe import files, interruption
 from dpframe.cli import logs
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError, printable
@@ -59,8 +59,8 @@ def _again(job: Composed, directory: str | None) -> tuple[Composed, str]:
     if directory is None:
         return job, "from the beginning"
     job = replace(job, run_dir=directory, is_run_dir_given=True)
-    path = seal.newest_good(Path(directory) / "checkpoints")
+    path = files.newest_good(Path(directory) / "checkpoints")
     if path is None:
         return replace(job, is_repeated=True), "from the beginning: there is no checkpoint yet"
     settings = replace(job.settings, resume=str(path))
-    return replace(job, start=path, settings=settings), f"from {path}, step {seal.step_of(path)}"
+    return replace(job, start=path, settings=settings), f"from {path}, step {files.step_of(path)}"

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import yaml
 
-from dpframe import seal
+from dpframe import files
 from dpframe.cli.settings import EVALUATIONS, RunSettings
 from dpframe.errors import UserError, printable
 
@@ -44,7 +44,7 @@ def start_file(settings: RunSettings, runs: Path) -> Path | None:
 def resumed_file(resume: str, runs: Path) -> Path:
     """`last`, a run's directory or a file; of a run, its newest checkpoint that is whole."""
     if resume == "last":
-        checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=seal.written_at)
+        checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=files.written_at)
         if not checkpoints:
             raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
         return _newest_good(checkpoints[-1].parent, "resume=last")
@@ -143,11 +143,11 @@ def _newest_good(directory: Path, resume: str) -> Path:
     checkpoints = list(directory.glob("*.ckpt"))
     if not checkpoints:
         raise UserError(f"{resume}: there is no checkpoint in {directory}")
-    last, good = directory / "last.ckpt", seal.newest_good(directory)
+    last, good = directory / "last.ckpt", files.newest_good(directory)
     if good is None:
-        flaw = seal.flaw(checkpoints[0])
+        flaw = files.flaw(checkpoints[0])
         raise UserError(f"{resume}: no checkpoint in {directory} is whole: {flaw}")
-    if good != last and last.exists() and (flaw := seal.flaw(last)):
+    if good != last and last.exists() and (flaw := files.flaw(last)):
         line = f"dpframe: {last}: {flaw}; resuming from {good}"
         print(printable(line), file=sys.stderr)
     return good
