@@ -1,4 +1,9 @@
-"""Runs the command: many lines in one process, one in its own, or in an environment of its own."""
+"""Runs the command: many lines in one process, or each as a user does.
+
+`attempts` takes most tests where they want to go, in milliseconds a line. `forked.run` gives a
+line a process of its own. `dpframe`, `cold_attempts` and `Environment` start an interpreter, for
+tests of the start, of what is imported, and of an installation.
+"""
 
 import json
 import os
@@ -7,55 +12,34 @@ import sys
 import sysconfig
 import venv
 from pathlib import Path
-from typing import NamedTuple
+
+from attempted import Attempt, attempted
+from forked import fresh
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COMP_LINE", "COMP_POINT")
 HEAVY = ("torch", "numpy", "tensorboard", "rich", "dpframe.trainer.loop", "dpframe.strategies")
 
-ATTEMPTS = """
-import contextlib, io, json, os, sys
 
-sys.path.remove("")  # as the console script has it
-
-from dpframe.cli import main
+def attempts(lines: list[list[str]], directory: Path, **variables: str) -> list[Attempt]:
+    """Each line as the command would take it; all in one process, which has torch imported."""
+    return fresh(attempted, lines, folder=directory, environment=environment(**variables))
 
 
-def attempt(line):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        try:
-            main(line)
-        except SystemExit as left:
-            code = left.code
-    return code, out.getvalue(), err.getvalue(), sorted(os.listdir())
-
-
-lines, heavy = json.load(sys.stdin)
-done = [attempt(line) for line in lines]
-json.dump([done, [name for name in heavy if name in sys.modules]], sys.stdout)
-"""
-
-
-class Attempt(NamedTuple):
-    code: int
-    out: str
-    err: str
-    files: list[str]  # in the current directory, afterwards
-
-
-def attempts(
+def cold_attempts(
     lines: list[list[str]], directory: Path, **variables: str
 ) -> tuple[list[Attempt], list[str]]:
-    """Each line as the command would take it, and the heavy modules that were imported."""
-    results, heavy = json.loads(output_of(ATTEMPTS, [lines, HEAVY], directory, **variables))
+    """The same in a new interpreter, and the heavy modules that were imported."""
+    program = str(ROOT / "tests" / "attempted.py")
+    printed = output_of([program], [lines, HEAVY], directory, **variables)
+    results, heavy = json.loads(printed)
     return [Attempt(*result) for result in results], heavy
 
 
-def output_of(code: str, given: list, directory: Path, **variables: str) -> str:
-    """What Python code prints that reads `given` as JSON, in a process of its own."""
+def output_of(python: list[str], given: list, directory: Path, **variables: str) -> str:
+    """What `python …` prints that reads `given` as JSON."""
     done = subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *python],
         input=json.dumps(given),
         capture_output=True,
         text=True,

@@ -145,18 +145,7 @@ def changes(before: dict[str, str], after: dict[str, str]) -> dict[str, str | No
 
 
 @pytest.fixture(scope="session")
-def forked_commands() -> Iterator[None]:
-    """Before any test's own fixtures: the process that forks commands stays for all of them."""
-    import forked
-
-    with forked.server():
-        yield
-
-
-@pytest.fixture(scope="session")
-def undisturbed(
-    forked_commands: None, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Any]:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """The weights that tests/injector.py's recipe ends with where nothing happens to it."""
     from injector import run, weights
 

@@ -1,189 +1,150 @@
-"""Commands that begin in a fork of a process with all imports made: a start takes no 3 s.
+"""Processes that begin in milliseconds: forks of a server that has torch and dpframe imported.
 
-Run as a program, it is that process: it takes jobs as lines of JSON, and tells their exit codes.
+`fresh(call, *args)` calls a function in one and returns its value. `run(words, folder)` is
+`python -m dpframe WORDS`, and `started` does not wait for it. A new interpreter takes seconds: it
+is for tests of the start itself (tests/command.py).
 """
 
-import gc
-import json
+import multiprocessing
 import os
-import select
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from conftest import descendants
 
 TESTS = Path(__file__).resolve().parent
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    [
+        "dpframe.cli.run",
+        "dpframe.loggers.tensorboard",
+        "dpframe.recipes.boston",
+        "dpframe.strategies.ddp",
+        "dpframe.trainer.loop",
+        "pytest",
+        "torch._dynamo",  # which DistributedDataParallel imports, in every rank
+    ]
+)
 
 
-class Server:
-    """One a test session; `forked_commands` in conftest opens it."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])},
-        )
-        self.codes: dict[int, int] = {}
-
-    def start(self, words: list[str], folder: Path, out: Path, err: Path, **more: str) -> "Forked":
-        job = [words, str(folder), str(out), str(err), {**os.environ, **more}]
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        while (pid := self.read()) is None:
-            pass
-        return Forked(self, pid)
-
-    def read(self) -> int | None:
-        """The next line: the pid of a job that starts, or the exit code of one that ended."""
-        assert self._process.stdout is not None
-        pid, code = json.loads(self._process.stdout.readline())
-        if code is None:
-            return pid
-        self.codes[pid] = code
-        return None
-
-    def has_news(self, seconds: float) -> bool:
-        return bool(select.select([self._process.stdout], [], [], seconds)[0])
-
-    def close(self) -> None:
-        self._process.kill()  # its jobs have ended; it may still import
-        self._process.communicate()
+def fresh(
+    call: Callable[..., Any],
+    *args: Any,
+    folder: Path | str = ".",
+    environment: dict[str, str] | None = None,
+) -> Any:
+    """`call(*args)` in a process that has computed nothing, so that its ranks are forks."""
+    given = dict(os.environ if environment is None else environment)
+    with ProcessPoolExecutor(1, server()) as pool:
+        return pool.submit(_call, call, args, folder, given).result()
 
 
-class Forked:
-    """As a Popen."""
-
-    def __init__(self, server: Server, pid: int) -> None:
-        self._server = server
-        self.pid = pid
-
-    def poll(self) -> int | None:
-        while self.pid not in self._server.codes and self._server.has_news(0):
-            self._server.read()
-        return self._server.codes.get(self.pid)
-
-    returncode = property(poll)
-
-    def wait(self, timeout: float = 100.0) -> int:
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            seconds = deadline - time.monotonic()
-            if seconds <= 0:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self._server.has_news(seconds)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-_server: Server | None = None
+def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python -m dpframe WORDS` in `folder`, with these variables more."""
+    with started(words, folder, **variables) as job:
+        code = job.wait()
+    return subprocess.CompletedProcess(words, code, job.printed(), job.said())
 
 
 @contextmanager
-def server() -> Iterator[None]:
-    global _server
-    _server = Server()
+def started(words: Sequence[str], folder: Path, **variables: str) -> Iterator["Job"]:
+    """The same, in a process group of its own, killed at the end if it still runs."""
+    process = server().Process(target=_become, args=(list(words), folder, os.environ | variables))
+    process.start()
     try:
-        yield
+        yield Job(process, folder)
     finally:
-        _server.close()
-        _server = None
+        process.kill()
+        process.join()
 
 
-def start(words: list[str], folder: Path, *, out: Path, err: Path, **variables: str) -> Forked:
-    """`python -m dpframe WORDS` in a group of its own."""
-    assert _server is not None, "use the fixture forked_commands"
-    return _server.start(words, folder, out, err, **variables)
+def server() -> Any:
+    """Started with the first process, with the dpframe under test."""
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)])):
+        forkserver.ensure_running()
+    return SERVER
 
 
-def run(words: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess:
-    out, err = folder / "printed", folder / "said"
-    job = start(words, folder, out=out, err=err, **variables)
-    try:
-        code = job.wait()
-    finally:
-        job.kill()
-    return subprocess.CompletedProcess(words, code, out.read_text(), err.read_text())
+class Job:
+    """A command that runs; what it prints is in two files of its folder."""
+
+    def __init__(self, process: Any, folder: Path) -> None:
+        self._process = process
+        self.folder = folder
+        self.pid: int = process.pid
+
+    @property
+    def code(self) -> int | None:
+        """As a Popen's returncode: None while it runs, -n after signal n."""
+        return self._process.exitcode
+
+    def wait(self, seconds: float = 200.0) -> int:
+        self._process.join(seconds)
+        assert self.code is not None, f"runs after {seconds} s: {self.said()}"
+        return self.code
+
+    def ended(self, *, within: float) -> tuple[int, list[str]]:
+        return self.wait(within), self.said().splitlines()
+
+    def wait_for(self, *markers: str) -> None:
+        """Until these files are in its folder."""
+        while not all((self.folder / marker).exists() for marker in markers):
+            assert self.code is None, self.said()
+            time.sleep(0.01)
+
+    def ranks(self) -> list[int]:
+        """Their processes, by number."""
+        found = {}
+        for pid in descendants():
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            if int(stat[1]) == self.pid:
+                found[pid] = int(stat[19])  # when it started
+        return sorted(found, key=lambda pid: (found[pid], pid))
+
+    def printed(self) -> str:
+        return (self.folder / "printed").read_text()
+
+    def said(self) -> str:
+        """On stderr."""
+        return (self.folder / "said").read_text()
 
 
-# ---- the process that forks
+# ---- in the fork
 
 
-def serve() -> None:
-
-    import pytest  # noqa: F401
-    import torch._dynamo  # noqa: F401  which DistributedDataParallel imports, in every rank
-
-    import dpframe.cli.run  # noqa: F401
-    import dpframe.strategies.ddp  # noqa: F401
-    from dpframe.trainer import Trainer  # noqa: F401
-
-    gc.freeze()  # the memory of what is imported stays shared
-    jobs = os.dup(1)
-    os.dup2(2, 1)
-    lines = os.fdopen(os.dup(0), "rb", buffering=0)
-    running = 0
-    while True:
-        if select.select([lines], [], [], 0.005 if running else None)[0]:
-            line = lines.readline()
-            if not line:
-                return
-            if (pid := os.fork()) == 0:
-                lines.close()
-                os.close(jobs)
-                become(*json.loads(line))
-            running += 1
-            tell(jobs, pid, None)
-        while running:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if not pid:
-                break
-            running -= 1
-            tell(jobs, pid, os.waitstatus_to_exitcode(status))
+def _call(
+    call: Callable[..., Any], args: tuple, folder: Path | str, environment: dict[str, str]
+) -> Any:
+    _begin(folder, environment)
+    return call(*args)
 
 
-def tell(jobs: int, pid: int, code: int | None) -> None:
-    os.write(jobs, json.dumps([pid, code]).encode() + b"\n")
-
-
-def become(words: list[str], folder: str, out: str, err: str, environment: dict[str, Any]) -> None:
-    from dpframe.cli import main
-
+def _become(words: list[str], folder: Path, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
-    os.chdir(folder)
-    os.environ.clear()
-    os.environ.update(environment)
-    for number, name, flags in (
-        (0, os.devnull, os.O_RDONLY),
-        (1, out, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
-        (2, err, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND),
-    ):
-        file = os.open(name, flags, 0o600)
+    _begin(folder, environment)
+    for number, name in ((1, "printed"), (2, "said")):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
     sys.argv = ["dpframe", *words]
-    try:
-        main()
-    except SystemExit as left:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(int(left.code or 0))
-    finally:
-        os._exit(1)
+
+    from dpframe.cli import main
+
+    main()
 
 
-if __name__ == "__main__":
-    serve()
+def _begin(folder: Path | str, environment: dict[str, str]) -> None:
+    """`dpframe.cli.run` has allowed its process to fork ranks: the server has imported it."""
+    multiprocessing.set_start_method("fork", force=True)  # as in a new interpreter
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))

@@ -17,7 +17,6 @@ from typing import Any
 import forked
 import torch
 import torch.distributed as dist
-from conftest import descendants, remaining
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -154,44 +153,12 @@ def run(folder: Path, *overrides: str, **variables: str) -> subprocess.Completed
     return forked.run(words(folder, *overrides), folder, **variables)
 
 
-class Job:
-    def __init__(self, process: forked.Forked, folder: Path) -> None:
-        self.process = process
-        self.folder = folder
-
-    def wait_for(self, *markers: str) -> None:
-        while not all((self.folder / marker).exists() for marker in markers):
-            assert self.process.poll() is None, (self.folder / "said").read_text()
-            time.sleep(0.01)
-
-    def ranks(self) -> list[int]:
-        """By their numbers."""
-        found = {}
-        for pid in descendants():
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == self.process.pid:
-                found[pid] = int(stat[19])  # when it started
-        return sorted(found, key=lambda pid: (found[pid], pid))
-
-    def ended(self, *, within: float) -> tuple[int, list[str]]:
-        """The exit code and what was said on stderr; nothing is left."""
-        code = self.process.wait(timeout=within)
-        return code, (self.folder / "said").read_text().splitlines()
-
-
 @contextmanager
-def started(folder: Path, *overrides: str, **variables: str) -> Iterator[Job]:
+def started(folder: Path, *overrides: str, **variables: str) -> Iterator[forked.Job]:
     """In a group of its own, so that it can be signalled; in this session, so that it can stop."""
-    before = set(descendants())
     folder.mkdir(exist_ok=True)
-    out, err = folder / "printed", folder / "said"
-    process = forked.start(words(folder, *overrides), folder, out=out, err=err, **variables)
-    try:
-        yield Job(process, folder)
-    finally:
-        process.kill()
-        process.wait()
-        assert not remaining(lambda: set(descendants()) - before, named=str)
+    with forked.started(words(folder, *overrides), folder, **variables) as job:
+        yield job
 
 
 def last(folder: Path) -> dict[str, Any]:

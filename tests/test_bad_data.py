@@ -123,7 +123,7 @@ def test_a_step_or_a_data_set_that_gives_nothing_is_refused_and_leaves_nothing(p
         "data.val=empty": DATA["fit", "val", "empty"],
         "data.train=stream": DATA["fit", "train", "stream"],
     }
-    done, _ = attempts([[*START, way] for way in cases], place)
+    done = attempts([[*START, way] for way in cases], place)
     for line, attempt in zip(cases.values(), done, strict=True):
         assert attempt.code == 2, attempt.err
         assert attempt.err.splitlines()[-1].startswith(f"dpframe: {line}"), attempt.err
@@ -133,7 +133,7 @@ def test_a_step_or_a_data_set_that_gives_nothing_is_refused_and_leaves_nothing(p
 def test_a_step_that_exits_and_a_worker_that_spins_at_the_end_do_not_end_the_run_unnoticed(place):
     exit_line = "sys.exit(0) in <lambda> (odd.py, line "
     spins = ["data.train=spins", "data.workers=1", "trainer.max_steps=1", "data.val=none"]
-    (exits, unread), _ = attempts([[*START, "task.train=exits"], [*START, *spins]], place)
+    (exits, unread) = attempts([[*START, "task.train=exits"], [*START, *spins]], place)
     assert (exits.code, exits.err.count("\n")) == (1, 1)
     assert exits.err.startswith(f"dpframe: {exit_line}")
     assert unread.code == 0, unread.err

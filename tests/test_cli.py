@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import yaml
-from command import ROOT, attempts, dpframe, environment, write
+from command import ROOT, attempts, cold_attempts, dpframe, environment, write
 
 from dpframe.cli.compose import composed
 from dpframe.cli.settings import checked
@@ -146,7 +146,7 @@ RECIPES = {
 def test_a_mistake_is_one_line_before_torch_is_imported(tmp_path):
     lines = [["recipe=boston", *line.split(" ")] for line in BEFORE_TORCH]
     lines[0] = ["recipe=bostn"]
-    done, heavy = attempts(lines, tmp_path)
+    done, heavy = cold_attempts(lines, tmp_path)
     assert_refused(dict(zip(BEFORE_TORCH.items(), done, strict=True)), files=[])
     assert heavy == []
 
@@ -166,7 +166,7 @@ def test_a_value_that_a_setting_does_not_take_is_told_with_what_it_takes():
 def test_a_mistake_in_what_a_target_names_is_one_line(tmp_path):
     write(tmp_path, {"text.ckpt": "no checkpoint"})
     lines = [["recipe=boston", *line.split(" ")] for line in WITH_TORCH]
-    done, _ = attempts(lines, tmp_path)
+    done = attempts(lines, tmp_path)
     assert_refused(dict(zip(WITH_TORCH.items(), done, strict=True)), files=["text.ckpt"])
 
 
@@ -175,7 +175,7 @@ def test_a_mistake_in_a_users_yaml_is_one_line_before_torch_is_imported(tmp_path
         tmp_path / "mine" / "recipe", {f"{name}.yaml": text for name, (text, _) in RECIPES.items()}
     )
     lines = [["--config-dir=mine", f"recipe={name}"] for name in RECIPES]
-    done, heavy = attempts(lines, tmp_path)
+    done, heavy = cold_attempts(lines, tmp_path)
     said = {(name, says): one for (name, (_, says)), one in zip(RECIPES.items(), done, strict=True)}
     assert_refused(said, files=["mine"])
     assert heavy == []
@@ -211,7 +211,7 @@ def test_odd_strings_never_end_in_a_traceback(tmp_path):
     keys = itertools.cycle(("seed", "trainer", "data.file"))
     words = [*(f"{key}={value}" for key, value in zip(keys, ODD_VALUES, strict=False)), *ODD_WORDS]
     lines = [["recipe=boston", word, "--cfg=job"] for word in words]
-    done, heavy = attempts(lines, tmp_path)
+    done, heavy = cold_attempts(lines, tmp_path)
     wrong = [
         (line, one)
         for line, one in zip(lines, done, strict=True)
@@ -230,7 +230,7 @@ def test_help_a_typo_completion_and_cfg_import_nothing_heavy(tmp_path):
     lines = [["--help"], ["recipe=bostn"], ["recipe=boston", "--cfg=job", "--resolve"], ["--info"]]
     lines += [["--version"], ["-sc", "install=bash"], ["-sc", "install=fish"], ["--hydra-help"]]
     lines += [["-m", "recipe=boston", "seed=1,abc"]]
-    done, heavy = attempts(lines, tmp_path)
+    done, heavy = cold_attempts(lines, tmp_path)
     assert [one.code for one in done] == [0, 2, 0, 0, 0, 0, 0, 0, 2]
     assert heavy == []
 
@@ -257,7 +257,7 @@ def test_hydra_is_not_imported_for_a_mistake_in_the_options(tmp_path):
 
 def test_help_lists_modes_groups_and_the_users_own_options(tmp_path):
     write(tmp_path / "mine", {"recipe/mine.yaml": "# My own.\n", "net/small.yaml": "# Few.\n"})
-    (plain, own), _ = attempts([["--help"], ["--help", "--config-dir=mine"]], tmp_path)
+    (plain, own) = attempts([["--help"], ["--help", "--config-dir=mine"]], tmp_path)
     for words in ("mode=fit|validate|test|predict", "  strategy=ddp ", "  logger=csv ", "examples"):
         assert words in plain.out
     assert "mine" not in plain.out.replace("mine|", "")
@@ -275,7 +275,7 @@ def test_cfg_shows_what_would_run(tmp_path):
             ["recipe=boston", "-c", "hydra", "-p", "hydra.sweep"],
         ],
         tmp_path,
-    )[0]
+    )
     assert job.out.startswith("recipe: boston\n") and "hydra:" not in job.out
     assert "gpus: ${trainer.gpus}" in job.out
     assert part.out.startswith("# @package trainer\nmax_epochs: 100\n")
@@ -346,7 +346,7 @@ FOLLOWED = [  # a mistake, and what its line says to type, as often as it says s
 def test_what_a_refusal_says_to_type_is_not_refused(tmp_path):
     short = ["recipe=boston", "trainer.max_steps=1", "callbacks.progress=null"]
     lines = [[*short, *words] for chain in FOLLOWED for words in chain]
-    done = iter(attempts(lines, tmp_path)[0])
+    done = iter(attempts(lines, tmp_path))
     for chain in FOLLOWED:
         *refused, followed = [next(done) for _ in chain]
         assert [each.code for each in refused] == [2] * len(refused), refused
@@ -359,7 +359,7 @@ def test_what_a_refusal_says_to_type_is_not_refused(tmp_path):
 
 def test_info_needs_no_recipe_and_hydra_help_has_hydras_own_groups(tmp_path):
     lines = [["--info"], ["--info=searchpath", "recipe=boston"], ["--info=no"], ["--hydra-help"]]
-    info, path, refused, helped = attempts(lines, tmp_path)[0]
+    info, path, refused, helped = attempts(lines, tmp_path)
     assert (info.code, info.err) == (0, "") and "  trainer/default (package trainer)" in info.out
     assert "  main: pkg://dpframe.conf\n" in path.out and "defaults" not in path.out
     assert refused.code == 2 and refused.err.count("\n") == 1

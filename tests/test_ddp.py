@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fresh import fresh
+from forked import fresh
 from recorded import once
 from small import Hooks, Rows, Small, fitted
 from torch import Tensor

@@ -64,7 +64,7 @@ def test_a_recipe_is_a_plain_name_also_where_a_sweeper_makes_up_the_points(tmp_p
     write(tmp_path, {f: f"# @package _global_\nrecipe: {text}\n" for f, text in texts.items()})
     start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
     lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
-    done, _ = attempts([*lines, *(["-m", "hydra/sweeper=basic", *x] for x in lines)], tmp_path)
+    done = attempts([*lines, *(["-m", "hydra/sweeper=basic", *x] for x in lines)], tmp_path)
     for attempt in done:
         assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
         assert "is not a plain name, but it names the folder of its runs" in attempt.err
@@ -82,7 +82,7 @@ def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
     saved = "- recipe=boston\n- logger.csv.file=../../out\n- +hydra.run.dir=../out\n"
     write(tmp_path / "theirs", {".hydra/overrides.yaml": saved, "checkpoints/last.ckpt": ""})
     resumed = ["resume=theirs/checkpoints/last.ckpt", "-c", "job"]
-    done, _ = attempts([*lines, *swept, resumed], tmp_path)
+    done = attempts([*lines, *swept, resumed], tmp_path)
     wanted = [*ELSEWHERE.values(), *(ELSEWHERE[text] for text in hydras)]
     for line, attempt, said in zip([*lines, *swept], done[:-1], wanted, strict=True):
         assert (attempt.code, attempt.err.count("\n")) == (2, 1), (line, attempt.err)
@@ -90,7 +90,7 @@ def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
         assert attempt.files == ["mine", "theirs"], line
     assert done[-1].code == 0 and "csv" in done[-1].out
     typed = [[*lines[0], "hydra.run.dir=mine/out"], [*lines[0], "hydra.run={dir: mine/out}"]]
-    for attempt in attempts([[*line, "-c", "all"] for line in typed], tmp_path)[0]:
+    for attempt in attempts([[*line, "-c", "all"] for line in typed], tmp_path):
         assert attempt.code == 0 and "dir: mine/out" in attempt.out
 
 
@@ -144,9 +144,7 @@ def test_a_defaults_list_reads_no_file_outside_of_the_config_folders(tmp_path):
         write(tmp_path, {f"mine/experiment/e{number}.yaml": text})
     start = ["--config-dir=mine", "recipe=boston", "-c", "job"]
     lines = [[*start, f"experiment=e{number}"] for number in range(len(named))]
-    *refused, fine = attempts([*lines[:-1], [*start, "recipe=../../secret"], lines[-1]], tmp_path)[
-        0
-    ]
+    *refused, fine = attempts([*lines[:-1], [*start, "recipe=../../secret"], lines[-1]], tmp_path)
     for attempt in refused:
         assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
         assert "is outside of the config folders" in attempt.err and "abc" not in attempt.out
@@ -163,7 +161,7 @@ def test_a_given_directory_is_used_as_it_is_and_a_refused_run_leaves_nothing(tmp
         ["recipe=boston", "hydra.run.dir=/proc/run"],
     ]
     (tmp_path / "outputs" / "boston").mkdir(parents=True)  # was there before: stays
-    refused, first, tested, misspelt, read_only = attempts(lines, tmp_path)[0]
+    refused, first, tested, misspelt, read_only = attempts(lines, tmp_path)
     assert "quote it" in refused.err and refused.files == ["outputs"]
     assert (first.code, first.files) == (0, ["a b=c,é", "outputs"])
     assert tested.code == 0 and "test/loss" in tested.out
@@ -245,7 +243,7 @@ def test_a_name_that_is_too_long_is_one_line(tmp_path):
     given += [f"hydra.run.dir={'/'.join(['y' * 200] * 30)}", f"resume=run/{long}"]
     lines = [["recipe=boston", word] for word in given]
     lines.append(["recipe=boston", "mode=test", f"checkpoint={long}"])
-    for line, done in zip(lines, attempts(lines, tmp_path)[0], strict=True):
+    for line, done in zip(lines, attempts(lines, tmp_path), strict=True):
         assert (done.code, done.err.count("\n"), done.files) == (2, 1, []), (line, done.err)
 
 
@@ -271,7 +269,7 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
         ["-m", "recipe=boston", "seed=1,2"],
     ]
     lines[0].append("trainer.max_epochs=1")
-    *done, swept = attempts(lines, directory)[0]
+    *done, swept = attempts(lines, directory)
     assert [one.code for one in done] == [0] * 4, [one.err for one in done]
     assert "epoch 3/3" in done[2].out and "test/loss" in done[3].out
     assert (run / "summary.json").is_file()

@@ -51,7 +51,7 @@ def test_no_file_of_a_run_has_what_is_in_the_environment(tmp_path, monkeypatch):
         ["-m", *start, *begun, "seed=1,2"],
         [*start, *begun, "-c", "job"],
     ]
-    for line, attempt in zip(lines, attempts(lines, place)[0], strict=True):
+    for line, attempt in zip(lines, attempts(lines, place), strict=True):
         assert attempt.code == 0, (line, attempt.err)
     with_it = [path for path in place.rglob("*") if SECRET in str(path) or _has_secret(path)]
     assert with_it == []
@@ -62,7 +62,7 @@ def test_no_file_of_a_run_has_what_is_in_the_environment(tmp_path, monkeypatch):
     assert state["progress"]["epoch"] == 2
 
     monkeypatch.setenv("RATE", "0.03")
-    (refused,), _ = attempts([[*start, "resume=run", "trainer.max_epochs=3"]], place)
+    (refused,) = attempts([[*start, "resume=run", "trainer.max_epochs=3"]], place)
     assert refused.code == 2 and "task.optimizer.lr=${oc.env:RATE} (sha256 " in refused.err
 
 

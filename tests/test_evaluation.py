@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from fresh import fresh
+from forked import fresh
 from recorded import once
 from small import Hooks, Small, fitted, is_same
 from torch import Tensor, nn

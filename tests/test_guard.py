@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from fresh import fresh
+from forked import fresh
 from small import Hooks, Rows, Small, fitted, is_same, trainer
 from torch.utils.data import TensorDataset
 

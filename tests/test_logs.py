@@ -69,7 +69,7 @@ def test_a_run_that_failed_keeps_its_directory_with_the_reason_in_its_log(tmp_pa
     kinds = {"failure": 1, "refusal": 2, "bug": 1}
     ends = "+callbacks.ends={{_target_: ends.Ends, how: {}}}"
     lines = [["recipe=boston", f"hydra.run.dir={how}", ends.format(how)] for how in kinds]
-    for code, done in zip(kinds.values(), attempts(lines, tmp_path)[0], strict=True):
+    for code, done in zip(kinds.values(), attempts(lines, tmp_path), strict=True):
         assert done.code == code, done.err
         assert "it is over" not in done.out
     assert not (tmp_path / "refusal").exists()

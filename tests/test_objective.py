@@ -92,7 +92,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Attempt]
         ["hydra.sweeper.direction=maximize"],
     ]
     path = f"{ROOT}{os.pathsep}{directory / 'site'}"
-    done, _ = attempts([[*TOLD, *line] for line in lines], directory, PYTHONPATH=path)
+    done = attempts([[*TOLD, *line] for line in lines], directory, PYTHONPATH=path)
     return directory, done
 
 

@@ -23,7 +23,7 @@ def tested(tmp_path_factory) -> tuple[Path, list]:
     directory = tmp_path_factory.mktemp("origin")
     replicas = ["strategy=data_parallel", "trainer.gpus=2", "trainer.max_replicas_per_core=9"]
     where = ["hydra.run.dir=run", "callbacks.checkpoint.keep=2"]
-    begun, _ = attempts([[*SHORT, *DIFFERENT, *replicas, *where]], directory)
+    begun = attempts([[*SHORT, *DIFFERENT, *replicas, *where]], directory)
     assert begun[0].code == 0, begun[0].err
     shutil.copy(directory / "run" / "checkpoints" / "best.ckpt", directory / "moved.ckpt")
     lines = [
@@ -41,7 +41,7 @@ def tested(tmp_path_factory) -> tuple[Path, list]:
         [BEST, "recipe=boston", "trainer.max_epochs=1", "hydra.run.dir=tuned"],
         ["mode=test", MOVED, "recipe=boston", "data.normalize=false", "seed=0"],
     ]
-    return directory, attempts(lines, directory)[0]
+    return directory, attempts(lines, directory)
 
 
 def summary(directory: Path) -> dict:
@@ -157,7 +157,7 @@ def test_a_strangers_run_directory_does_not_vouch_for_itself(tmp_path):
     saved = tmp_path / "run" / ".hydra" / "overrides.yaml"
     mean = ["trusted_modules=[os]", "hydra.run.dir=elsewhere", "resume=run", "mode=fit"]
     saved.write_text(yaml.safe_dump([*yaml.safe_load(saved.read_text()), *mean]))
-    done, _ = attempts([["mode=test", BEST, "hydra.run.dir=test"]], tmp_path)
+    done = attempts([["mode=test", BEST, "hydra.run.dir=test"]], tmp_path)
     assert done[0].code == 0, done[0].err
     config = yaml.safe_load((tmp_path / "test" / ".hydra" / "config.yaml").read_text())
     assert (config["trusted_modules"], config["mode"], config["resume"]) == ([], "test", None)
@@ -171,10 +171,10 @@ def test_a_recipe_edited_since_is_refused(tmp_path):
     recipe.write_text(text % 1)
     mine = ["--config-dir", "mine"]
     begun = [*mine, "recipe=held", *SHORT[1:], "+vars.n=1", "hydra.run.dir=run"]
-    assert attempts([begun], tmp_path)[0][0].code == 0
+    assert attempts([begun], tmp_path)[0].code == 0
     recipe.write_text(text % 2)
     test = [*mine, "mode=test", BEST]
-    edited, typed = attempts([test, [*test, "data.split_seed=1"]], tmp_path)[0]
+    edited, typed = attempts([test, [*test, "data.split_seed=1"]], tmp_path)
     assert edited.code == 2
     assert re.search(r"data\.split_seed=1 there, 2 here; type what it had", edited.err)
     assert typed.code == 0, typed.err

@@ -9,7 +9,7 @@ from typing import Any
 import hand_written
 import pytest
 import torch
-from fresh import fresh
+from forked import fresh
 from recorded import Recorder, logs_apart, once, weights, weights_apart
 from torch import Tensor, nn
 from torch.optim import SGD, Adam

@@ -298,7 +298,7 @@ def test_an_assumption_that_can_not_be_is_one_line_before_torch_is_there(tmp_pat
         "plan=3": "plan=3 is one value",
     }
     lines = [["recipe=boston", "mode=plan", override] for override in refused]
-    tried, heavy = command.attempts(lines, tmp_path)
+    tried, heavy = command.cold_attempts(lines, tmp_path)
     assert heavy == []
     for attempt, said in zip(tried, refused.values(), strict=True):
         assert (attempt.code, said in attempt.err) == (2, True), attempt
@@ -308,7 +308,7 @@ def test_an_assumption_that_can_not_be_is_one_line_before_torch_is_there(tmp_pat
 def test_the_command_prints_a_table_and_leaves_nothing(tmp_path):
     kept = tmp_path / "kept"
     fast = ["recipe=boston", "mode=plan", "strategy=cpu", "plan.steps=2"]
-    (plain, *others), _ = command.attempts(
+    plain, *others = command.attempts(
         [
             [*fast, "plan.bandwidth=1e9", "plan.latency=50e-6"],
             [*fast, f"hydra.run.dir={kept}", "plan.max_replicas=2"],

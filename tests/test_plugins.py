@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from command import ROOT, Attempt, attempts, dpframe, environment
+from command import ROOT, Attempt, attempts, cold_attempts, dpframe, environment
 from command import write as write_as_it_is
 
 QUICK = ("trainer.max_epochs=1", "logger=none", "callbacks=none")
@@ -29,7 +29,7 @@ def site(tmp_path: Path) -> Path:
 def run(lines: list[tuple[str, ...]], at: Path, site: Path | None = None) -> list[Attempt]:
     """Each line in the same process, where what is installed in `site` can be imported."""
     path = f"{ROOT}{os.pathsep}{site}" if site else str(ROOT)
-    return attempts([list(line) for line in lines], at, PYTHONPATH=path)[0]
+    return attempts([list(line) for line in lines], at, PYTHONPATH=path)
 
 
 def output(attempt: Attempt) -> str:
@@ -198,7 +198,7 @@ def test_the_whole_command_line_knows_its_options_and_imports_nothing_of_it(fold
         ("recipe=boston", "strategy=moonlight", *QUICK),
     ]
     path = f"{ROOT}{os.pathsep}{moon}"
-    light, heavy = attempts([list(line) for line in lines[:4]], folder, PYTHONPATH=path)
+    light, heavy = cold_attempts([list(line) for line in lines[:4]], folder, PYTHONPATH=path)
     page, job, misspelt, without = light
     assert heavy == []
     assert "strategy=moonlight      Says so. (dpframe-moon 1.0)\n" in page.out

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from dpframe import UserError, checkpoint
 from dpframe.strategies import ranks
 from dpframe.strategies.ddp import DDP
 
-pytestmark = pytest.mark.usefixtures("forked_commands")
 TESTS = Path(__file__).resolve().parent
 FAULT_SECONDS = 10
 GRACE = ("data.workers=2", "trainer.grace_seconds=0.5")
@@ -144,41 +143,36 @@ HANGS = {  # what hangs, who says so, the exit code, and where
 def test_a_run_that_makes_no_progress_shows_its_stacks_and_ends(tmp_path):
     """All at once: each of them waits for most of the time."""
     jobs = {}
-    for name, (setting, fault, *_) in HANGS.items():
-        folder = tmp_path / name.replace(" ", "-")
-        folder.mkdir()
-        words = [*setting, f"task.fault={fault}", "trainer.hang_seconds=4"]
-        if setting is not ALONE:
-            words.append("strategy.timeout_seconds=60")
-        words = faulty_words(folder, *words)
-        job = forked.start(words, folder, out=folder / "printed", err=folder / "said")
-        jobs[name] = job, folder
-    for name, (job, folder) in jobs.items():
-        _, _, who, code, where = HANGS[name]
-        job.wait(timeout=90)
-        said = (folder / "said").read_text()
-        assert job.returncode == code, f"{name}: {said}"
-        assert re.fullmatch(
-            r"dpframe: no step, batch or checkpoint came for trainer\.hang_seconds=4; "
-            rf"{who} hangs in {where} \(faulty\.py, line \d+\).*; fix that, raise "
-            r"trainer\.hang_seconds, or set it to null",
-            said.splitlines()[-1],
-        ), f"{name}: {said}"
-        assert said.count(f"in {where}\n") == (2 if name == "all ranks" else 1), f"{name}: {said}"
+    with ExitStack() as stack:
+        for name, (setting, fault, *_) in HANGS.items():
+            folder = tmp_path / name.replace(" ", "-")
+            folder.mkdir()
+            words = [*setting, f"task.fault={fault}", "trainer.hang_seconds=4"]
+            if setting is not ALONE:
+                words.append("strategy.timeout_seconds=60")
+            jobs[name] = stack.enter_context(forked.started(faulty_words(folder, *words), folder))
+        for name, job in jobs.items():
+            _, _, who, code, where = HANGS[name]
+            assert job.wait() == code, f"{name}: {job.said()}"
+            said = job.said()
+            assert re.fullmatch(
+                r"dpframe: no step, batch or checkpoint came for trainer\.hang_seconds=4; "
+                rf"{who} hangs in {where} \(faulty\.py, line \d+\).*; fix that, raise "
+                r"trainer\.hang_seconds, or set it to null",
+                said.splitlines()[-1],
+            ), f"{name}: {said}"
+            assert said.count(f"in {where}\n") == (2 if name == "all ranks" else 1), (
+                f"{name}: {said}"
+            )
 
 
 @contextmanager
-def hanging(folder: Path, fault: str) -> Iterator[forked.Forked]:
+def hanging(folder: Path, fault: str) -> Iterator[forked.Job]:
     """A job of two ranks, each with two data workers, that all wait."""
     words = faulty_words(folder, "trainer.gpus=2", f"task.fault={fault} all", *GRACE)
-    job = forked.start(words, folder, out=folder / "printed", err=folder / "said")
-    try:
-        while len(list(folder.glob("fault-*"))) < 2:
-            assert job.poll() is None
-            time.sleep(0.02)
+    with forked.started(words, folder) as job:
+        job.wait_for("fault-0", "fault-1")
         yield job
-    finally:
-        job.kill()
 
 
 @pytest.mark.parametrize(
@@ -193,8 +187,8 @@ def test_a_signal_to_the_parent_leaves_no_rank_and_no_worker(tmp_path, number, c
     with hanging(tmp_path, fault) as job:
         assert len(set(descendants()) - before) >= 1 + 2 + 4
         started = time.monotonic()
-        job.send_signal(number)
-        assert job.wait(timeout=FAULT_SECONDS) == code, (tmp_path / "said").read_text()
+        os.kill(job.pid, number)
+        assert job.wait(FAULT_SECONDS) == code, job.said()
         assert not remaining(lambda: set(descendants()) - before, named=str)
         assert time.monotonic() - started < FAULT_SECONDS
 
@@ -255,9 +249,8 @@ def value_of_the_rank(value: int) -> tuple[str, int]:
 
 
 def test_launch_returns_the_value_of_the_main_process_and_puts_everything_back():
-    before = signal.getsignal(signal.SIGINT), dict(os.environ)
+    """Environment, signal handlers and threads: conftest's `nothing_leaks` looks at them."""
     assert DDP(2, "cpu").launch(value_of_the_rank, 5) == ("0", 5)
-    assert (signal.getsignal(signal.SIGINT), dict(os.environ)) == before
 
 
 def listening(pid: int) -> list[str]:

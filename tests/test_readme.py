@@ -113,7 +113,7 @@ def test_every_command_that_is_shown_composes(written):
         [word.split(",")[0] if is_sweep(word) else word for word in line.split()] for line in shown
     ]
     lines = [[w.replace("…", "1") for w in line if w != "-m"] + ["-c", "job"] for line in lines]
-    for (line, refusal), run in zip(shown.items(), attempts(lines, written)[0], strict=True):
+    for (line, refusal), run in zip(shown.items(), attempts(lines, written), strict=True):
         if refusal:
             assert (run.code, run.err.rstrip()) == (2, refusal)
         else:

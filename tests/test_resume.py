@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import small
 import torch
-from fresh import fresh
+from forked import fresh
 from recorded import Recorder
 from small import Hooks, Rows, Scripted, Small, fitted, is_same
 from test_numbers import NoisyRows

@@ -124,7 +124,7 @@ def test_no_file_steers_the_terminal(tmp_path):
     lines += [["-m", *line] for line in lines[:3]]
     lines += [[*start, "--help"], [*start, "recipe=none"], [*start, "recipe=r6", "-c", "job"]]
     lines += [[*start, "recipe=r6", "-c", "job", "-p", "vars.x"], [*start, "recipe=boston", "-i"]]
-    for line, attempt in zip(lines, attempts(lines, tmp_path)[0], strict=True):
+    for line, attempt in zip(lines, attempts(lines, tmp_path), strict=True):
         found = STEERS.search(attempt.out + attempt.err)
         assert not found, (line, found, attempt)
         assert attempt.out or attempt.err, line

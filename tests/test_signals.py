@@ -23,7 +23,6 @@ from dpframe.interruption import Interruption
 from dpframe.strategies.ddp import DDP
 from dpframe.trainer.progress import Lookout
 
-pytestmark = pytest.mark.usefixtures("forked_commands")
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
 ONE = ("strategy=cpu", "logger=none")
 WORKERS = ("data.workers=1",)
@@ -34,9 +33,9 @@ TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
 def send(job, number: int, target: str) -> None:
     if target == "group":
-        os.killpg(job.process.pid, number)
+        os.killpg(job.pid, number)
     else:
-        pid = job.process.pid if target == "parent" else job.ranks()[int(target)]
+        pid = job.pid if target == "parent" else job.ranks()[int(target)]
         os.kill(pid, number)
 
 
@@ -113,7 +112,7 @@ def test_a_second_signal_ends_a_stuck_rank_at_once(tmp_path):
         job.wait_for("fired")
         send(job, TERM, "group")
         time.sleep(2 * interruption.ECHO_SECONDS)
-        assert job.process.poll() is None
+        assert job.code is None
         send(job, TERM, "group")
         code, said = job.ended(within=1)
     assert code == 143
@@ -139,9 +138,9 @@ def test_what_spins_in_c_is_killed_when_the_grace_period_is_over(tmp_path):
         with started(folder, *setting, "trainer.grace_seconds=0.5", **fail_at(0, 3, "spin")) as job:
             job.wait_for("fired")
             send(job, TERM, "parent")
-            ended = job.ended(within=SECONDS)
+            outcome = job.ended(within=SECONDS)
         line = "interrupted by SIGTERM, not done in trainer.grace_seconds=0.5, so killed"
-        assert ended == (code, [f"dpframe: {line}"])
+        assert outcome == (code, [f"dpframe: {line}"])
 
 
 LIMITS = ("trainer.hang_seconds=2", "trainer.data_timeout_seconds=2")
@@ -160,15 +159,15 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
         jobs[0].wait_for("training-0")
         jobs[1].wait_for("training-0", "training-1")
         for job in jobs:
-            os.killpg(job.process.pid, signal.SIGTSTP)
+            os.killpg(job.pid, signal.SIGTSTP)
         for job in jobs:
-            while not is_stopped(job.process.pid):
-                assert job.process.poll() is None, (job.folder / "said").read_text()
+            while not is_stopped(job.pid):
+                assert job.code is None, job.said()
                 time.sleep(0.01)
         time.sleep(STOPPED_SECONDS)
         for job in jobs:
-            assert is_stopped(job.process.pid)
-            os.killpg(job.process.pid, signal.SIGCONT)
+            assert is_stopped(job.pid)
+            os.killpg(job.pid, signal.SIGCONT)
         for job in jobs:
             assert job.ended(within=60) == (0, [])
             assert last(job.folder)["progress"]["global_step"] == 80

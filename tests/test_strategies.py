@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fresh import fresh
+from forked import fresh
 from recorded import Recorder, once, weights, weights_apart
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import ROOT, Attempt, attempts, dpframe, environment, write
+from command import ROOT, Attempt, attempts, cold_attempts, dpframe, environment, write
 
 from dpframe.cli.configs import directory_name
 from dpframe.cli.sweep import new_directory
@@ -41,7 +41,7 @@ SWEPT = [
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Attempt]]:
     """Sweeps one after the other, in one directory."""
     directory = write(tmp_path_factory.mktemp("swept"), {"own.py": OWN})
-    return directory, attempts([["-m", *line] for line in SWEPT], directory)[0]
+    return directory, attempts([["-m", *line] for line in SWEPT], directory)
 
 
 def test_a_sweep_over_strategies_and_numbers(tmp_path):
@@ -79,10 +79,10 @@ def test_one_bad_point_is_refused_before_any_runs(tmp_path):
         ["recipe=boston,bostn"],
     ]
     lines = [["-m", "recipe=boston", *line] for line in lines]
-    done, heavy = attempts([*lines, ["-m"]], tmp_path)
+    done, heavy = cold_attempts([*lines, ["-m"]], tmp_path)
     assert heavy == []
     target = ["-m", "recipe=boston", "task.optimizer._target_=torch.optim.SGD,torch.optim.Adm"]
-    done += attempts([target], tmp_path)[0]
+    done += attempts([target], tmp_path)
     for one in done:
         assert (one.code, one.out, one.files, one.err.count("\n")) == (2, "", [], 1), one
     assert "did you mean torch.optim.Adam?" in done[-1].err

@@ -547,7 +547,7 @@ def test_mode_verify_exits_with_1_where_a_check_fails_and_with_2_where_it_is_ref
         ["--config-dir=mine", "recipe=boston", "strategy=sums", "trainer.gpus=2"],
         ["--config-dir=mine", "-m", "recipe=shapes", "strategy=cpu,forgets"],
     ]
-    tried, _ = attempts([[*line, "mode=verify"] for line in lines], write(tmp_path, FILES))
+    tried = attempts([[*line, "mode=verify"] for line in lines], write(tmp_path, FILES))
     trains_nothing, refused, fails, sweep = tried
     assert trains_nothing.code == 0
     note = "note: shapes is left out of the curves: it trains nothing; the kit's own"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import Attempt, attempts, environment, output_of, write
+from command import Attempt, attempts, cold_attempts, environment, output_of, write
 from command import dpframe as run
 
 import dpframe
@@ -228,7 +228,7 @@ json.dump(answers, sys.stdout)
 @pytest.fixture(scope="module")
 def answers(place) -> dict[str, list[str]]:
     """What a config with each part of ASKED is told, "fine" if nothing, all in one process."""
-    lists = json.loads(output_of(ASK, list(ASKED.values()), place))
+    lists = json.loads(output_of(["-c", ASK], list(ASKED.values()), place))
     assert not (place / "canary").exists()
     return dict(zip(ASKED, lists, strict=True))
 
@@ -298,7 +298,7 @@ def test_no_key_of_hydras_and_no_mode_calls_it_either(place):
     node = "{_target_: torchlike.touch, path: canary}"
     text = f"+task.net='\\${{oc.create:\"{node}\"}}'"
     lines.append(([*START, text], "Victim has no parameter to train"))
-    done, _ = attempts([line for line, _ in lines], place)
+    done = attempts([line for line, _ in lines], place)
     for (line, word), attempt in zip(lines, done, strict=True):
         assert word in said(attempt), line
 
@@ -359,7 +359,7 @@ def test_what_names_code_or_a_run_to_go_on_with_comes_from_the_command_line_alon
     lines = [[*START, f"experiment=x{number}"] for number in range(len(SAYS))]
     typed = [*lines[0], "resume=null", "-c", "job"], [*START, "experiment=fine", "-c", "job"]
     lists = [[*START, f"trusted_modules={value}"] for value in NO_LISTS]
-    done, heavy = attempts([*([*line, "-c", "job"] for line in lines), *lists, *typed], place)
+    done, heavy = cold_attempts([*([*line, "-c", "job"] for line in lines), *lists, *typed], place)
     for (text, line), attempt in zip((SAYS | NO_LISTS).items(), done, strict=False):
         assert line in said(attempt), text
     assert [attempt.code for attempt in done[-2:]] == [0, 0], done[-2:]
@@ -384,7 +384,7 @@ def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(tmp_path):
     notes = "".join(f"- '{one}'\n" for one in (*START[2:], *owner, *others, net))
     run = {"run/.hydra/overrides.yaml": notes, "run/checkpoints/last.ckpt": "not looked at yet"}
     line = [*START[:2], "recipe=victim", "resume=run/checkpoints/last.ckpt"]
-    (attempt,), _ = attempts([line], write(tmp_path, FILES | run))
+    (attempt,) = attempts([line], write(tmp_path, FILES | run))
     assert "task.net._target_=os.system is not one of the names" in said(attempt)
 
 
@@ -394,7 +394,7 @@ def test_overrides_in_a_run_directory_that_are_no_texts_are_one_line(tmp_path):
     files = {f"{name}/.hydra/overrides.yaml": text for name, text in notes.items()}
     files |= {f"{name}/checkpoints/last.ckpt": "not looked at" for name in notes}
     lines = [["recipe=boston", f"resume={name}/checkpoints/last.ckpt"] for name in notes]
-    for attempt in attempts(lines, write(tmp_path, files))[0]:
+    for attempt in attempts(lines, write(tmp_path, files)):
         assert (attempt.code, attempt.err.count("\n")) == (2, 1) and len(attempt.err) < 300
 
 
@@ -416,7 +416,7 @@ def test_what_yaml_makes_beside_texts_and_numbers_is_one_line(tmp_path):
     start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
     lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
     for line, attempt in zip(
-        OBJECTS.values(), attempts(lines, tmp_path / "mine" / "..")[0], strict=True
+        OBJECTS.values(), attempts(lines, tmp_path / "mine" / ".."), strict=True
     ):
         assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
         assert line in attempt.err and attempt.files == ["mine"]
@@ -504,7 +504,7 @@ def test_python_in_a_run_directory_or_beside_a_checkpoint_is_not_imported(tmp_pa
         ],
         ["recipe=victim", "checkpoint=down/some.ckpt", "task._target_=down.beside.Victim"],
     ]
-    done, _ = attempts([[*START[:2], *START[3:], *line] for line in lines], place)
+    done = attempts([[*START[:2], *START[3:], *line] for line in lines], place)
     for attempt, folder in zip(done, ("run", "run", "run", "down"), strict=True):
         assert f" is in {place / folder}, beside what this run starts from; " in said(attempt)
 
@@ -515,7 +515,7 @@ def test_no_link_makes_python_in_a_run_directory_anything_else(tmp_path):
     (place / "run" / "checkpoints").symlink_to("held")
     (place / "run" / "far.py").symlink_to("../far/far.py")
     parts = ["+callbacks.x._target_=own.Own", "+callbacks.x._target_=far.Own"]
-    done, _ = attempts(
+    done = attempts(
         [["recipe=boston", "resume=checkpoints/last.ckpt", p] for p in parts], place / "run"
     )
     for attempt in done:

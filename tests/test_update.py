@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from fresh import fresh
+from forked import fresh
 from recorded import Recorder, once, weights, weights_apart
 from small import Hooks, Rows, Small, fitted, is_same
 from torch import Tensor, nn

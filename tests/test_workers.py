@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import attempts, dpframe, write
+from command import cold_attempts, dpframe, write
 from conftest import descendants
 from small import fitted, is_same, trainer
 from torch import Tensor
@@ -355,7 +355,7 @@ def test_two_ranks_read_by_the_choice_of_the_first_and_train_turned(tmp_path):
 
 def test_a_wrong_word_for_the_workers_is_one_line(tmp_path):
     lines = [["recipe=boston", f"data.workers={word}"] for word in ("atuo", "null", "1.5")]
-    results, heavy = attempts(lines, tmp_path)
+    results, heavy = cold_attempts(lines, tmp_path)
     assert [(r.code, r.err.count("\n")) for r in results] == [(2, 1)] * 3
     assert "data.workers=atuo is text; use a whole number or auto" in results[0].err
     assert heavy == []
