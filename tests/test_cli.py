@@ -66,7 +66,7 @@ BEFORE_TORCH = {
     "--hlp": "there is no option --hlp; did you mean --help?",
     "--package=trainer": "go with --cfg",
     "--cfg=jub": "choose from",
-    "--config-dir=missing": "--config-dir=missing is not a directory",
+    "--config-dir=missing": "--config-dir=missing can't be read: No such file",
 }
 
 # What the settings refuse, whatever composed them.
@@ -131,7 +131,7 @@ RECIPES = {
     "typo": (BOSTON + "trainer: {max_epoch: 3}\n", "did you mean trainer.max_epochs?"),
     "top": (BOSTON + "trianer: {max_epochs: 3}\n", "did you mean trainer?"),
     "kind": (BOSTON + "trainer: {max_epochs: ten}\n", "trainer.max_epochs=ten is text"),
-    "scalar": (BOSTON + "trainer: 3\n", "trainer=3 is one value; set its keys"),
+    "scalar": (BOSTON + "trainer: 3\n", "node `trainer` is not a container"),
     "range": (BOSTON + "data: {workers: -1}\n", "data.workers=-1 is out of range"),
     "nowhere": (BOSTON + "seed: ${data.batchsize}\n", "did you mean data.batch_size?"),
     "unfilled": (BOSTON + "vars:\n  s: ???\n", "vars.s is not set; set vars.s=VALUE"),

@@ -17,7 +17,7 @@ from dpframe.cli.configs import Configs, register_resolver
 from dpframe.cli.objective import Objective, objective_of
 from dpframe.cli.refusal import unresolved
 from dpframe.cli.resume import start_file, with_saved
-from dpframe.cli.settings import RunSettings, checked, refuse_values, shown
+from dpframe.cli.settings import RunSettings, checked, shown
 from dpframe.errors import UserError
 
 PLAIN = (type(None), bool, int, float, str)
@@ -86,7 +86,6 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         run_dir = str(hydra.run.dir)
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
-        refuse_values(OmegaConf.to_container(config, resolve=False))
         raise unresolved(error, config) from None
     return Composed(
         config=plain,

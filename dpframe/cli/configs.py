@@ -39,7 +39,7 @@ register_resolver: Any = (
 LONGEST_NAME = 200  # bytes of a sweep's directory name; file systems end at 255
 
 
-class Configs(ConfigLoader):
+class Configs:
     """Hydra's loader over our folders, which refuses what a file may not set.
 
     A sweeper and its launcher compose through it, too: `typed` are the overrides of their sweep.
@@ -49,7 +49,7 @@ class Configs(ConfigLoader):
         self.folder = None if config_dir is None else _readable(config_dir)
         self.typed = typed
         folders = [] if self.folder is None else [("--config-dir", str(self.folder))]
-        folders += [(p.package, str(p.folder)) for p in plugins.installed() if p.folder is not None]
+        folders += [(p.package, str(p.folder)) for p in plugins.installed()]
         self.loader = _loader(folders)
 
     def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
@@ -84,51 +84,25 @@ class Configs(ConfigLoader):
     # What Hydra asks of a loader
 
     def load_configuration(
-        self,
-        config_name: str | None,
-        overrides: list[str],
-        run_mode: RunMode,
-        from_shell: bool = True,
-        validate_sweep_overrides: bool = True,
+        self, config_name: str | None, overrides: list[str], run_mode: RunMode, **options: Any
     ) -> DictConfig:
-        config = self.loader.load_configuration(
-            config_name, overrides, run_mode, from_shell, validate_sweep_overrides
-        )
+        config = self.loader.load_configuration(config_name, overrides, run_mode, **options)
         return self._guarded(config, overrides)
 
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
     ) -> DictConfig:
         config = self.loader.load_sweep_config(master_config, sweep_overrides)
-        overrides: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
-        return self._guarded(config, [*overrides["hydra"], *sweep_overrides])
+        shared: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
+        return self._guarded(config, [*shared["hydra"], *sweep_overrides])
 
-    def get_search_path(self) -> ConfigSearchPath:
-        return self.loader.get_search_path()
-
-    def get_sources(self) -> list[ConfigSource]:
-        return self.loader.get_sources()
-
-    def list_groups(self, parent_name: str) -> list[str]:
-        return self.loader.list_groups(parent_name)
-
-    def get_group_options(
-        self,
-        group_name: str,
-        results_filter: ObjectType | None = ObjectType.CONFIG,
-        config_name: str | None = None,
-        overrides: list[str] | None = None,
-    ) -> list[str]:
-        return self.loader.get_group_options(group_name, results_filter, config_name, overrides)
-
-    def compute_defaults_list(
-        self, config_name: str | None, overrides: list[str], run_mode: RunMode
-    ) -> Any:
-        return self.loader.compute_defaults_list(config_name, overrides, run_mode)
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # while it is unpickled, as by a launcher
+            raise AttributeError(name)
+        return getattr(self.loader, name)
 
     def _guarded(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-        typed = overrides if self.typed is None else self.typed
-        guard.refuse(config, overrides, typed)
+        guard.refuse(config, overrides, overrides if self.typed is None else self.typed)
         return config
 
     def _check_heads(self, overrides: Sequence[str]) -> None:
@@ -148,14 +122,17 @@ class Configs(ConfigLoader):
 
     def _refuse_shadowed(self, choices: DictConfig) -> None:
         """Hydra takes the first file of a name, ours: a user's other file must not be ignored."""
-        for group, option in ((str(group), option) for group, option in choices.items()):
-            own = self.folder / group / f"{option}.yaml" if self.folder else Path()
-            packaged = files("dpframe.conf").joinpath(group, f"{option}.yaml")
-            if not own.is_file() and not packaged.is_file():
-                plugins.refuse_shared(group, option)
-            if own.is_file() and packaged.is_file() and own.read_bytes() != packaged.read_bytes():
+        packaged = Path(str(files("dpframe.conf")))
+        for group, option in choices.items():
+            name = f"{group!s}/{option}.yaml"
+            places = [folder / name for folder in (packaged, self.folder) if folder is not None]
+            texts = {place: place.read_bytes() for place in places if place.is_file()}
+            if not texts:
+                plugins.refuse_shared(str(group), option)
+            elif len(set(texts.values())) > 1:
                 raise UserError(
-                    f"{group}={option} is both dpframe's and {own}; use another name for yours"
+                    f"{group!s}={option} is both dpframe's and {places[1]}; use another name for "
+                    "yours"
                 )
 
 
@@ -205,10 +182,9 @@ class Inside(ConfigSource):
 
 def with_path_quoted(override: str) -> str:
     """An existing file needs no quotes, though Hydra's grammar wants them round a = or a space."""
-    key, equals, value = override.partition("=")
-    if not equals or re.fullmatch(r"[\w./:+-]*", value, re.ASCII) or not _exists(value):
-        return override
-    return f"{key}={quoted(value)}"
+    key, _, value = override.partition("=")
+    is_plain = re.fullmatch(r"[\w./:+-]*", value, re.ASCII)
+    return override if is_plain or not os.path.lexists(value) else f"{key}={quoted(value)}"
 
 
 def quoted(text: str) -> str:
@@ -241,17 +217,8 @@ def _loader(folders: Iterable[tuple[str, str]]) -> ConfigLoader:
 
 
 def _readable(config_dir: str) -> Path:
-    if not os.path.isdir(config_dir):
-        raise UserError(f"--config-dir={config_dir} is not a directory")
     try:
         os.listdir(config_dir)
     except OSError as error:
         raise UserError(f"--config-dir={config_dir} can't be read: {error.strerror}") from None
     return Path(os.path.abspath(config_dir))
-
-
-def _exists(path: str) -> bool:
-    try:
-        return os.path.lexists(path)
-    except ValueError:
-        return False

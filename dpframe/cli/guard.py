@@ -16,9 +16,10 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from dpframe.cli.resume import key_of
-from dpframe.cli.settings import NAME, no_plain_name
 from dpframe.errors import UserError
 
+# A recipe's name is also the name of a folder. A recipe in a folder of others has a slash.
+NAME = r"\w[\w .,+=@-]*(/\w[\w .,+=@-]*)*"
 TYPED: dict[str, Any] = {"resume": None, "resume_anyway": False, "trusted_modules": []}
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 UNUSED: dict[str, Any] = {  # Hydra's keys without a use in dpframe, and their only value
@@ -73,7 +74,10 @@ def _refuse_recipe(plain: Mapping[str, Any]) -> None:
     name = plain.get("recipe", "???")
     is_name = isinstance(name, str | int | float) and re.fullmatch(NAME, str(name))
     if name != "???" and not is_name:
-        raise no_plain_name(name)
+        raise UserError(
+            f"recipe={name} is not a plain name, but it names the folder of its runs; "
+            "use letters, digits, - and _"
+        )
 
 
 def _refuse_settings(hydra: DictConfig, plain: Mapping[str, Any], overrides: Sequence[str]) -> None:

@@ -2,12 +2,10 @@
 
 import json
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpframe.cli.compose import Composed
-from dpframe.cli.configs import quoted
 from dpframe.cli.resume import LIMIT, key_of, refuse_recipe
 from dpframe.cli.settings import TOP_LEVEL, shown
 from dpframe.data import DataModule
@@ -44,8 +42,8 @@ def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataM
             f"{key}={shown(theirs.get(key))} there, {shown(ours.get(key))} here" for key in untyped
         )
         raise UserError(
-            f"{what}: its run had another config: {differences}; type what it had"
-            f"{_as_typed(theirs, ours, untyped)}, or what you want instead"
+            f"{what}: its run had another config: {differences}; type what it had, or what you "
+            "want instead"
         )
     brought = " ".join(_brought(job))
     lines = [f"with its run's {brought}"] if brought else []
@@ -89,24 +87,6 @@ def _is_typed(key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], job:
         return True
     groups = [name for name in typed if "." not in name and name not in TOP_LEVEL]
     return bool(groups) or any(name.split(".")[0] == "vars" for name in typed)
-
-
-def _as_typed(theirs: Mapping[str, Any], ours: Mapping[str, Any], keys: Sequence[str]) -> str:
-    words = []
-    for key in keys:
-        if key not in theirs:
-            words.append(f"~{key}")
-        elif "[" not in key:  # a part of a list can't be typed alone
-            words.append(_override(key if key in ours else f"++{key}", theirs[key]))
-    return f" ({' '.join(words)})" if words else ""
-
-
-def _override(key: str, value: Any) -> str:
-    """As a shell takes it; text that Hydra would read as something else is in quotes."""
-    is_plain = not isinstance(value, str) or re.fullmatch(r"[A-Za-z_./][\w./:-]*|\d+", value)
-    if is_plain:
-        return f"{key}={shown(value)}"
-    return shlex.quote(f"{key}={quoted(value)}")
 
 
 def _brought(job: Composed) -> list[str]:

@@ -9,7 +9,7 @@ nearer wins. Nothing of a package is imported before one of its options is used.
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import metadata, util
 from pathlib import Path
@@ -23,11 +23,14 @@ GROUP = "dpframe.plugins"
 class Plugin(NamedTuple):
     package: str  # its name and version
     module: str  # the dotted path of its config folder
-    folder: Path | None  # None: there is no such folder
+    folder: Path
 
-    def file(self, group: str, option: str) -> Path | None:
-        path = self.folder and self.folder / group / f"{option}.yaml"
-        return path if path and path.is_file() else None
+    @property
+    def top(self) -> str:
+        return self.module.split(".")[0]
+
+    def file(self, group: str, option: str) -> Path:
+        return self.folder / group / f"{option}.yaml"
 
 
 @cache
@@ -39,24 +42,24 @@ def installed() -> tuple[Plugin, ...]:
     plugins: dict[tuple[str, str], Plugin] = {}
     for package in metadata.distributions(path=folders):
         for module in _modules(package):
-            plugin = Plugin(f"{package.name} {package.version}", module, _folder(module))
-            plugins.setdefault((package.name.lower(), module), plugin)
+            if folder := _folder(module):
+                plugin = Plugin(f"{package.name} {package.version}", module, folder)
+                plugins.setdefault((package.name.lower(), module), plugin)
     return tuple(plugins[key] for key in sorted(plugins))
 
 
 def bringing(group: str, option: str) -> list[Plugin]:
-    return [plugin for plugin in installed() if plugin.file(group, option)]
+    return [plugin for plugin in installed() if plugin.file(group, option).is_file()]
 
 
-def selected(choices: Mapping[str, Any], nearer: Iterable[Path]) -> list[str]:
+def selected(choices: Mapping[str, Any], nearer: Sequence[Path]) -> list[str]:
     """The packages whose options a config has; what is in a `nearer` folder is not theirs."""
-    folders = list(nearer) if installed() else []
     packages = set()
-    for group, options in choices.items() if folders else ():
+    for group, options in choices.items():
         group = group.split("@")[0]
         for option in [options] if isinstance(options, str | None) else options:
-            if not any((folder / group / f"{option}.yaml").is_file() for folder in folders):
-                packages |= {p.module.split(".")[0] for p in bringing(group, str(option))}
+            if not any((folder / group / f"{option}.yaml").is_file() for folder in nearer):
+                packages |= {plugin.top for plugin in bringing(group, str(option))}
     return sorted(packages)
 
 
@@ -71,16 +74,10 @@ def refuse_shared(group: str, option: str) -> None:
         )
 
 
-def without_folder() -> str:
-    """What to add where an option is unknown: it may have been in a folder that is gone."""
-    gone = [f"{p.package} has no folder {p.module}" for p in installed() if p.folder is None]
-    return f"; the package {', '.join(gone)}: install it again" if gone else ""
-
-
 def origin_of(module: str) -> str:
     """' of PACKAGE VERSION', where the module is part of a plugin, to go into an error."""
     top = module.split(".")[0]
-    return next((f" of {p.package}" for p in installed() if p.module.split(".")[0] == top), "")
+    return next((f" of {plugin.package}" for plugin in installed() if plugin.top == top), "")
 
 
 def _modules(package: metadata.Distribution) -> list[str]:

@@ -20,7 +20,6 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from dpframe.cli import plugins
 from dpframe.cli.resume import key_of
 from dpframe.errors import UserError, suggestion
 
@@ -127,8 +126,7 @@ def _unknown_option(
     is_typed = any(option in o.partition("=")[2] for o in given)
     is_known = source is not None and source[1] != "config" and not is_typed
     where = f"in {source[1]}.yaml, " if source and is_known else ""
-    gone = plugins.without_folder()
-    return UserError(f"{where}{group}={option}: there is no such {group}; {near}{there}{gone}")
+    return UserError(f"{where}{group}={option}: there is no such {group}; {near}{there}")
 
 
 def _unreadable(error: OverrideParseException) -> UserError:

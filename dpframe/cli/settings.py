@@ -13,8 +13,6 @@ from dpframe.errors import UserError, suggestion
 from dpframe.plan.settings import PlanSettings
 from dpframe.trainer.settings import TrainerSettings
 
-# A recipe's name is also the name of a folder. A recipe in a folder of others has a slash.
-NAME = r"\w[\w .,+=@-]*(/\w[\w .,+=@-]*)*"
 MODES = ("fit", "validate", "test", "predict", "verify", "plan")
 EVALUATIONS = ("validate", "test", "predict")
 PARTS = ("task", "data", "strategy")
@@ -45,8 +43,6 @@ class RunSettings:
             raise UserError(
                 f"mode={self.mode} is not one of {', '.join(MODES)}; {suggestion(self.mode, MODES)}"
             )
-        if not re.fullmatch(NAME, self.recipe):
-            raise no_plain_name(self.recipe)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.resume is not None and self.mode != "fit":
@@ -67,14 +63,11 @@ TOP_LEVEL = tuple(f.name for f in fields(RunSettings))
 
 def checked(config: Mapping[str, Any]) -> RunSettings:
     """The config as settings; a key or a type that doesn't fit is refused by its name."""
-    _refuse_unknown("", config, RunSettings)
     for name in PARTS:
         node = config.get(name)
         if not isinstance(node, Mapping) or not node.get("_target_"):
             raise UserError(f"{name} has no _target_; a recipe names the class of its {name}")
     groups = {name: _mapping(name, config.get(name)) for name in (*TYPED, *OPEN)}
-    for name, kind in TYPED.items():
-        _refuse_unknown(name, groups[name], kind)
     _check_data(config["data"])
     untyped = {name: groups.get(name, config.get(name)) for name in (*PARTS, *OPEN)}
     typed = {k: groups.get(k, v) for k, v in config.items() if k not in untyped}
@@ -82,22 +75,8 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
         schema = OmegaConf.structured(RunSettings)
         settings: Any = OmegaConf.to_object(OmegaConf.merge(schema, literal(typed)))
     except OmegaConfBaseException as error:
-        raise _mistyped(error.full_key or "", typed) from None
+        raise _unfit(error.full_key or "", typed) from None
     return replace(settings, **untyped)
-
-
-def refuse_values(config: Any) -> None:
-    """A group that is one value makes every reference into it fail: refuse it first."""
-    for name in (*TYPED, *OPEN):
-        if not str(config.get(name)).startswith("${"):
-            _mapping(name, config.get(name))
-
-
-def no_plain_name(recipe: Any) -> UserError:
-    return UserError(
-        f"recipe={recipe} is not a plain name, but it names the folder of its runs; "
-        "use letters, digits, - and _"
-    )
 
 
 def literal(value: Any) -> Any:
@@ -141,31 +120,26 @@ def _check_data(data: Mapping[str, Any]) -> None:
     """The keys that every DataModule has, before torch is imported to find the class."""
     for key, least in (("batch_size", 1), ("workers", 0)):
         value = data.get(key, least)
-        choice = " or auto" if key == "workers" else ""
-        if choice and value == "auto":
+        if (key, value) == ("workers", "auto"):
             continue
         if type(value) is not int:
-            raise UserError(
-                f"data.{key}={shown(value)} is {kind_of(value)}; use a whole number{choice}"
-            )
+            choice = " or auto" if key == "workers" else ""
+            given = f"data.{key}={shown(value)} is {kind_of(value)}"
+            raise UserError(f"{given}; use a whole number{choice}")
         if value < least:
             raise UserError(f"data.{key}={value} is out of range; use {least} or more")
 
 
-def _mistyped(full_key: str, config: Mapping[str, Any]) -> UserError:
-    """The key whose value OmegaConf can't convert to its type; an item of a list is its list's."""
-    group, _, name = re.split(r"\[", full_key)[0].partition(".")
-    kind, value = (TYPED[group], config[group][name]) if name else (RunSettings, config[group])
-    wanted = spoken(get_type_hints(kind)[name or group])
-    key = f"{group}.{name}" if name else group
+def _unfit(full_key: str, config: Mapping[str, Any]) -> UserError:
+    """A key that is not there, or whose value can't be converted to its type; an item of a list is
+    its list's."""
+    key = re.split(r"\[", full_key)[0]
+    group, _, name = key.partition(".")
+    kind = TYPED[group] if name else RunSettings
+    hints, prefix = get_type_hints(kind), f"{group}." * bool(name)
+    if (name or group) not in hints:
+        near = suggestion(name or group, hints).replace("mean ", f"mean {prefix}")
+        return UserError(f"{key} is not a key of the config; {near}")
+    value = config[group][name] if name else config[group]
+    wanted = spoken(hints[name or group])
     return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {wanted}")
-
-
-def _refuse_unknown(prefix: str, given: Mapping[str, Any], kind: type) -> None:
-    valid = [f.name for f in fields(kind)]
-    for key in given:
-        if key not in valid:
-            where = f"{prefix}.{key}" if prefix else str(key)
-            near = suggestion(str(key), valid)
-            near = near.replace("mean ", f"mean {prefix}.") if prefix else near
-            raise UserError(f"{where} is not a key of the config; {near}")

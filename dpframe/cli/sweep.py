@@ -134,7 +134,7 @@ def _points(overrides: Sequence[str], configs: Configs) -> list[list[str]]:
     if any(override.startswith("hydra/sweeper=") for override in overrides):
         return []
     choices: dict[str, list[str]] = {}
-    for override in OverridesParser.create(configs).parse_overrides(list(overrides)):
+    for override in OverridesParser.create(configs.loader).parse_overrides(list(overrides)):
         key = override.get_key_element()
         if not override.is_sweep_override():
             values = [override.get_value_element_as_str()]
