@@ -3,33 +3,36 @@
 Run as a program, this file is that process: it needs nothing but Python, and starts in 20 ms.
 """
 
+import faulthandler
 import os
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for it; users have plans for USR1
-EXIT = getattr(signal, "SIGRTMIN", signal.SIGUSR1) + 1
-BEAT, OVER = b"\x80", b"\x81"  # no signal has such a number
-BEAT_SECONDS = 0.2  # between two of them at least
+EXIT = STACK + 1
+BEAT = 0x80  # no signal has this number, and no stack this byte
+TEXT = {ord("\n"), *range(ord(" "), 127)}  # faulthandler's
+BEAT_SECONDS = 0.1  # between two of them at least
+TICK_SECONDS = 0.1  # between two looks at what has come
 STACK_SECONDS = 1.0  # for it to come
 END_SECONDS = 1.0  # for a process to end by itself
 HOUSE = str(Path(__file__).parent) + os.sep
 FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
 FRAMES = 4
-START = re.compile(r'((run\.py", line \d+ in _work|launch\.py", line \d+ in live)\b)\n.*', re.S)
+START = re.compile(r'((run\.py", line \d+ in _work|ranks\.py", line \d+ in live)\b)\n.*', re.S)
 DEBUGGERS = ("pydevd", "debugpy")
 PROMPT = re.compile(r"\b(pdb|bdb|cmd|code)\.py$")
 
 _fd = -1
-_seconds = BEAT_SECONDS
 _due = float("inf")
 
 
@@ -38,22 +41,38 @@ def beat() -> None:
     global _due
     now = time.monotonic()
     if now >= _due:
-        _due = now + _seconds
+        _due = now + BEAT_SECONDS
         with suppress(OSError):  # the reader is gone, or has more than it can read
-            os.write(_fd, BEAT)
+            os.write(_fd, bytes([BEAT]))
 
 
-def start(fd: int, hang_seconds: float | None) -> None:
-    """Sends beats there from now on."""
-    global _fd, _seconds, _due
+def connect(fd: int) -> int:
+    """Sends there the number of each signal that Python handles, the stack on `STACK`, and beats
+    between `start` and `stop`; returns where the numbers went before.
+
+    Python's handlers and faulthandler's are C, so this works in a process that never leaves C code.
+    """
+    global _fd
     os.set_blocking(fd, False)
-    _fd, _seconds, _due = fd, min(BEAT_SECONDS, (hang_seconds or 1.0) / 8), 0.0
+    faulthandler.register(STACK, file=fd, all_threads=False)
+    _fd = fd
+    return signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
+
+
+def start() -> None:
+    global _due
+    _due = 0.0
     beat()
 
 
 def stop() -> None:
     global _due
     _due = float("inf")
+
+
+def received(fd: int, seconds: float = 0.0) -> bytes:
+    """What has come from a process that is connected."""
+    return os.read(fd, 65536) if select.select([fd], [], [], seconds)[0] else b""
 
 
 def is_debugged() -> bool:
@@ -67,7 +86,7 @@ class Clock:
     A monotonic clock also counts what Ctrl-Z, SIGSTOP or a paused container takes.
     """
 
-    def __init__(self, tick: float = 1.0) -> None:
+    def __init__(self, tick: float = 0.5) -> None:
         self._tick = tick
         self._seconds = 0.0
         self._read_at = time.monotonic()
@@ -91,16 +110,17 @@ def is_stopped(pid: int) -> bool:
 # ---- stacks, as faulthandler writes them: the innermost frame first
 
 
-def stack_of(pid: int, *, asked_by: int, pipe: int) -> str:
+def stack_of(pid: int, fd: int) -> str:
     """Where the main thread of that process is, up to the function in which its work began."""
     with suppress(ProcessLookupError):
-        os.kill(pid, asked_by)
+        os.kill(pid, STACK)
     text, seconds = b"", STACK_SECONDS
-    while select.select([pipe], [], [], seconds)[0] and (part := os.read(pipe, 65536)):
-        text, seconds = text + part, 0.1
+    while part := received(fd, seconds):
+        text += bytes(byte for byte in part if byte in TEXT)
+        seconds = 0.1 if text else STACK_SECONDS
     if not text:
         return "it has none: it is stopped, or in the kernel"
-    return START.sub(r"\1", text.decode(errors="replace").strip())
+    return START.sub(r"\1", text.decode().strip())
 
 
 def is_at_prompt(stack: str) -> bool:
@@ -112,12 +132,10 @@ def where(stack: str) -> str:
     """The innermost frames, e.g. `wait (a.py, line 3) in forward (a.py, line 9)`."""
     frames = FRAME.findall(stack)
     users = list(takewhile(lambda frame: not frame[0].startswith(HOUSE), frames))
-    return shown(users or frames[:1])
-
-
-def shown(frames: list[tuple[str, str, str]]) -> str:
-    calls = [f"{name} ({os.path.basename(file)}, line {line})" for file, line, name in frames]
-    return " in ".join(calls[:FRAMES])
+    shown = (users or frames[:1])[:FRAMES]
+    return " in ".join(
+        f"{name} ({os.path.basename(file)}, line {line})" for file, line, name in shown
+    )
 
 
 def verdict(stack: str, seconds: float, *, who: str = "it") -> str:
@@ -130,121 +148,87 @@ def verdict(stack: str, seconds: float, *, who: str = "it") -> str:
     )
 
 
+def late(grace_seconds: float) -> str:
+    """What a run that was interrupted adds if it had to be killed."""
+    return f", not done in trainer.grace_seconds={grace_seconds:g}, so killed"
+
+
 # ---- the watcher
 
 
-class Watcher:
-    """A process that watches this one where no parent of dpframe's does.
+@contextmanager
+def watcher(
+    hang_seconds: float | None, *, grace_seconds: float, is_quiet: bool, leave: Callable[..., None]
+) -> Iterator[None]:
+    """Within, a process watches this one, where no parent of dpframe's does.
 
-    A thread can't: a C extension that keeps the GIL stops it. Python's handlers of signals and
-    those of faulthandler are C, so the watcher learns of every signal and gets the stack. It ends
-    what can't end itself by SIGKILL.
+    A thread can't: a C extension that keeps the GIL stops it. When a signal has been waiting for
+    `grace_seconds`, or nothing has come for `hang_seconds`, the watcher says so, has this process
+    call `leave`, and kills it where it does not.
     """
-
-    def __init__(self, hang_seconds: float | None, *, grace_seconds: float, is_quiet: bool) -> None:
-        self._hang_seconds = hang_seconds
-        self._arguments = (hang_seconds or 0, grace_seconds, int(is_quiet))
-
-    def __enter__(self) -> None:
-        import faulthandler
-        import subprocess
-
-        read, self._pulse = os.pipe()
-        stacks, self._stacks = os.pipe()
-        faulthandler.register(STACK, file=self._stacks, all_threads=False)
-        self._handler = signal.signal(EXIT, _exit)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the watcher inherits it
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, *map(str, (read, stacks, *self._arguments))],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(read, stacks),
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(read)
-            os.close(stacks)
-        start(self._pulse, self._hang_seconds)
-        self._wakeup = signal.set_wakeup_fd(self._pulse, warn_on_full_buffer=False)
-
-    def __exit__(self, *_: Any) -> None:
-        import faulthandler
-
+    read, write = os.pipe()
+    handler = signal.signal(EXIT, leave)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the watcher inherits it
+    try:
+        limits = hang_seconds or float("inf"), grace_seconds, int(is_quiet)
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *map(str, (read, os.getpid(), *limits))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=[read],
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(read)
+    wakeup = connect(write)
+    start()
+    try:
+        yield
+    finally:
         stop()
-        signal.set_wakeup_fd(self._wakeup)
-        with suppress(OSError):
-            os.write(self._pulse, OVER)
-        try:
-            self._process.wait(END_SECONDS)
-        except Exception:  # e.g. it is stopped
-            self._process.kill()
-            self._process.wait()
+        signal.set_wakeup_fd(wakeup)
+        process.kill()
+        process.wait()
         faulthandler.unregister(STACK)
-        signal.signal(EXIT, self._handler)
-        os.close(self._pulse)
-        os.close(self._stacks)
+        signal.signal(EXIT, handler)
+        os.close(write)
 
 
-def _exit(number: int, frame: Any) -> None:
-    os._exit(1)  # the watcher has said why
-
-
-def _watch(
-    pulse: int, stacks: int, hang_seconds: float, grace_seconds: float, is_quiet: bool
-) -> None:
-    """The watcher's work, until the process that started it is done or has ended."""
-    parent = os.getppid()
-    hang_seconds = hang_seconds or float("inf")
-    tick = max(0.02, min(1.0, hang_seconds / 4, grace_seconds / 4))
-    clock, beaten_at = Clock(tick), 0.0
-    number, killed_at = 0, float("inf")
+def _watch(fd: int, parent: int, hang_seconds: float, grace_seconds: float, is_quiet: bool) -> None:
+    """The watcher's work, until it is killed, or the process that started it has ended."""
+    clock = Clock()
+    beaten_at, kill_at, number = 0.0, float("inf"), 0
     while os.getppid() == parent:
-        news = b""
-        if select.select([pulse], [], [], tick)[0]:
-            news = os.read(pulse, 4096) or OVER
+        news = received(fd, TICK_SECONDS)
         now = clock.seconds(counts=not is_stopped(parent))
-        if OVER in news:
-            return
         if BEAT in news:
             beaten_at = now
-        signals = [byte for byte in news if byte in SIGNALS]
-        if signals and not number:
-            # It ends itself when the grace period is over, if it can.
-            number, killed_at = signals[0], now + grace_seconds + END_SECONDS
-        if now >= killed_at:
-            name = signal.Signals(number).name
-            late = f"not done in trainer.grace_seconds={grace_seconds:g}, so killed"
-            _say("" if is_quiet else f"dpframe: interrupted by {name}, {late}\n")
-            os.kill(parent, signal.SIGKILL)
-            return
+        numbers = [byte for byte in news if byte in SIGNALS]
+        if numbers and not number:
+            number, kill_at = numbers[0], now + grace_seconds
+        if now >= kill_at:
+            words = f"dpframe: interrupted by {signal.Signals(number).name}{late(grace_seconds)}\n"
+            _end(parent, "" if is_quiet else words)
         if now - beaten_at >= hang_seconds:
-            stack = stack_of(parent, asked_by=STACK, pipe=stacks)
+            stack = stack_of(parent, fd)
             if not is_at_prompt(stack):
-                rank = os.environ.get("RANK")  # torchrun's
-                who = f"rank {rank}" if rank else "it"
-                _say(f"{stack}\n{verdict(stack, hang_seconds, who=who)}\n")
-                _end(parent)
-                return
+                who = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "it"  # torchrun's
+                _end(parent, f"{stack}\n{verdict(stack, hang_seconds, who=who)}\n")
             beaten_at = now
 
 
-def _end(parent: int) -> None:
-    """With exit code 1, unless it never leaves C code."""
-    os.kill(parent, EXIT)
-    deadline = time.monotonic() + END_SECONDS
-    while os.getppid() == parent and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if os.getppid() == parent:
-        os.kill(parent, signal.SIGKILL)
-
-
-def _say(text: str) -> None:
+def _end(pid: int, words: str) -> None:
     with suppress(OSError):
-        os.write(2, text.encode())
+        os.write(2, words.encode())
+    os.kill(pid, EXIT)
+    deadline = time.monotonic() + END_SECONDS
+    while os.getppid() == pid:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
 
 
 if __name__ == "__main__":
-    _hang, _grace, _is_quiet = map(float, sys.argv[3:6])
-    _watch(int(sys.argv[1]), int(sys.argv[2]), _hang, _grace, bool(_is_quiet))
+    _pipe, _parent, _hang, _grace, _is_quiet = sys.argv[1:]
+    _watch(int(_pipe), int(_parent), float(_hang), float(_grace), _is_quiet == "1")
     os._exit(0)

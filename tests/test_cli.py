@@ -117,7 +117,7 @@ WITH_TORCH = {
     "checkpoint=text.ckpt": "checkpoint=text.ckpt can't be used",
     "hydra.run.dir=text.ckpt": "the run directory text.ckpt can't be made: File exists",
     "hydra.run.dir=text.ckpt/x": "can't be made",
-    "trainer.gpus=2 strategy=cpu": "strategy=cpu is one replica",
+    "trainer.gpus=2 strategy=cpu": "CPU is one replica",
     "trainer.gpus=999 strategy=ddp trainer.accelerator=cpu": "trainer.max_replicas_per_core=8",
 }
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import DataModule, Strategy, Task, Trainer, UserError
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 from dpframe.trainer.evaluation import as_table
 
 SIZES = range(1, 18)

@@ -14,9 +14,9 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 
 ONCE = TrainerSettings(max_epochs=1)
 

@@ -20,10 +20,9 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.data.prefetch import tensors_in
 from dpframe.errors import Failure
 from dpframe.recipes.boston import Boston, BostonData
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.single_gpu import SingleGPU
+from dpframe.strategies.single import CPU, SingleGPU
 
 pytestmark = pytest.mark.gpu
 

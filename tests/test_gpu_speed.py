@@ -15,9 +15,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import DataModule, Trainer, checkpoint
 from dpframe.callbacks.progress import banner
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
-from dpframe.strategies.single_gpu import SingleGPU
+from dpframe.strategies.single import CPU, SingleGPU
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,8 @@
 """Signs of life, as they are sent and read; test_ranks and test_signals have whole jobs."""
 
+import faulthandler
 import os
+import signal
 import time
 
 import pytest
@@ -13,15 +15,18 @@ def test_beats_are_sent_a_few_times_a_second_and_only_while_someone_reads():
     read, write = os.pipe()
     try:
         heartbeat.beat()
-        heartbeat.start(write, 1.0)
+        wakeup = heartbeat.connect(write)
+        heartbeat.start()
         for _ in range(1000):
             heartbeat.beat()
-        assert os.read(read, 4096) == heartbeat.BEAT
-        time.sleep(1.0 / 8)
+        assert os.read(read, 4096) == bytes([heartbeat.BEAT])
+        time.sleep(heartbeat.BEAT_SECONDS)
         heartbeat.beat()
-        assert os.read(read, 4096) == heartbeat.BEAT
+        assert os.read(read, 4096) == bytes([heartbeat.BEAT])
     finally:
         heartbeat.stop()
+        signal.set_wakeup_fd(wakeup)
+        faulthandler.unregister(heartbeat.STACK)
         os.close(read)
         os.close(write)
     heartbeat.beat()  # to nobody
@@ -47,10 +52,11 @@ STACK = """Stack (most recent call first):
 """
 
 
-def test_a_stack_ends_with_the_work_and_its_place_is_that_of_the_users_frames():
+def test_a_stack_ends_with_the_work_and_its_place_is_that_of_the_users_frames(monkeypatch):
     read, write = os.pipe()
     os.write(write, STACK.format(house=heartbeat.HOUSE).encode())
-    stack = heartbeat.stack_of(os.getpid(), asked_by=0, pipe=read)
+    monkeypatch.setattr(heartbeat, "STACK", 0)  # nobody is asked
+    stack = heartbeat.stack_of(os.getpid(), read)
     os.close(write)
     os.close(read)
     assert stack.splitlines()[-1].endswith('run.py", line 5 in _work')

@@ -32,7 +32,7 @@ ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
-    "torch.distributed": [f"strategies.{n}" for n in ("ddp", "launch", "fault")],
+    "torch.distributed": [f"strategies.{n}" for n in ("ddp", "launch", "ranks")],
     "tensorboard": ["loggers"],
     "rich": ["callbacks.progress"],
 }
@@ -208,8 +208,8 @@ def test_the_trainer_knows_no_strategy_but_the_simplest():
     assert {n for n in known if is_within(n, "dpframe.strategies")} <= {
         "dpframe.strategies.base",
         "dpframe.strategies.base.Strategy",
-        "dpframe.strategies.auto",  # which one it is, where a program names none
-        "dpframe.strategies.auto.auto",
+        "dpframe.strategies.single",  # which one it is, where a program names none
+        "dpframe.strategies.single.auto",
     }
 
 

@@ -73,9 +73,9 @@ def test_a_batch_crosses_four_frames_in_two_files(name, frames):
 
 def measure() -> dict[str, Any]:
     """Ranks come first: they are forked from a process that has computed nothing, as a run's is."""
-    from dpframe.strategies.cpu import CPU
     from dpframe.strategies.data_parallel import DataParallel
     from dpframe.strategies.ddp import DDP
+    from dpframe.strategies.single import CPU
 
     ranks = DDP(2, accelerator="cpu")
     by_ranks = ranks.launch(crossed, ranks)

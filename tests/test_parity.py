@@ -20,9 +20,9 @@ from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings
 from dpframe.data import permutation
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.recipes.lenet import LeNet, LeNetData
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 
 SEED = 3
 TOLERANCE = {"64": 1e-12, "32": 1e-5}

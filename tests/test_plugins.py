@@ -257,7 +257,7 @@ def test_broken_metadata_is_passed_over_and_one_name_in_two_packages_refused(fol
         f"the file that you mean, e.g. {site}/moon/conf/strategy/moonlight.yaml, into your "
         "--config-dir"
     )
-    assert "_target_: dpframe.strategies.cpu.CPU" in output(packaged)
+    assert "_target_: dpframe.strategies.single.CPU" in output(packaged)
     assert "_target_: mine.own.Speaking" in output(nearer)
 
 

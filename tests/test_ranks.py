@@ -18,7 +18,7 @@ import torch
 from conftest import descendants, remaining
 
 from dpframe import UserError, checkpoint
-from dpframe.strategies import ranks
+from dpframe.strategies import launch, ranks
 from dpframe.strategies.ddp import DDP
 
 TESTS = Path(__file__).resolve().parent
@@ -121,9 +121,7 @@ def test_a_rank_that_hangs_ends_the_job_after_the_timeout(tmp_path):
     assert lines[-1].endswith("in _work")
     stack = lines[lines.index("rank 1 hung; its stack:") :]
     assert "faulty.py" in stack[2] and stack[2].endswith("in fail")
-    assert re.match(
-        "rank 0 waited for it in vain: .*Timed out waiting 3000ms", lines[-len(stack) - 1]
-    )
+    assert re.match("rank 0 ended after it: .*Timed out waiting 3000ms", lines[-len(stack) - 1])
 
 
 TWO_RANKS = ("trainer.gpus=2",)
@@ -286,7 +284,7 @@ def test_a_job_of_one_machine_listens_on_its_loopback_alone(monkeypatch):
 
 def test_a_network_that_the_user_has_chosen_is_kept(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert ranks.environment_of(0, 2, 1)["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert launch.environment_of(0, 2, 1)["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 # torchrun

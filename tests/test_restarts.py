@@ -40,7 +40,7 @@ def test_a_rank_that_leaves_with_0_before_its_work_is_done_has_failed(tmp_path):
     assert time.time() - (tmp_path / "fired").stat().st_mtime < 2
     assert done.returncode == 1
     *_, peer, name, text = done.stderr.splitlines()
-    assert peer == "rank 1 ended after it: its connection was cut"
+    assert peer.startswith("rank 1 ended after it: ") and "peer" in peer
     assert name == "rank 0 failed:"
     assert re.fullmatch(r"left with exit code 0 before its work was done \(pid \d+\)", text)
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 
 BATCH_SIZE = 5
 TRAINED = ["random_by_its_own_generator", "weighted", "told_the_epoch", "lists"]  # of the SAMPLERS

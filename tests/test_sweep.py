@@ -102,7 +102,7 @@ def test_a_point_that_a_user_error_ends_is_one_line(swept):
     _, (_, done, *_) = swept
     assert done.code == 1
     told, failed = done.err.splitlines()
-    assert told.startswith("dpframe: trainer.gpus=2 but strategy=cpu is one replica")
+    assert told.startswith("dpframe: trainer.gpus=2 but CPU is one replica")
     assert failed.startswith("sweep: failed: wrong/0_strategy=cpu")
 
 

@@ -15,10 +15,9 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from dpframe import Task, TrainerSettings, UserError
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.single_gpu import SingleGPU
+from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.testing import Recipe, check_strategy, verify
 from dpframe.testing.checks import CHECKS
 from dpframe.testing.course import Small, Table
@@ -279,7 +278,7 @@ def test_an_unknown_check_is_refused():
 
 
 def test_what_a_strategy_refuses_is_no_fail_of_its():
-    with pytest.raises(UserError, match="strategy=cpu is one replica"):
+    with pytest.raises(UserError, match="CPU is one replica"):
         check_strategy(CPU, gpus=2)
 
 

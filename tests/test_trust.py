@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ import dpframe
 from dpframe.cli import locate
 from dpframe.cli.trust import FUNCTIONS, NOBODY, Trust, known
 from dpframe.errors import UserError
-from dpframe.strategies import launch
 from dpframe.strategies.ddp import DDP
 from dpframe.task import Task
 
@@ -699,9 +699,14 @@ def test_nothing_in_the_current_directory_stands_for_a_package(tmp_path):
 def test_a_spawned_rank_begins_without_the_current_directory(tmp_path, monkeypatch):
     write(tmp_path, dict.fromkeys(("pickle.py", "socket.py", "torch.py"), "open('canary', 'w')\n"))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launch, "_fork_is_safe", lambda: False)
-    before = dict(os.environ)
-    assert DDP(2, "cpu").launch(os.getenv, "PYTHONSAFEPATH") is None
+    before, over = dict(os.environ), threading.Event()
+    thread = threading.Thread(target=over.wait)  # beside it, no rank is forked
+    thread.start()
+    try:
+        assert DDP(2, "cpu").launch(os.getenv, "PYTHONSAFEPATH") is None
+    finally:
+        over.set()
+        thread.join()
     assert not (tmp_path / "canary").exists() and dict(os.environ) == before
 
 

@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dpframe import DataModule, Strategy, Task, UserError
 from dpframe.data import permutation
 from dpframe.errors import Failure
-from dpframe.strategies.cpu import CPU
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 from dpframe.trainer.update import fuse
 
 Make = Callable[..., torch.optim.Optimizer]

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dpframe.errors import Interrupted, UserError, printable
-from dpframe.strategies import launch
+from dpframe.strategies import ranks
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not launch.has_parent():  # else it is the parent that appends it
+        if not ranks.has_parent():  # else it is the parent that appends it
             is_line = isinstance(error, (UserError, Interrupted))
             reason = str(error) if is_line else "".join(traceback.format_exception(error)).rstrip()
             logging.getLogger("dpframe").error("%s", reason, extra={"on_screen": False})

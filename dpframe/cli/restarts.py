@@ -12,7 +12,7 @@ from dpframe.cli import logs
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError, printable
 from dpframe.strategies import Strategy, ranks
-from dpframe.strategies.fault import RankFailed
+from dpframe.strategies.launch import RankFailed
 
 
 def launch(strategy: Strategy, work: Callable[[Composed], Any], job: Composed) -> Any:

@@ -26,7 +26,7 @@ from dpframe.data import DataModule
 from dpframe.errors import Failure, Interrupted, UserError, exits_told
 from dpframe.heartbeat import beat
 from dpframe.loggers import Logger
-from dpframe.strategies import Strategy, launch
+from dpframe.strategies import Strategy, launch, ranks
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
 
@@ -106,9 +106,9 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     directory = _directory(job)
     made = directory.make(job) if strategy.is_main else None
     trainer.run.directory = strategy.share(made)
-    launch.tell("directory", trainer.run.directory)
+    ranks.tell("directory", trainer.run.directory)
     if strategy.is_main:
-        launch.tell("made", directory.all_made)
+        ranks.tell("made", directory.all_made)
     try:
         return _in_directory(trainer, job, notes, best)
     except UserError as error:

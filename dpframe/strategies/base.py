@@ -79,23 +79,20 @@ class Strategy:
 
     def setup(self) -> None:
         """Takes this process's device, and joins the others."""
-        devices = self.choose_devices(default=1)
-        if len(devices) > 1:
+        if (len(self.gpus) if isinstance(self.gpus, list) else self.gpus or 1) != 1:
             raise UserError(
-                f"trainer.gpus={self.gpus} but {self.name} is one replica; use trainer.gpus=1"
+                f"trainer.gpus={self.gpus} but {self.name} is one replica; use trainer.gpus=1, "
+                "strategy=ddp or strategy=data_parallel"
             )
-        self.device = devices[0]
+        [self.device] = self.choose_devices(default=1)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.is_set_up = True  # also where it is called without `open`
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
-        return choose(
-            self.gpus,
-            self.accelerator,
-            default=default,
-            max_per_core=self.max_replicas_per_core,
-        )
+        accelerator = self.accelerator if self.uses_gpus else "cpu"
+        limit = self.max_replicas_per_core
+        return choose(self.gpus, accelerator, default=default, max_per_core=limit)
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         """`module(share, ...)` becomes one that computes all of this process's shares."""

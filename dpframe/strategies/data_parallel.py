@@ -9,7 +9,7 @@ from torch.nn.parallel import parallel_apply, replicate
 
 from dpframe.data import Share, move, split
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.devices import announce, rehearsal
+from dpframe.strategies.devices import announce
 
 
 class DataParallel(Strategy):
@@ -19,7 +19,7 @@ class DataParallel(Strategy):
         self.places = self.choose_devices(default=None)
         self.replicas = len(self.places)
         self.device = self.places[0]
-        announce(rehearsal(self.places, self.gpus, self.accelerator, kind="virtual replicas"))
+        announce(self.places, self.accelerator, kind="virtual replicas")
         self.is_set_up = True
 
     @property

@@ -18,7 +18,7 @@ from dpframe.data import split
 from dpframe.errors import UserError
 from dpframe.strategies import launch, ranks
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.devices import Gpus, announce, rehearsal
+from dpframe.strategies.devices import Gpus, announce
 
 # The same switch, under its newer name where torch has that.
 _names = inspect.signature(DistributedDataParallel).parameters
@@ -68,11 +68,11 @@ class DDP(Strategy):
         if ranks.is_rank():
             here = ranks.this_rank()
             if here.rank == 0:
-                places = self.choose_devices(default=here.local_world_size)
-                announce(rehearsal(places, self.gpus, self.accelerator, kind="gloo ranks"))
+                devices = self.choose_devices(default=here.local_world_size)
+                announce(devices, self.accelerator, kind="gloo ranks")
             return run(*args)
         devices = self.choose_devices(default=None)
-        announce(rehearsal(devices, self.gpus, self.accelerator, kind="gloo ranks"))
+        announce(devices, self.accelerator, kind="gloo ranks")
         return launch.launch(
             run,
             args,

@@ -29,20 +29,16 @@ def choose(
     return [torch.device("cpu")] * count
 
 
-def rehearsal(devices: list[torch.device], gpus: Gpus, accelerator: str, *, kind: str) -> str:
-    """The loud line of a job that asked for GPUs and runs on the CPU, or an empty one."""
-    asked = gpus is not None or len(devices) > 1
-    if accelerator != "auto" or devices[0].type != "cpu" or not asked:
-        return ""
-    return (
-        f"REHEARSAL ON THE CPU: this machine has no CUDA device, so {len(devices)} {kind} "
-        f"stand in for {len(devices)} GPU{'s' if len(devices) > 1 else ''}"
-    )
-
-
-def announce(line: str) -> None:
-    if line:
-        print(f"*** {line} ***", file=sys.stderr, flush=True)
+def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> None:
+    """The loud line of a job that would have taken GPUs and runs on the CPU."""
+    if accelerator == "auto" and devices[0].type == "cpu":
+        count = len(devices)
+        print(
+            f"*** REHEARSAL ON THE CPU: this machine has no CUDA device, so {count} {kind} "
+            f"stand in for {count} GPU{'s' if count > 1 else ''} ***",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _cards(gpus: Gpus, default: int | None, available: int) -> list[int]:

@@ -1,6 +1,5 @@
 """Starts the ranks of a job on this machine, and ends them all with the first that fails."""
 
-import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -8,26 +7,30 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from multiprocessing.connection import wait
+from typing import Any
 
 from dpframe import heartbeat, interruption
-from dpframe.errors import Interrupted
-from dpframe.heartbeat import BEAT, Clock
-from dpframe.interruption import SIGNALS, STOP, Interruption
-from dpframe.strategies import fault, ranks
-from dpframe.strategies.fault import Fault
+from dpframe.errors import Failure, Interrupted, UserError
+from dpframe.heartbeat import BEAT, SIGNALS, TICK_SECONDS, Clock
+from dpframe.interruption import STOP, Interruption
+from dpframe.strategies.ranks import SAFE_PATH, SIGNALED, Fault, ends_in_users_code, live
 
+HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
 EXIT_SECONDS = 10.0  # and once their work is done
 PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
-TICK_SECONDS = 1.0
-SAFE_PATH = "PYTHONSAFEPATH"
 
 _idle_threads: int | None = None  # of a process that has not computed; None: nobody knows
-_parent: "_Parent | None" = None  # in a rank
+
+
+class RankFailed(Exception):
+    """A rank ended the job; its own traceback is in the message."""
+
+    has_traceback = True  # in its message
+    told: dict[str, Any] = {}  # what the ranks have told their parent
 
 
 def allow_fork() -> None:
@@ -36,7 +39,7 @@ def allow_fork() -> None:
     To be called before anything is computed: a pool of threads that computes survives no fork.
     """
     global _idle_threads
-    if _idle_threads is None:
+    if _idle_threads is None and sys.platform == "linux":
         _idle_threads = _native_threads()
 
 
@@ -46,141 +49,129 @@ def launch(
     """Runs `run(*args)` in `count` processes on this machine; returns rank 0's value."""
     interruption.look()
     stop = interruption.installed()
-    with stop.heeded_by_ranks() if stop is not None else nullcontext() as wakes:
-        job = _Job(count, stop, wakes, uses_cuda=uses_cuda, timeout_seconds=timeout_seconds)
+    job = _Job(stop, uses_cuda=uses_cuda, timeout_seconds=timeout_seconds)
+    with stop.pauses() if stop is not None else nullcontext():
         try:
-            job.start(run, args)
+            job.start(run, args, count)
             job.watch()
         finally:
             job.kill()
     return job.outcome()
 
 
-def has_parent() -> bool:
-    """Whether another process waits for this rank, and tells how the job has ended."""
-    return _parent is not None
-
-
-def tell(name: str, value: Any) -> None:
-    """Sends the parent what it wants to know if the job ends badly."""
-    if _parent is not None:
-        _parent.send("told", (name, value))
-
-
-# ---- the parent
+def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun would give a rank; the store is the parent's, at any free port."""
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "ROLE_RANK": rank,
+        "GROUP_RANK": 0,
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "ROLE_WORLD_SIZE": count,
+        "GROUP_WORLD_SIZE": 1,
+        "MASTER_PORT": port,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+    }
+    words = {"MASTER_ADDR": HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words |= {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
+    if sys.platform == "linux":  # gloo and NCCL would listen where others can reach this machine
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            words[name] = os.environ.get(name, "lo")
+    return {name: str(number) for name, number in numbers.items()} | words
 
 
 class _Member:
     """A rank, as its parent sees it."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.process: Any = None
-        self.pipes: list[Any] = []
-        self.open_pipes: list[Any] = []
+    def __init__(
+        self, context: Any, environment: dict[str, str], can_pause: bool, work: Any
+    ) -> None:
+        self.rank = int(environment["RANK"])
+        self.ending = ""  # its last message: done, interrupted or failed
         self.fault: Fault | None = None
-        self.is_done = False
-        self.is_interrupted = False
-        self.is_over = False  # the process has ended
         self.is_paused = False  # between two steps
         self.hang_seconds: float | None = None  # None: it may take as long as it likes
         self.beaten_at = 0.0
+        self.messages, theirs = context.Pipe()
+        self.pulse, beats = context.Pipe(duplex=False)
+        args = environment, can_pause, theirs, beats, work
+        self.process = context.Process(target=live, args=args)
+        self.process.start()
+        theirs.close()
+        beats.close()
 
     @property
     def is_silent(self) -> bool:
-        return not (self.is_done or self.is_interrupted or self.is_over or self.fault)
+        return not (self.ending or self.fault)
 
-    def start(self, context: Any, inherited: list[Any], birth: "_Birth", *work: Any) -> None:
-        messages, theirs = context.Pipe()
-        pulse, beats = context.Pipe(duplex=False)
-        stacks, dumps = context.Pipe(duplex=False)
-        self.messages, self.pulse, self.stacks = messages, pulse, stacks
-        self.pipes = [messages, pulse, stacks]
-        self.open_pipes = [messages, pulse]
-        ends = (theirs, beats, dumps)
-        closed = [*inherited, *self.pipes] if context.get_start_method() == "fork" else []
-        self.process = context.Process(target=live, args=(birth, ends, closed, *work))
-        with _signals_blocked(), _safe_path():
-            self.process.start()
-        for end in ends:
-            end.close()
+    def received(self) -> Iterator[tuple[str, Any]]:
+        with suppress(EOFError, OSError):  # it has ended
+            while self.messages.poll():
+                yield pickle.loads(self.messages.recv_bytes())
 
-    def send(self, message: Any = None) -> None:
-        with suppress(OSError):  # it has ended
-            self.messages.send(message)
+    def go_on(self) -> None:
+        if self.is_paused:
+            self.is_paused = False
+            with suppress(OSError):
+                self.messages.send_bytes(b"")
 
     def stack(self) -> str:
-        """Written by its C handler: a hung main thread runs no Python."""
-        pid, pipe = self.process.pid, self.stacks.fileno()
-        return heartbeat.stack_of(pid, asked_by=signal.SIGUSR1, pipe=pipe)
+        return heartbeat.stack_of(self.process.pid, self.pulse.fileno())
 
     def signal(self, number: int) -> None:
-        if not self.is_over:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+        if self.process.is_alive():
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        if self.process is not None and not self.is_over:
-            self.process.kill()
-            self.process.join()
-            self.is_over = True
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.close()
-        if self.process is not None:
-            self.process.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.messages.close()
+        self.pulse.close()
 
 
 class _Job:
     def __init__(
-        self,
-        count: int,
-        stop: Interruption | None,
-        wakes: Any,
-        *,
-        uses_cuda: bool,
-        timeout_seconds: float,
+        self, stop: Interruption | None, *, uses_cuda: bool, timeout_seconds: float
     ) -> None:
-        self.members = [_Member(rank) for rank in range(count)]
+        self.members: list[_Member] = []
         self.stop = stop
-        self.wakes = wakes
         self.grace_seconds = 30.0 if stop is None else stop.grace_seconds
         self.uses_cuda = uses_cuda
         self.timeout_seconds = timeout_seconds
         self.number: int | None = None  # of the signal that ends the job
-        self.has_begun = False
-        self.said: str | None = None  # when the signal came, in the main rank's words
+        self.said = ""  # when the signal came, in the main rank's words
         self.told: dict[str, Any] = {}
         self.value: Any = None
         self.store: Any = None  # where the ranks find each other
         self._clock = Clock()  # a job that was stopped has had no time
         self._deadline = float("inf")
-        self._pausing_until: float | None = None
+        self._pause_until: float | None = None
 
-    def start(self, run: Callable[..., Any], args: tuple) -> None:
+    def start(self, run: Callable[..., Any], args: tuple, count: int) -> None:
         import torch
         from torch.distributed import TCPStore
 
+        if self.stop is not None:
+            self.stop.begin()  # a signal waits for the ranks
         interruption.share_sockets()
         is_forked = _fork_is_safe() and not self.uses_cuda
         if is_forked:
             # DDP's constructor imports torch._dynamo, for a second: here once for all ranks.
             torch.compiler.reset()
-        context: Any = multiprocessing.get_context("fork" if is_forked else "spawn")
+        context = multiprocessing.get_context("fork" if is_forked else "spawn")
+        work = (run, args) if is_forked else pickle.dumps((run, args))
         # Left to itself, the store would listen on every network that the machine is in.
-        listening = socket.create_server((ranks.HERE, 0))
+        listening = socket.create_server((HERE, 0))
         port = listening.getsockname()[1]
-        inherited: list[Any] = [listening, *([self.wakes] if self.wakes else [])]
-        for member in self.members:
-            environment = ranks.environment_of(member.rank, len(self.members), port)
-            birth = _Birth(
-                environment, self.grace_seconds, self.stop is not None, SAFE_PATH in os.environ
-            )
-            member.start(context, inherited, birth, run, args)
-            inherited += member.pipes
+        environments = [environment_of(rank, count, port) for rank in range(count)]
+        with _births():
+            for environment in environments:
+                self.members.append(_Member(context, environment, self.stop is not None, work))
         self.store = TCPStore(  # after the forks: it starts a thread
-            ranks.HERE,
+            HERE,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -189,31 +180,26 @@ class _Job:
 
     def watch(self) -> None:
         """Until every rank has ended, by itself or because its time is up."""
-        while not all(member.is_over for member in self.members):
-            seconds_left = self._deadline - self._clock.seconds()
-            if seconds_left <= 0:
-                self._give_up()
-                return
-            if self._hangs():
-                return
-            wait([*self._sources()], min(seconds_left, self._tick_seconds))
+        while alive := [member for member in self.members if member.process.is_alive()]:
+            silent = [member.messages for member in alive if member.is_silent]
+            wait([*silent, *(member.process.sentinel for member in alive)], TICK_SECONDS)
             self._heed_signals()
             for member in self.members:
                 self._hear(member)
-                if not member.is_over and wait([member.process.sentinel], 0):
-                    self._see_end(member)
             self._pause()
+            if self._hangs():
+                return
+            if self._clock.seconds() >= self._deadline:
+                self._give_up()
+                return
 
     def outcome(self) -> Any:
         faults = [member.fault for member in self.members if member.fault is not None]
-        has_cause = any(noted.was_noted and not noted.is_echo for noted in faults)
-        if self.number is not None and not has_cause:
-            if self.said is None and self.has_begun:
-                late = f", not done in trainer.grace_seconds={self.grace_seconds:g}, so killed"
-                raise Interrupted(self.number, late)
-            raise Interrupted(self.number, self.said or "")
+        if self.number is not None and all(fault.is_echo for fault in faults):
+            raise Interrupted(self.number, self.said)
         if faults:
-            error = fault.report(faults)
+            silent = [member.rank for member in self.members if member.is_silent]
+            error = failure([*faults, *(waited(rank) for rank in silent)])
             error.told = self.told
             raise error
         return self.value
@@ -222,38 +208,27 @@ class _Job:
         """Ends what is left, and lets go of everything."""
         for member in self.members:
             member.kill()
-        for member in self.members:
-            member.close()
         self.store = None  # which ends its thread
 
     # ---- what happens
 
-    def _sources(self) -> Iterator[Any]:
-        if self.wakes is not None:
-            yield self.wakes
-        for member in self.members:
-            yield from member.open_pipes
-            if not member.is_over:
-                yield member.process.sentinel
-
     def _hear(self, member: _Member) -> None:
-        for pipe in [pipe for pipe in member.open_pipes if wait([pipe], 0)]:
-            try:
-                if pipe is member.pulse:
-                    self._feel(member, os.read(member.pulse.fileno(), 4096))
-                else:
-                    self._read(member, *pickle.loads(member.messages.recv_bytes()))
-            except (EOFError, OSError):
-                member.open_pipes.remove(pipe)
-
-    def _feel(self, member: _Member, news: bytes) -> None:
-        if not news:
-            raise EOFError
-        if BEAT in news:
-            member.beaten_at = self._clock.seconds()
-        for number in SIGNALS:
-            if number in news:
-                self._interrupt(number)
+        has_ended = not member.process.is_alive()  # asked first: then these are its last words
+        for kind, value in member.received():
+            self._read(member, kind, value)
+        if member.is_silent:
+            news = heartbeat.received(member.pulse.fileno())
+            if BEAT in news:
+                member.beaten_at = self._clock.seconds()
+            for number in SIGNALS:
+                if number in news:
+                    self._interrupt(number)
+        if has_ended and member.is_silent and self.number is None:
+            code, pid = member.process.exitcode, member.process.pid
+            member.fault = ended(member.rank, pid, code)
+            # NCCL's watchdog aborts a rank whose peers did not come.
+            member.fault.is_echo = self.uses_cuda and code == -signal.SIGABRT
+            self._expect_end(PEER_SECONDS)
 
     def _read(self, member: _Member, kind: str, value: Any) -> None:
         match kind:
@@ -261,40 +236,24 @@ class _Job:
                 self.told[value[0]] = value[1]
             case "watch":
                 member.hang_seconds, member.beaten_at = value, self._clock.seconds()
-            case "begun":
-                self.has_begun = True
             case "paused":
                 member.is_paused = True
-                if self._pausing_until is None:  # too late: the job was stopped, and goes on
-                    self._go_on(member)
             case "done":
-                member.is_done = True
+                member.ending = kind
                 if member.rank == 0:
                     self.value = value
                     # The others have nothing to write, but may be in their last collective.
                     self._expect_end(self.timeout_seconds)
-                if all(other.is_done for other in self.members):
+                if all(other.ending == "done" for other in self.members):
                     self._expect_end(EXIT_SECONDS)
             case "interrupted":
-                member.is_interrupted = True
+                member.ending = kind
                 self._interrupt(value[0])
                 if member.rank == 0:
                     self.said = value[1]
             case "failed":
-                member.fault = value
+                member.ending, member.fault = kind, value
                 self._expect_end(PEER_SECONDS)
-
-    def _see_end(self, member: _Member) -> None:
-        while wait(member.open_pipes, 0):
-            self._hear(member)
-        member.process.join()
-        if member.is_silent:
-            code = member.process.exitcode
-            member.fault = fault.ended(member.rank, member.process.pid, code)
-            # NCCL's watchdog aborts a rank whose peers did not come.
-            member.fault.is_echo = self.uses_cuda and code == -signal.SIGABRT
-            self._expect_end(PEER_SECONDS)
-        member.is_over = True
 
     def _expect_end(self, seconds: float) -> None:
         self._deadline = min(self._deadline, self._clock.seconds() + seconds)
@@ -304,12 +263,10 @@ class _Job:
     def _heed_signals(self) -> None:
         if self.stop is None:
             return
-        while self.wakes.poll():
-            os.read(self.wakes.fileno(), 4096)
         if self.stop.number is not None:
             self._interrupt(self.stop.number)
-        elif self.stop.is_to_pause and self._pausing_until is None:
-            self._pausing_until = self._clock.seconds() + PAUSE_SECONDS
+        elif self.stop.is_to_pause and self._pause_until is None:
+            self._pause_until = self._clock.seconds() + PAUSE_SECONDS
             for member in self.members:
                 member.signal(STOP)
 
@@ -318,180 +275,128 @@ class _Job:
             self.number = number
             if self.stop is not None:
                 self.stop.remember(number)
+            self._expect_end(self.grace_seconds)
             for member in self.members:
                 member.signal(number)  # a terminal's Ctrl-C has reached it: it counts once
-                self._go_on(member)
-            self._expect_end(self.grace_seconds + 2)
 
     def _pause(self) -> None:
         """Stops the job as Ctrl-Z asks: by preference where no rank waits for another.
 
         A collective has a timeout that goes on while the job is stopped.
         """
-        if self._pausing_until is None or self.stop is None:
-            return
-        running = [m for m in self.members if not (m.is_paused or m.is_done or m.is_over)]
-        if running and self.number is None and self._clock.seconds() < self._pausing_until:
-            return
-        self._pausing_until = None
-        if self.number is None:
+        if self._pause_until is not None and self.number is None and self.stop is not None:
+            alive = [member for member in self.members if member.process.is_alive()]
+            running = [m for m in alive if not (m.is_paused or m.ending)]
+            if running and self._clock.seconds() < self._pause_until:
+                return
             for member in running:
                 member.signal(signal.SIGSTOP)
             self.stop.stop_here()
-            for member in running:
+            for member in self.members:
                 member.signal(signal.SIGCONT)
+                member.beaten_at = self._clock.seconds()
+        self._pause_until = None
         for member in self.members:
-            self._go_on(member)
-
-    def _go_on(self, member: _Member) -> None:
-        member.beaten_at = self._clock.seconds()
-        if member.is_paused:
-            member.is_paused = False
-            member.send()
+            member.go_on()
 
     # ---- hangs
 
-    @property
-    def _tick_seconds(self) -> float:
-        limits = [m.hang_seconds for m in self.members if m.hang_seconds is not None]
-        return min(TICK_SECONDS, min(limits, default=TICK_SECONDS) / 4)
-
     def _hangs(self) -> bool:
         """Whether a rank has made no progress for too long; the job is over then."""
-        if self.number is not None or self._pausing_until is not None:
+        if self.number is not None or self._pause_until is not None:
             return False
         now = self._clock.seconds()
-        silent = [m for m in self.members if m.is_silent and m.hang_seconds is not None]
-        late = [m for m in silent if now - m.beaten_at >= (m.hang_seconds or 0) / 2]
-        if not any(now - member.beaten_at >= (member.hang_seconds or 0) for member in late):
+        silent = [(m, m.hang_seconds) for m in self.members if m.is_silent and m.hang_seconds]
+        if not any(now - member.beaten_at >= limit for member, limit in silent):
             return False
-        stacks = {member.rank: member.stack() for member in late}
-        if any(heartbeat.is_at_prompt(stack) for stack in stacks.values()):
-            for member in silent:
+        # Those that it has kept waiting were heard of a little later.
+        late = [(m, limit, m.stack()) for m, limit in silent if now - m.beaten_at >= limit / 2]
+        if any(heartbeat.is_at_prompt(stack) for _, _, stack in late):
+            for member, _ in silent:
                 member.beaten_at = now
             return False
-        for member in silent:
-            if member in late:
-                stack = stacks[member.rank]
-                member.fault = fault.hung(member.rank, stack, member.hang_seconds)
-            else:
-                member.fault = fault.left(member.rank)
+        for member, limit, stack in late:
+            member.fault = hung(member.rank, stack)
+            member.fault.text += "\n" + heartbeat.verdict(stack, limit, who=f"rank {member.rank}")
         return True
 
     def _give_up(self) -> None:
         """The ranks that are still silent hang if all others only waited for them."""
+        silent = [member for member in self.members if member.is_silent]
         faults = [member.fault for member in self.members if member.fault is not None]
-        are_awaited = self.number is None and all(noted.is_echo for noted in faults)
-        for member in self.members:
-            if member.is_silent and are_awaited:
-                member.fault = fault.hung(member.rank, member.stack())
-            elif member.is_silent:
-                member.fault = fault.left(member.rank)
+        if self.number is not None:
+            self.said = heartbeat.late(self.grace_seconds) if silent and not faults else self.said
+        elif all(fault.is_echo for fault in faults):
+            for member in silent:
+                member.fault = hung(member.rank, member.stack())
 
 
 @contextmanager
-def _signals_blocked() -> Iterator[None]:
-    """For a child, until it has handlers of its own."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (*SIGNALS, STOP))
+def _births() -> Iterator[None]:
+    """Blocks signals for a child, until it has handlers. A spawned one begins as `python -c`, with
+    the current directory first: a ./pickle.py there would run before it has its parent's path."""
+    was_set = SAFE_PATH in os.environ
+    os.environ.setdefault(SAFE_PATH, "1")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALED)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """A spawned process begins as `python -c`, with the current directory first: a ./pickle.py
-    there would run before it has its parent's path."""
-    if SAFE_PATH in os.environ:
-        yield
-        return
-    os.environ[SAFE_PATH] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[SAFE_PATH]
+        if not was_set:
+            del os.environ[SAFE_PATH]
 
 
 def _fork_is_safe() -> bool:
     """A child of a process with other threads inherits locks that nobody will ever release."""
-    if sys.platform != "linux" or _idle_threads is None or threading.active_count() > 1:
-        return False
-    return _native_threads() <= _idle_threads
+    is_alone = threading.active_count() == 1
+    return is_alone and _idle_threads is not None and _native_threads() <= _idle_threads
 
 
 def _native_threads() -> int:
     """Those that Python did not start, e.g. torch's; after its import they are idle."""
-    if sys.platform != "linux":
-        return 0
     return len(os.listdir("/proc/self/task")) - (threading.active_count() - 1)
 
 
-# ---- the rank
+# ---- faults
 
 
-class _Birth(NamedTuple):
-    environment: dict[str, str]
-    grace_seconds: float
-    can_pause: bool
-    is_path_safe: bool  # by the user's own wish
+def ended(rank: int, pid: int, exit_code: int) -> Fault:
+    """Of a rank that had no time to tell anything."""
+    if exit_code < 0:
+        text = f"killed by {signal.Signals(-exit_code).name} (pid {pid})"
+    else:
+        text = f"left with exit code {exit_code} before its work was done (pid {pid})"
+    return Fault(rank, text, f"ended after it: {text}")
 
 
-class _Parent:
-    """The parent, as a rank sees it."""
-
-    def __init__(self, messages: Connection, pulse: int) -> None:
-        self.messages = messages
-        self.pulse = pulse
-
-    def send(self, kind: str, value: Any = None) -> None:
-        # Pickled here, by value: multiprocessing would share a tensor's memory, which ends with us.
-        self.messages.send_bytes(pickle.dumps((kind, value)))
-
-    def receive(self) -> Any:
-        return self.messages.recv()
+def waited(rank: int) -> Fault:
+    """Of a rank that only waited for the others."""
+    return Fault(rank, "", "was ended with it", is_echo=True)
 
 
-def live(
-    birth: _Birth,
-    ends: tuple[Connection, Connection, Connection],
-    inherited: Sequence[Any],
-    run: Callable[..., Any],
-    args: tuple,
-) -> None:
-    """The first function of a rank; `inherited` are the parent's, which a fork has too."""
-    global _parent
-    interruption.end_with_parent()
-    interruption.forget()
-    for end in inherited:
-        end.close()
-    if not birth.is_path_safe:
-        os.environ.pop(SAFE_PATH, None)
-    os.environ.update(birth.environment)
-    messages, pulse, stacks = ends
-    os.set_blocking(pulse.fileno(), False)
-    faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=False)
-    _parent = _Parent(messages, pulse.fileno())
-    stop = Interruption(
-        grace_seconds=birth.grace_seconds,
-        is_quiet=True,
-        parent=_parent,
-        can_pause=birth.can_pause,
+def hung(rank: int, stack: str) -> Fault:
+    files = [file for file, _, _ in heartbeat.FRAME.findall(stack)]
+    return Fault(
+        rank,
+        stack,
+        f"hung as well; its stack:\n{stack}",
+        is_hang=True,
+        is_in_users_code=ends_in_users_code(files),
     )
-    stop.open()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (*SIGNALS, STOP))
-    sys.exit(_outcome(_parent, run, args))
 
 
-def _outcome(parent: _Parent, run: Callable[..., Any], args: tuple) -> int:
-    try:
-        value = run(*args)
-        parent.send("done", value if os.environ["RANK"] == "0" else None)
-    except Interrupted as error:
-        parent.send("interrupted", (error.number, error.said))
-    except BaseException as error:
-        noted = fault.noted(error)
-        parent.send("failed", noted)
-        return noted.exit_code
-    return 0
+def failure(faults: list[Fault]) -> RankFailed | UserError:
+    """Hangs come first, then the ranks' own errors by time; the rest are mostly echoes of them."""
+
+    def order(fault: Fault) -> tuple[bool, bool, bool, int]:
+        # Of ranks that waited for each other in vain, one that did so by itself is the odd one.
+        return not fault.is_hang, fault.is_echo, not fault.is_in_users_code, fault.time
+
+    first, *rest = sorted(faults, key=order)
+    if first.line is not None:
+        return Failure(first.line) if first.exit_code == 1 else UserError(first.line)
+    lines = [f"rank {fault.rank} {fault.brief}" for fault in rest]
+    if first.is_echo:
+        lines.append("the ranks waited for each other in different collectives")
+    heading = "hung; its stack:" if first.is_hang else "failed:"
+    return RankFailed("\n".join([*lines, f"rank {first.rank} {heading}", first.text]))

@@ -1,12 +1,27 @@
-"""Which rank this process is, as its environment says."""
+"""A rank: who it is, as its environment says; what it does first and last; what it tells."""
 
+import faulthandler
 import os
+import pickle
+import signal
 import sys
-from typing import NamedTuple
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
-from dpframe.errors import UserError
+from dpframe import heartbeat, interruption
+from dpframe.errors import Interrupted, UserError
+from dpframe.interruption import SIGNALS, STOP, Interruption
 
-HERE = "127.0.0.1"  # where the ranks of our own launch meet: other machines can't reach it
+TORCH = f"{os.sep}torch{os.sep}"
+SAFE_PATH = "PYTHONSAFEPATH"
+SIGNALED = (*SIGNALS, STOP)
+
+_parent: "Parent | None" = None
 
 
 class Rank(NamedTuple):
@@ -46,23 +61,115 @@ def this_rank() -> Rank:
     return this
 
 
-def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun would give a rank; the store is the parent's, at any free port."""
-    numbers = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "ROLE_RANK": rank,
-        "GROUP_RANK": 0,
-        "WORLD_SIZE": count,
-        "LOCAL_WORLD_SIZE": count,
-        "ROLE_WORLD_SIZE": count,
-        "GROUP_WORLD_SIZE": 1,
-        "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
-    }
-    words = {"MASTER_ADDR": HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    if sys.platform == "linux":  # gloo and NCCL would listen where others can reach this machine
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            words[name] = os.environ.get(name, "lo")
-    return {name: str(number) for name, number in numbers.items()} | words
+def has_parent() -> bool:
+    """Whether another process waits for this rank, and tells how the job has ended."""
+    return _parent is not None
+
+
+def tell(name: str, value: Any) -> None:
+    """Sends the parent what it wants to know if the job ends badly."""
+    if _parent is not None:
+        _parent.send("told", (name, value))
+
+
+# ---- how it fails
+
+
+@dataclass
+class Fault:
+    rank: int
+    text: str  # what is shown last
+    brief: str  # what is shown of a peer
+    line: str | None = None  # a UserError's or a Failure's, alone
+    exit_code: int = 1
+    is_echo: bool = False  # its peers were gone, or did not come
+    is_hang: bool = False
+    is_in_users_code: bool = False  # and not in a collective of dpframe's
+    time: int = field(default_factory=time.time_ns)
+
+
+def fault_of(error: BaseException) -> Fault:
+    from torch.distributed import DistError
+
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return Fault(
+        rank=int(os.environ["RANK"]),
+        text="".join(traceback.format_exception(error)).rstrip(),
+        brief=f"ended after it: {type(error).__name__}: {error}".splitlines()[0],
+        line=str(error) if isinstance(error, UserError) else None,
+        exit_code=getattr(error, "exit_code", 1),
+        is_echo=isinstance(error, DistError) or "gloo/transport" in str(error),
+        is_in_users_code=ends_in_users_code(files[::-1]),
+    )
+
+
+def ends_in_users_code(files: list[str]) -> bool:
+    """By the innermost frame, which comes first, that is not torch's."""
+    rest = [file for file in files if TORCH not in file]
+    return bool(rest) and not rest[0].startswith(heartbeat.HOUSE)
+
+
+# ---- its life
+
+
+class Parent:
+    """The process that started this rank, as the rank sees it."""
+
+    def __init__(self, messages: Connection) -> None:
+        self._messages = messages
+
+    def send(self, kind: str, value: Any = None) -> None:
+        # Pickled here, by value: multiprocessing would share a tensor's memory, which ends with us.
+        self._messages.send_bytes(pickle.dumps((kind, value)))
+
+    @contextmanager
+    def watching(self, hang_seconds: float | None) -> Iterator[None]:
+        self.send("watch", hang_seconds)
+        heartbeat.start()
+        try:
+            yield
+        finally:
+            heartbeat.stop()
+        self.send("watch", None)
+
+    def pause(self) -> None:
+        self.send("paused")
+        self._messages.recv_bytes()
+
+
+def live(
+    environment: dict[str, str],
+    can_pause: bool,
+    messages: Connection,
+    pulse: Connection,
+    work: bytes | tuple[Callable[..., Any], tuple],
+) -> None:
+    """The first function of a rank; `work` is pickled for a process that was not forked."""
+    global _parent
+    interruption.end_with_parent()
+    interruption.forget()
+    os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
+    os.environ.update(environment)
+    faulthandler.enable()
+    heartbeat.connect(pulse.fileno())
+    _parent = Parent(messages)
+    stop = Interruption(is_quiet=True, parent=_parent)
+    stop.open()
+    with stop.pauses() if can_pause else nullcontext():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
+        code = _outcome(_parent, work)
+    sys.exit(code)
+
+
+def _outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> int:
+    try:
+        run, args = pickle.loads(work) if isinstance(work, bytes) else work
+        value = run(*args)
+        parent.send("done", value if os.environ["RANK"] == "0" else None)
+    except Interrupted as error:
+        parent.send("interrupted", (error.number, error.said))
+    except BaseException as error:
+        fault = fault_of(error)
+        parent.send("failed", fault)
+        return fault.exit_code
+    return 0

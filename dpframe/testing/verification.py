@@ -15,7 +15,7 @@ import torch
 from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy, ranks
-from dpframe.strategies.fault import RankFailed
+from dpframe.strategies.launch import RankFailed
 from dpframe.testing.checks import Evidence, Finding, chosen, counted, judged, needed
 from dpframe.testing.course import TOLERANCE, Recipe
 from dpframe.testing.measure import Plan, measure, present, read, since

@@ -19,8 +19,8 @@ from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means
-from dpframe.strategies.auto import auto
 from dpframe.strategies.base import Strategy
+from dpframe.strategies.single import auto
 from dpframe.task import Measured, Task, TrainStep, cloned, refuse_stateful_metrics
 from dpframe.trainer.evaluation import Evaluation, Predictions, means_over
 from dpframe.trainer.feed import Feed, evaluated, local_devices
