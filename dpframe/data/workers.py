@@ -194,9 +194,7 @@ class Processes:
             if heartbeat.is_stopped(pid):
                 how, fix = ": it is stopped, by SIGSTOP or a debugger", "continue it"
             elif self._is_reading[number]:
-                pipe = self._stacks.fileno()
-                stack = heartbeat.stack_of(pid, asked_by=heartbeat.STACK, pipe=pipe)
-                place = heartbeat.where(stack)
+                place = heartbeat.where(heartbeat.stack_of(pid, self._stacks.fileno()))
                 how, fix = f", in {place}" if place else "", "fix that"
             else:
                 continue
