@@ -29,7 +29,7 @@ def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, place, rank):
         assert done.stderr.count("Traceback") == 1
     else:
         stack = done.stderr.partition("rank 1 hung; its stack:\n")[2]
-        assert re.search(r"dataloader.py\", line \d+ in _get_data\n", stack)
+        assert re.search(r"workers.py\", line \d+ in _received\n", stack)
         assert stack.endswith("in _work\n")
         assert "Traceback" not in done.stderr
 
