@@ -289,12 +289,12 @@ def test_an_assumption_that_can_not_be_is_one_line_before_torch_is_there(tmp_pat
     refused = {
         "plan.bandwith=1": "did you mean plan.bandwidth?",
         "plan.bandwidth=10Gbit": "plan.bandwidth=10Gbit is text; use a number",
-        "plan.bandwidth=0": "plan.bandwidth=0.0 is out of range; give more than 0 bytes a second",
-        "plan.latency=-1": "plan.latency=-1.0 is out of range; give 0 seconds or more",
-        "plan.latency=nan": "plan.latency=nan is out of range; give 0 seconds or more",
-        "plan.max_replicas=0": "plan.max_replicas=0 is out of range; give 1 to 1048576",
+        "plan.bandwidth=0": "plan.bandwidth=0.0 is out of range; use more than 0 bytes a second",
+        "plan.latency=-1": "plan.latency=-1.0 is out of range; use 0 seconds or more",
+        "plan.latency=nan": "plan.latency=nan is out of range; use 0 seconds or more",
+        "plan.max_replicas=0": "plan.max_replicas=0 is out of range; use 1 to 1048576",
         "plan.least_gain=1": "plan.least_gain=1.0 is out of range",
-        "plan.steps=0": "plan.steps=0 is out of range; give 1 or more",
+        "plan.steps=0": "plan.steps=0 is out of range; use 1 or more",
         "plan=3": "plan=3 is one value",
     }
     lines = [["recipe=boston", "mode=plan", override] for override in refused]

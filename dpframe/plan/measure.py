@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import chain, cycle, islice, pairwise
+from itertools import cycle, islice, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from dpframe import interruption, seeding
 from dpframe.data import DataModule
+from dpframe.data.module import leaves
 from dpframe.errors import UserError
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
 from dpframe.strategies.base import Strategy
@@ -44,7 +45,6 @@ class Measured(NamedTuple):
     steps: Steps
     times: dict[int, Times]  # by the rows of a share: the medians
     error: float  # the largest relative one of the lines that the costs have for these
-    spread: float  # the largest relative distance from the median that half of the steps kept
 
 
 def measure(
@@ -58,8 +58,7 @@ def measure(
     copies_gradients: bool = False,
 ) -> Measured:
     """Trains the task for a while, by the Trainer's own loop on one replica."""
-    clock = Stopwatch(accelerator=accelerator)
-    memory, arrivals = Memory(accelerator=accelerator), Arrivals(accelerator=accelerator)
+    clock, memory, gradients = (Probe(accelerator=accelerator) for _ in range(3))
     clock.open()
     data.setup()
     feed = Feed.of(data, clock, settings, seed=seed)
@@ -70,53 +69,55 @@ def measure(
         )
     batches = list(islice(feed.train.order.epoch(0), settings.limit_train_batches))
     whole = max(map(len, batches))
-    least = min(LEAST_ROWS, whole)
-    ratio = (least / whole) ** (1 / (SIZES - 1))
+    ratio = (min(LEAST_ROWS, whole) / whole) ** (1 / (SIZES - 1))
     sizes = sorted({round(whole * ratio**power) for power in range(SIZES)}, reverse=True)
 
-    def fitted(strategy: Strategy, rows: list[int]) -> Trainer:
-        strategy.open()
+    def fit(probe: Probe, rows: list[int]) -> Trainer:
+        probe.open()
         sampled = Sampled(data, feed.dataset, batches, rows)
         kept = _settings(settings, steps=len(rows))
-        trainer = Trainer(task, sampled, strategy=strategy, settings=kept, seed=seed)
+        trainer = Trainer(task, sampled, strategy=probe, settings=kept, seed=seed)
         trainer.fit()
         return trainer
 
     with seeding.seeded(seed):
         # The sizes take turns, so that a machine that slows down slows all of them.
-        trainer = fitted(clock, sizes * (WARM_UPS + steps))
+        trainer = fit(clock, sizes * (WARM_UPS + steps))
+        memory.kept = {}
         with saved_tensors_hooks(memory.keep, lambda tensor: tensor):
-            fitted(memory, sizes)
-        fitted(arrivals, [whole] * TRIES)
+            fit(memory, sizes)
+        gradients.sees_gradients = True
+        fit(gradients, [whole] * TRIES)
     taken = {rows: clock.times[i :: len(sizes)][WARM_UPS:] for i, rows in enumerate(sizes)}
-    times = {
-        rows: Times(*(median(part) for part in zip(*each, strict=True)))
-        for rows, each in taken.items()
-    }
-    lines = [line_through({rows: each[part] for rows, each in times.items()}) for part in range(3)]
+    times = {rows: Times(*map(median, zip(*each, strict=True))) for rows, each in taken.items()}
+    read, forward, backward = (
+        line_through({rows: each[part] for rows, each in times.items()}) for part in range(3)
+    )
     costs = Costs(
-        read=lines[0],
-        forward=lines[1],
-        backward=lines[2],
+        read=read,
+        forward=forward,
+        backward=backward,
         update=median(each.update for each in times.values()),
         parameters=_bytes(task.parameters()),
         gradients=_bytes(p for p in task.parameters() if p.requires_grad),
         optimizer=_bytes(_tensors(trainer.update.optimizer.state)),
         buffers=_bytes(task.buffers()),
         activations=line_through(dict(zip(sizes, map(float, memory.held), strict=True))),
-        buckets=buckets_of(arrivals.gradients()),
+        buckets=buckets_of(gradients.arrivals()),
         workers=feed.train.workers.processes,
         copies_gradients=copies_gradients,
         small_reduces=bool(trainer.update.is_weighted)
         + (settings.on_nonfinite == "skip") * settings.accumulate,
         peak=clock.peak,
     )
-    fits = {rows: sum(line.at(rows) for line in lines) + costs.update for rows in times}
+    fits = {
+        rows: sum(line.at(rows) for line in (read, forward, backward)) + costs.update
+        for rows in times
+    }
     error = max(abs(fits[rows] / sum(each) - 1) for rows, each in times.items())
-    spread = max(_spread([sum(each) for each in one_size]) for one_size in taken.values())
     lengths = map(len, batches)
     updates = Counter(iter(lambda: tuple(islice(lengths, settings.accumulate)), ()))
-    return Measured(str(clock.device), costs, updates, times, error, spread)
+    return Measured(str(clock.device), costs, updates, times, error)
 
 
 class Sampled(DataModule):
@@ -157,25 +158,38 @@ def _settings(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
     )
 
 
-# ---- what measures: the simplest strategy, which the loop calls at each part of a step
+class Probe(Strategy):
+    """The simplest strategy, which the loop calls at each part of a step, watches what it costs."""
 
-
-class Stopwatch(Strategy):
-    """The seconds of each part of each step."""
+    sees_gradients = False
+    kept: dict[int, Any] | None = None  # by their address: what the step keeps for its backward
+    peak: int | None = None
 
     def setup(self) -> None:
         super().setup()
         self.times: list[Times] = []
+        self.held: list[int] = []  # bytes that each step kept
+        self.tries: list[tuple[float, dict[Tensor, float]]] = []
+        self.arrived: dict[Tensor, float] = {}  # when each gradient was there
         self.laps = [_now(self.device)]
-        self.peak: int | None = None
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         if training:
-            module.register_forward_pre_hook(lambda *_: self._lap())
+            self.lasting = [*module.parameters(), *module.buffers()]
+            self.trained = [p for p in module.parameters() if p.requires_grad]
+            module.register_forward_pre_hook(lambda _, inputs: self._begin(inputs[0].batch))
             module.register_forward_hook(lambda *_: self._lap())
+            for parameter in self.trained if self.sees_gradients else []:
+                parameter.register_post_accumulate_grad_hook(self._arrive)
         return module
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        if self.kept is not None:
+            storage = tensor.untyped_storage()
+            self.kept[storage.data_ptr()] = storage  # alive, so that no other takes its address
+        return tensor
 
     def check_gradients(self) -> None:
         self._lap()
@@ -188,72 +202,18 @@ class Stopwatch(Strategy):
         seconds = [end - start for start, end in pairwise(self.laps)]
         if len(seconds) == len(Times._fields):  # a step with a NaN may be left out
             self.times.append(Times(*seconds))
-        self.laps = self.laps[-1:]
+            began = self.laps[2]  # the backward
+            self.tries.append((seconds[2], {p: at - began for p, at in self.arrived.items()}))
+        if self.kept is not None:
+            lasting = {tensor.untyped_storage().data_ptr() for tensor in self.lasting}
+            self.held.append(sum(s.nbytes() for at, s in self.kept.items() if at not in lasting))
+            self.kept.clear()
         if self.device.type == "cuda":
             self.peak = torch.cuda.max_memory_allocated()
+        self.laps, self.arrived = self.laps[-1:], {}
         interruption.look()
 
-    def _lap(self) -> None:
-        self.laps.append(_now(self.device))
-
-
-class Memory(Strategy):
-    """The bytes that each step keeps for its backward: activations and the batch itself."""
-
-    def setup(self) -> None:
-        super().setup()
-        self.kept: dict[int, Any] = {}
-        self.held: list[int] = []
-
-    def keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        self.kept[storage.data_ptr()] = storage  # alive, so that no other takes its address
-        return tensor
-
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        if training:
-            self.lasting = [*module.parameters(), *module.buffers()]
-            module.register_forward_pre_hook(lambda _, inputs: self._keep_batch(inputs[0].batch))
-        return module
-
-    def _keep_batch(self, batch: Any) -> None:
-        for tensor in _tensors(batch):
-            self.keep(tensor)
-
-    def weight_sync(self, is_read: bool) -> None:
-        lasting = {tensor.untyped_storage().data_ptr() for tensor in self.lasting}
-        if not is_read:
-            kept = (storage.nbytes() for at, storage in self.kept.items() if at not in lasting)
-            self.held.append(sum(kept))
-        self.kept.clear()
-
-
-class Arrivals(Strategy):
-    """When backward has made each gradient."""
-
-    def setup(self) -> None:
-        super().setup()
-        self.tries: list[tuple[float, dict[Tensor, float]]] = []
-
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        if training:
-            self.trained = [p for p in module.parameters() if p.requires_grad]
-            for parameter in self.trained:
-                parameter.register_post_accumulate_grad_hook(self._arrived)
-            module.register_forward_hook(lambda *_: self._begin())
-        return module
-
-    def _begin(self) -> None:
-        self.arrived: dict[Tensor, float] = {}
-        self.began = _now(self.device)
-
-    def _arrived(self, parameter: Tensor) -> None:
-        self.arrived[parameter] = _now(self.device) - self.began
-
-    def check_gradients(self) -> None:
-        self.tries.append((_now(self.device) - self.began, self.arrived))
-
-    def gradients(self) -> list[Gradient]:
+    def arrivals(self) -> list[Gradient]:
         """In their order, of the quickest try: it was the least disturbed."""
         seconds, arrived = min(self.tries, key=lambda each: each[0])
         # A gradient that the step leaves out comes last: its bucket is full after the backward.
@@ -263,6 +223,17 @@ class Arrivals(Strategy):
             for parameter in sorted(self.trained, key=lambda parameter: when[parameter])
         ]
 
+    def _begin(self, batch: Any) -> None:
+        self._lap()
+        for tensor in _tensors(batch) if self.kept is not None else ():
+            self.keep(tensor)
+
+    def _arrive(self, parameter: Tensor) -> None:
+        self.arrived[parameter] = _now(self.device)
+
+    def _lap(self) -> None:
+        self.laps.append(_now(self.device))
+
 
 def _now(device: torch.device) -> float:
     """On a GPU (not tried on one) it waits for all that was asked of the device before."""
@@ -271,18 +242,8 @@ def _now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _spread(seconds: list[float]) -> float:
-    middle = median(seconds)
-    return median(abs(each - middle) for each in seconds) / middle
-
-
 def _tensors(nest: Any) -> Iterator[Tensor]:
-    if isinstance(nest, Tensor):
-        yield nest
-    elif isinstance(nest, dict):
-        yield from chain.from_iterable(map(_tensors, nest.values()))
-    elif isinstance(nest, (list, tuple)):
-        yield from chain.from_iterable(map(_tensors, nest))
+    return (leaf for leaf in leaves(nest) if isinstance(leaf, Tensor))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -1,4 +1,6 @@
-"""The arithmetic of a plan: shares, ring all-reduce behind backward, memory, an epoch's seconds."""
+"""The arithmetic of a plan: shares, ring all-reduce behind backward, memory, an epoch's seconds.
+
+And a plan as text: what was measured, what is assumed, and a line for each number of replicas."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -80,26 +82,26 @@ class Prediction(NamedTuple):
 
 def predictions(costs: Costs, steps: Steps, link: Link, most: int) -> list[Prediction]:
     """For 1, 2, 4 … `most` replicas; the global batch is the same for all."""
-    counts = [2**power for power in range(most.bit_length())]
-    alone = epoch_seconds(costs, steps, 1, link)
-    return [_prediction(costs, steps, count, link, alone) for count in counts]
-
-
-def _prediction(costs: Costs, steps: Steps, replicas: int, link: Link, alone: float) -> Prediction:
     whole = max(max(batches) for batches in steps)
-    rows, idle = share_of(whole, replicas)
-    seconds = epoch_seconds(costs, steps, replicas, link)
-    return Prediction(
-        replicas,
-        rows,
-        idle,
-        sum(steps.values()),
-        memory(costs, rows, replicas),
-        ring_bytes(sum(bucket.size for bucket in costs.buckets), replicas),
-        link_seconds(costs, costs.backward.at(rows), 1, replicas, link),
-        seconds,
-        alone / seconds,
-    )
+    alone = epoch_seconds(costs, steps, 1, link)
+    results = []
+    for replicas in (2**power for power in range(most.bit_length())):
+        rows, idle = share_of(whole, replicas)
+        seconds = epoch_seconds(costs, steps, replicas, link)
+        results.append(
+            Prediction(
+                replicas=replicas,
+                rows=rows,
+                idle=idle,
+                steps=sum(steps.values()),
+                memory=memory(costs, rows, replicas),
+                moved=ring_bytes(sum(bucket.size for bucket in costs.buckets), replicas),
+                waits=link_seconds(costs, costs.backward.at(rows), 1, replicas, link),
+                seconds=seconds,
+                speed_up=alone / seconds,
+            )
+        )
+    return results
 
 
 def share_of(batch: int, replicas: int) -> tuple[int, int]:
@@ -108,9 +110,9 @@ def share_of(batch: int, replicas: int) -> tuple[int, int]:
     return len(shares[0]), sum(not share for share in shares)
 
 
-def stops_paying(found: Sequence[Prediction], least_gain: float) -> tuple[Prediction, float] | None:
+def stops_paying(plan: Sequence[Prediction], least_gain: float) -> tuple[Prediction, float] | None:
     """The first whose doubling saves less than `least_gain` of an epoch, and what it saves."""
-    for here, doubled in pairwise(found):
+    for here, doubled in pairwise(plan):
         gain = 1 - doubled.seconds / here.seconds
         if gain < least_gain:
             return here, gain
@@ -166,7 +168,7 @@ def ring_bytes(size: float, replicas: int) -> float:
 
 def buckets_of(gradients: Iterable[Gradient]) -> tuple[Bucket, ...]:
     """Filled in the order in which gradients arrive; the one that overflows is the last in."""
-    made: list[Bucket] = []
+    full: list[Bucket] = []
     filling: dict[str, Bucket] = {}
     closed: Counter[str] = Counter()
     for size, ready, kind in gradients:
@@ -174,10 +176,10 @@ def buckets_of(gradients: Iterable[Gradient]) -> tuple[Bucket, ...]:
         bucket = Bucket(before.size + size, max(before.ready, ready))
         if bucket.size >= (BUCKET_BYTES if closed[kind] else FIRST_BUCKET_BYTES):
             closed[kind] += 1
-            made.append(bucket)
+            full.append(bucket)
         else:
             filling[kind] = bucket
-    return (*made, *filling.values())
+    return (*full, *filling.values())
 
 
 # ---- memory

@@ -1,23 +1,9 @@
 """A plan as text: what was measured, what is assumed, and a line for each number of replicas."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from dpframe.plan.measure import Measured
-from dpframe.plan.model import Line, Link, Prediction, stops_paying
-
-COLUMNS = (
-    "replicas",
-    "rows a replica",
-    "idle",
-    "steps an epoch",
-    "memory a replica",
-    "sent a step",
-    "waits a step",
-    "an epoch",
-    "speed-up",
-    "efficiency",
-)
+from dpframe.plan.model import Link, Prediction, stops_paying
 
 
 class Plan(NamedTuple):
@@ -28,47 +14,45 @@ class Plan(NamedTuple):
     predictions: list[Prediction]
 
     def __str__(self) -> str:
-        parts = [self.title, _measured(self.measured), _memory(self), _assumed(self)]
-        return "\n".join([*parts, "", *_table(self.predictions), "", verdict(self)])
+        notes = [*_measured(self.measured), _memory(self.measured), *_assumed(self)]
+        return "\n".join([self.title, *notes, "", *_table(self.predictions), "", verdict(self)])
 
 
 def verdict(plan: Plan) -> str:
     """Where more replicas stop paying, with the rule that says so."""
-    found = plan.predictions
     rule = f"a doubling has to save {plan.least_gain:.0%} of an epoch, plan.least_gain"
-    best = min(found, key=lambda each: each.seconds)
-    quickest = f"the quickest is {_replicas(best.replicas)}, {time(best.seconds)} an epoch"
-    end = stops_paying(found, plan.least_gain)
+    best = min(plan.predictions, key=lambda each: each.seconds)
+    quickest = f"the quickest is {counted(best.replicas, 'replica')}, {time(best.seconds)} an epoch"
+    end = stops_paying(plan.predictions, plan.least_gain)
     if end is None:
-        return f"still pays at {_replicas(found[-1].replicas)} ({rule}); {quickest}"
+        most = counted(plan.predictions[-1].replicas, "replica")
+        return f"still pays at {most} ({rule}); {quickest}"
     here, gain = end
     does = f"save {gain:.0%}" if gain >= 0 else f"cost {-gain:.0%} more"
     return (
-        f"stops paying past {_replicas(here.replicas)}: {2 * here.replicas} would {does} ({rule}); "
-        f"{quickest}"
+        f"stops paying past {counted(here.replicas, 'replica')}: {2 * here.replicas} would {does} "
+        f"({rule}); {quickest}"
     )
 
 
-def _measured(measured: Measured) -> str:
+def _measured(measured: Measured) -> list[str]:
     lines: list[str] = []
-    for rows, each in measured.times.items():
-        parts = ", ".join(f"{name} {time(value)}" for name, value in each._asdict().items())
-        lines.append(f"{'measured' if not lines else '':<10}{_counted(rows, 'row')}: {parts}")
-    lines.append(
-        f"{'':<10}a line through these is wrong by at most {measured.error:.0%} of a step; half of "
-        f"the steps took within {measured.spread:.0%} of their median"
-    )
-    return "\n".join(lines)
+    for rows, times in measured.times.items():
+        parts = ", ".join(f"{name} {time(value)}" for name, value in times._asdict().items())
+        lines.append(f"{'' if lines else 'measured':<10}{counted(rows, 'row')}: {parts}")
+    fit = f"a line through these is wrong by at most {measured.error:.0%} of a step"
+    return [*lines, f"{'':<10}{fit}"]
 
 
-def _memory(plan: Plan) -> str:
-    costs = plan.measured.costs
+def _memory(measured: Measured) -> str:
+    costs = measured.costs
     parts = [
         f"parameters {size(costs.parameters)}",
         f"gradients {size(costs.gradients)}",
         f"optimiser {size(costs.optimizer)}",
         f"buffers {size(costs.buffers)}",
-        f"activations and batch {_line(costs.activations)}",
+        f"activations and batch {size(costs.activations.base)} + "
+        f"{size(costs.activations.per_row)} a row",
     ]
     if costs.copies_gradients:
         parts.append(f"buckets {size(costs.gradients)} from 2 replicas on")
@@ -76,45 +60,33 @@ def _memory(plan: Plan) -> str:
     return f"{'memory':<10}{' + '.join(parts)}{peak}"
 
 
-def _assumed(plan: Plan) -> str:
-    costs, link = plan.measured.costs, plan.link
-    buckets = f"{_counted(len(costs.buckets), 'bucket')} of {_sizes(costs.buckets)}"
-    return (
-        f"{'assumed':<10}ring all-reduce of {buckets} behind backward; "
-        f"{link.bandwidth:g} bytes/s and "
-        f"{time(link.latency)} from one replica to the next (plan.bandwidth, plan.latency)\n"
-        f"{'':<10}every replica computes as this one did alone; training steps only"
-    )
-
-
-def _sizes(buckets: Sequence) -> str:
-    shown = ", ".join(size(bucket.size) for bucket in buckets[:4])
-    return shown + (" …" if len(buckets) > 4 else "")
+def _assumed(plan: Plan) -> list[str]:
+    buckets, link = plan.measured.costs.buckets, plan.link
+    sizes = ", ".join(size(bucket.size) for bucket in buckets[:4]) + " …" * (len(buckets) > 4)
+    return [
+        f"{'assumed':<10}ring all-reduce of {counted(len(buckets), 'bucket')} of {sizes} behind "
+        f"backward; {link.bandwidth:g} bytes/s and {time(link.latency)} from one replica to the "
+        "next (plan.bandwidth, plan.latency)",
+        f"{'':<10}every replica computes as this one did alone; training steps only",
+    ]
 
 
 def _table(predictions: list[Prediction]) -> list[str]:
-    rows = [COLUMNS, *map(_cells, predictions)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.rjust, cells, widths)) for cells in rows]
-
-
-def _cells(each: Prediction) -> tuple[str, ...]:
-    return (
-        str(each.replicas),
-        str(each.rows),
-        str(each.idle),
-        str(each.steps),
-        size(each.memory),
-        size(each.moved),
-        time(each.waits),
-        time(each.seconds),
-        f"{each.speed_up:.2f}",
-        f"{each.efficiency:.0%}",
-    )
-
-
-def _line(line: Line) -> str:
-    return f"{size(line.base)} + {size(line.per_row)} a row"
+    columns = {
+        "replicas": [str(each.replicas) for each in predictions],
+        "rows a replica": [str(each.rows) for each in predictions],
+        "idle": [str(each.idle) for each in predictions],
+        "steps an epoch": [str(each.steps) for each in predictions],
+        "memory a replica": [size(each.memory) for each in predictions],
+        "sent a step": [size(each.moved) for each in predictions],
+        "waits a step": [time(each.waits) for each in predictions],
+        "an epoch": [time(each.seconds) for each in predictions],
+        "speed-up": [f"{each.speed_up:.2f}" for each in predictions],
+        "efficiency": [f"{each.efficiency:.0%}" for each in predictions],
+    }
+    cells = [[name, *column] for name, column in columns.items()]
+    widths = [max(map(len, column)) for column in cells]
+    return ["  ".join(map(str.rjust, row, widths)) for row in zip(*cells, strict=True)]
 
 
 def size(count: float) -> str:
@@ -125,17 +97,14 @@ def size(count: float) -> str:
 
 
 def time(seconds: float) -> str:
-    if seconds == 0:
-        return "0"
-    for unit, length in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= length:
-            return f"{seconds / length:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{seconds / 1e-6:.3g} us"
+    if seconds >= 1000:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
+    return f"{seconds * 1e6:.3g} us" if seconds else "0"
 
 
-def _counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _replicas(count: int) -> str:
-    return _counted(count, "replica")

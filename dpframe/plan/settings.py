@@ -14,12 +14,12 @@ class PlanSettings:
     steps: int = 10
 
     def __post_init__(self) -> None:
-        self._refuse_unless(self.bandwidth > 0, "bandwidth", "more than 0 bytes a second")
-        self._refuse_unless(self.latency >= 0, "latency", "0 seconds or more")
-        self._refuse_unless(1 <= self.max_replicas <= 2**20, "max_replicas", "1 to 1048576")
-        self._refuse_unless(0 <= self.least_gain < 1, "least_gain", "0 or more, and less than 1")
-        self._refuse_unless(self.steps >= 1, "steps", "1 or more")
-
-    def _refuse_unless(self, is_sane: bool, key: str, wanted: str) -> None:
-        if not is_sane:  # asked so that NaN is refused too
-            raise UserError(f"plan.{key}={getattr(self, key)} is out of range; give {wanted}")
+        for key, is_sane, wanted in (  # NaN is not sane
+            ("bandwidth", self.bandwidth > 0, "more than 0 bytes a second"),
+            ("latency", self.latency >= 0, "0 seconds or more"),
+            ("max_replicas", 1 <= self.max_replicas <= 2**20, "1 to 1048576"),
+            ("least_gain", 0 <= self.least_gain < 1, "0 or more, and less than 1"),
+            ("steps", self.steps >= 1, "1 or more"),
+        ):
+            if not is_sane:
+                raise UserError(f"plan.{key}={getattr(self, key)} is out of range; use {wanted}")
