@@ -14,8 +14,7 @@ from dpframe.errors import UserError, suggestion
 from dpframe.testing.course import TOLERANCE, Course, courses
 from dpframe.testing.measure import (
     EVALUATED_BATCH,
-    KINDS,
-    SIZES,
+    EVALUATED_SIZES,
     Note,
     Plan,
     Run,
@@ -42,6 +41,7 @@ from dpframe.testing.reference import (
 Verdict = tuple[str, float | str | None, str]
 """What a check compared; what it measured, None if there was nothing to look at; and the cause in
 words if something is wrong."""
+ALL = ("weights", "loss", "metrics")
 SHOWN = 6  # numbers of a long list
 
 
@@ -72,7 +72,7 @@ class Evidence:
 
     @property
     def main(self) -> Note:
-        return next((n for n in self.notes if n.get("facts", {}).get("is_main")), self.notes[0])
+        return self.notes[0]
 
     @property
     def replicas(self) -> int:
@@ -107,29 +107,31 @@ class Evidence:
     @property
     def saved(self) -> list[tuple[str, Course, Run]]:
         """The courses that were resumed as well; the recipe only if it trains."""
-        names = [name for name in ("drawing", "recipe") if name in self.courses]
+        names = [name for name in ("watched", "recipe") if name in self.courses]
         return [(n, self.courses[n], self.main[n]) for n in names if self.main[n].steps]
 
     @property
     def has_lost_randomness(self) -> bool:
-        pairs = [(run.seen["drawn"], run.resumed) for run in self.of_each("drawing")]
+        pairs = [(run.seen["drawn"], run.resumed) for run in self.of_each("watched")]
         return any(
             resumed is not None and whole[-len(resumed.seen["drawn"]) :] != resumed.seen["drawn"]
             for whole, resumed in pairs
         )
 
-    def shares(self, count: int, kind: str = "tensor") -> Shares:
+    def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
         """Of that many rows, in the order of the replicas."""
-        return [share for note in self.notes for share in note["shares"][kind][count]]
+        notes = [self.main] if replicas else self.notes
+        return [share for note in notes for share in note["shares"][replicas, kind, count]]
 
     @property
     def cuts(self) -> Cuts:
-        def cut(rows: Tensor, notes: list[Note]) -> list[Tensor]:
-            shares = [share for note in notes for share in note["shares"]["tensor"][len(rows)]]
+        def cut(shares: Shares, rows: Tensor) -> list[Tensor]:
             return [rows[share] for share in shares if share]
 
         return Cuts(
-            lambda rows: cut(rows, self.notes), lambda rows: cut(rows, [self.main]), self.replicas
+            lambda rows: cut(self.shares(len(rows)), rows),
+            lambda rows: cut(self.main["shares"][0, "tensor", len(rows)], rows),
+            self.replicas,
         )
 
 
@@ -179,7 +181,7 @@ def logged_once(evidence: Evidence) -> Verdict:
     cause = ""
     if not writers:
         cause = "nothing was logged: `logger` must keep the main one's"
-    elif writers != [evidence.main["facts"]["rank"]]:
+    elif writers != [0]:
         cause = (
             f"each number was logged {counted(len(writers), 'time')}, by the ranks "
             f"{shown(writers)}: `logger` must return the loggers in the main process alone"
@@ -192,7 +194,7 @@ def gradient_sync(evidence: Evidence) -> Verdict:
     compared = "3 micro-batches of one update"
     if len(evidence.notes) == 1:
         return compared, None, ""
-    seen = [run.seen["gradients"][:3] for run in evidence.of_each("gradients")]
+    seen = [run.seen["gradients"][:3] for run in evidence.of_each("watched")]
     is_shared = [
         not any(nests_apart(other, alike[0], 1e-9) for other in alike)
         for alike in zip(*seen, strict=False)
@@ -212,7 +214,7 @@ def gradient_sync(evidence: Evidence) -> Verdict:
 
 def random_numbers(evidence: Evidence) -> Verdict:
     """A replica in a step draws what no other does, and again what it would have drawn."""
-    drawn: list[list[float]] = [run.seen["drawn"] for run in evidence.of_each("drawing")]
+    drawn: list[list[float]] = [run.seen["drawn"] for run in evidence.of_each("watched")]
     numbers = list(chain.from_iterable(drawn))
     twice = len(numbers) - len(set(numbers))
     cause = ""
@@ -273,27 +275,24 @@ def shutdown(evidence: Evidence) -> Verdict:
 
 
 def rows_once(evidence: Evidence) -> Verdict:
-    sizes = evidence.main["shares"]["tensor"]
-    others = evidence.main["other_shares"]
-    wrong = [_uneven(evidence.shares(n, kind), n, kind) for kind in KINDS for n in sizes]
-    wrong += [
-        _uneven(shares, count, kind, f" on {counted(replicas, 'replica')}")
-        for replicas, kinds in others.items()
-        for kind, cut in kinds.items()
-        for count, shares in cut.items()
-    ]
-    wrong.append(_unread(evidence))
-    several = f" on {min(others)} to {max(others)} replicas" if others else ""
+    keys = evidence.main["shares"]
+    counts, replicas = (
+        {count for *_, count in keys},
+        {replicas for replicas, *_ in keys if replicas},
+    )
+    wrong = [*(_uneven(evidence, *key) for key in keys), _unread(evidence)]
+    several = f" on {min(replicas)} to {max(replicas)} replicas" if replicas else ""
     cause = next((cause for _, cause in wrong if cause), "")  # the one of the fewest rows
     return (
-        f"shares of {min(sizes)} to {max(sizes)} rows{several}",
+        f"shares of {min(counts)} to {max(counts)} rows{several}",
         f"{counted(max(rows for rows, _ in wrong), 'row')} wrong",
         cause,
     )
 
 
-def _uneven(shares: Shares, count: int, kind: str, where: str = "") -> tuple[int, str]:
+def _uneven(evidence: Evidence, replicas: int, kind: str, count: int) -> tuple[int, str]:
     """How many rows are wrong in the shares of `count` rows, and how."""
+    shares = evidence.shares(count, kind, replicas)
     rows = list(chain.from_iterable(shares))
     if rows == list(range(count)):
         return 0, ""
@@ -301,12 +300,14 @@ def _uneven(shares: Shares, count: int, kind: str, where: str = "") -> tuple[int
     wrong = [row for row in {*range(count), *seen} if seen[row] != (row in range(count))]
     sizes = " ".join(str(len(share)) for share in shares)
     what = "" if kind == "tensor" else f", as a {kind} as streams have them,"
+    where = f" on {counted(replicas, 'replica')}" if replicas else ""
     cause = f"of a batch of {counted(count, 'row')}{what} the shares{where} have {sizes}"
     if not wrong:
         return 0, f"{cause}, but not in the batch's order: {shown(rows)}"
+    why = f"row {shown(wrong)} is missing or twice there"
     if min(seen[row] for row in range(count)) > 0:
-        return len(wrong), f"{cause}: they are padded, or overlap; row {shown(wrong)} counts twice"
-    return len(wrong), f"{cause}: row {shown(wrong)} is missing or twice there"
+        why = f"they are padded, or overlap; row {shown(wrong)} counts twice"
+    return len(wrong), f"{cause}: {why}"
 
 
 def _unread(evidence: Evidence) -> tuple[int, str]:
@@ -324,7 +325,7 @@ def _unread(evidence: Evidence) -> tuple[int, str]:
 def predict_order(evidence: Evidence) -> Verdict:
     actual = {n: order for n, (_, order) in evidence.main["evaluated"].items()}
     wrong = [(n, order) for n, order in actual.items() if order != list(range(n))]
-    compared = f"predictions of {SIZES[0]} to {SIZES[-1]} rows"
+    compared = f"predictions of {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows"
     if not any(actual.values()):
         return compared, "none", "predict returned nothing in the main process"
     if not wrong:
@@ -357,72 +358,52 @@ def _predicted(evidence: Evidence) -> str:
 # ---- the numbers: weights, losses and metrics beside the reference's
 
 
-def weights(evidence: Evidence) -> Verdict:
-    causes, most = [], 0.0
-    kept = [run.weights for run in evidence.of_each("kit")]
-    strays = [weights_apart(its, kept[0], TOLERANCE).most for its in kept]
-    if max(strays) > TOLERANCE:
-        rank, most = strays.index(max(strays)), max(strays)
-        causes.append(f"rank {rank} ends with other weights than rank 0 ({most:.1e} apart)")
-    for name in evidence.curves:
-        apart, cause = _weights(evidence, name)
-        most = max(most, apart.most)
-        causes += [cause] if cause else []
-    return evidence.updates, most, "; ".join(causes)
+def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Verdict:
+    """Compares the `weights`, `loss` and `metrics` of a course, or of all that can be."""
+    causes: dict[str, str] = {}
+    most = 0.0
+    for name in [of] if of else evidence.curves:
+        for part in parts:
+            apart = _weights(evidence, name) if part == "weights" else _log(evidence, name, part)
+            most = max(most, apart.most)
+            if apart.where:
+                causes.setdefault(name, apart.where)  # the rest follows from the first
+    compared = evidence.courses[of].compared if of else evidence.updates
+    return compared, most, "; ".join(causes.values())
 
 
-def loss_curve(evidence: Evidence) -> Verdict:
-    return _logs(evidence, lambda name: name.endswith("/loss"))
-
-
-def metrics(evidence: Evidence) -> Verdict:
-    return _logs(evidence, lambda name: not name.endswith("/loss"))
-
-
-def _logs(evidence: Evidence, belongs: Callable[[str], bool]) -> Verdict:
-    aparts = {name: _log(evidence, name, belongs) for name in evidence.curves}
-    causes = [
-        f"{evidence.courses[name].recipe.name}: {apart.where}"
-        for name, apart in aparts.items()
-        if apart.where
-    ]
-    return evidence.updates, max(apart.most for apart in aparts.values()), "; ".join(causes)
-
-
-def _course(evidence: Evidence, name: str) -> Verdict:
-    course = evidence.courses[name]
-    apart, cause = _weights(evidence, name)
-    # Gradients' norms in float32 add up many squares.
-    log = _log(evidence, name, lambda key: name != "float32" or key.endswith(("/loss", "/mae")))
-    if not cause and log.where:
-        cause = f"the weights are right, but the log is not: {log.where}"
-    return course.compared, max(apart.most, log.most), cause
-
-
-def _weights(evidence: Evidence, name: str) -> tuple[Apart, str]:
-    course, actual = evidence.courses[name], evidence.main[name].weights
+def _weights(evidence: Evidence, name: str) -> Apart:
+    course, runs = evidence.courses[name], evidence.of_each(name)
+    actual, causes = runs[0].weights, []
     apart = weights_apart(actual, reference(course).weights, course.tolerance)
-    if not apart.where:
-        return apart, ""
-    cause = f"{course.recipe.name} ends with other weights, {apart.where} ({apart.most:.1e} apart)"
-    if name == "float32":
+    if apart.where:
+        causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
+    strays = [weights_apart(run.weights, actual, course.tolerance).most for run in runs]
+    if course.is_small and max(strays) > course.tolerance:
+        rank = strays.index(max(strays))
+        causes.append(f"rank {rank} ends with other ones than rank 0 ({max(strays):.1e} apart)")
+    if name == "float32" and causes:
         start = course.build()[0].state_dict()
         still = sum(int((weight == start[key]).sum()) for key, weight in actual.items())
         part = still / sum(weight.numel() for weight in actual.values())
         why = "it is computed in fewer digits than float32's, or from other rows"
         if part > 0.5:
             why = f"{part:.0%} of its weights never moved: gradients are left out"
-        return apart, f"{cause} after batches of {course.batch_size} in float32: {why}"
-    why = why_these_weights(course, actual, evidence.cuts) if course.is_small else ""
-    return apart, f"{cause}: they follow from {why}" if why else cause
+        causes.append(f"after batches of {course.batch_size} in float32 {why}")
+    elif causes and course.is_small:
+        why = why_these_weights(course, actual, evidence.cuts)
+        causes += [f"they follow from {why}"] if why else []
+    return Apart(max(apart.most, *strays), "; ".join(causes))
 
 
-def _log(evidence: Evidence, name: str, belongs: Callable[[str], bool]) -> Apart:
+def _log(evidence: Evidence, name: str, part: str) -> Apart:
     course = evidence.courses[name]
     expected = reference(course)
     others = evidence.separable.others if name == "recipe" else frozenset()
-    names = _comparable(filter(belongs, expected.log), others)
-    return logs_apart(evidence.main[name].log, expected, names, course.tolerance)
+    names = {key for key in expected.log if key.endswith("/loss") == (part == "loss")}
+    comparable = _comparable(names, others)
+    apart = logs_apart(evidence.main[name].log, expected, comparable, course.tolerance)
+    return Apart(apart.most, apart.where and f"{course.recipe.name}: {apart.where}")
 
 
 def _comparable(names: Iterable[str], others: frozenset[str]) -> set[str]:
@@ -452,7 +433,7 @@ def validation(evidence: Evidence) -> Verdict:
         why = why_this_mean(actual[n], n, EVALUATED_BATCH, evidence.cuts)
         cause = f"of 0² to {n - 1}² the mean is {expected[n]:g}; it gave {actual[n]:.6g}"
         cause += f", {why}" if why else ""
-    return f"means over {SIZES[0]} to {SIZES[-1]} rows", largest(apart), cause
+    return f"means over {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows", largest(apart), cause
 
 
 def evaluation(evidence: Evidence) -> Verdict:
@@ -479,7 +460,7 @@ def evaluation(evidence: Evidence) -> Verdict:
 
 
 def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
-    runs: list[Run] = evidence.of_each("drawing")
+    runs: list[Run] = evidence.of_each("watched")
     if any(True in each.seen["modes"] for each in runs):
         return (
             ": validation_step runs in training mode, where dropout drops and BatchNorm takes the "
@@ -487,7 +468,7 @@ def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
         )
     for rank, each in enumerate(runs):
         stray = nests_apart(each.weights, runs[0].weights)
-        if stray and name == "drawing":
+        if stray and name == "watched":
             return (
                 f": rank {rank} has another {stray} than rank 0, and validates with it: "
                 "weight_sync(is_read=True) has to make buffers common, too"
@@ -504,22 +485,23 @@ Check = tuple[Callable[[Evidence], Verdict], *tuple[str, ...]]
 CHECKS: dict[str, Check] = {
     "launch": (launch,),
     "collectives": (collectives, "collectives"),
-    "rows_once": (rows_once, "shares", "other_shares", "recipe"),
-    "weights": (weights, "shares", "kit", "recipe"),
-    "loss_curve": (loss_curve, "kit", "recipe"),
-    "metrics": (metrics, "kit", "recipe"),
+    "rows_once": (rows_once, "shares", "recipe"),
+    "weights": (partial(curves, parts=["weights"]), "shares", "kit", "recipe"),
+    "loss_curve": (partial(curves, parts=["loss"]), "kit", "recipe"),
+    "metrics": (partial(curves, parts=["metrics"]), "kit", "recipe"),
     "mean_over_rows": (mean_over_rows, "facts"),
-    "float32": (partial(_course, name="float32"), "float32"),
+    # Gradients' norms in float32 add up many squares.
+    "float32": (partial(curves, parts=["weights", "loss"], of="float32"), "float32"),
     "validation": (validation, "shares", "evaluated"),
-    "evaluation": (evaluation, "drawing", "recipe"),
+    "evaluation": (evaluation, "watched", "recipe"),
     "predict_order": (predict_order, "evaluated", "recipe"),
-    "accumulation": (partial(_course, name="accumulation"), "shares", "accumulation"),
-    "few_rows": (partial(_course, name="few_rows"), "shares", "few_rows"),
-    "weighted": (partial(_course, name="weighted"), "shares", "weighted"),
-    "gradient_sync": (gradient_sync, "gradients"),
-    "random_numbers": (random_numbers, "drawing"),
+    "accumulation": (partial(curves, of="accumulation"), "shares", "accumulation"),
+    "few_rows": (partial(curves, of="few_rows"), "shares", "few_rows"),
+    "weighted": (partial(curves, of="weighted"), "shares", "weighted"),
+    "gradient_sync": (gradient_sync, "watched"),
+    "random_numbers": (random_numbers, "watched"),
     "logged_once": (logged_once, "kit"),
-    "checkpoint": (checkpoints, "drawing", "recipe"),
+    "checkpoint": (checkpoints, "watched", "recipe"),
     "shutdown": (shutdown, "facts", "leftovers"),
 }
 

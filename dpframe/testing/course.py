@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import seeding
 from dpframe.data import DataModule
@@ -28,9 +28,9 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 class Small(Task):
     """A smooth network: it has no ReLU that a last digit could flip."""
 
-    def __init__(self, net: nn.Module | None = None) -> None:
-        layers = nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)
-        super().__init__(net or nn.Sequential(*layers), partial(SGD, lr=0.02, momentum=0.9))
+    def __init__(self, *layers: nn.Module) -> None:
+        layers = layers or (nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        super().__init__(nn.Sequential(*layers), partial(SGD, lr=0.02, momentum=0.9))
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         error = self._error(batch)
@@ -38,6 +38,14 @@ class Small(Task):
 
     def _error(self, batch: list[Tensor]) -> Tensor:
         return self.net(batch[0])[:, 0] - batch[1]
+
+
+class Large(Small):
+    """9,216 of its weights are one tensor: more than a strategy may treat as small."""
+
+    def __init__(self) -> None:
+        wide = nn.Linear(96, 96), nn.Tanh()
+        super().__init__(nn.Linear(3, 96), nn.Tanh(), *wide, nn.Linear(96, 1))
 
 
 class Weighted(Small):
@@ -50,47 +58,29 @@ class Weighted(Small):
         return {"loss": mean, "mae": (error.abs() * weights).sum() / total, "weight": total}
 
 
-class Large(Small):
-    """9,889 weights, of which 9,216 are one tensor: more than a strategy may treat as small."""
+class Watched(Small):
+    """Has BatchNorm and dropout. Remembers what it draws, in which mode it is validated, and its
+    gradients after each backward: at the next one's forward, and in the optimizer."""
 
     def __init__(self) -> None:
-        wide = nn.Linear(3, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 1)
-        super().__init__(nn.Sequential(*wide))
+        norm = nn.BatchNorm1d(8)
+        super().__init__(nn.Linear(3, 8), norm, nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
+        self.seen: dict[str, list] = {"drawn": [], "modes": [], "gradients": []}
 
-
-class Drawing(Small):
-    """Has BatchNorm and dropout. Remembers what it draws and in which mode it is validated."""
-
-    def __init__(self) -> None:
-        layers = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1)
-        super().__init__(nn.Sequential(*layers))
-        self.seen: dict[str, list] = {"drawn": [], "modes": []}
+    def configure_optimizer(self) -> torch.optim.Optimizer:
+        optimizer = SGD(self.parameters(), lr=0.02, momentum=0.9)
+        optimizer.register_step_pre_hook(lambda *_: self._look())
+        return optimizer
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         if self.training:
+            self._look()
             drawn = torch.rand((), dtype=torch.float64, device=batch[0].device)
             self.seen["drawn"].append(float(drawn))
         return super().training_step(batch)
 
     def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
         self.seen["modes"].append(self.training)
-        return super().training_step(batch)
-
-
-class Watched(Small):
-    """Sees its gradients after each backward: at the next one's forward, and in the optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[str, list] = {"gradients": []}
-
-    def configure_optimizer(self) -> torch.optim.Optimizer:
-        optimizer = SGD(self.parameters(), lr=0.02)
-        optimizer.register_step_pre_hook(lambda *_: self._look())
-        return optimizer
-
-    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
-        self._look()
         return super().training_step(batch)
 
     def _look(self) -> None:
@@ -206,33 +196,26 @@ class Course:
 
 KIT = Recipe("the kit's network", Small, Table)
 WEIGHTED = Recipe("the kit's weighted network", Weighted, Table)
-DRAWING = Recipe("the kit's network with BatchNorm and dropout", Drawing, Table)
+WATCHED = Recipe("the kit's network with BatchNorm and dropout", Watched, Table)
 LARGE = Recipe("the kit's network of 9,889 weights", Large, Table)
-WATCHED = Recipe("the kit's watched network", Watched, Table)
 
 
 def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
     """By the name of what measures them."""
     few = min(max(1, replicas - 1), 8)
 
-    def four_rows_each(course: Course) -> Course:
-        return replace(course, batch_size=4 * replicas, rows=12 * replicas, is_even=True)
+    def four_rows_each(batches: int, course: Course) -> Course:
+        rows = 4 * replicas
+        return replace(course, batch_size=rows, rows=batches * rows, is_even=True)
 
     results = {
         "kit": Course(KIT),
         # 27 rows are 7 batches of 4: the second update has two of them, the last with 3 rows.
         "accumulation": Course(KIT, "5 batches an update, then 2", 4, accumulate=5),
-        "few_rows": Course(KIT, f"batches of {few} on {replicas} replicas", few, rows=2 * few + 1),
+        "few_rows": Course(KIT, f"batches of {few} on {replicas} replicas", few, 2 * few + 1),
         "weighted": Course(WEIGHTED, "a mean over weights, not rows", 4, accumulate=2),
-        "float32": Course(
-            LARGE,
-            f"batches of 100, 9,889 weights, to {FLOAT32_TOLERANCE:g}",
-            100,
-            250,
-            precision="32",
-        ),
-        "gradients": Course(WATCHED, "", 2 * replicas, rows=6 * replicas, accumulate=3),
-        "drawing": four_rows_each(Course(DRAWING, precision="32", is_saved=True)),
+        "float32": Course(LARGE, "batches of 100, 9,889 weights", 100, 250, precision="32"),
+        "watched": four_rows_each(6, Course(WATCHED, accumulate=3, precision="32", is_saved=True)),
     }
     if recipe is not None:
         accumulate = recipe.settings.accumulate
@@ -240,7 +223,7 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
         task = course.build()[0]
         # BatchNorm refuses a share of one row.
         is_even = task.has_own("training_step") and bool(why_not(task))
-        results["recipe"] = four_rows_each(course) if is_even else course
+        results["recipe"] = four_rows_each(3, course) if is_even else course
     return results
 
 
@@ -269,19 +252,19 @@ class FirstRows(DataModule):
         return self._first(self.data.predict_dataset, HELD_OUT_ROWS)
 
     def _first(self, make: Callable[[], Any], rows: int, size: int = 1) -> Dataset | None:
-        """The first rows, in whole batches of `size` where there are that many."""
+        """The first rows, in whole batches of `size` if there are that many."""
         with seeding.seeded(self.course.recipe.seed):  # random augmentation is the same everywhere
             dataset = make()
             if dataset is None:
                 return None
             if isinstance(dataset, IterableDataset):
-                stream = list(islice(dataset, rows))
-                return Frozen(stream[: len(stream) // size * size or None])
-            count = min(rows, len(dataset))
-            first = range(count // size * size or count)
+                first = list(islice(dataset, rows))
+            else:
+                first = [dataset[row] for row in range(min(rows, len(dataset)))]
+            first = first[: len(first) // size * size or None]
             if type(dataset) is TensorDataset and not self.course.is_even:
-                return Subset(dataset, list(first))  # read without Python, as in a real run
-            return Frozen([dataset[row] for row in first])
+                return TensorDataset(*dataset[: len(first)])  # read without Python, as in a run
+            return Frozen(first)
 
 
 class Frozen(Dataset):

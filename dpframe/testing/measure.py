@@ -26,8 +26,8 @@ from dpframe.testing.reference import Log, Weights, nests_apart, weights_of
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 
-SIZES = range(1, 18)
-LARGE_SIZES = (33, 64, 100, 257)
+EVALUATED_SIZES = range(1, 18)
+SIZES = (*EVALUATED_SIZES, 33, 64, 100, 257)
 OTHER_REPLICAS = range(1, 9)
 OTHER_SIZES = (1, 7, 8, 9, 30, 64, 257)
 KINDS: dict[str, Callable[[int], Any]] = {  # of rows, as the Loader passes them
@@ -144,7 +144,7 @@ def _fitted(
         strategy=strategy,
         settings=course.settings,
         callbacks=callbacks,
-        loggers=[] if course.is_even else [recorder],  # a logger's graph reads rows, too
+        loggers=[recorder],
         seed=course.recipe.seed,
     )
     metrics, step = trainer.fit(state), trainer.global_step
@@ -200,27 +200,24 @@ class Resumes(Callback):
 # ---- single calls
 
 
-def shares(strategy: Strategy) -> dict[str, dict[int, Shares]]:
-    """By kind and number of rows: which of them this process's replicas get."""
-    return {
-        kind: {count: _cut(strategy, rows(count)) for count in (*SIZES, *LARGE_SIZES)}
+def shares(strategy: Strategy) -> dict[tuple[int, str, int], Shares]:
+    """By replicas, kind and number of rows: 0 replicas are those of this process, and 1 to 8 are
+    tried where shares follow from the strategy's numbers alone."""
+    results = {
+        (0, kind, count): _cut(strategy, rows(count))
         for kind, rows in KINDS.items()
+        for count in SIZES
     }
-
-
-def other_shares(strategy: Strategy) -> dict[int, dict[str, dict[int, Shares]]]:
-    """The shares on 1 to 8 replicas, where they follow from the strategy's numbers alone."""
     with suppress(Exception):  # it can't be given other numbers
         two, four = (_cut_on(n, strategy, range(24)) for n in (2, 4))
         if (len(two), len(four)) == (2, 4) and two[0] not in (two[1], four[0]):
-            return {
-                replicas: {
-                    kind: {n: _cut_on(replicas, strategy, rows(n)) for n in OTHER_SIZES}
-                    for kind, rows in KINDS.items()
-                }
+            results |= {
+                (replicas, kind, count): _cut_on(replicas, strategy, rows(count))
                 for replicas in OTHER_REPLICAS
+                for kind, rows in KINDS.items()
+                for count in OTHER_SIZES
             }
-    return {}
+    return results
 
 
 def _cut_on(replicas: int, strategy: Strategy, rows: Any) -> Shares:
@@ -264,7 +261,7 @@ def values_of(rank: int) -> dict[str, Any]:
 def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
     """By the number of rows: the mean of their squares, and in which order they are predicted."""
     results, settings = {}, TrainerSettings(precision="64")
-    for rows in SIZES:
+    for rows in EVALUATED_SIZES:
         data = Numbers(rows, EVALUATED_BATCH)
         trainer = Trainer(Squares(), data, strategy=strategy, settings=settings)
         with suppress(UserError):  # it says that there were no rows
@@ -278,7 +275,6 @@ def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
 
 CALLS: dict[str, Callable[[Strategy], Any]] = {
     "shares": shares,
-    "other_shares": other_shares,
     "collectives": collectives,
     "evaluated": evaluated,
 }

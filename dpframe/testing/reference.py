@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, lean, seeding
 from dpframe.data import DataModule, move, permutation
+from dpframe.metrics import Means
 from dpframe.task import Task, detached, optimizer_of
 from dpframe.testing.course import Course, why_not
 from dpframe.trainer.evaluation import by_rows, join
@@ -43,29 +44,23 @@ class Curve(NamedTuple):
     rounding: Mapping[str, float] = {}  # the relative error of each metric that the task rounds
 
 
-class Sums:
-    """Weighted sums of what was measured, and to how many digits each is known."""
-
-    def __init__(self) -> None:
-        self.sums: dict[str, float] = {}
-        self.weights: dict[str, float] = {}
-        self.rounding: dict[str, float] = {}
-
-    def add(self, output: Output, rows: Tensor) -> None:
-        weight = weight_of(output, rows)
-        for name, value in detached(output).items():
-            if name != "weight":
-                self.sums[name] = self.sums.get(name, 0.0) + float(value) * weight
-                self.weights[name] = self.weights.get(name, 0.0) + weight
-                rounding = self.rounding.get(name, INFINITY)
-                self.rounding[name] = min(rounding, rounding_of(value))
-
-    def means(self) -> dict[str, float]:
-        return {name: total / self.weights[name] for name, total in self.sums.items()}
+Outputs = list[tuple[int, Output]]
+"""What each batch's step returned, by the rows of the batch."""
 
 
-def weight_of(output: Output, rows: Tensor) -> float:
-    return float(output.get("weight", len(rows)))
+def means(outputs: Outputs) -> dict[str, float]:
+    sums = Means(None, list)
+    sums.add(outputs)
+    return sums.total()
+
+
+def roundings(outputs: Outputs) -> dict[str, float]:
+    """The relative error of each metric: of one number it may look larger than it is."""
+    names = {name for _, output in outputs for name in output}
+    return {
+        name: min(rounding_of(output[name]) for _, output in outputs if name in output)
+        for name in names - {"weight"}
+    }
 
 
 @lru_cache(maxsize=8)
@@ -98,15 +93,15 @@ def trained(course: Course, way: Way | None = None) -> Curve:
 
     for epoch in range(course.epochs):
         task.train()
-        whole = Sums()
+        whole: Outputs = []
         for batches in _updates(course, data, len(train), epoch):
             step += 1
-            window = Sums()
             parts = way(batches) if way else [(rows, 1.0) for rows in batches]
             outputs = [task.training_step(_batch(data, train, rows)) for rows, _ in parts]
+            window = [(len(rows), detached(o)) for (rows, _), o in zip(parts, outputs, strict=True)]
             factors = [factor for _, factor in parts]
             if way is None:
-                weights = [weight_of(*pair) for pair in zip(outputs, batches, strict=True)]
+                weights = [float(output.get("weight", rows)) for rows, output in window]
                 factors = [weight / sum(weights) for weight in weights]
             optimizer.zero_grad()
             for output, factor in zip(outputs, factors, strict=True):
@@ -115,15 +110,15 @@ def trained(course: Course, way: Way | None = None) -> Curve:
             update()
             if scheduler is not None and by_step and not is_plateau:
                 scheduler.step()
-            for output, (rows, _) in zip(outputs, parts, strict=True):
-                whole.add(output, rows)
-                window.add(output, rows)
+            whole += window
             rate = float(optimizer.param_groups[0]["lr"])
-            add("step", {**task.summarize(window.means()), "lr": rate, "grad_norm": norm})
-        add("train", task.summarize(whole.means()))
+            add("step", {**task.summarize(means(window)), "lr": rate, "grad_norm": norm})
+        add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
-            add("val", task.summarize(_validated(task, data, course.batch_size).means()))
-        rounding = {name: max(its, rounding.get(name, 0.0)) for name, its in whole.rounding.items()}
+            add("val", task.summarize(means(_validated(task, data, course.batch_size))))
+        rounding = {
+            name: max(its, rounding.get(name, 0.0)) for name, its in roundings(whole).items()
+        }
         if is_plateau:
             scheduler.step(log[settings.plateau_monitor][-1][1])
         elif scheduler is not None and not by_step:
@@ -172,18 +167,18 @@ def evaluated(
     dtype = torch.float32 if in_half else torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
         whole, parts = (_validated(task, data, size, dtype) for size in (course.batch_size, 3))
-    means = task.summarize(whole.means())
-    log = {f"val/{name}": [(step, value)] for name, value in means.items()}
-    return Curve(log, {}, whole.rounding), _unlike(whole, parts)
+    log = {f"val/{name}": [(step, v)] for name, v in task.summarize(means(whole)).items()}
+    return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
 
 
 @torch.no_grad()
-def _validated(task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64) -> Sums:
+def _validated(task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64) -> Outputs:
     task.to(dtype).eval()
-    held_out, sums = data.val_dataset(), Sums()
-    for rows in torch.arange(len(held_out)).split(size):
-        sums.add(task.validation_step(_batch(data, held_out, rows, dtype)), rows)
-    return sums
+    held_out: Any = data.val_dataset()
+    return [
+        (len(rows), detached(task.validation_step(_batch(data, held_out, rows, dtype))))
+        for rows in torch.arange(len(held_out)).split(size)
+    ]
 
 
 @torch.no_grad()
@@ -234,12 +229,9 @@ def separable(course: Course) -> Separable:
     rows = torch.arange(min(8, len(train)))
     shares = rows.split(-(-len(rows) // 3))
 
-    def measured(*parts: Tensor, seed: int = 0) -> Sums:
-        sums = Sums()
+    def measured(*parts: Tensor, seed: int = 0) -> Outputs:
         with seeding.seeded(seed):
-            for part in parts:
-                sums.add(task.training_step(_batch(data, train, part)), part)
-        return sums
+            return [(len(p), detached(task.training_step(_batch(data, train, p)))) for p in parts]
 
     def draws() -> bool:
         return "loss" in _unlike(measured(rows), measured(rows, seed=1))
@@ -258,13 +250,13 @@ def separable(course: Course) -> Separable:
     others = _unlike(whole, parts)
     sizes = " ".join(str(len(share)) for share in shares)
     compared = f"{course.recipe.name}'s loss of {len(rows)} rows, and of shares of {sizes}"
-    if min(whole.rounding["loss"], parts.rounding["loss"]) > 0:
+    if roundings(whole + parts)["loss"] > 0:
         reason = reason or "its loss is rounded to float32, so that its shares' gradients are, too"
     coupled = ""
     if "loss" in others:
         coupled = (
-            f"{course.recipe.name}'s loss of {len(rows)} rows is {whole.means()['loss']:.9g} in "
-            f"one batch and {parts.means()['loss']:.9g} in shares of {sizes}, so that other "
+            f"{course.recipe.name}'s loss of {len(rows)} rows is {means(whole)['loss']:.9g} in "
+            f"one batch and {means(parts)['loss']:.9g} in shares of {sizes}, so that other "
             "numbers of replicas train on something else: return the mean over the rows, or as "
             "'weight' what it is a mean over; a loss that takes rows together, e.g. a contrastive "
             "one, needs a single replica"
@@ -272,14 +264,14 @@ def separable(course: Course) -> Separable:
     return Separable(reason, others - {"loss"}, compared, coupled)
 
 
-def _unlike(whole: Sums, parts: Sums) -> frozenset[str]:
+def _unlike(whole: Outputs, parts: Outputs) -> frozenset[str]:
     """The names whose means differ by more than rounding."""
-    means = parts.means()
+    rounding, others = roundings(whole), means(parts)
     return frozenset(
         name
-        for name, mean in whole.means().items()
-        if largest(relative(means.get(name, INFINITY), mean))
-        > max(1e-9, ROUNDINGS * whole.rounding[name])
+        for name, mean in means(whole).items()
+        if largest(relative(others.get(name, INFINITY), mean))
+        > max(1e-9, ROUNDINGS * rounding[name])
     )
 
 
@@ -316,7 +308,7 @@ def why_this_mean(mean: float, rows: int, batch_size: int, cuts: Cuts) -> str:
 
 def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
     replicas = cuts.replicas
-    means = "the mean of the replicas' means,"
+    even = "the mean of the replicas' means,"
     alone = "the main process's own rows alone: nothing is summed over the processes"
     times, says = (
         "the gradient: the replicas' gradients are",
@@ -343,11 +335,11 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
             way(cuts.all, lambda part, _: len(part)),
         ),
         (
-            f"{means} not the mean over all rows",
+            f"{even} not the mean over all rows",
             way(cuts.all, lambda _, batch: len(batch) / len(cuts.all(batch))),
         ),
         (
-            f"{means} with 0 for a replica without a row",
+            f"{even} with 0 for a replica without a row",
             way(cuts.all, lambda _, batch: len(batch) / replicas),
         ),
         (alone, way(cuts.main, lambda part, _: len(part))),
