@@ -88,6 +88,7 @@ REFUSED = {
     "data.batch_size=1.5": "data.batch_size=1.5 is a fraction; use a whole number",
     "data.batch_size=null": "data.batch_size=null is nothing; use a whole number",
     "data.workers=-1": "data.workers=-1 is out of range; use 0 or more",
+    "data.workers=atuo": "data.workers=atuo is text; use a whole number or auto",
     "task=5": "task has no _target_",
     "mode=tset": "mode=tset is not one of fit, validate, test, predict",
     "seed=-1": "seed=-1 is out of range",

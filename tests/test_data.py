@@ -99,25 +99,25 @@ def shares_of(kind: str, rows: int, replicas: int) -> list[list[Share]]:
     ]
 
 
-def numbers(share: Share) -> list[int]:
+def all_numbers(share: Share) -> list[int]:
     batch = share.batch[0] if isinstance(share.batch, list) else share.batch
-    return batch.tolist()[: share.rows]
+    return batch.tolist()
+
+
+def numbers(share: Share) -> list[int]:
+    return all_numbers(share)[: share.rows]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("replicas", REPLICAS)
-def test_every_row_goes_to_exactly_one_replica(kind, replicas):
-    batches = shares_of(kind, 23, replicas)
+def test_every_row_goes_to_one_replica_and_one_without_is_lent_a_row_that_does_not_count(
+    kind, replicas
+):
+    *batches, last = shares_of(kind, 21, replicas)
     seen = [[n for share in shares for n in numbers(share)] for shares in batches]
-    assert seen == [list(range(10)), list(range(10, 20)), [20, 21, 22]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_replica_without_a_row_is_lent_one_that_does_not_count(kind):
-    *_, last = shares_of(kind, 21, 4)
-    assert [share.rows for share in last] == [1, 0, 0, 0]
-    lent = [share.batch[0] if isinstance(share.batch, list) else share.batch for share in last]
-    assert [row.tolist() for row in lent] == [[20]] * 4
+    assert seen == [list(range(10)), list(range(10, 20))]
+    assert [share.rows for share in last] == [1, *[0] * (replicas - 1)]
+    assert [all_numbers(share) for share in last] == [[20]] * replicas
 
 
 @pytest.mark.parametrize("kind", ["tensors", "rows"])
@@ -136,16 +136,13 @@ def test_an_epochs_order_is_a_fact_of_seed_and_epoch(kind):
     "kind, workers", [("tensors", 0), ("rows", 0), ("rows", 2), ("stream", 0), ("stream", 2)]
 )
 def test_skip_and_limit_are_numbers_of_batches_in_the_epoch(kind, workers):
-    loader = loader_of(KINDS[kind](45), workers=workers)
+    dataset = KINDS[kind](45)
+    loader = loader_of(dataset, workers=workers)
     for _ in range(2):  # an epoch that was left early, with rows under way, and the next one
         batches = [numbers(batch.shares[0]) for batch in loader.epoch(skip=1, limit=3)]
         assert batches == [list(range(10, 20)), list(range(20, 30))]
-
-
-def test_skipped_rows_are_not_read():
-    dataset = OneByOne(30)
-    list(loader_of(dataset).epoch(skip=2))
-    assert dataset.read == list(range(20, 30))
+    if (kind, workers) == ("rows", 0):
+        assert dataset.read == 2 * list(range(10, 30)), "skipped rows are not read"
 
 
 def test_a_worker_draws_by_the_share_and_not_by_what_it_read_before():
@@ -351,6 +348,14 @@ def test_a_sampler_beside_a_stream_is_refused():
 class Bad(Dataset):
     """Twelve rows; what the tenth is decides the fault."""
 
+    ROWS = {
+        "shape": {"x": torch.ones(3), "y": (1, 1.0)},
+        "keys": {"x": torch.ones(4)},
+        "parts": {"x": torch.ones(4), "y": (1,)},
+        "kinds": {"x": torch.ones(4), "y": ("a", 1.0)},
+        "nothing": None,
+    }
+
     def __init__(self, fault: str) -> None:
         self.fault = fault
 
@@ -360,22 +365,7 @@ class Bad(Dataset):
     def __getitem__(self, row: int) -> Any:
         if row != 9:
             return {"x": torch.ones(4), "y": (row, 1.0)}
-        return getattr(self, self.fault)()
-
-    def shape(self) -> Any:
-        return {"x": torch.ones(3), "y": (1, 1.0)}
-
-    def keys(self) -> Any:
-        return {"x": torch.ones(4)}
-
-    def parts(self) -> Any:
-        return {"x": torch.ones(4), "y": (1,)}
-
-    def kinds(self) -> Any:
-        return {"x": torch.ones(4), "y": ("a", 1.0)}
-
-    def nothing(self) -> Any:
-        return None
+        return self.ROWS[self.fault] if self.fault in self.ROWS else getattr(self, self.fault)()
 
     def odd(self) -> Any:
         raise LookupError("it is broken")
@@ -385,13 +375,16 @@ class Bad(Dataset):
 
 
 class BadStream(IterableDataset):
-    def __init__(self, fault: str) -> None:
-        self.rows = Bad(fault)
+    def __init__(self, rows: Dataset) -> None:
+        self.rows = rows
 
     def __iter__(self) -> Any:
         return (self.rows[row] for row in range(12))
 
 
+READ = pytest.mark.parametrize(
+    "dataset, workers", [(each, n) for each in (Bad, lambda f: BadStream(Bad(f))) for n in (0, 1)]
+)
 STACKED = "rows 8 and 9 of {0} can't be stacked: "
 LINES = {
     "shape": f"{STACKED}shapes (4,) and (3,); make all rows alike, or combine them in your "
@@ -404,12 +397,13 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize("kind, workers", [(Bad, 0), (Bad, 1), (BadStream, 0), (BadStream, 1)])
-def test_rows_that_do_not_fit_together_are_told_with_their_numbers(kind, workers):
+@READ
+def test_rows_that_do_not_fit_together_are_told_with_their_numbers(dataset, workers):
     for fault, line in LINES.items():
+        rows = dataset(fault)
         with pytest.raises(UserError) as caught:
-            list(loader_of(kind(fault), 4, workers=workers).epoch())
-        assert str(caught.value).startswith(line.format(kind.__name__)), fault
+            list(loader_of(rows, 4, workers=workers).epoch())
+        assert str(caught.value).startswith(line.format(type(rows).__name__)), fault
 
 
 def test_a_row_that_torch_can_never_stack_is_one_line():
@@ -423,12 +417,13 @@ def test_a_row_that_torch_can_never_stack_is_one_line():
     assert "Own" in line and "\n" not in line
 
 
-@pytest.mark.parametrize("kind, workers", [(Bad, 0), (Bad, 1), (BadStream, 0), (BadStream, 1)])
-def test_what_a_row_raises_keeps_its_traceback_and_has_its_number(kind, workers):
+@READ
+def test_what_a_row_raises_keeps_its_traceback_and_has_its_number(dataset, workers):
+    rows = dataset("odd")
     with pytest.raises(LookupError, match="it is broken") as caught:
-        list(loader_of(kind("odd"), 4, workers=workers).epoch())
+        list(loader_of(rows, 4, workers=workers).epoch())
     told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert told.rstrip().endswith(f"while reading row 9 of {kind.__name__}")
+    assert told.rstrip().endswith(f"while reading row 9 of {type(rows).__name__}")
     if workers:
         assert 'in odd\n    raise LookupError("it is broken")' in told
     else:

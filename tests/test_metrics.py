@@ -28,26 +28,32 @@ def test_uneven_shares_give_the_mean_over_rows(cuts):
     assert one.total() == {"loss": pytest.approx(28.5, rel=1e-7)}
 
 
-def test_the_mean_of_the_means_of_three_replicas_would_be_wrong():
-    shares = [SQUARES[:4], SQUARES[4:8], SQUARES[8:]]
-    one = means()
-    one.add([measured(share) for share in shares])
-    assert one.total()["loss"] == pytest.approx(28.5, rel=1e-7)
-    naive = sum(sum(share) / len(share) for share in shares) / 3
-    assert naive == pytest.approx(35.8, abs=0.05)
+NAN, ONE = torch.tensor(math.nan), torch.tensor(1.0)
 
 
-def test_a_weight_counts_instead_of_the_rows():
-    one = means()
-    one.add([(2, {"loss": torch.tensor(1.0), "weight": torch.tensor(6.0)})])
-    one.add([(8, {"loss": torch.tensor(5.0), "weight": 2})])
-    assert one.total() == {"loss": (6 * 1 + 2 * 5) / 8}
-
-
-def test_a_lent_row_counts_nothing_even_where_it_is_nan():
-    one = means()
-    one.add([(3, {"loss": torch.tensor(2.0)}), (0, {"loss": torch.tensor(math.nan)})])
-    assert one.total() == {"loss": 2.0}
+@pytest.mark.parametrize(
+    "several, mean",
+    [
+        # The mean of the means of three replicas would be 35.8.
+        ([measured(share) for share in (SQUARES[:4], SQUARES[4:8], SQUARES[8:])], {"loss": 28.5}),
+        ([(2, {"loss": ONE, "weight": 6 * ONE}), (8, {"loss": 5 * ONE, "weight": 2})], {"loss": 2}),
+        ([(3, {"loss": 2 * ONE}), (0, {"loss": NAN})], {"loss": 2}),  # a lent row
+        ([(2, {"loss": NAN, "weight": 0 * ONE})], {}),
+        ([(2, {"loss": NAN, "weight": 0 * ONE}), (2, {"loss": 3, "weight": 2})], {"loss": 3}),
+        ([(1, {"loss": 1.0}), (3, {"loss": 5.0, "mae": 2.0})], {"loss": 4, "mae": 2}),
+        # Sums are in 64 bits.
+        (
+            [(1, {"loss": n * ONE, "weight": ONE}) for n in (1e8, *[1] * 100)],
+            {"loss": (1e8 + 100) / 101},
+        ),
+    ],
+)
+def test_a_mean_is_over_the_rows_or_the_weights_that_count(several, mean):
+    together, apart = means(), means()
+    together.add(several)
+    for one in several:
+        apart.add([one])
+    assert together.total() == apart.total() == pytest.approx(mean, rel=1e-7, abs=0)
 
 
 def test_a_window_is_since_the_last_window_and_the_total_is_all():
@@ -60,12 +66,6 @@ def test_a_window_is_since_the_last_window_and_the_total_is_all():
     assert one.total() == {"loss": 2.0}
     one.reset()
     assert one.total() == {}
-
-
-def test_a_metric_counts_only_where_it_was_measured():
-    one = means()
-    one.add([(1, {"loss": 1.0}), (3, {"loss": 5.0, "found": 2.0})])
-    assert one.total() == {"loss": 4.0, "found": 2.0}
 
 
 PARTS = [
@@ -107,14 +107,6 @@ def test_the_state_of_other_processes_is_added_up_in_the_main_one():
     assert main.total() == pytest.approx(whole.total(), rel=1e-12)
     assert other.total() == {}
     assert other.state_dict()["totals"].keys() == main.state_dict()["totals"].keys()
-
-
-def test_sums_are_in_64_bits():
-    one = means()
-    weight = torch.tensor(1.0)
-    one.add([(1, {"loss": torch.tensor(1e8), "weight": weight})])
-    one.add([(1, {"loss": weight, "weight": weight})] * 100)
-    assert one.total()["loss"] == (1e8 + 100) / 101
 
 
 def test_the_names_of_all_processes_are_agreed_on_once():
@@ -163,25 +155,15 @@ def test_several_are_summed_at_one_reduction_and_one_process_needs_none():
     assert [list(found) for found in totals] == [["loss", "mae"], ["accuracy", "loss"]]
 
 
-def test_what_has_weight_0_counts_nothing_even_where_it_is_nan():
+@pytest.mark.parametrize(
+    "several, line",
+    [
+        ([{"weight": 6.0}, {}], "a step returned a 'weight' for some batches and none for others;"),
+        ([{"errors": torch.ones(3)}], "a step returned 'errors' with more than one number; return"),
+    ],
+)
+def test_what_has_no_mean_is_refused(several, line):
     one = means()
-    nothing = torch.tensor(0.0)
-    one.add([(2, {"loss": nothing / nothing, "weight": nothing})])
-    assert one.total() == {}
-    one.add([(2, {"loss": torch.tensor(3.0), "weight": torch.tensor(2)})])
-    assert one.total() == {"loss": 3.0}
-
-
-def test_a_weight_that_some_batches_lack_is_refused():
-    one = means()
-    one.add([(2, {"loss": 1.0, "weight": 6.0}), (2, {"loss": 1.0})])
-    with pytest.raises(UserError, match="'weight' for some batches and none for others"):
-        one.total()
-
-
-@pytest.mark.parametrize("value", [torch.ones(3), torch.ones(2, 2)])
-def test_a_metric_of_several_numbers_is_refused_by_its_name(value):
-    one = means()
-    one.add([(3, {"loss": torch.tensor(1.0), "errors": value})])
-    with pytest.raises(UserError, match="^a step returned 'errors' with more than one number; re"):
+    one.add([(2, {"loss": 1.0, **more}) for more in several])
+    with pytest.raises(UserError, match=f"^{line}"):
         one.total()

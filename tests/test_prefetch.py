@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import Rows, Small, fitted, is_same
+from small import Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import Dataset
@@ -15,7 +15,6 @@ from torch.utils.data import Dataset
 from dpframe import DataModule, Strategy, Trainer, TrainerSettings, UserError
 from dpframe.data import Loader, move, prefetch
 from dpframe.data.loader import copied
-from dpframe.data.order import Order
 from dpframe.data.prefetch import Prefetch
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer import evaluation, loop
@@ -72,20 +71,16 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "prefetched", prefetched)
 
 
-def used(loader: Loader) -> list[str]:
+def used(dataset: Dataset, **given: Any) -> list[str]:
+    loader = Loader(dataset, batch_size=10, shares=lambda rows: [rows], **given)
     side = Noted()
     for number, _ in enumerate(Prefetch(loader, Strategy().to_device, side).epoch(), 1):  # type: ignore[arg-type]
         side.seen.append(f"step {number}")
     return side.seen
 
 
-def loader_of(dataset: Dataset) -> Loader:
-    return Loader(dataset, batch_size=10, shares=lambda rows: [rows])
-
-
 def test_a_copy_begins_before_the_batch_in_front_of_it_is_handed_over():
-    data = Rows(30)
-    assert used(loader_of(data.train)) == [
+    assert used(Rows(30).train) == [
         *("copy 1", "copy 2", "hand over 1", "step 1", "pace"),
         *("copy 3", "hand over 2", "step 2", "pace"),
         *("hand over 3", "step 3", "pace"),
@@ -94,7 +89,23 @@ def test_a_copy_begins_before_the_batch_in_front_of_it_is_handed_over():
 
 def test_rows_that_draw_here_are_not_read_before_they_are_asked_for():
     one = "copy {0}", "hand over {0}", "step {0}", "pace"
-    assert used(loader_of(Listed(20))) == [line.format(n) for n in (1, 2) for line in one]
+    assert used(Listed(20)) == [line.format(n) for n in (1, 2) for line in one]
+
+
+class Opaque:
+    """Moves itself, to memory that nobody else knows of."""
+
+    def to(self, device: torch.device) -> "Opaque":
+        return self
+
+
+@pytest.mark.parametrize(
+    "batch", [Opaque(), pack_sequence([torch.zeros(2)]), [torch.zeros(2), {"net": nn.Linear(1, 1)}]]
+)
+def test_a_batch_that_moves_itself_is_not_copied_on_the_side(batch):
+    one = "hand over None", "step {0}", "pace"
+    seen = used(Listed(20), collate=lambda rows: batch)
+    assert seen == [line.format(n) for n in (1, 2) for line in one]
 
 
 def state_of(made: Trainer) -> dict[str, Any]:
@@ -148,35 +159,11 @@ def test_a_run_that_reads_ahead_resumes_within_an_epoch_to_the_bit(monkeypatch, 
 
 
 def test_on_the_cpu_there_is_nothing_between_the_loader_and_the_step():
-    loader, strategy = loader_of(Rows(30).train), Strategy()
-    to_device = strategy.to_device
-    assert prefetch.prefetched(loader, to_device, [strategy.device]) == (loader.epoch, to_device)
-
-
-def test_what_is_not_all_tensors_in_sight_is_left_to_the_step_s_own_stream():
-    plain = {"x": [torch.zeros(2)], "name": "a"}, 3
-    packed = pack_sequence([torch.zeros(2)])
-    assert prefetch.is_all_on_host(plain)
-    assert not prefetch.is_all_on_host(packed)
-    assert not prefetch.is_all_on_host([plain, nn.Linear(1, 1)])
-    assert len(list(prefetch.tensors_in(plain))) == 1
-
-
-class Opaque:
-    """Moves itself, to memory that nobody else knows of."""
-
-    def __init__(self, rows: list[Any]) -> None:
-        self.rows = rows
-
-    def to(self, device: torch.device) -> "Opaque":
-        return self
-
-
-def test_a_batch_that_moves_itself_is_not_copied_on_the_side():
-    loader = Loader(Listed(20), batch_size=10, shares=lambda rows: [rows], collate=Opaque)
-    assert used(loader) == [
-        f"{what}" for n in (1, 2) for what in ("hand over None", f"step {n}", "pace")
-    ]
+    made = trainer()
+    made.prepare()
+    loader, to_device = made.feed.train, made.strategy.to_device
+    given = loader, to_device, [made.strategy.device]
+    assert prefetch.prefetched(*given) == (loader.epoch, to_device)
 
 
 def test_a_process_has_its_own_devices_and_no_other_s():
@@ -190,14 +177,6 @@ def test_a_process_has_its_own_devices_and_no_other_s():
 # The streams themselves, played
 
 
-class Event:
-    def __init__(self, name: str, seen: list[str]) -> None:
-        self.name, self.seen = name, seen
-
-    def synchronize(self) -> None:
-        self.seen.append(f"host waits for {self.name}")
-
-
 class Stream:
     """Notes what is asked of it; its events are numbered."""
 
@@ -208,11 +187,13 @@ class Stream:
         self.name = name if isinstance(name, str) else "copies"
         self.events = 0
 
-    def record_event(self) -> Event:
+    def record_event(self) -> Any:
         self.events += 1
-        return Event(f"{self.name} {self.events}", self.seen)
+        name = f"{self.name} {self.events}"
+        note = lambda: self.seen.append(f"host waits for {name}")  # noqa: E731
+        return SimpleNamespace(name=name, synchronize=note)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Any) -> None:
         self.seen.append(f"{self.name} waits for {event.name}")
 
 
@@ -285,36 +266,26 @@ def test_more_than_the_gpu_has_free_is_refused(monkeypatch):
         prefetch.keep_on(CARD, (torch.zeros(2**18),), dtype=None, data_on_device=True)
 
 
-def card(**more: Any) -> Any:
-    """The facts of a strategy on one GPU."""
-    facts = {
-        "name": "SingleGPU",
-        "device": CARD,
-        "replicas": 1,
-        "world_size": 1,
-        "dtype": None,
-        "rank": 0,
-    }
-    calls = {"shares": lambda rows: [rows], "share": lambda value: value}
-    return SimpleNamespace(**(facts | calls | more))
-
-
 def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_for():
     class OneByOne(DataModule):
         def val_dataset(self) -> Dataset:
             return Listed()
 
-    def loaded(data: DataModule, strategy: Any, data_on_device: Any) -> Loader:
+    def on_the_card(replicas: int) -> Strategy:
+        strategy = Strategy()
+        strategy.device, strategy.replicas = CARD, replicas
+        return strategy
+
+    def loaded(data: DataModule, strategy: Strategy, data_on_device: Any) -> Loader:
         settings = TrainerSettings(data_on_device=data_on_device)
         return evaluated("val", data, strategy, settings, seed=0)
 
-    several = card(replicas=2, name="DataParallel")
     for data, strategy, line in (
-        (OneByOne(), card(), "the data set is not a plain TensorDataset"),
-        (Rows(10), several, "DataParallel has several devices in one process"),
+        (OneByOne(), on_the_card(1), "the data set is not a plain TensorDataset"),
+        (Rows(10), on_the_card(2), "Strategy has several devices in one process"),
     ):
         loaded(data, strategy, "auto")
-        loaded(data, card(device=torch.device("cpu")), True)
+        loaded(data, Strategy(), True)
         with pytest.raises(UserError, match=f"^trainer.data_on_device=true but {line}"):
             loaded(data, strategy, True)
 
@@ -342,9 +313,8 @@ def test_a_batch_is_made_where_the_data_is():
 
 
 def test_the_rows_of_an_epoch_are_the_same_after_their_one_copy():
-    batches = list(Order(11, 4, shuffle=True, seed=3).epoch(2))
-    parts = copied(batches, torch.device("cpu"))
-    assert [part.tolist() for part in parts] == [part.tolist() for part in batches]
+    batches = list(torch.arange(11).flip(0).split(4))
+    assert is_same(list(copied(batches, torch.device("cpu"))), batches)
 
 
 def test_a_packed_sequence_moves_itself_and_leaves_its_sizes_on_the_host():
