@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from dpframe.errors import UserError
 
-DIMENSIONS, KIND = attrgetter("ndim"), attrgetter("device", "dtype")
 Sums = dict[str, tuple[float, float]]
 """By name: the weighted values' sum, and the weights'."""
 SOMETIMES_WEIGHTED = (
@@ -172,9 +170,6 @@ def described(value: Any) -> str:
 
 def _numbers(values: list, names: list[str]) -> list[float]:
     """The values of numbers and one-element tensors; waits once per device and dtype."""
-    are_numbers = {*map(type, values)} == {Tensor} and not any(map(DIMENSIONS, values))
-    if are_numbers and len({*map(KIND, values)}) == 1:  # most often
-        return list(map(float, torch.stack(values).tolist()))  # waits for the GPU
     numbers = [0.0] * len(values)
     places: dict[Any, list[int]] = {}
     for index, value in enumerate(values):
@@ -186,7 +181,7 @@ def _numbers(values: list, names: list[str]) -> list[float]:
             numbers[index] = float(value if isinstance(value, int | float) else value.item())
     for indexes in places.values():
         together = torch.stack([values[index].detach().reshape(()) for index in indexes])
-        for index, number in zip(indexes, together.tolist(), strict=True):
+        for index, number in zip(indexes, together.tolist(), strict=True):  # waits for the GPU
             numbers[index] = float(number)
     return numbers
 
