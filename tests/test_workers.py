@@ -255,10 +255,11 @@ def test_a_worker_that_exits_is_told_by_where():
 
 def test_a_loader_whose_workers_were_lost_starts_others(tmp_path):
     class Once(Dies):
-        def killed(self) -> None:
+        def killed(self) -> Any:
             if not (tmp_path / "killed").exists():
                 (tmp_path / "killed").touch()
                 super().killed()
+            return self[0]
 
     loader = Loader(Once("killed"), batch_size=4, shares=lambda rows: [rows], workers=1)
     with pytest.raises(Failure):
