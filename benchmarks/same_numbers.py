@@ -4,15 +4,11 @@ All of it runs on the CPU, as real gloo ranks (ddp) or virtual replicas (data_pa
 shapes is left out: it trains nothing, so it has no loss.
 """
 
-import json
 import math
-import subprocess
 import sys
-import tempfile
-from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from argparse import ArgumentParser
+
+from run_dpframe import summaries
 
 EPOCHS = {"boston": 100, "lenet": 2}  # lenet's own 30 would take minutes a row
 STRATEGIES = ("data_parallel", "ddp")
@@ -26,58 +22,39 @@ HEADER = (
 Metrics = dict[str, float]
 
 
-class Row(NamedTuple):
-    recipe: str
-    strategy: str
-    replicas: int
-    metrics: Metrics
-    difference: float
-
-
 def main(arguments: list[str] | None = None) -> int:
-    options = parse(arguments)
-    epochs = {recipe: options.epochs or EPOCHS[recipe] for recipe in options.recipe}
-    print(f"Float64, seed 0, {spoken(epochs)}; differences are relative, over all metrics.\n")
-    print(HEADER, flush=True)
-    differing = []
-    for recipe in epochs:
-        for row in rows(recipe, epochs[recipe], options.strategy, options.replicas):
-            print(line(row), flush=True)
-            if not row.difference <= TOLERANCE:  # written so that NaN fails too
-                differing.append(f"{row.recipe} {row.strategy} x {row.replicas}")
-    if differing:
-        print(f"more than {TOLERANCE:g} from cpu: {', '.join(differing)}", file=sys.stderr)
-    return 1 if differing else 0
-
-
-def parse(arguments: list[str] | None) -> Namespace:
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--recipe", nargs="+", choices=EPOCHS, default=list(EPOCHS))
     parser.add_argument("--strategy", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--replicas", nargs="+", type=int, default=list(REPLICAS))
     parser.add_argument("--epochs", type=int, help=f"of each run; without it {spoken(EPOCHS)}")
-    return parser.parse_args(arguments)
-
-
-def rows(recipe: str, epochs: int, strategies: list[str], replicas: list[int]) -> Iterator[Row]:
-    cpu = train(recipe, "cpu", 1, epochs)
-    yield Row(recipe, "cpu", 1, cpu, 0.0)
-    for strategy in strategies:
-        for count in replicas:
-            metrics = train(recipe, strategy, count, epochs)
-            yield Row(recipe, strategy, count, metrics, largest_difference(metrics, cpu))
+    options = parser.parse_args(arguments)
+    epochs = {recipe: options.epochs or EPOCHS[recipe] for recipe in options.recipe}
+    print(f"Float64, seed 0, {spoken(epochs)}; differences are relative, over all metrics.\n")
+    print(HEADER, flush=True)
+    others = [(strategy, count) for strategy in options.strategy for count in options.replicas]
+    differing = []
+    for recipe, count in epochs.items():
+        cpu = train(recipe, "cpu", 1, count)
+        for strategy, replicas in [("cpu", 1), *others]:
+            metrics = cpu if strategy == "cpu" else train(recipe, strategy, replicas, count)
+            difference = largest_difference(metrics, cpu)
+            cells = [recipe, strategy, str(replicas)]
+            cells += [f"{metrics.get(name, math.nan):.9g}" for name in ("train/loss", "val/loss")]
+            cells.append(f"{difference:.0e}" if difference else "0")
+            print(f"| {' | '.join(cells)} |", flush=True)
+            if not difference <= TOLERANCE:  # written so that NaN fails too
+                differing.append(f"{recipe} {strategy} x {replicas}")
+    if differing:
+        print(f"more than {TOLERANCE:g} from cpu: {', '.join(differing)}", file=sys.stderr)
+    return 1 if differing else 0
 
 
 def train(recipe: str, strategy: str, replicas: int, epochs: int) -> Metrics:
-    """The metrics of a run of its own, as its summary.json has them."""
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "dpframe", f"recipe={recipe}", f"strategy={strategy}"]
-        command += [f"trainer.gpus={replicas}", "trainer.accelerator=cpu", "trainer.precision=64"]
-        command += [f"trainer.max_epochs={epochs}", "logger=none", f"hydra.run.dir={directory}"]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr}")
-        summary = json.loads(Path(directory, "summary.json").read_text())
+    (summary,) = summaries(
+        *(f"recipe={recipe}", f"strategy={strategy}", f"trainer.gpus={replicas}"),
+        *("trainer.accelerator=cpu", "trainer.precision=64", f"trainer.max_epochs={epochs}"),
+    )
     assert summary["replicas"] == replicas, summary
     return summary["metrics"]
 
@@ -94,12 +71,6 @@ def relative(value: float, expected: float) -> float:
         return 0.0
     difference = abs(value - expected) / abs(expected) if expected else math.inf
     return math.inf if math.isnan(difference) else difference
-
-
-def line(row: Row) -> str:
-    losses = [f"{row.metrics.get(name, math.nan):.9g}" for name in ("train/loss", "val/loss")]
-    difference = f"{row.difference:.0e}" if row.difference else "0"
-    return f"| {' | '.join([row.recipe, row.strategy, str(row.replicas), *losses, difference])} |"
 
 
 def spoken(epochs: dict[str, int]) -> str:

@@ -7,13 +7,12 @@ import statistics
 import subprocess
 import tempfile
 from argparse import ArgumentParser
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.performance import report
 from benchmarks.performance.process import PROGRAMS, Program, Run, in_turns, noted
-from benchmarks.performance.sections import DDP, made_up_images
+from benchmarks.performance.sections import DDP, images_of, made_up_images
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURES = (  # the column, the program, and what is read of its runs
@@ -33,12 +32,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--write", action="store_true", help="into docs/performance.md")
     options = parser.parse_args()
-    with checked_out(options.commits) as folders, made_up_images() as images:
-        programs = [
-            program
-            for commit, folder in zip(options.commits, folders, strict=True)
-            for program in programs_of(commit, folder, images)
-        ]
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as place, made_up_images() as images:
+        programs: list[Program] = []
+        for commit in options.commits:
+            folder = Path(place, commit)
+            check_out(commit, folder)
+            programs += programs_of(commit, folder, images)
         runs = in_turns(programs, options.rounds)
     text = table(options.commits, runs)
     print(text)
@@ -46,16 +45,19 @@ def main() -> None:
         report.write("changes", f"{report.machine()}; {options.rounds} turns\n\n{text}")
 
 
+def check_out(commit: str, folder: Path) -> None:
+    folder.mkdir()
+    archive = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True)
+    subprocess.run(["tar", "-x"], input=archive.stdout, cwd=folder, check=True)
+
+
 def programs_of(commit: str, folder: Path, images: str) -> list[Program]:
-    config = f"--config-dir={PROGRAMS / 'conf'}"
-    words = {
-        "boston": ["recipe=boston"],
-        "mlp": [config, "recipe=mlp"],
-        "lenet": [
-            *("recipe=lenet", f"data.root={images}", "data.batch_size=256"),
-            *("trainer.max_epochs=4", "trainer.limit_train_batches=15"),
-        ],
-        "ranks": list(DDP),
+    few = ("trainer.max_epochs=4", "trainer.limit_train_batches=15")
+    words: dict[str, tuple[str, ...]] = {
+        "boston": ("recipe=boston",),
+        "mlp": (f"--config-dir={PROGRAMS / 'conf'}", "recipe=mlp"),
+        "lenet": (*images_of(images), *few),
+        "ranks": DDP,
     }
     return [
         noted(*its, name=f"{commit} {name}", python_path=str(folder)) for name, its in words.items()
@@ -65,36 +67,21 @@ def programs_of(commit: str, folder: Path, images: str) -> list[Program]:
 def table(commits: Sequence[str], runs: dict[str, list[Run]]) -> str:
     rows = [f"| commit | {' | '.join(column for column, _, _ in MEASURES)} |"]
     rows.append(f"|---|{'--:|' * len(MEASURES)}")
+    first = commits[0]
     for commit in commits:
-        cells = []
+        cells = [subject(commit)]
         for _, program, measure in MEASURES:
-            here = [getattr(run, measure) for run in runs[f"{commit} {program}"]]
-            first = [getattr(run, measure) for run in runs[f"{commits[0]} {program}"]]
-            ratios = [one / other for one, other in zip(here, first, strict=True)]
-            is_seconds = measure in report.UNITS
-            amount = statistics.median(here)
-            shown = f"{amount:.2f} s" if is_seconds else f"{amount:,.0f} us"
-            cells.append(shown if commit == commits[0] else f"{statistics.median(ratios):.2f}")
-        subject = git("log", "-1", "--format=%h %s", commit)
-        rows.append(f"| {subject} | {' | '.join(cells)} |")
+            here, there = runs[f"{commit} {program}"], runs[f"{first} {program}"]
+            ratio = statistics.median(report.ratios_of(here, there, measure))
+            own = report.amount([getattr(run, measure) for run in here], measure)
+            cells.append(own if commit == first else f"{ratio:.2f}")
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
 
-@contextmanager
-def checked_out(commits: Sequence[str]) -> Iterator[list[Path]]:
-    with tempfile.TemporaryDirectory(prefix="benchmark-") as place:
-        folders = [Path(place, commit) for commit in commits]
-        for commit, folder in zip(commits, folders, strict=True):
-            folder.mkdir()
-            archive = subprocess.run(
-                ["git", "archive", commit], cwd=ROOT, capture_output=True, check=True
-            )
-            subprocess.run(["tar", "-x"], input=archive.stdout, cwd=folder, check=True)
-        yield folders
-
-
-def git(*words: str) -> str:
-    done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+def subject(commit: str) -> str:
+    command = ["git", "log", "-1", "--format=%h %s", commit]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 

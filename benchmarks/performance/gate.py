@@ -8,7 +8,6 @@ that waiting for a processor doesn't count; and the training of an epoch, not wh
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,12 @@ from dpframe.callbacks.progress import Progress
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.recipes.boston import Boston, BostonData
-from dpframe.trainer import Run
+
+sys.path.append(str(PROGRAMS))
+
+import problems  # noqa: E402
+import tuned  # noqa: E402
+from marks import Marks  # noqa: E402
 
 EPOCHS = 200
 WARM_EPOCHS = 10
@@ -34,15 +38,15 @@ class Alternates(dpframe.Callback):
 
     runs_last = True
 
-    def __init__(self, tuned: Iterator[float], marks: Any) -> None:
-        self.tuned = tuned
-        self.marks = marks
+    def __init__(self, epochs: int, directory: Path) -> None:
+        self.ours, self.theirs = Marks(time.thread_time), Marks(time.thread_time)
+        self.tuned = tuned.epochs(epochs, self.theirs, directory, is_bare=True)
 
     def on_epoch_start(self, trainer: dpframe.Trainer) -> None:
-        self.marks.begin()
+        self.ours.begin()
 
     def on_step_end(self, trainer: dpframe.Trainer) -> None:
-        self.marks.train()
+        self.ours.train()
 
     def on_epoch_end(self, trainer: dpframe.Trainer) -> None:
         next(self.tuned)
@@ -52,11 +56,11 @@ class Dearer(Boston):
     """Every step takes longer by a fraction of the tuned loop's, however long that is."""
 
     fraction = 0.0
-    marks: Any = None
+    theirs: Marks
 
     def training_step(self, batch: Any) -> Any:
-        if self.fraction and self.marks.trained:
-            step = (self.marks.trained[-1] - self.marks.begun[-1]) / STEPS
+        if self.fraction and self.theirs.trained:
+            step = (self.theirs.trained[-1] - self.theirs.begun[-1]) / STEPS
             until = time.thread_time() + self.fraction * step
             while time.thread_time() < until:
                 pass
@@ -65,31 +69,20 @@ class Dearer(Boston):
 
 def ratio(directory: Path, *, dearer: float = 0.0, epochs: int = EPOCHS) -> float:
     """Ours to the tuned loop's; `dearer` plants a slowdown, 0.25 for a quarter."""
-    sys.path.insert(0, str(PROGRAMS))
-    try:
-        import boston
-        import boston_tuned
-        from marks import Marks
-    finally:
-        sys.path.remove(str(PROGRAMS))
-    ours, theirs = Marks(time.thread_time), Marks(time.thread_time)
-    tuned = boston_tuned.epochs(epochs + 1, theirs, directory, saves=False, speaks=False)
-    kind = partial(torch.optim.Adam, lr=boston.LEARNING_RATE)
-    task = Dearer(boston.network(), kind)
-    task.fraction, task.marks = dearer, theirs
+    alternates = Alternates(epochs, directory)
+    task = Dearer(problems.perceptron(), partial(torch.optim.Adam, lr=0.01))
+    task.fraction, task.theirs = dearer, alternates.theirs
     dpframe.Trainer(
         task,
         BostonData(),
         settings=dpframe.TrainerSettings(max_epochs=epochs, threads=1),
-        callbacks=[Progress(bar=False), Alternates(tuned, ours)],
+        callbacks=[Progress(bar=False), alternates],
         loggers=[TensorBoard(), CSV()],
-        run=Run(directory=str(directory)),
+        run=dpframe.Run(directory=str(directory)),
     ).fit()
-    for _ in tuned:
-        pass
-    seconds = [
-        [end - begin for begin, end in zip(marks.begun, marks.trained, strict=True)]
-        for marks in (ours, theirs)
-    ]
-    each = list(zip(*seconds, strict=False))[WARM_EPOCHS:]
-    return statistics.median(one / other for one, other in each)
+    next(alternates.tuned, None)  # closes its files
+    ours, theirs = (
+        [end - begin for begin, end in zip(marks.begun, marks.trained, strict=True)][WARM_EPOCHS:]
+        for marks in (alternates.ours, alternates.theirs)
+    )
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))

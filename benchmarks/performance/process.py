@@ -20,7 +20,6 @@ PROGRAMS = Path(__file__).parent / "programs"
 PEERS = Path(__file__).parent.parent / "peers.lock"
 WARM_EPOCHS = 5  # of a run, left out of its time per step
 LIMIT_SECONDS = 300
-CALM = 0.15  # processors that other programs may keep busy
 NOT_INHERITED = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH"),
     "PYTHONDONTWRITEBYTECODE",  # else each start compiles the sources again
@@ -38,8 +37,7 @@ class Run(NamedTuple):
     """`step` and `epoch_step` are microseconds per step: of training alone, and of everything."""
 
     seconds: float
-    megabytes: float  # the peak of the process that was started
-    beside: float = 0.0  # processors that other programs kept busy meanwhile
+    megabytes: float = 0.0  # the peak of the process that was started
     begin: float = 0.0  # seconds until the first epoch
     step: float = 0.0
     epoch_step: float = 0.0
@@ -52,23 +50,14 @@ def in_turns(programs: Sequence[Program], rounds: int) -> dict[str, list[Run]]:
     """Runs all programs `rounds` times, in a new random order each time.
 
     A first round warms the disk's cache and is thrown away. A machine may be slower after some
-    programs than after others, hence the changing order. A round beside which other programs kept
-    the machine busy is repeated; the calmest rounds are kept, whatever was measured in them.
+    programs than after others, hence the changing order.
     """
     order = Random(0)
-
-    def turn() -> dict[str, Run]:
-        return {program.name: run(program) for program in order.sample(programs, len(programs))}
-
-    turns = [turn()][1:]
-    while sum(disturbance(runs) < CALM for runs in turns) < rounds and len(turns) < 3 * rounds:
-        turns.append(turn())
-    calmest = sorted(turns, key=disturbance)[:rounds]
-    return {program.name: [runs[program.name] for runs in calmest] for program in programs}
-
-
-def disturbance(turn: dict[str, Run]) -> float:
-    return statistics.fmean(run.beside for run in turn.values())
+    runs: dict[str, list[Run]] = {program.name: [] for program in programs}
+    for _ in range(rounds + 1):
+        for program in order.sample(programs, len(programs)):
+            runs[program.name].append(run(program))
+    return {name: kept for name, (_, *kept) in runs.items()}
 
 
 def run(program: Program) -> Run:
@@ -79,19 +68,18 @@ def run(program: Program) -> Run:
         if program.python_path:
             environment["PYTHONPATH"] = program.python_path
         with Path(folder, "output").open("w+") as output:
-            busy, began = busy_seconds(), time.perf_counter()
+            began = time.perf_counter()
             process = subprocess.Popen(
                 program.command, cwd=folder, env=environment, stdout=output, stderr=output
             )
             code, usage = _ended(process)
             seconds = time.perf_counter() - began
-            others = busy_seconds() - busy - usage.ru_utime - usage.ru_stime
             if code != program.code:
                 output.seek(0)
                 command = " ".join(program.command)
                 raise SystemExit(f"{command}\nended with {code}:\n{output.read()[-3000:]}")
         marks = json.loads(report.read_text()) if report.is_file() else None
-    result = Run(seconds, usage.ru_maxrss / 1024, max(0.0, others / seconds))
+    result = Run(seconds, usage.ru_maxrss / 1024)
     return result if marks is None else result._replace(**_times(marks, began))
 
 
@@ -109,16 +97,6 @@ def _ended(process: subprocess.Popen) -> tuple[int, resource.struct_rusage]:
         limit.cancel()
     process.returncode = os.waitstatus_to_exitcode(status)
     return process.returncode, usage
-
-
-def busy_seconds() -> float:
-    """Of all processors since the machine started; 0 where the system does not tell."""
-    try:
-        fields = Path("/proc/stat").read_text().partition("\n")[0].split()[1:]
-    except OSError:
-        return 0.0
-    user, nice, system, _, _, interrupts, soft, steal = map(int, fields[:8])
-    return (user + nice + system + interrupts + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _times(marks: dict, began: float) -> dict[str, float]:
@@ -141,19 +119,16 @@ def _times(marks: dict, began: float) -> dict[str, float]:
 # Programs
 
 
-def dpframe(*words: str, name: str = "dpframe", code: int = 0) -> Program:
-    """The command itself."""
-    return Program(name, [sys.executable, "-m", "dpframe", *words], code)
-
-
 def noted(*words: str, name: str = "dpframe", python_path: str = "") -> Program:
     """The command with one more callback, which notes the times of its epochs."""
     command = [sys.executable, str(PROGRAMS / "dpframe_command.py"), *words]
     return Program(name, command, python_path=python_path)
 
 
-def script(python: str, file: str, *words: str, name: str) -> Program:
-    return Program(name, [python, str(PROGRAMS / f"{file}.py"), *words])
+def peer(name: str, *words: str) -> Program:
+    """A program of PROGRAMS."""
+    file, *others = words
+    return Program(name, [peers_python(), str(PROGRAMS / f"{file}.py"), *others])
 
 
 def peers_python() -> str:

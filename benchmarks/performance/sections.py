@@ -11,216 +11,182 @@ from benchmarks.performance.process import (
     PROGRAMS,
     Program,
     Run,
-    dpframe,
     in_turns,
     noted,
+    peer,
     peers_python,
     run,
-    script,
 )
-from benchmarks.performance.report import Result, compared, limited
+from benchmarks.performance.report import Result, compared
 
-FEW_ROWS, MANY_ROWS = 10_000, 1_000_000
 LOSS_FACTOR = 1.5  # how far apart the final training losses of two programs may be
-UNSAVED = "dpframe, no checkpoints"
+TUNED, HAND = "the tuned loop", "the loop by hand"
 SAVING = "the loop by hand, saving each epoch"
 BARE, VALIDATING = "Lightning, bare", "Lightning, bare but validating"
-STEP_TARGETS = {
-    "the tuned loop": None,
-    "the loop by hand": 0.55,
-    SAVING: 0.55,
-    BARE: None,
-    VALIDATING: None,
-    "Lightning, defaults": None,
-    "Accelerate": None,
-}
+LIGHTNING, ACCELERATE = "Lightning, defaults", "Accelerate"
+STEP_TARGETS = {HAND: 0.55, SAVING: 0.55}
+WHOLE_TARGETS = {HAND: 0.62, LIGHTNING: 0.40}
 DDP = ("recipe=boston", "strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu")
-STEP = "one step, recipe=boston on the CPU"
-WHOLE = "a whole run, recipe=boston on the CPU"
-RANKS = "recipe=boston on two ranks"
-MEMORY = "peak memory"
-LENET = "LeNet, an epoch of 60,000 made-up images"
-ANSWERS = "answers that need no torch"
-GROWTH = "cost of growth"
-NEIGHBOURS = "noisy neighbours"
+COMPLETING = """\
+import os, sys
+os.environ.update(COMP_LINE="python -m dpframe recipe=b", COMP_POINT="26")
+from dpframe.cli import main
+main(sys.argv[1:])"""
 
 
-def boston(rounds: int, *, is_quick: bool) -> list[Result]:
+def boston(rounds: int) -> list[Result]:
     """Its programs tell time a step, time in all and memory alike."""
-    runs = in_turns(boston_programs(is_quick=is_quick), rounds)
-    check_losses(runs)
-    whole = {"the loop by hand": 0.62, "Lightning, defaults": 0.40}
-    others = {name: runs[name] for name in runs if name not in ("dpframe", UNSAVED)}
-    ours, by_hand = runs["dpframe"], runs["the loop by hand"]
-    return [
-        *steps(runs),
-        *(
-            compared(WHOLE, name, ours, other, "seconds", whole.get(name))
-            for name, other in others.items()
-            if name not in (BARE, VALIDATING)
-        ),
-        compared(MEMORY, "the loop by hand", ours, by_hand, "megabytes", 1.05),
-    ]
-
-
-def steps(runs: dict[str, list[Run]]) -> list[Result]:
-    """With the ends of the epochs and without; a checkpoint each epoch is most of such an end."""
-    pairs = [(name, "dpframe", name, target) for name, target in STEP_TARGETS.items()]
-    pairs.append(("the loop by hand, neither saves", UNSAVED, "the loop by hand", 0.55))
-    return [
-        compared(STEP, f"{name}: {kind}", runs[one], runs[other], measure, target)
-        for name, one, other, target in pairs
-        for kind, measure in (("all", "epoch_step"), ("training alone", "step"))
-        if other in runs
-    ]
-
-
-def boston_programs(*, is_quick: bool) -> list[Program]:
-    python = peers_python()
-    found = [
-        noted("recipe=boston"),
-        noted("recipe=boston", "callbacks.checkpoint=null", name=UNSAVED),
-        script(python, "boston_by_hand", "--saves", name=SAVING),
-        script(python, "boston_tuned", name="the tuned loop"),
-        script(python, "boston_by_hand", name="the loop by hand"),
-        script(python, "boston_lightning", "--bare", name=BARE),
-        script(python, "boston_lightning", name="Lightning, defaults"),
-        Program("import torch", [python, "-c", "import torch"]),
-    ]
-    if not is_quick:
-        found += [
-            script(python, "boston_accelerate", name="Accelerate"),
-            script(python, "boston_lightning", "--bare", "--validates", name=VALIDATING),
-        ]
-    return found
-
-
-def ranks(rounds: int, *, is_quick: bool) -> list[Result]:
-    python = peers_python()
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    imports, unsaved = "import torch", "dpframe, no checkpoints"
     programs = [
-        noted(*DDP),
-        Program("torchrun", [*torchrun, str(PROGRAMS / "boston_torchrun.py")]),
-        script(python, "boston_lightning", "--ranks", "2", name="Lightning ddp"),
+        noted("recipe=boston"),
+        noted("recipe=boston", "callbacks.checkpoint=null", name=unsaved),
+        peer(TUNED, "tuned"),
+        peer(HAND, "by_hand"),
+        peer(SAVING, "by_hand", "--saves"),
+        peer(BARE, "in_lightning", "--bare"),
+        peer(VALIDATING, "in_lightning", "--bare", "--validates"),
+        peer(LIGHTNING, "in_lightning"),
+        peer(ACCELERATE, "in_accelerate"),
+        Program(imports, [peers_python(), "-c", "import torch"]),
     ]
-    runs = in_turns(programs[: 2 if is_quick else 3], rounds)
+    runs = in_turns(programs, rounds)
     check_losses(runs)
     ours = runs["dpframe"]
-    results = [compared(RANKS, "a whole run: torchrun", ours, runs["torchrun"], "seconds", 0.60)]
-    if not is_quick:
-        other = runs["Lightning ddp"]
-        results.append(compared(RANKS, "a whole run: Lightning ddp", ours, other, "seconds", None))
-    for name, other in runs.items():
-        if name != "dpframe":
-            results.append(compared(RANKS, f"a step: {name}", ours, other, "epoch_step", None))
-            alone = f"a step, training alone: {name}"
-            results.append(compared(RANKS, alone, ours, other, "step", None))
-    return results
+    steps = {name: (ours, runs[name], STEP_TARGETS.get(name)) for name in runs}
+    steps["the loop by hand, neither saves"] = runs[unsaved], runs[HAND], 0.55
+    for name in ("dpframe", unsaved, imports):
+        del steps[name]
+    section = "one step, recipe=boston on the CPU"
+    # With the ends of the epochs and without; a checkpoint each epoch is most of such an end.
+    results = [
+        compared(section, f"{name}: {kind}", mine, other, measure, target)
+        for name, (mine, other, target) in steps.items()
+        for kind, measure in (("all", "epoch_step"), ("training alone", "step"))
+    ]
+    section = "a whole run, recipe=boston on the CPU"
+    results += [
+        compared(section, name, ours, runs[name], "seconds", WHOLE_TARGETS.get(name))
+        for name in (SAVING, TUNED, HAND, LIGHTNING, imports, ACCELERATE)
+    ]
+    return [*results, compared("peak memory", HAND, ours, runs[HAND], "megabytes", 1.05)]
 
 
-def lenet(rounds: int, *, is_quick: bool) -> list[Result]:
-    python = peers_python()
+def ranks(rounds: int) -> list[Result]:
+    torchrun = [peers_python(), "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node", "2", str(PROGRAMS / "by_hand.py")]
+    programs = [
+        noted(*DDP),
+        Program("torchrun", torchrun),
+        peer("Lightning ddp", "in_lightning", "--ranks", "2"),
+    ]
+    runs = in_turns(programs, rounds)
+    check_losses(runs)
+    ours = runs.pop("dpframe")
+    return [
+        compared("recipe=boston on two ranks", f"{kind}: {name}", ours, other, measure, target)
+        for kind, measure, targets in (
+            ("a whole run", "seconds", {"torchrun": 0.60}),
+            ("a step", "epoch_step", {}),
+            ("a step, training alone", "step", {}),
+        )
+        for name, other in runs.items()
+        for target in [targets.get(name)]
+    ]
+
+
+def lenet(rounds: int) -> list[Result]:
     with made_up_images() as folder:
-        words = ["recipe=lenet", f"data.root={folder}", "data.batch_size=256"]
+        words = ("--images", folder, "--epochs", "1")
         programs = [
-            noted(*words, "trainer.max_epochs=1"),
-            script(python, "lenet_by_hand", folder, "1", name="the loop by hand"),
-            script(python, "lenet_lightning", folder, "1", name="Lightning, defaults"),
+            noted(*images_of(folder), "trainer.max_epochs=1"),
+            peer(HAND, "by_hand", *words),
+            peer(LIGHTNING, "in_lightning", *words),
         ]
         runs = in_turns(programs, rounds)
     check_losses(runs)
     ours = runs.pop("dpframe")
-    return [compared(LENET, name, ours, its, "epoch_step", 1.0) for name, its in runs.items()]
+    section = "LeNet, an epoch of 60,000 made-up images"
+    return [compared(section, name, ours, its, "epoch_step", 1.0) for name, its in runs.items()]
 
 
 @contextmanager
 def made_up_images() -> Iterator[str]:
     """A folder with them."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
-        subprocess.run([sys.executable, str(PROGRAMS / "images.py"), folder], check=True)
+        subprocess.run([sys.executable, str(PROGRAMS / "problems.py"), folder], check=True)
         yield folder
 
 
-def answers(rounds: int, *, is_quick: bool) -> list[Result]:
-    completing = "import os, sys; os.environ.update(COMP_LINE='python -m dpframe recipe=b', "
-    completing += "COMP_POINT='26'); from dpframe.cli import main; main(sys.argv[1:])"
+def images_of(folder: str) -> tuple[str, ...]:
+    return "recipe=lenet", f"data.root={folder}", "data.batch_size=256"
+
+
+def answers(rounds: int) -> list[Result]:
+    """Beside a limit."""
+    command = [sys.executable, "-m", "dpframe"]
     programs = [
-        dpframe("--help", name="--help"),
-        dpframe("recipe=bostn", name="a typo, recipe=bostn", code=2),
-        Program("completion", [sys.executable, "-c", completing, "-sc", "query=bash"]),
-        dpframe("recipe=boston", "--cfg", "job", name="--cfg job"),
+        Program("--help", [*command, "--help"]),
+        Program("a typo, recipe=bostn", [*command, "recipe=bostn"], code=2),
+        Program("completion", [sys.executable, "-c", COMPLETING, "-sc", "query=bash"]),
+        Program("--cfg job", [*command, "recipe=boston", "--cfg", "job"]),
     ]
-    for program in programs:
-        refuse_torch(program)
-    runs = in_turns(programs, rounds)
+    limit = [Run(seconds=0.6)] * rounds
     return [
-        limited(ANSWERS, name, [run.seconds for run in found], "s", 0.6)
-        for name, found in runs.items()
+        compared("answers that need no torch", name, runs, limit, "seconds", 1.0)
+        for name, runs in in_turns(programs, rounds).items()
     ]
 
 
-def refuse_torch(program: Program) -> None:
-    python, *words = program.command
-    done = subprocess.run([python, "-X", "importtime", *words], capture_output=True, text=True)
-    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    if done.returncode != program.code or "torch" in imported or "hydra" not in imported:
-        raise SystemExit(f"{program.name}: exit code {done.returncode}, or it imports torch")
-
-
-def growth(rounds: int, *, is_quick: bool) -> list[Result]:
+def growth(rounds: int) -> list[Result]:
     few, many, wide = "10,000 rows", "1,000,000 rows", "50 names"
     short, long = "100 epochs", "1,000 epochs"
+    made_up = [f"--config-dir={PROGRAMS / 'conf'}", "recipe=growth"]
     programs = [
-        grown(few, rows=FEW_ROWS, epochs=MANY_ROWS // FEW_ROWS),
-        grown(many, rows=MANY_ROWS, epochs=1),
-        grown(wide, rows=FEW_ROWS, epochs=MANY_ROWS // FEW_ROWS, names=50),
+        noted(*made_up, "data.rows=10000", "trainer.max_epochs=100", name=few),
+        noted(*made_up, "data.rows=1000000", "trainer.max_epochs=1", name=many),
+        noted(*made_up, "data.rows=10000", "trainer.max_epochs=100", "task.names=50", name=wide),
         noted("recipe=boston", name=short),
         noted("recipe=boston", "trainer.max_epochs=1000", name=long),
     ]
     runs = in_turns(programs, rounds)
-    comparisons: list[tuple[str, str, str, str, float | None]] = [
-        (f"a step: {many} to {few}", many, few, "step", 1.15),
-        (f"until the first step: {many} to {few}", many, few, "begin", 1.1),
-        (f"a step: {wide} measured to 1", wide, few, "step", 1.15),
-        (f"a step: {long} to {short}", long, short, "epoch_step", 1.15),
-        (f"memory: {long} to {short}", long, short, "megabytes", 1.05),
+    section = "cost of growth"
+    return [
+        compared(section, f"{what}: {more} to {less}", runs[more], runs[less], measure, target)
+        for what, more, less, measure, target in (
+            ("a step", many, few, "step", 1.15),
+            ("until the first step", many, few, "begin", 1.1),
+            ("a step", wide, few, "step", 1.15),
+            ("a step", long, short, "epoch_step", 1.15),
+            ("memory", long, short, "megabytes", 1.05),
+        )
+    ] + [
+        compared(
+            section,
+            "a step: epochs 750 to 1,000 to epochs 5 to 250",
+            runs[long],
+            [run._replace(last_step=run.first_step) for run in runs[long]],
+            "last_step",
+            1.15,
+        )
     ]
-    results = [
-        compared(GROWTH, name, runs[more], runs[less], measure, target)
-        for name, more, less, measure, target in comparisons
-    ]
-    own = runs[long]
-    name = "a step: epochs 750 to 1,000 to epochs 5 to 250"
-    return [*results, compared(GROWTH, name, own, own, "last_step", 1.15, "first_step")]
 
 
-def grown(name: str, *, rows: int, epochs: int, names: int = 1) -> Program:
-    words = [f"--config-dir={PROGRAMS / 'conf'}", "recipe=growth", f"data.rows={rows}"]
-    return noted(*words, f"task.names={names}", f"trainer.max_epochs={epochs}", name=name)
-
-
-def neighbours(rounds: int, *, is_quick: bool) -> list[Result]:
+def neighbours(rounds: int) -> list[Result]:
     """Idle and beside two busy loops, by turns."""
     program = noted("recipe=boston")
     idle: list[Run] = []
     beside: list[Run] = []
     for _ in range(rounds):
         idle.append(run(program))
-        with busy(2):
+        loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+        try:
             beside.append(run(program))
+        finally:
+            for loop in loops:
+                loop.kill()
+                loop.wait()
     name = "a step beside two busy loops to an idle one"
-    return [compared(NEIGHBOURS, name, beside, idle, "step", 2.0)]
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
+    return [compared("noisy neighbours", name, beside, idle, "step", 2.0)]
 
 
 def check_losses(runs: dict[str, Sequence[Run]]) -> None:
@@ -232,7 +198,7 @@ def check_losses(runs: dict[str, Sequence[Run]]) -> None:
         raise SystemExit(f"the programs do not train alike: {losses}")
 
 
-SECTIONS: dict[str, Callable[..., list[Result]]] = {
+SECTIONS: dict[str, Callable[[int], list[Result]]] = {
     "boston": boston,
     "ranks": ranks,
     "answers": answers,

@@ -1,12 +1,36 @@
-"""The command `python -m dpframe …`, with one callback more that notes the times of its epochs."""
+"""The command `python -m dpframe …`, with a callback that notes the times of its epochs."""
 
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+from marks import Marks
 
-from dpframe.cli import main  # noqa: E402  as dpframe/__main__.py has it: it imports torch later
+import dpframe
+
+
+class Notes(dpframe.Callback):
+    runs_last = True
+
+    def __init__(self) -> None:
+        self.marks = Marks()
+
+    def on_epoch_start(self, trainer: "dpframe.Trainer") -> None:
+        self.marks.begin()
+
+    def on_step_end(self, trainer: "dpframe.Trainer") -> None:
+        self.marks.train()
+
+    def on_epoch_end(self, trainer: "dpframe.Trainer") -> None:
+        self.marks.end()
+
+    def on_fit_end(self, trainer: "dpframe.Trainer") -> None:
+        if trainer.strategy.is_main:
+            loss = trainer.metrics["train/loss"]
+            self.marks.tell(loss=loss, steps_per_epoch=trainer.steps_per_epoch)
+
 
 if __name__ == "__main__":
-    sys.argv += ["+callbacks.notes._target_=notes.Notes", "trusted_modules=[notes,growth]"]
+    from dpframe.cli import main
+
+    sys.argv += ["+callbacks.notes._target_=dpframe_command.Notes"]
+    sys.argv += ["trusted_modules=[dpframe_command,growth]"]
     main()

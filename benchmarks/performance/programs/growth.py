@@ -1,5 +1,7 @@
 """Rows that cost no memory until they are read, and a task that measures as many names as asked."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
@@ -8,10 +10,8 @@ import dpframe
 
 
 class Rows(dpframe.DataModule):
-    def __init__(
-        self, batch_size: int = 128, workers: int = 0, rows: int = 1000, columns: int = 13
-    ) -> None:
-        super().__init__(batch_size, workers)
+    def __init__(self, batch_size: int = 128, rows: int = 1000, columns: int = 13) -> None:
+        super().__init__(batch_size)
         self.rows, self.columns = rows, columns
 
     def train_dataset(self) -> TensorDataset:
@@ -20,8 +20,9 @@ class Rows(dpframe.DataModule):
 
 
 class Measures(dpframe.Task):
-    def __init__(self, net: nn.Module, optimizer: object, names: int = 1) -> None:
-        super().__init__(net, optimizer)
+    def __init__(self, sizes: list[int], optimizer: object, names: int = 1) -> None:
+        layers = [part for pair in pairwise(sizes) for part in (nn.Linear(*pair), nn.ReLU())]
+        super().__init__(nn.Sequential(*layers[:-1]), optimizer)
         self.names = [f"m{index}" for index in range(names)]
 
     def training_step(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
