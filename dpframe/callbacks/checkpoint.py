@@ -39,20 +39,11 @@ class Checkpoint(Callback):
         every_n_minutes: float | None = None,
         seconds_between: float = 0.5,
     ) -> None:
-        for key, value, is_valid, valid in (
-            ("keep", keep, keep >= 0, "0 or more"),
-            ("every_n_epochs", every_n_epochs, _is_count(every_n_epochs), "1 or more, or null"),
-            ("every_n_steps", every_n_steps, _is_count(every_n_steps), "1 or more, or null"),
-            (
-                "every_n_minutes",
-                every_n_minutes,
-                every_n_minutes is None or every_n_minutes > 0,
-                "more than 0, or null",
-            ),
-            ("seconds_between", seconds_between, seconds_between >= 0, "0 or more"),
-        ):
-            if not is_valid:
-                raise UserError(f"callbacks.checkpoint.{key}={value}; set {valid}")
+        _refuse_less("keep", keep, 0, "0 or more")
+        _refuse_less("every_n_epochs", every_n_epochs, 1, "1 or more, or null")
+        _refuse_less("every_n_steps", every_n_steps, 1, "1 or more, or null")
+        _refuse_less("every_n_minutes", every_n_minutes, math.ulp(0), "more than 0, or null")
+        _refuse_less("seconds_between", seconds_between, 0, "0 or more")
         self.monitor = Monitor(monitor, mode, key="callbacks.checkpoint")
         self.keep = keep
         self.every_n_epochs = every_n_epochs
@@ -177,8 +168,9 @@ class Checkpoint(Callback):
                 checkpoint.copy(first, best)
 
 
-def _is_count(value: int | None) -> bool:
-    return value is None or value >= 1
+def _refuse_less(key: str, value: float | None, least: float, valid: str) -> None:
+    if value is not None and not value >= least:  # written so that NaN is refused, too
+        raise UserError(f"callbacks.checkpoint.{key}={value}; set {valid}")
 
 
 def _is_kept(pair: Any) -> bool:

@@ -18,13 +18,9 @@ class Monitor:
         self.mode = mode
         self.key = key
         self.min_delta = min_delta
+        self.sign = 1 if mode == "min" else -1  # a smaller `sign * value` is better
         self.best: float | None = None
         self.is_of_validation = name.startswith("val/")
-
-    @property
-    def sign(self) -> int:
-        """A smaller `sign * value` is better."""
-        return 1 if self.mode == "min" else -1
 
     def value(self, metrics: dict[str, float]) -> float:
         if self.name not in metrics:
@@ -70,14 +66,10 @@ class Best(Callback):
         return {} if self.monitor.best is None else {self.monitor.name: self.monitor.best}
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        if self.monitor.is_of_validation and trainer.mode == "fit":
-            self._judge(trainer)
+        if trainer.mode == "fit":
+            self.on_epoch_end(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        if not self.monitor.is_of_validation:
-            self._judge(trainer)
-
-    def _judge(self, trainer: "Trainer") -> None:
         if self.monitor.name in trainer.metrics:
             self.monitor.is_better(trainer.metrics[self.monitor.name])
 
