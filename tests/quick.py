@@ -72,7 +72,6 @@ SLOW_FILES = {
     "restarts",
     "resume_command",
     "samplers",
-    "screen",
 }
 
 

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.configs import quoted
-from dpframe.cli.directory import Directory, as_notes
-from dpframe.cli.resume import resumed_file, with_saved
+from dpframe.cli.directory import Directory
+from dpframe.cli.resume import as_notes, resumed_file, with_saved
 from dpframe.errors import UserError
 
 
@@ -26,7 +26,7 @@ def composed_job() -> Composed:
 def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
     both = [Directory(tmp_path / "boston" / "now", is_given=False) for _ in range(2)]
     job = composed_job()
-    assert [Path(one.make(job)).name for one in both] == ["now", "now-2"]
+    assert [Path(one.make(job.notes)).name for one in both] == ["now", "now-2"]
     for one in both:
         one.release()
 
@@ -108,7 +108,7 @@ def test_a_run_directory_that_was_there_leads_nowhere_else(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(outside if name in (".hydra", "checkpoints") else outside / "file")
     with pytest.raises(UserError, match=f"{name} is a link out of the run directory"):
-        Directory(run, is_given=True).make(composed_job())
+        Directory(run, is_given=True).make(composed_job().notes)
     assert os.listdir(outside) == ["file"] and (outside / "file").read_text() == "mine"
 
 
@@ -116,7 +116,7 @@ def test_a_pipe_in_a_run_directory_is_refused_and_not_waited_for(tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "run.log")
     with pytest.raises(UserError, match="run.log is neither a file nor a folder"):
-        Directory(tmp_path / "run", is_given=True).make(composed_job())
+        Directory(tmp_path / "run", is_given=True).make(composed_job().notes)
     (tmp_path / "run" / "checkpoints").mkdir()
     os.mkfifo(tmp_path / "run" / "checkpoints" / "last.ckpt")
     with pytest.raises(UserError, match="is whole: it is no file"):
@@ -130,7 +130,7 @@ def test_a_run_directory_that_is_itself_behind_a_link_is_used(tmp_path):
     (run / "run.log").touch()
     (run / "newest.log").symlink_to("run.log")
     directory = Directory(run, is_given=True)
-    directory.make(composed_job())
+    directory.make(composed_job().notes)
     directory.release()
     assert (tmp_path / "disk" / "run" / ".hydra" / "config.yaml").is_file()
 

@@ -189,9 +189,9 @@ def test_a_fresh_run_does_not_write_over_another_ones_checkpoints(refused):
 HOLDS = """
 import sys, pathlib
 from dpframe.cli.directory import Directory
-from dpframe.cli.compose import composed
+
 directory = Directory(pathlib.Path("run"), is_given=True)
-directory.make(composed(["recipe=boston", "hydra.run.dir=run"]))
+directory.make({})
 print("held", flush=True)
 sys.stdin.read()
 """

@@ -1,4 +1,5 @@
-"""A sweep checks every point before the first one runs; then each is a run with its directory."""
+"""A sweep checks every point before the first one runs; then each is a run with its directory,
+whose best value its sweeper gets."""
 
 import json
 import os
@@ -6,18 +7,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import ROOT, Attempt, attempts, cold_attempts, dpframe, environment, write
+from command import ROOT, Attempt, attempts, dpframe, write
+from omegaconf import OmegaConf
 
+from dpframe import UserError
+from dpframe.cli.compose import Objective, objective_of
 from dpframe.cli.configs import directory_name
-from dpframe.cli.sweep import new_directory
+from dpframe.cli.sweep import direction
 
 OWN = """
 import gc
 
-import dpframe.recipes.boston as boston
+import dpframe
+from dpframe.recipes.boston import Boston
 
 
-class Own(boston.Boston):
+class Own(Boston):
     def __init__(self, net, optimizer, scheduler=None, fails=False):
         super().__init__(net, optimizer, scheduler)
         self.fails = fails
@@ -26,22 +31,108 @@ class Own(boston.Boston):
         if self.fails or not gc.isenabled():
             raise KeyError("a bug")
         return super().training_step(batch)
+
+
+class Scored(Boston):
+    def summarize(self, means):
+        if self.training:
+            return means
+        self.validated = getattr(self, "validated", 0) + 1
+        return {**means, "score": [0.25, 0.75, 0.5][self.validated - 1]}
+
+
+class Failing(dpframe.Callback):
+    def on_epoch_end(self, trainer):
+        if trainer.seed == 1:
+            raise KeyError("a bug")
+"""
+PLUGIN = """
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobStatus
+from hydra.plugins.sweeper import Sweeper
+
+
+class Told(Sweeper):
+    def __init__(self, direction, goes_on, seeds):
+        self.direction, self.goes_on, self.seeds = direction, goes_on, seeds
+
+    def setup(self, *, hydra_context, task_function, config):
+        self.launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments):
+        heard, listed = [], [word for word in arguments if "interval" not in word]
+        for number, seed in enumerate(reversed(range(self.seeds))):
+            (done,) = self.launcher.launch([[*listed, f"seed={seed}"]], number)
+            is_done = done.status == JobStatus.COMPLETED
+            heard.append(done.return_value if is_done else type(done._return_value).__name__)
+            if not (is_done or self.goes_on):
+                done.return_value
+        with open(f"heard-{self.direction}.json", "w") as file:
+            json.dump(heard, file)
+
+
+class Counting(BasicLauncher):
+    def launch(self, job_overrides, initial_job_idx):
+        print("launching", len(job_overrides))
+        return super().launch(job_overrides, initial_job_idx)
+
+
+@dataclass
+class Node:
+    _target_: str = "hydra_plugins.own.Told"
+    direction: Any = "minimize"
+    goes_on: bool = True
+    seeds: int = 3
+
+
+@dataclass
+class Launcher:
+    _target_: str = "hydra_plugins.own.Counting"
+
+
+store = ConfigStore.instance().store
+store(group="hydra/sweeper", name="told", node=Node, provider="own")
+store(group="hydra/launcher", name="own", node=Launcher, provider="own")
+"""
+DRAWS = """
+# @package _global_
+defaults: [override /hydra/sweeper: told]
+hydra: {sweeper: {seeds: 2}}
 """
 SHORT = "trainer.max_steps=1"
-SWEPT = [
-    ["recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false", SHORT],
-    ["recipe=boston", "strategy=cpu", "trainer.gpus=2,1", SHORT, "hydra.sweep.dir=wrong"],
-    ["recipe=boston,shapes", SHORT],
-    ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=here"],
-    ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=/proc/no"],
-]
+TOLD = ("recipe=boston", "hydra/sweeper=told", "logger=none", "+callbacks.x._target_=own.Failing")
+SCORED = ("callbacks.checkpoint.monitor=val/score", "callbacks.checkpoint.mode=max")
+SWEPT = {
+    "bug": ["recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false", SHORT],
+    "mistake": ["recipe=boston", "strategy=cpu", "trainer.gpus=2,1", SHORT, "hydra.sweep.dir=bad"],
+    "recipes": ["recipe=boston,shapes", SHORT],
+    "given": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=here"],
+    "refused": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=/proc/no"],
+    "best": [*TOLD, *SCORED, "task._target_=own.Scored", "trainer.max_epochs=3"],
+    "ended": [*TOLD, "callbacks.checkpoint=null", "hydra.sweeper.goes_on=false", SHORT],
+    "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
+    "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],
+}
+SWEPT["plugins"] += [SHORT, "task.optimizer.lr=interval(0.01,0.02)", "hydra.sweep.dir=drawn"]
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Attempt]]:
+def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Attempt]]:
     """Sweeps one after the other, in one directory."""
-    directory = write(tmp_path_factory.mktemp("swept"), {"own.py": OWN})
-    return directory, attempts([["-m", *line] for line in SWEPT], directory)
+    files = {"site/hydra_plugins/own.py": PLUGIN, "mine/experiment/draws.yaml": DRAWS}
+    directory = write(tmp_path_factory.mktemp("swept"), files | {"own.py": OWN})
+    path = f"{ROOT}{os.pathsep}{directory / 'site'}"
+    lines = [["-m", *line] for line in SWEPT.values()]
+    done = attempts(lines, directory, PYTHONPATH=path)
+    return directory, dict(zip(SWEPT, done, strict=True))
 
 
 def test_a_sweep_over_strategies_and_numbers(tmp_path):
@@ -79,111 +170,119 @@ def test_one_bad_point_is_refused_before_any_runs(tmp_path):
         ["recipe=boston,bostn"],
     ]
     lines = [["-m", "recipe=boston", *line] for line in lines]
-    done, heavy = cold_attempts([*lines, ["-m"]], tmp_path)
-    assert heavy == []
     target = ["-m", "recipe=boston", "task.optimizer._target_=torch.optim.SGD,torch.optim.Adm"]
-    done += attempts([target], tmp_path)
+    done = attempts([*lines, ["-m"], target], tmp_path)
     for one in done:
         assert (one.code, one.out, one.files, one.err.count("\n")) == (2, "", [], 1), one
     assert "did you mean torch.optim.Adam?" in done[-1].err
 
 
 def test_a_point_that_fails_leaves_the_others_running(swept):
-    directory, (done, *_) = swept
-    assert done.code == 1
-    assert "sweep: 2 of 3 runs finished" in done.out
-    assert done.err.startswith("Traceback") and "KeyError: 'a bug'" in done.err
-    assert "sweep: failed: multirun/boston/" in done.err.splitlines()[-1]
-    assert "/1_" in done.err.splitlines()[-1]
-    assert len(list(directory.glob("multirun/boston/*/[02]_*/summary.json"))) == 2
-
-
-def test_a_point_that_a_user_error_ends_is_one_line(swept):
-    _, (_, done, *_) = swept
-    assert done.code == 1
-    told, failed = done.err.splitlines()
+    directory, done = swept
+    bug, mistake = done["bug"], done["mistake"]
+    assert (bug.code, mistake.code) == (1, 1)
+    assert "sweep: 2 of 3 runs finished" in bug.out
+    assert bug.err.startswith("Traceback") and "KeyError: 'a bug'" in bug.err
+    assert "sweep: failed: multirun/boston/" in bug.err.splitlines()[-1]
+    assert "/1_" in bug.err.splitlines()[-1]
+    assert len(list(directory.glob("multirun/boston/*/[02]_+task.fails*/summary.json"))) == 2
+    told, failed = mistake.err.splitlines()
     assert told.startswith("dpframe: trainer.gpus=2 but CPU is one replica")
-    assert failed.startswith("sweep: failed: wrong/0_strategy=cpu")
+    assert failed.startswith("sweep: failed: bad/0_strategy=cpu")
 
 
 def test_recipes_are_swept_into_one_directory(swept):
     directory, done = swept
-    assert done[2].code == 0, done[2].err
+    assert done["recipes"].code == 0, done["recipes"].err
     (sweep,) = directory.glob("multirun/boston,shapes/*")
     names = sorted(path.name for path in sweep.iterdir() if path.is_dir())
     assert names == [f"{n}_recipe={r},{SHORT}" for n, r in enumerate(("boston", "shapes"))]
 
 
-def test_two_sweeps_of_one_second_get_a_directory_each(tmp_path):
-    first = tmp_path / "multirun" / "now"
-    names = [new_directory(first, is_given=False).name for _ in range(3)]
-    assert names == ["now", "now-2", "now-3"]
-
-
 def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(swept):
-    directory, (*_, given, refused) = swept
-    assert given.code == 0, given.err
+    directory, done = swept
+    assert done["given"].code == 0, done["given"].err
     names = sorted(path.name for path in (directory / "here").iterdir())
     assert names == [*(f"{n}_seed={n + 1},{SHORT}" for n in (0, 1)), "multirun.yaml"]
+    refused = done["refused"]
     assert refused.code == 2 and refused.err.count("\n") == 1
     assert "the sweep's directory /proc/no can't be made" in refused.err
 
 
-PLUGINS = {
-    "hydra_plugins/own.py": """
-from dataclasses import dataclass
-
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.config_store import ConfigStore
-
-
-class Backwards(BasicSweeper):
-    def sweep(self, arguments):
-        listed = [word for word in arguments if "interval" not in word]
-        return super().sweep([*listed, "seed=2,1"])
-
-
-class Counting(BasicLauncher):
-    def launch(self, job_overrides, initial_job_idx):
-        print("launching", len(job_overrides))
-        return super().launch(job_overrides, initial_job_idx)
-
-
-@dataclass
-class Sweeper:
-    _target_: str = "hydra_plugins.own.Backwards"
-    max_batch_size: int | None = None
-
-
-@dataclass
-class Launcher:
-    _target_: str = "hydra_plugins.own.Counting"
-
-
-store = ConfigStore.instance().store
-store(group="hydra/sweeper", name="own", node=Sweeper, provider="own")
-store(group="hydra/launcher", name="own", node=Launcher, provider="own")
-"""
-}
-
-
-def test_a_sweeper_and_a_launcher_of_another_package(tmp_path):
-    write(tmp_path / "site", PLUGINS)
-    chosen = ("--config-dir=mine", "experiment=draws", "hydra/launcher=own")
-    draws = "defaults: [override /hydra/sweeper: own]\nhydra: {sweeper: {max_batch_size: 3}}\n"
-    write(tmp_path, {"mine/experiment/draws.yaml": f"# @package _global_\n{draws}"})
-    drawn = "task.optimizer.lr=interval(0.01,0.02)"  # more than Hydra's own sweeper can
-    words = ("-m", "recipe=boston", "trainer.max_epochs=1", drawn, *chosen)
-    path = f"{ROOT}{os.pathsep}{tmp_path / 'site'}"
-    done = dpframe(*words, cwd=tmp_path, env=environment(PYTHONPATH=path))
-    assert done.returncode == 0, done.stderr
-    assert "launching 2" in done.stdout and "sweep: 2 of 2 runs finished" in done.stdout
+def test_a_sweeper_and_a_launcher_of_another_package(swept):
+    directory, done = swept
+    plugins = done["plugins"]
+    assert plugins.code == 0, plugins.err
+    assert "launching 1" in plugins.out and "sweep: 2 of 2 runs finished" in plugins.out
     seeds = {
         path.parent.parent.name[0]: yaml.safe_load(path.read_text())["seed"]
-        for path in tmp_path.glob("multirun/boston/*/*/.hydra/config.yaml")
+        for path in directory.glob("drawn/*/.hydra/config.yaml")
     }
-    assert seeds == {"0": 2, "1": 1}
+    assert seeds == {"0": 1, "1": 0}
+
+
+def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_direction(swept):
+    directory, done = swept
+    assert done["best"].code == 1
+    heard = json.loads((directory / "heard-maximize.json").read_text())
+    assert heard == [0.75, "RunFailed", 0.75]
+    assert "sweep: 2 of 3 runs finished" in done["best"].out
+    texts = [path.read_text() for path in directory.glob("multirun/*/*/*/summary.json")]
+    summaries = [json.loads(text) for text in texts if "val/score" in text]
+    assert [summary["best"] for summary in summaries] == [{"val/score": 0.75}] * 2
+    assert summaries[0]["metrics"]["val/score"] == 0.5
+
+
+def test_a_sweeper_that_ends_at_a_failure_is_told_and_a_contradiction_is_one_line(swept):
+    _, done = swept
+    assert done["ended"].code == 1
+    assert "sweep: the sweeper has ended it, as a run failed" in done["ended"].err
+    assert "sweep: 1 of 2 runs finished" in done["ended"].out
+    assert done["contradiction"].code == 2
+    assert done["contradiction"].err == (
+        "dpframe: hydra.sweeper.direction=maximize, but the objective is val/loss, where "
+        "callbacks.checkpoint.mode is min; leave one out, or change the other\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "objective"),
+    [
+        ({"checkpoint": None, "early_stopping": None}, ("val/loss", "min", "")),
+        (
+            {"checkpoint": None, "early_stopping": {"monitor": "val/mae", "mode": "min"}},
+            ("val/mae", "min", "callbacks.early_stopping"),
+        ),
+        (
+            {"checkpoint": {"monitor": "a", "mode": "max"}, "early_stopping": {"monitor": "b"}},
+            ("a", "max", "callbacks.checkpoint"),
+        ),
+    ],
+)
+def test_the_checkpoint_says_what_is_optimised_then_early_stopping(callbacks, objective):
+    assert objective_of(callbacks) == objective
+
+
+@pytest.mark.parametrize(
+    ("sweeper", "mode", "typed", "added"),
+    [
+        ({"direction": "minimize"}, "min", [], []),
+        ({"direction": "minimize"}, "max", [], ["hydra.sweeper.direction=maximize"]),
+        ({"direction": ["maximize"]}, "max", [], []),
+        ({"optim": {"maximize": False}}, "max", [], ["hydra.sweeper.optim.maximize=true"]),
+        ({"max_batch_size": None}, "max", [], []),
+        ({"direction": "minimize"}, "max", ["hydra.sweeper.direction=minimize"], None),
+        ({"direction": "maximize"}, "min", [], None),
+        ({"direction": ["minimize", "minimize"]}, "min", [], None),
+    ],
+)
+def test_a_direction_follows_the_mode_or_is_refused(sweeper, mode, typed, added):
+    node, objective = OmegaConf.create(sweeper), Objective("val/a", mode, "callbacks.checkpoint")
+    if added is not None:
+        assert direction(node, objective, typed) == added
+        return
+    with pytest.raises(UserError, match=r"^hydra\.sweeper\.direction="):
+        direction(node, objective, typed)
 
 
 def test_a_sweeps_directory_has_no_slash_and_a_length_that_files_may_have():

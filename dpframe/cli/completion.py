@@ -4,7 +4,6 @@ The words come from files that anybody may have written: the scripts never let a
 them, and a word that a shell would evaluate once it is in the command line is not offered.
 """
 
-import argparse
 import io
 import os
 import re
@@ -38,16 +37,10 @@ _dpframe_complete()
 }
 [ -n "$ZSH_VERSION" ] || COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
 complete -o nospace -o default -F _dpframe_complete dpframe python python3"""
-BASH_OFF = """\
-complete -r dpframe python python3
-unset -f _dpframe_complete"""
 ZSH = f"""\
 (( $+functions[compdef] )) || {{ autoload -U compinit && compinit; }}
 autoload -U bashcompinit && bashcompinit
 {BASH}"""
-ZSH_OFF = """\
-compdef -d dpframe python python3
-unset -f _dpframe_complete"""
 FISH = """\
 function _dpframe_is_called
     set -l words (commandline -cpo)
@@ -63,30 +56,22 @@ end
 complete -c dpframe -f -a '(_dpframe_complete)'
 complete -c python -n _dpframe_is_called -f -a '(_dpframe_complete)'
 complete -c python3 -n _dpframe_is_called -f -a '(_dpframe_complete)'"""
-FISH_OFF = """\
-complete -e -c dpframe
-complete -e -c python
-complete -e -c python3
-functions -e _dpframe_complete _dpframe_is_called"""
-SCRIPTS = {"bash": (BASH, BASH_OFF), "zsh": (ZSH, ZSH_OFF), "fish": (FISH, FISH_OFF)}
+SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-def complete(arguments: argparse.Namespace) -> None:
-    verb, _, shell = "".join(arguments.overrides[:1]).partition("=")
-    if verb not in ("install", "uninstall", "query") or not shell or len(arguments.overrides) != 1:
-        given = " ".join(arguments.overrides) or "nothing"
-        raise UserError(f"--shell-completion {given}: use install=bash, uninstall=bash or =zsh …")
+def complete(words: Sequence[str]) -> str:
+    """The script of `install=bash`; for `query=bash`, the words that may come next, a line each."""
+    verb, _, shell = " ".join(words).partition("=")
     if verb == "query":
-        _query()
-        return
-    if shell not in SCRIPTS:
+        return _query()
+    if verb != "install" or shell not in SCRIPTS:
         near = suggestion(shell, SCRIPTS)
-        raise UserError(f"--shell-completion: no completion for {shell}; {near}")
-    print(SCRIPTS[shell][verb == "uninstall"])
+        raise UserError(f"--shell-completion {' '.join(words)}: use install=SHELL; {near}")
+    return f"{SCRIPTS[shell]}\n"
 
 
-def _query() -> None:
-    """Prints the words that may come next: none, silently, if something is wrong with the line."""
+def _query() -> str:
+    """No words, silently, if something is wrong with the line."""
     output = io.StringIO()
     with suppress(Exception, SystemExit), redirect_stdout(output), redirect_stderr(io.StringIO()):
         line = re.sub(r"^\s*\S+(\s+-m\s+dpframe\b)?", "dpframe", os.environ.get("COMP_LINE", ""))
@@ -98,9 +83,7 @@ def _query() -> None:
         kinds: Any = Plugins.instance().discover(CompletionPlugin)
         fish = next(kind for kind in kinds if kind.provides() == "fish")
         fish(configs).query(CONFIG_NAME)  # a word a line
-    for word in output.getvalue().splitlines():
-        if WORD.fullmatch(word):
-            print(word)
+    return "".join(f"{word}\n" for word in output.getvalue().splitlines() if WORD.fullmatch(word))
 
 
 def _config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -1,10 +1,10 @@
 """A run's config: composed and checked before torch is imported."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -14,14 +14,30 @@ from omegaconf.resolvers import oc
 
 from dpframe.cli import plugins
 from dpframe.cli.configs import Configs, register_resolver
-from dpframe.cli.objective import Objective, objective_of
 from dpframe.cli.refusal import unresolved
-from dpframe.cli.resume import start_file, with_saved
+from dpframe.cli.resume import as_notes, start_file, with_saved
 from dpframe.cli.settings import RunSettings, checked, shown
 from dpframe.errors import UserError
 
 PLAIN = (type(None), bool, int, float, str)
 LONGEST_NUMBER = 1024  # bits
+
+
+class Objective(NamedTuple):
+    """What a sweep optimises: the best value of the metric by which `best.ckpt` is chosen."""
+
+    metric: str = "val/loss"
+    mode: str = "min"
+    key: str = ""  # of the callback that monitors it
+
+
+def objective_of(callbacks: Mapping[str, Any]) -> Objective:
+    for name in ("checkpoint", "early_stopping"):
+        node = callbacks.get(name)
+        if isinstance(node, Mapping) and node.get("monitor"):
+            mode = str(node.get("mode", "min"))
+            return Objective(str(node["monitor"]), mode, f"callbacks.{name}")
+    return Objective()
 
 
 @dataclass
@@ -44,6 +60,12 @@ class Composed:
     @property
     def objective(self) -> Objective:
         return objective_of(self.settings.callbacks)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """The files of `.hydra/`."""
+        texts = {"config.yaml": self.text, "hydra.yaml": self.hydra_text}
+        return texts | {"overrides.yaml": as_notes(self.overrides)}
 
 
 def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Composed:

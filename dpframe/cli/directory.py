@@ -5,93 +5,54 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
-import yaml
-
 from dpframe import files
-from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
 
 UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # keeps bytes that are not text
+ELSEWHERE = "name another by hydra.run.dir=DIR"
 
 
 class Directory:
-    """A directory that the user named is used as it is; two runs of one second get one each."""
-
     def __init__(self, path: Path, *, is_given: bool) -> None:
         self.path = path
         self.is_given = is_given
-        self.is_made = False
-        self.made_parents: list[Path] = []  # the innermost first
+        self.made: list[Path] = []  # by this run, the innermost first
         self._lock: IO[str] | None = None
 
-    def make(self, job: Composed) -> str:
+    def make(self, notes: Mapping[str, str]) -> str:
+        """With `notes`, texts by the names of their files, in `.hydra/`."""
         try:
-            self._make()
-            if not self.is_made:
+            self.path, self.made = create(self.path, is_given=self.is_given)
+            if not self.made:
                 refuse_ways_out(self.path)
-            notes = self.path / ".hydra"
-            notes.mkdir(exist_ok=True)
-            self._take(notes / "lock")
-            for folder in (self.path, notes):
-                files.sweep(folder)
-            _keep_older(notes / "config.yaml", job.text)
-            _write(notes / "config.yaml", job.text)
-            _write(notes / "hydra.yaml", job.hydra_text)
-            _write(notes / "overrides.yaml", as_notes(job.overrides))
+            folder = self.path / ".hydra"
+            folder.mkdir(exist_ok=True)
+            self._take(folder / "lock")
+            for swept in (self.path, folder):
+                files.sweep(swept)
+            _keep_older(folder / "config.yaml", notes.get("config.yaml", ""))
+            for name, text in notes.items():
+                _write(folder / name, text)
         except OSError as error:
             self.unmake()
             raise UserError(
-                f"the run directory {self.path} can't be made: {error.strerror}; "
-                "name another by hydra.run.dir=DIR"
+                f"the run directory {self.path} can't be made: {error.strerror}; {ELSEWHERE}"
             ) from None
         return str(self.path)
-
-    @classmethod
-    def made(cls, paths: list[str]) -> "Directory":
-        """A directory that another process made, from its `all_made`."""
-        directory = cls(Path(paths[0]), is_given=True)
-        directory.is_made, directory.made_parents = True, [Path(path) for path in paths[1:]]
-        return directory
-
-    @property
-    def all_made(self) -> list[str]:
-        return [str(path) for path in (self.path, *self.made_parents)] if self.is_made else []
 
     def unmake(self) -> None:
         """Removes what `make` made, and nothing else."""
         self.release()
-        if self.is_made:
-            shutil.rmtree(self.path, ignore_errors=True)
-        for directory in self.made_parents:
-            try:
-                directory.rmdir()
-            except OSError:
-                return  # another run is in it
+        remove(self.made)
 
     def release(self) -> None:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def _make(self) -> None:
-        self.made_parents = [parent for parent in self.path.parents if not parent.exists()]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        number, first = 1, self.path
-        while not self.is_made:
-            try:
-                self.path.mkdir()
-                self.is_made = True
-            except FileExistsError:
-                if self.is_given and self.path.is_dir():
-                    return
-                if self.is_given:
-                    raise
-                number += 1
-                self.path = first.with_name(f"{first.name}-{number}")
 
     def _take(self, path: Path) -> None:
         """The kernel releases the lock when its process ends, however that happens."""
@@ -104,7 +65,6 @@ class Directory:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
-                self.release()
                 print(
                     f"dpframe: the file system of {self.path} has no locks ({error.strerror}); "
                     "make sure that no other run writes there",
@@ -112,15 +72,47 @@ class Directory:
                 )
                 return
             self._lock.seek(0)
-            owner = self._lock.read().strip()
+            owner = self._lock.read().strip() or "another process"
             self.release()
             raise UserError(
-                f"the run directory {self.path} is in use by {owner or 'another process'}; "
-                "end that run first, or name another directory by hydra.run.dir=DIR"
+                f"the run directory {self.path} is in use by {owner}; end that run first, or "
+                f"{ELSEWHERE}"
             ) from None
         self._lock.truncate(0)
         self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock.flush()
+
+
+def create(path: Path, *, is_given: bool) -> tuple[Path, list[Path]]:
+    """The directory, and what was made for it: itself, then those above it.
+
+    One that the user named is used as it is. Two of one second get a number each.
+    """
+    above = [parent for parent in path.parents if not parent.exists()]
+    name, number = path.name, 1
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        while True:
+            try:
+                path.mkdir()
+                return path, [path, *above]
+            except FileExistsError:
+                if is_given and path.is_dir():
+                    return path, []
+                if is_given:
+                    raise
+                number += 1
+                path = path.with_name(f"{name}-{number}")
+    except OSError:
+        _remove_empty(above)
+        raise
+
+
+def remove(made: Sequence[Path]) -> None:
+    """Removes what `create` has made."""
+    if made:
+        shutil.rmtree(made[0], ignore_errors=True)
+        _remove_empty(made[1:])
 
 
 def refuse_ways_out(directory: Path) -> None:
@@ -140,9 +132,12 @@ def refuse_ways_out(directory: Path) -> None:
                 raise UserError(f"{entry} is neither a file nor a folder; remove it")
 
 
-def as_notes(overrides: Sequence[str]) -> str:
-    """As Hydra writes overrides, but in quotes where YAML would read anything but text."""
-    return yaml.safe_dump(list(overrides), allow_unicode=True, width=float("inf"))
+def _remove_empty(directories: Iterable[Path]) -> None:
+    for directory in directories:
+        try:
+            directory.rmdir()
+        except OSError:
+            return  # another run is in it
 
 
 def _write(path: Path, text: str) -> None:

@@ -53,25 +53,31 @@ options
 """
 
 
-def text(config_dir: str | None) -> str:
-    """`--help`: the modes, the groups with their options, and what people type."""
-    configs = Configs(config_dir)
+def shown_for(arguments: argparse.Namespace, options: str) -> str:
+    """What `--help`, `--cfg`, `--info` or `--hydra-help` prints; `options` are the command's."""
+    configs, overrides = Configs(arguments.config_dir), arguments.overrides
+    if arguments.help:
+        text = _help(configs)
+    elif arguments.cfg:
+        text = _config(configs, overrides, arguments)
+    elif arguments.info:
+        text = _info(configs, overrides, arguments.info)
+    else:
+        groups = [f"hydra/{group}" for group in sorted(configs.list_groups("hydra"))]
+        lines = [f"  {group}: {', '.join(configs.options(group))}" for group in groups]
+        text = "\n".join([options, "Hydra's groups", *lines])
+    return printable(text.rstrip("\n"))
+
+
+def _help(configs: Configs) -> str:
+    """The modes, the groups with their options, and what people type."""
     menus = [_menu(group, configs) for group in configs.groups()]
     modes = f"modes\n  mode={'|'.join(MODES)}    (fit is the default)\n"
-    return printable("\n".join([USAGE, modes, *menus, KEYS, EXAMPLES]).rstrip())
+    return "\n".join([USAGE, modes, *menus, KEYS, EXAMPLES])
 
 
-def hydra_text(parser: argparse.ArgumentParser, config_dir: str | None) -> str:
-    """`--hydra-help`: the options of the command, and Hydra's own groups."""
-    configs = Configs(config_dir)
-    groups = [f"hydra/{group}" for group in sorted(configs.list_groups("hydra"))]
-    lines = [f"  {group}: {', '.join(configs.options(group))}" for group in groups]
-    return printable("\n".join([parser.format_help(), "Hydra's groups", *lines]))
-
-
-def config_text(arguments: argparse.Namespace) -> str:
-    """`--cfg`: the config that would run."""
-    configs, overrides = Configs(arguments.config_dir), arguments.overrides
+def _config(configs: Configs, overrides: Sequence[str], arguments: argparse.Namespace) -> str:
+    """The config that would run."""
     with configs.explained(overrides):
         config = compose(configs, overrides)
         from_hydra(config, overrides)  # refuses what a run would
@@ -82,7 +88,7 @@ def config_text(arguments: argparse.Namespace) -> str:
                 del config.hydra["help"], config.hydra["hydra_help"]
         if arguments.cfg == "hydra":
             config = OmegaConf.masked_copy(config, ["hydra"])
-        return printable(_yaml(config, arguments.package, arguments.resolve))
+        return _yaml(config, arguments.package, arguments.resolve)
 
 
 def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
@@ -92,15 +98,14 @@ def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
         raise UserError(f"--package={package}: there is no such part; {nearest(config, package)}")
     part = OmegaConf.select(config, package) if package else config
     if not isinstance(part, DictConfig | ListConfig):
-        return f"{shown(part)}\n"
+        return shown(part)
     return (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)
 
 
-def info_text(kind: str, overrides: Sequence[str], config_dir: str | None) -> str:
-    """`--info`: how the config comes about."""
+def _info(configs: Configs, overrides: Sequence[str], kind: str) -> str:
+    """How the config comes about."""
     if value_of("recipe", overrides) is None:
         overrides = [*overrides, "~recipe"]
-    configs = Configs(config_dir)
     with configs.explained(overrides):
         config = configs.compose(overrides)
         defaults = configs.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
@@ -116,7 +121,7 @@ def info_text(kind: str, overrides: Sequence[str], config_dir: str | None) -> st
     lines = []
     for name in parts if kind == "all" else [kind]:
         lines += [name, *(f"  {line}" for line in parts[name])]
-    return printable("\n".join(lines))
+    return "\n".join(lines)
 
 
 def _menu(group: str, configs: Configs) -> str:

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from dpframe import __version__
-from dpframe.cli import screen
+from dpframe.cli import output
 from dpframe.errors import Interrupted, UserError, printable, suggestion
 from dpframe.interruption import Interruption, end_children, look
 
@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(given: Sequence[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
-    screen.open_all()
+    output.open_all()
     interruption = Interruption(is_quiet=not _speaks())
     interruption.open()  # before the imports, which take the longest of a start-up
     gc.disable()  # imports make a million objects and no garbage
@@ -91,33 +91,20 @@ def _command(given: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(given)
     if (arguments.package or arguments.resolve) and not arguments.cfg:
         raise UserError("--package and --resolve go with --cfg")
-    is_sweep = arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides
     if arguments.version:
         print(f"dpframe {__version__}")
-    elif arguments.help:
-        from dpframe.cli.help import text
-
-        print(text(arguments.config_dir))
     elif arguments.shell_completion:
         from dpframe.cli.completion import complete
 
-        complete(arguments)
-    elif arguments.cfg:
-        from dpframe.cli.help import config_text
+        print(complete(arguments.overrides), end="")
+    elif arguments.help or arguments.cfg or arguments.info or arguments.hydra_help:
+        from dpframe.cli.help import shown_for
 
-        print(config_text(arguments), end="")
-    elif arguments.info:
-        from dpframe.cli.help import info_text
-
-        print(info_text(arguments.info, arguments.overrides, arguments.config_dir))
-    elif arguments.hydra_help:
-        from dpframe.cli.help import hydra_text
-
-        print(hydra_text(parser(), arguments.config_dir))
-    elif is_sweep:
+        print(shown_for(arguments, parser().format_help()))
+    elif arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides:
         from dpframe.cli.sweep import sweep
 
-        with screen.goes_on_unread():
+        with output.goes_on_unread():
             return sweep(arguments.overrides, arguments.config_dir)
     else:
         _run(arguments)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import yaml
@@ -131,18 +131,10 @@ def _unknown_option(
 
 def _unreadable(error: OverrideParseException) -> UserError:
     key, _, value = error.override.partition("=")
-    problem = next(
-        (
-            line
-            for line in map(str.strip, error.message.splitlines())
-            if line.strip("^ ") and not re.match("Error parsing|See http|LexerNo", line)
-        ),
-        "an odd character",
-    )
     try_this = f"""if that is text, quote it: "{key}='{value}'\""""
     if set(value) & set("\"'\\"):
         try_this = "check its quotes"
-    return UserError(f"{error.override}: can't be read ({problem}); {try_this}")
+    return UserError(f"{error.override}: can't be read; {try_this}")
 
 
 def _not_composed(
@@ -156,15 +148,10 @@ def _not_composed(
         )
     if match := re.search(r"Ambiguous value for argument '(.+)'", text):
         key, _, value = match[1].partition("=")
-        now: Any = 0  # a key that may be a list or text gets a hint how to write one
-        with suppress(Exception):  # another of the overrides may be wrong, too
-            if not options(key):
-                now = OmegaConf.select(compose([o for o in overrides if key_of(o) != key]), key)
-        lists = (
-            f"; for one list write {key}=[{value}]" if now is None or OmegaConf.is_list(now) else ""
+        return UserError(
+            f"{match[1]}: several values are a sweep, which needs -m; for one list write "
+            f"{key}=[{value}], for one text \"{key}='{value}'\""
         )
-        texts = f"; for one text write \"{key}='{value}'\"" if isinstance(now, str | None) else ""
-        return UserError(f"{match[1]}: several values are a sweep, which needs -m{lists}{texts}")
     if match := re.search(r"already at '([^']+)'|Multiple values for ([^.]+)\.", text):
         key = match[1] or match[2]
         return UserError(f"{key} has a value already; write {key}=… without the +")

@@ -115,8 +115,10 @@ def _show(text: str, summary: dict[str, Any] | None, job: Composed) -> None:
     """Writes a report only into a directory that was given."""
     print(printable(text), flush=True)
     if job.is_run_dir_given:
-        directory = Path(Directory(Path(job.run_dir), is_given=True).make(job))
-        (directory / f"{job.settings.mode}.txt").write_text(f"{text}\n", encoding="utf-8")
+        directory = Directory(Path(job.run_dir), is_given=True)
+        path = Path(directory.make(job.notes))
+        (path / f"{job.settings.mode}.txt").write_text(f"{text}\n", encoding="utf-8")
         if summary is not None:
             lines = json.dumps({"recipe": job.settings.recipe} | summary, indent=2)
-            (directory / "summary.json").write_text(f"{lines}\n", encoding="utf-8")
+            (path / "summary.json").write_text(f"{lines}\n", encoding="utf-8")
+        directory.release()

@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -43,15 +42,33 @@ def start_file(settings: RunSettings, runs: Path) -> Path | None:
 
 def resumed_file(resume: str, runs: Path) -> Path:
     """`last`, a run's directory or a file; of a run, its newest checkpoint that is whole."""
+    directory = _resumed_run(resume, runs)
+    if directory is None:
+        return _file("resume", resume)
+    directory = directory / "checkpoints"
+    last, good = directory / "last.ckpt", files.newest_good(directory)
+    if good is None:
+        flaw = files.flaw(next(directory.glob("*.ckpt")))
+        raise UserError(f"resume={resume}: no checkpoint in {directory} is whole: {flaw}")
+    if good != last and last.exists() and (flaw := files.flaw(last)):
+        line = f"dpframe: {last}: {flaw}; resuming from {good}"
+        print(printable(line), file=sys.stderr)
+    return good
+
+
+def _resumed_run(resume: str, runs: Path) -> Path | None:
+    """The directory that `last` or a directory stands for; None: it is a file."""
+    path = Path(resume).expanduser()
     if resume == "last":
         checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=files.written_at)
         if not checkpoints:
             raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
-        return _newest_good(checkpoints[-1].parent, "resume=last")
-    path = Path(resume).expanduser()
-    if os.path.isdir(path):  # False, too, for a name that is too long
-        return _newest_good(path / "checkpoints", f"resume={resume}")
-    return _file("resume", resume)
+        return checkpoints[-1].parent.parent
+    if not os.path.isdir(path):  # False, too, for a name that is too long
+        return None
+    if not any(path.glob("checkpoints/*.ckpt")):
+        raise UserError(f"resume={resume}: there is no checkpoint in {path / 'checkpoints'}")
+    return path
 
 
 def run_directory(checkpoint: Path) -> Path | None:
@@ -66,12 +83,13 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     """
     resume, checkpoint = value_of("resume", overrides), value_of("checkpoint", overrides)
     if resume is not None:
-        saved = _saved(resumed_file(resume, runs() if resume == "last" else Path()))
+        run = _resumed_run(resume, runs() if resume == "last" else Path())
+        saved = _saved(run or run_directory(_file("resume", resume)))
         return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
     if checkpoint is None or value_of("mode", overrides) not in EVALUATIONS:
         return list(overrides)
     # An evaluation has the config of its checkpoint's run, except for the machine it ran on.
-    saved = _saved(_file("checkpoint", checkpoint))
+    saved = _saved(run_directory(_file("checkpoint", checkpoint)))
     theirs, recipe = value_of("recipe", saved), value_of("recipe", overrides)
     if theirs is not None and recipe is not None and theirs != recipe:
         refuse_recipe(checkpoint, theirs, recipe)
@@ -98,6 +116,11 @@ def key_of(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
+def as_notes(overrides: Sequence[str]) -> str:
+    """As Hydra writes overrides, but in quotes where YAML would read anything but text."""
+    return yaml.safe_dump(list(overrides), allow_unicode=True, width=float("inf"))
+
+
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
     if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra"):
@@ -119,8 +142,7 @@ def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> 
     return not is_of_other and _is_kept(override, saved, typed)
 
 
-def _saved(checkpoint: Path) -> list[str]:
-    directory = run_directory(checkpoint)
+def _saved(directory: Path | None) -> list[str]:
     path = directory and directory / ".hydra" / "overrides.yaml"
     if path is None or not path.is_file():
         return []
@@ -136,21 +158,6 @@ def _saved(checkpoint: Path) -> list[str]:
     if strange is not None:
         raise UserError(f"{path}: {strange!r} is no override; fix it, or remove the file")
     return overrides
-
-
-@cache  # composing asks twice, and each time a file is read whole
-def _newest_good(directory: Path, resume: str) -> Path:
-    checkpoints = list(directory.glob("*.ckpt"))
-    if not checkpoints:
-        raise UserError(f"{resume}: there is no checkpoint in {directory}")
-    last, good = directory / "last.ckpt", files.newest_good(directory)
-    if good is None:
-        flaw = files.flaw(checkpoints[0])
-        raise UserError(f"{resume}: no checkpoint in {directory} is whole: {flaw}")
-    if good != last and last.exists() and (flaw := files.flaw(last)):
-        line = f"dpframe: {last}: {flaw}; resuming from {good}"
-        print(printable(line), file=sys.stderr)
-    return good
 
 
 def _file(key: str, name: str) -> Path:

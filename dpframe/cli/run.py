@@ -4,31 +4,34 @@ import json
 import logging
 import os
 import shlex
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from dpframe import checkpoint, files, interruption, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
-from dpframe.cli import restarts
+from dpframe.cli import output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import Composed
-from dpframe.cli.directory import Directory
-from dpframe.cli.logs import logging_to
+from dpframe.cli.directory import Directory, remove
 from dpframe.cli.origin import compared
 from dpframe.cli.resume import run_directory
-from dpframe.cli.screen import goes_on_unread
 from dpframe.cli.settings import EVALUATIONS, RunSettings
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import Failure, Interrupted, UserError, exits_told
+from dpframe.errors import Failure, Interrupted, UserError, exits_told, printable
 from dpframe.heartbeat import beat
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, launch, ranks
+from dpframe.strategies.launch import RankFailed
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
+from dpframe.trainer.progress import Progress
 
 log = logging.getLogger("dpframe")
 
@@ -45,23 +48,70 @@ def run(job: Composed) -> dict[str, Any]:
         return (reports.verified if job.settings.mode == "verify" else reports.planned)(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     try:
-        return restarts.launch(strategy, _work, job)
+        return _launched(strategy, job)
     except UserError as error:
-        if error.exit_code == UserError.exit_code:
-            _unmake(error.told.get("made"))
+        made = error.told.get("made", [])  # by the main rank, where another one met the mistake
+        is_mistake = error.exit_code == UserError.exit_code
+        if is_mistake and made and not (made[0] / "checkpoints").exists():
+            remove(made)
         raise
 
 
-def _unmake(made: list[str] | None) -> None:
-    """Removes what the main rank made, where another rank met the mistake."""
-    if made and not (Path(made[0]) / "checkpoints").exists():
-        Directory.made(made).unmake()
+def _launched(strategy: Strategy, job: Composed) -> dict[str, Any]:
+    """Starts the ranks again after one has failed, `trainer.max_restarts` times.
+
+    What a user did wrong, and a signal, end the job at once.
+    """
+    allowed = job.settings.trainer.max_restarts
+    if allowed:
+        _refuse_restarts(strategy, allowed)
+    for number in count(1):
+        try:
+            return strategy.launch(_work, job)
+        except (RankFailed, UserError) as error:
+            path = error.told.get("directory", "")
+            if os.path.isdir(path):
+                output.append(Path(path), str(error))
+            if number > allowed or isinstance(error, UserError):
+                raise
+            print(printable(str(error)), file=sys.stderr)
+            job, where = _again(job, path)
+            print(f"restart {number} of {allowed} {where}", file=sys.stderr, flush=True)
+            interruption.look()
+    raise AssertionError
 
 
-@goes_on_unread()
+def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
+    if ranks.is_rank():
+        raise UserError(
+            f"trainer.max_restarts={allowed} but torchrun has started this rank; "
+            f"use torchrun --max-restarts={allowed}, with resume=DIR"
+        )
+    if not strategy.launches_ranks:
+        raise UserError(
+            f"trainer.max_restarts={allowed} but {strategy.name} runs in this process, which can't "
+            "start itself again; use strategy=ddp, or trainer.max_restarts=0"
+        )
+
+
+def _again(job: Composed, directory: str) -> tuple[Composed, str]:
+    """The job from its newest checkpoint that is whole; and where that is."""
+    if not directory:
+        return job, "from the beginning"
+    job = replace(job, run_dir=directory, is_run_dir_given=True)
+    path = files.newest_good(Path(directory) / "checkpoints")
+    if path is None:
+        return replace(job, is_repeated=True), "from the beginning: there is no checkpoint yet"
+    settings = replace(job.settings, resume=str(path))
+    return replace(job, start=path, settings=settings), f"from {path}, step {files.step_of(path)}"
+
+
+# ---- in every process of the job
+
+
+@output.goes_on_unread()
 @exits_told()
 def _work(job: Composed) -> dict[str, Any]:
-    """What every process of a job does."""
     with interruption.watched(job.settings.trainer.hang_seconds):
         make = partial(build, trust=trust_of(job))
         strategy = make(job.config["strategy"], "strategy", Strategy)
@@ -101,26 +151,62 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         ),
         interruption=interruption.installed(),
     )
-    notes = _prepare(trainer, job, state)
+    # What can be refused is refused before there is a run directory.
+    notes = []
+    if state is not None and settings.mode in EVALUATIONS:
+        notes = compared(job, state, task=task, data=data)
+    if state is not None and settings.resume is None:
+        checkpoint.load_task(task, state)  # which the Trainer has converted to trainer.precision
+        state = None
+    if settings.mode == "fit":
+        trainer.prepare(state, resume_anyway=settings.resume_anyway)
     interruption.look()
     directory = _directory(job)
-    made = directory.make(job) if strategy.is_main else None
-    trainer.run.directory = strategy.share(made)
-    ranks.tell("directory", trainer.run.directory)
+    path = strategy.share(directory.make(job.notes) if strategy.is_main else None)
+    trainer.run.directory = path
+    ranks.tell("directory", path)
     if strategy.is_main:
-        ranks.tell("made", directory.all_made)
+        ranks.tell("made", directory.made)
     try:
-        return _in_directory(trainer, job, notes, best)
+        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not ranks.has_parent()):
+            for line in notes:
+                log.info(line)
+            if settings.mode == "fit":
+                trainer.fit()
+            else:
+                _evaluate(trainer, settings, path)
+            saved = trainer.checkpoint if settings.mode == "fit" else job.start and str(job.start)
+            summary = {
+                "recipe": settings.recipe,
+                **_summary(strategy, trainer.progress),
+                "metrics": trainer.metrics,
+                "checkpoint": saved,
+                "directory": path,
+                "best": best.value,
+            }
+            if strategy.is_main:
+                _write(Path(path) / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
     except UserError as error:
         is_empty = trainer.epoch <= 1 and trainer.checkpoint is None
         is_refused = error.exit_code == UserError.exit_code or trainer.global_step == 0
-        if strategy.is_main and is_empty and is_refused:
+        if is_empty and is_refused:
             directory.unmake()  # nothing is worth keeping yet
         raise
     except Interrupted as error:
-        raise Interrupted(error.number, _when(trainer, job)) from None
+        if settings.mode != "fit":
+            raise
+        is_saved = trainer.checkpoint is not None or settings.resume is not None
+        then = f"go on with {shlex.quote(f'resume={path}')}" if is_saved else "nothing was saved"
+        said = f" after step {trainer.global_step}; {then}"
+        raise Interrupted(error.number, said) from None
     finally:
         directory.release()
+
+
+def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
+    """The callbacks or loggers of a group: a node is one of them, null switches it off."""
+    return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None]
 
 
 def _directory(job: Composed) -> Directory:
@@ -136,33 +222,33 @@ def _directory(job: Composed) -> Directory:
     return Directory(path, is_given=bool(resumed) or job.is_run_dir_given)
 
 
-def _prepare(trainer: Trainer, job: Composed, state: dict[str, Any] | None) -> list[str]:
-    """Refuses what can be refused before there is a run directory; returns lines for the log."""
-    settings, notes = job.settings, []
-    if state is not None and settings.mode in EVALUATIONS:
-        notes = compared(job, state, task=trainer.task, data=trainer.data)
-    if state is not None and settings.resume is None:
-        # After the Trainer has converted the weights to trainer.precision=64.
-        checkpoint.load_task(trainer.task, state)
-    if settings.mode == "fit":
-        resume = state if settings.resume is not None else None
-        trainer.prepare(resume, resume_anyway=settings.resume_anyway)
-    return notes
+def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
+    limit = settings.trainer.limit_eval_batches
+    if limit is not None:
+        log.warning("trainer.limit_eval_batches=%s: no more batches are read", limit)
+    if settings.mode == "predict":
+        predictions = trainer.predict()
+        if predictions is not None:
+            print(f"predictions  {predictions.save(Path(path))}")
+        return
+    if settings.checkpoint is None:
+        log.warning("no checkpoint=FILE: these are the numbers of untrained weights")
+    getattr(trainer, settings.mode)()
 
 
-def _in_directory(trainer: Trainer, job: Composed, notes: list[str], best: Best) -> dict[str, Any]:
-    directory = Path(trainer.run.directory)
-    with logging_to(directory, rank=trainer.strategy.rank):
-        for line in notes:
-            log.info(line)
-        if job.settings.mode == "fit":
-            trainer.fit()
-        else:
-            _evaluate(trainer, job.settings, directory)
-        summary = _summary(trainer, job) | {"best": best.value}
-        if trainer.strategy.is_main:
-            _write(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
-    return summary
+def _summary(strategy: Strategy, progress: Progress) -> dict[str, Any]:
+    seconds = progress.seconds
+    return {
+        "strategy": strategy.name,
+        "replicas": strategy.replicas,
+        "devices": strategy.devices,
+        "epochs": progress.epoch,
+        "steps": progress.global_step,
+        "skipped_steps": progress.skipped_steps,
+        "samples_per_second": progress.rows_seen / seconds if seconds else 0.0,
+        "seconds": seconds,
+        "data_wait_share": progress.data_seconds / seconds if seconds else 0.0,
+    }
 
 
 def _write(path: Path, text: str) -> None:
@@ -172,55 +258,3 @@ def _write(path: Path, text: str) -> None:
             part.write_text(text)
     except OSError as error:
         raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error
-
-
-def _when(trainer: Trainer, job: Composed) -> str:
-    """When a signal ended the run, and how to resume it."""
-    directory = Path(trainer.run.directory)
-    if job.settings.mode != "fit":
-        return ""
-    when = f" after step {trainer.global_step}; "
-    if trainer.checkpoint is None and job.settings.resume is None:
-        return when + "nothing was saved"
-    return f"{when}go on with {shlex.quote(f'resume={directory}')}"
-
-
-def _evaluate(trainer: Trainer, settings: RunSettings, directory: Path) -> None:
-    limit = settings.trainer.limit_eval_batches
-    if limit is not None:
-        log.warning("trainer.limit_eval_batches=%s: no more batches are read", limit)
-    if settings.mode != "predict":
-        if settings.checkpoint is None:
-            log.warning("no checkpoint=FILE: these are the numbers of untrained weights")
-        getattr(trainer, settings.mode)()
-        return
-    predictions = trainer.predict()
-    if predictions is not None:
-        print(f"predictions  {predictions.save(directory)}")
-
-
-def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
-    """The callbacks or loggers of a group: a node is one of them, null switches it off."""
-    return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None]
-
-
-def _summary(trainer: Trainer, job: Composed) -> dict[str, Any]:
-    strategy = trainer.strategy
-    seconds = trainer.progress.seconds
-    return {
-        "recipe": job.settings.recipe,
-        "strategy": strategy.name,
-        "replicas": strategy.replicas,
-        "devices": strategy.devices,
-        "epochs": trainer.epoch,
-        "steps": trainer.global_step,
-        "skipped_steps": trainer.progress.skipped_steps,
-        "samples_per_second": trainer.progress.rows_seen / seconds if seconds else 0.0,
-        "seconds": seconds,
-        "data_wait_share": trainer.progress.data_seconds / seconds if seconds else 0.0,
-        "metrics": trainer.metrics,
-        "checkpoint": trainer.checkpoint
-        if job.settings.mode == "fit"
-        else job.start and str(job.start),
-        "directory": trainer.run.directory,
-    }

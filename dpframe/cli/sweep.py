@@ -19,12 +19,27 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from dpframe.cli.compose import Composed, compose, from_hydra, overrides_of
+from dpframe.cli.compose import (
+    Composed,
+    Objective,
+    compose,
+    from_hydra,
+    objective_of,
+    overrides_of,
+)
 from dpframe.cli.configs import Configs, quoted, with_path_quoted
-from dpframe.cli.objective import direction, objective_of
+from dpframe.cli.directory import create
 from dpframe.cli.refusal import first_line
-from dpframe.cli.resume import value_of, with_saved
+from dpframe.cli.resume import key_of, value_of, with_saved
+from dpframe.cli.settings import shown
 from dpframe.errors import UserError, printable
+
+# A sweeper's key, and its values for the modes min, which is every sweeper's default, and max.
+DIRECTIONS: dict[str, dict[str, Any]] = {
+    "direction": {"min": "minimize", "max": "maximize"},  # Optuna's
+    "optim.maximize": {"min": False, "max": True},  # Nevergrad's
+    "ax_config.experiment.minimize": {"min": True, "max": False},
+}
 
 
 def sweep(overrides: list[str], config_dir: str | None) -> int:
@@ -90,15 +105,16 @@ def _value(config: DictConfig, config_dir: str | None) -> float:
 
     try:
         job = _job(config, config_dir)
-        value = job.objective.value(run(job))
+        summary, metric = run(job), job.objective.metric
     except UserError as error:
         print(f"dpframe: {printable(str(error))}", file=sys.stderr)
         raise RunFailed(str(error)) from None
     except Exception as error:
         show_failure(error)
         raise RunFailed(first_line(error)) from None
+    value = summary.get("best", {}).get(metric, summary["metrics"].get(metric))
     if value is None or math.isnan(value):
-        raise RunFailed(f"{job.objective.metric} is {value}")
+        raise RunFailed(f"{metric} is {value}")
     return value
 
 
@@ -176,30 +192,43 @@ def _directory(
     return directory, [*more, f"hydra.sweep.dir={quoted(str(directory))}"]
 
 
-def new_directory(first: Path, *, is_given: bool) -> Path:
-    """Two sweeps of one second get one each."""
-    if "${" in os.path.abspath(first):
+def new_directory(path: Path, *, is_given: bool) -> Path:
+    if "${" in os.path.abspath(path):
         raise UserError(
-            f"the sweep's directory {os.path.abspath(first)} has a ${{, which Hydra would take for "
+            f"the sweep's directory {os.path.abspath(path)} has a ${{, which Hydra would take for "
             "a reference; use another one: hydra.sweep.dir=DIR"
         )
-    directory = first
     try:
-        first.parent.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(2):
-            try:
-                directory.mkdir(exist_ok=is_given)
-                break
-            except FileExistsError:
-                if is_given:
-                    raise
-                directory = first.with_name(f"{first.name}-{number}")
+        return create(path, is_given=is_given)[0]
     except OSError as error:
         raise UserError(
-            f"the sweep's directory {directory} can't be made: {error.strerror}; "
+            f"the sweep's directory {path} can't be made: {error.strerror}; "
             "use another one: hydra.sweep.dir=DIR"
         ) from None
-    return directory
+
+
+def direction(sweeper: DictConfig, objective: Objective, overrides: Sequence[str]) -> list[str]:
+    """The override that turns the sweeper to where the metric gets better, if it needs one."""
+    for name, values in DIRECTIONS.items():
+        node, better = OmegaConf.select(sweeper, name), values.get(objective.mode)
+        if node is None or better is None:
+            continue
+        key = f"hydra.sweeper.{name}"
+        directions = [getattr(x, "name", x) for x in (node if OmegaConf.is_list(node) else [node])]
+        if len(directions) != 1:
+            raise UserError(
+                f"{key}={directions}: a run has one objective, {objective.metric}; name one"
+            )
+        if directions[0] == better:
+            return []
+        if key in map(key_of, overrides) or directions[0] != values["min"]:
+            where = f"{objective.key}.mode" if objective.key else "its mode"
+            raise UserError(
+                f"{key}={shown(directions[0])}, but the objective is {objective.metric}, where "
+                f"{where} is {objective.mode}; leave one out, or change the other"
+            )
+        return [f"{key}={shown(better)}"]
+    return []
 
 
 def _report(directory: Path, began: float) -> int:

@@ -1,32 +1,94 @@
-"""`run.log` has the lines of all ranks; the screen shows those of the main process."""
+"""What a run prints, which never ends it, and what it logs: of all ranks to run.log."""
 
+import io
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from dpframe.errors import Interrupted, UserError, printable
-from dpframe.strategies import ranks
+from dpframe.errors import Failure, Interrupted, UserError, printable
+
+
+def open_all() -> None:
+    """Opens closed streams as /dev/null: else the next file that is opened gets their number."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an ASCII terminal shows a ? for our …
+    sys.stdout = _Stream(sys.stdout, is_needed=True)  # type: ignore[assignment]
+    sys.stderr = _Stream(sys.stderr)  # type: ignore[assignment]
 
 
 @contextmanager
-def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
+def goes_on_unread() -> Iterator[None]:
+    """Inside, a closed pipe or a full disk loses what is printed, and the run goes on."""
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+class _Stream:
+    """Loses what can't be printed, and raises then only if the user asked for it: `is_needed`."""
+
+    def __init__(self, stream: Any, *, is_needed: bool = False) -> None:
+        self.innermost = getattr(stream, "innermost", stream)
+        self._is_needed = is_needed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.innermost, name)
+
+    def write(self, text: str) -> int:
+        with self._losing():
+            self.innermost.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._losing():
+            self.innermost.flush()
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.innermost.fileno())
+            os.close(null)
+            if self._is_needed and isinstance(error, BrokenPipeError):
+                raise
+            if self._is_needed:
+                raise Failure(f"the output can't be written: {error.strerror}") from None
+
+
+@contextmanager
+def logging_to(directory: Path, *, rank: int, logs_error: bool = True) -> Iterator[None]:
     """Sends what dpframe and user code log to the run's file, and of rank 0 to the screen.
 
     The error that ends the run goes only into the file: the command prints it on the screen last.
     """
     root = logging.getLogger()
     before = root.level
-    handlers = [_file(directory / "run.log", f"rank {rank}")] + ([_screen()] if rank == 0 else [])
+    handlers = [_file(directory, f"rank {rank}")] + ([_screen()] if rank == 0 else [])
     root.setLevel(logging.INFO)
     for handler in handlers:
         root.addHandler(handler)
     try:
         yield
     except BaseException as error:
-        if not ranks.has_parent():  # else it is the parent that appends it
+        if logs_error:
             is_line = isinstance(error, (UserError, Interrupted))
             reason = str(error) if is_line else "".join(traceback.format_exception(error)).rstrip()
             logging.getLogger("dpframe").error("%s", reason, extra={"on_screen": False})
@@ -40,15 +102,15 @@ def logging_to(directory: Path, *, rank: int) -> Iterator[None]:
 
 def append(directory: Path, reason: str) -> None:
     """Appends what ended a job of ranks: its parent knows which of them failed first."""
-    handler = _file(directory / "run.log", "parent")
+    handler = _file(directory, "parent")
     level = {"levelno": logging.ERROR, "levelname": "ERROR"}
     handler.handle(logging.makeLogRecord({"name": "dpframe", "msg": reason, **level}))
     handler.close()
 
 
-def _file(path: Path, owner: str) -> logging.Handler:
+def _file(directory: Path, owner: str) -> logging.Handler:
     # Opened to append: the lines of the ranks interleave.
-    handler = _File(path, delay=True, encoding="utf-8", errors="replace")
+    handler = _File(directory / "run.log", delay=True, encoding="utf-8", errors="replace")
     form = f"%(asctime)s [{owner}] %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(_EachLine(form))
     return handler
