@@ -4,7 +4,7 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -70,7 +70,19 @@ def printable(text: str) -> str:
 def suggestion(given: str, valid: Iterable[str]) -> str:
     """'did you mean X?', or the list of what there is when nothing is near."""
     names = sorted(set(valid))
-    near = get_close_matches(given, names, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]}?"
+    if near := nearest(given, names):
+        return f"did you mean {near}?"
     return f"there is: {', '.join(names)}" if names else "there is none"
+
+
+def not_one_of(key: str, value: object, choices: Sequence[str]) -> UserError:
+    near = nearest(str(value), choices)
+    hint = f"; did you mean {near}?" if near else ""
+    return UserError(f"{key}={value} is not one of {', '.join(choices)}{hint}")
+
+
+def nearest(given: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
+    """In any case of letters, and a class before its module: `Sgd` is near `SGD`, not `sgd`."""
+    names_by_letters = {name.lower(): name for name in sorted(names, reverse=True)}
+    near = get_close_matches(given.lower(), names_by_letters, n=1, cutoff=cutoff)
+    return names_by_letters[near[0]] if near else ""

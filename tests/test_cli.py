@@ -100,6 +100,7 @@ WITH_TORCH = {
     "task._target_=dpframe.recipes.bostn.Boston": "dpframe.recipes has no bostn; did you mean b",
     "task.optimizer._target_=torch.optim.Adm": "may call; did you mean torch.optim.Adam?",
     "task.optimizer._target_=torch.optm.Adam": "may call; did you mean torch.optim.Adam?",
+    "task.optimizer._target_=torch.optim.Sgd": "may call; did you mean torch.optim.SGD?",
     "task.optimizer._target_=torh.optim.Adam": "may call; did you mean torch.optim.Adam?",
     "task.optimizer._target_=torch": "=torch is not one of the names that a config may call",
     "task.optimizer=sgd": "=sgd is text; name its class: task.optimizer._target_=…",

@@ -358,6 +358,7 @@ def test_an_optimiser_whose_step_needs_a_closure_is_refused_before_anything_begi
         ({"compile": "fast"}, "trainer.compile=fast is not one of default, reduce-overhead"),
         ({"compile": {"mode": "reduce"}}, "trainer.compile.mode=reduce is not one of default"),
         ({"compile": {"mod": 1}}, "trainer.compile={'mod': 1} is not a mode"),
+        ({"scheduler_every": "day"}, "trainer.scheduler_every=day is not one of epoch, step"),
         ({"accumulate": 0}, "trainer.accumulate=0 is out of range; use 1 or more"),
         ({"clip_norm": 0.0}, "trainer.clip_norm=0.0 is out of range; use more than 0"),
         ({"max_epochs": None}, "trainer.max_epochs, max_steps and max_seconds are all null"),
@@ -367,6 +368,7 @@ def test_settings_refuse_what_makes_no_sense(given, said):
     with pytest.raises(UserError) as caught:
         TrainerSettings(**given)
     assert str(caught.value).startswith(said)
+    assert "there is:" not in str(caught.value)  # the choices are listed once
 
 
 def test_the_trainer_sees_one_thread_for_a_small_model_and_leaves_a_large_one_alone():

@@ -4,7 +4,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, not_one_of, suggestion
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 class Monitor:
     def __init__(self, name: str, mode: str, *, key: str, min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
-            raise UserError(f"{key}.mode={mode} is not one of min, max")
+            raise not_one_of(f"{key}.mode", mode, ("min", "max"))
         self.name = name
         self.mode = mode
         self.key = key

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
 from dpframe.data import split
-from dpframe.errors import UserError, printable
+from dpframe.errors import not_one_of, printable
 
 if TYPE_CHECKING:
     from dpframe.trainer import Predictions, Trainer
@@ -21,7 +21,7 @@ class Progress(Callback):
 
     def __init__(self, bar: str | bool = "auto") -> None:
         if bar not in ("auto", True, False):
-            raise UserError(f"callbacks.progress.bar={bar} is not one of auto, true, false")
+            raise not_one_of("callbacks.progress.bar", bar, ("auto", "true", "false"))
         self.has_bar = sys.stdout.isatty() if bar == "auto" else bool(bar)
         self.bar: Any = None
         self.next_draw = 0.0

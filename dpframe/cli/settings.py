@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, not_one_of, suggestion
 from dpframe.plan.settings import PlanSettings
 from dpframe.trainer.settings import TrainerSettings
 
@@ -40,9 +40,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise UserError(
-                f"mode={self.mode} is not one of {', '.join(MODES)}; {suggestion(self.mode, MODES)}"
-            )
+            raise not_one_of("mode", self.mode, MODES)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.resume is not None and self.mode != "fit":

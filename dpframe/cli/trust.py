@@ -8,7 +8,6 @@ import types
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -30,7 +29,7 @@ from dpframe.cli.locate import (
 )
 from dpframe.cli.settings import RunSettings
 from dpframe.data import DataModule
-from dpframe.errors import UserError
+from dpframe.errors import UserError, nearest
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
 from dpframe.task import Task
@@ -136,10 +135,10 @@ class Trust:
         where = f"{where}._target_"
         parts = parts_of(path, where)
         if not any(_is_within(path, name) for name in (*self.packages, "dpframe")):
-            near = get_close_matches(path, known(), n=1, cutoff=0.9)
+            near = nearest(path, known(), cutoff=0.9)
             if not near and spec_of(parts[0]) is None:
                 raise no_module(path, where)
-            raise _refusal(path, path, where, hint=f"did you mean {near[0]}?" if near else "")
+            raise _refusal(path, path, where, hint=f"did you mean {near}?" if near else "")
         see_current_directory(parts[0])
         self._refuse_closed(path, where)
         target = locate(path, where)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, not_one_of
 
 CHOICES = {
     "precision": ("32", "64", "bf16", "fp16"),
@@ -72,8 +72,7 @@ class TrainerSettings:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
             if value not in choices:
-                near = suggestion(value, choices)
-                raise UserError(f"trainer.{key}={value} is not one of {', '.join(choices)}; {near}")
+                raise not_one_of(f"trainer.{key}", value, choices)
         for key, least in LEAST.items():
             value = getattr(self, key)
             if value is not None and value < least:
@@ -83,9 +82,8 @@ class TrainerSettings:
             if value is not None and not value > 0:  # NaN is not
                 raise UserError(f"trainer.{key}={value} is out of range; use more than 0")
         if self.data_on_device != "auto" and not isinstance(self.data_on_device, bool):
-            raise UserError(
-                f"trainer.data_on_device={self.data_on_device} is not one of auto, true, false; "
-                "try auto"
+            raise not_one_of(
+                "trainer.data_on_device", self.data_on_device, ("auto", "true", "false")
             )
         self._check_compile()
         self._check_gpus()
@@ -112,8 +110,7 @@ class TrainerSettings:
                 raise UserError(f"{key}={value} is not a mode; use {key}.mode=reduce-overhead")
             value, key = value["mode"], f"{key}.mode"
         if value is not None and not isinstance(value, bool) and value not in COMPILE_MODES:
-            near = suggestion(str(value), COMPILE_MODES)
-            raise UserError(f"{key}={value} is not one of {', '.join(COMPILE_MODES)}; {near}")
+            raise not_one_of(key, value, COMPILE_MODES)
 
     def _check_gpus(self) -> None:
         if self.gpus == 0 and type(self.gpus) is int:
