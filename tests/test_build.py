@@ -100,9 +100,9 @@ def said(call, *arguments) -> str:
     [
         ("own.Typd", "task._target_=own.Typd: own has no Typd; did you mean Typed?"),
         ("pack.goo.Thing", "task._target_=pack.goo.Thing: pack has no goo; did you mean good?"),
-        ("pack.good.Thing.x", "pack.good.Thing has no x; check its spelling"),
+        ("pack.good.Thing.x", "pack.good.Thing has no x; check it, and PYTHONPATH"),
         ("pakc.good.Thing", "there is no module pakc; did you mean pack?"),
-        ("qqqqqqqq.Thing", "there is no module qqqqqqqq; is its folder on PYTHONPATH?"),
+        ("qqqqqqqq.Thing", "there is no module qqqqqqqq; check it, and PYTHONPATH"),
         ("own.VALUE", "own.VALUE is a int, which builds nothing; name a class"),
         ("own", "own is a module, which builds nothing"),
         ("own..Typed", "is not a dotted path; write package.module.Class"),

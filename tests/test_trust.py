@@ -1,18 +1,22 @@
 """A config from a stranger calls nothing but parts: each attack is one line, and nothing ran."""
 
-import json
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command import Attempt, attempts, cold_attempts, environment, output_of, write
-from command import dpframe as run
+from attempted import Attempt
+from command import attempts, environment, write
+from forked import fresh, run
 
 import dpframe
 from dpframe.cli import locate
+from dpframe.cli.build import build, check_targets
+from dpframe.cli.compose import composed
 from dpframe.cli.trust import FUNCTIONS, NOBODY, Trust, known
 from dpframe.errors import UserError
 from dpframe.strategies.ddp import DDP
@@ -147,11 +151,6 @@ FILES = {
 START = ["--config-dir", "mine", "recipe=victim", "callbacks=none", "logger=none"]
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory) -> Path:
-    return write(tmp_path_factory.mktemp("place"), FILES)
-
-
 # What a config names inside a part: nothing of it may run.
 NESTED = """
 os.system posix.system os.popen subprocess.Popen builtins.eval builtins.open builtins.getattr
@@ -200,37 +199,35 @@ def nested(target: str) -> list[str]:
     return [*START, f"+task.net={{_target_:{target},_args_:{TOUCH}}}"]
 
 
-ASK = """
-import json, sys
-from dataclasses import replace
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import composed
-from dpframe.errors import UserError
+def asked(rows: list[tuple[list[str], list, list]]) -> list[list[str]]:
+    """What a config is told with each part checked, and then each node built; "fine" if nothing."""
+    return [list(_answers(*row)) for row in rows]
 
-def answer(ask, *arguments, **more):
+
+def _answers(typed: list[str], parts: list[dict], nodes: list[dict]) -> Iterator[str]:
+    overrides = ["recipe=victim", "callbacks=none", "logger=none", *typed]
+    job = composed(overrides, config_dir="mine")
+    for part in parts:
+        yield _answer(check_targets, replace(job, settings=replace(job.settings, **part)))
+    trust = check_targets(job)
+    for node in nodes:
+        yield _answer(build, node, "x", trust=trust)
+
+
+def _answer(ask: Callable, *arguments, **more) -> str:
     try:
         ask(*arguments, **more)
     except UserError as error:
         return str(error)
     return "fine"
 
-answers = []
-for typed, parts, built in json.load(sys.stdin):
-    job = composed(["recipe=victim", "callbacks=none", "logger=none", *typed], config_dir="mine")
-    jobs = [replace(job, settings=replace(job.settings, **part)) for part in parts]
-    checked = [answer(check_targets, each) for each in jobs]
-    trust = check_targets(job)
-    answers.append(checked + [answer(build, node, "x", trust=trust) for node in built])
-json.dump(answers, sys.stdout)
-"""
-
 
 @pytest.fixture(scope="module")
 def answers(place) -> dict[str, list[str]]:
-    """What a config with each part of ASKED is told, "fine" if nothing, all in one process."""
-    lists = json.loads(output_of(["-c", ASK], list(ASKED.values()), place))
+    """To all of ASKED, in one process."""
+    answers = fresh(asked, list(ASKED.values()), folder=place)
     assert not (place / "canary").exists()
-    return dict(zip(ASKED, lists, strict=True))
+    return dict(zip(ASKED, answers, strict=True))
 
 
 def victim(**arguments: object) -> dict:
@@ -285,24 +282,17 @@ HYDRAS = {  # words of a command, and what its line says
 GIVEN = ["+vars.x=os.system", "+vars.node={_target_:os.system,command:touch canary}"]
 
 
-def test_no_key_of_hydras_and_no_mode_calls_it_either(place):
-    lines = [([*START, *GIVEN, word], said) for word, said in HYDRAS.items()]
-    lines += [(["-m", *line], said) for line, said in lines if "hydra" in said]
-    modes = ("-m", "mode=test", "mode=verify", "trainer.gpus=2")
-    lines += [([mode, *nested("os.system")], "task.net._target_=os.system is") for mode in modes]
-    lines += [(["-m", *START, word], said) for word, said in MISTAKES.items()]
-    for recipe, word in (("vouches", "trusted_modules"), ("unsafe", "")):
-        line = ["--config-dir", "mine", f"recipe={recipe}"]
-        lines += [(line, word), (["-m", *line], word)]
-    # Resolved once, it is text; resolved twice, as Hydra would, it is a node that is let pass.
-    node = "{_target_: torchlike.touch, path: canary}"
-    text = f"+task.net='\\${{oc.create:\"{node}\"}}'"
-    lines.append(([*START, text], "Victim has no parameter to train"))
-    done = attempts([line for line, _ in lines], place)
-    for (line, word), attempt in zip(lines, done, strict=True):
-        assert word in said(attempt), line
+MISTAKES = {
+    "hydra.sweeper=null": "hydra.sweeper has no _target_",
+    "hydra.launcher=null": "hydra.launcher has no _target_",
+    "hydra.sweeper._target_=hydra_plugins.x.Y": "is no plugin of Hydra's",
+    "hydra.sweeper._target_=hydra._internal.core_plugins.x.Y": "is no plugin of Hydra's",
+    "hydra.sweeper._target_=hydra._internal.core_plugins.basic_launcher.BasicLauncher": "no plugin",
+    "+hydra.sweeper._recursive_=3": "hydra.sweeper._recursive_: dpframe has no use for this",
+}
 
 
+PATH = "!!python/object/apply:pathlib.PosixPath"
 # What only the command line may say, in an experiment file.
 SAYS = {
     "resume: last": "a config file sets resume, which only you can",
@@ -330,76 +320,8 @@ SAYS = {
     "defaults: [override /hydra/sweeper: draws]": "a config file sets hydra.sweeper.storage, which",
     "defaults: [override /hydra/sweeper: own]": "sets hydra.sweeper.custom_search_space, which",
 }
-NO_LISTS = {
-    "os": "trusted_modules=os is text; use a list of names, e.g. [torchvision]",
-    "[os..system]": "trusted_modules=os..system is not a dotted name",
-    "[3]": "trusted_modules=3 is not a dotted name",
-    "null": "trusted_modules=null is nothing; use a list of names",
-}
-PLUGIN = "_target_: hydra._internal.core_plugins.basic_{0}.Basic{0}\n"
-LAUNCHER, SWEEPER = PLUGIN.replace("Basic{0}", "BasicLauncher"), PLUGIN.replace("{0}", "sweeper")
-OPTIONS = {
-    "launcher/setup": LAUNCHER.format("launcher") + "setup: [touch canary]\n",
-    "launcher/srun": LAUNCHER.format("launcher") + "srun: --x=y\n",
-    "launcher/deep": LAUNCHER.format("launcher") + "more: {x: 3}\n",
-    "launcher/name": LAUNCHER.format("launcher") + "name: '${recipe}'\n",
-    "sweeper/draws": SWEEPER.replace("Basicsweeper", "BasicSweeper") + "storage: sqlite:///x\n",
-    "sweeper/own": SWEEPER.replace("Basicsweeper", "BasicSweeper") + "custom_search_space: run\n",
-}
-
-
-def test_what_names_code_or_a_run_to_go_on_with_comes_from_the_command_line_alone(tmp_path):
-    files = {f"mine/hydra/{name}.yaml": text for name, text in OPTIONS.items()}
-    for number, text in enumerate(SAYS):
-        files[f"mine/experiment/x{number}.yaml"] = f"# @package _global_\n{text}\n"
-    files["mine/experiment/fine.yaml"] = (
-        "# @package _global_\nhydra: {sweeper: {max_batch_size: 3, params: {seed: '1,2'}}}\n"
-    )
-    place = write(tmp_path, FILES | files)
-    lines = [[*START, f"experiment=x{number}"] for number in range(len(SAYS))]
-    typed = [*lines[0], "resume=null", "-c", "job"], [*START, "experiment=fine", "-c", "job"]
-    lists = [[*START, f"trusted_modules={value}"] for value in NO_LISTS]
-    done, heavy = cold_attempts([*([*line, "-c", "job"] for line in lines), *lists, *typed], place)
-    for (text, line), attempt in zip((SAYS | NO_LISTS).items(), done, strict=False):
-        assert line in said(attempt), text
-    assert [attempt.code for attempt in done[-2:]] == [0, 0], done[-2:]
-    assert heavy == []
-
-
-MISTAKES = {
-    "hydra.sweeper=null": "hydra.sweeper has no _target_",
-    "hydra.launcher=null": "hydra.launcher has no _target_",
-    "hydra.sweeper._target_=hydra_plugins.x.Y": "is no plugin of Hydra's",
-    "hydra.sweeper._target_=hydra._internal.core_plugins.x.Y": "is no plugin of Hydra's",
-    "hydra.sweeper._target_=hydra._internal.core_plugins.basic_launcher.BasicLauncher": "no plugin",
-    "+hydra.sweeper._recursive_=3": "hydra.sweeper._recursive_: dpframe has no use for this",
-}
-
-
-def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(tmp_path):
-    """A resume takes the overrides that are written there."""
-    net = f"+task.net={{_target_:os.system,_args_:{TOUCH}}}"
-    owner = ("trusted_modules=[os]", " trusted_modules=[os]", "++trusted_modules=[os]")
-    others = ("resume=x", "hydra.run.dir=x", "hydra/launcher=x", "++hydra.job.chdir=true")
-    notes = "".join(f"- '{one}'\n" for one in (*START[2:], *owner, *others, net))
-    run = {"run/.hydra/overrides.yaml": notes, "run/checkpoints/last.ckpt": "not looked at yet"}
-    line = [*START[:2], "recipe=victim", "resume=run/checkpoints/last.ckpt"]
-    (attempt,) = attempts([line], write(tmp_path, FILES | run))
-    assert "task.net._target_=os.system is not one of the names" in said(attempt)
-
-
-def test_overrides_in_a_run_directory_that_are_no_texts_are_one_line(tmp_path):
-    lists = "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
-    notes = {"laughs": "- &a0 [x, x, x]\n" + lists, "deep": "[" * 5000, "long": "- " + "9" * 5000}
-    files = {f"{name}/.hydra/overrides.yaml": text for name, text in notes.items()}
-    files |= {f"{name}/checkpoints/last.ckpt": "not looked at" for name in notes}
-    lines = [["recipe=boston", f"resume={name}/checkpoints/last.ckpt"] for name in notes]
-    for attempt in attempts(lines, write(tmp_path, files)):
-        assert (attempt.code, attempt.err.count("\n")) == (2, 1) and len(attempt.err) < 300
-
-
-PATH = "!!python/object/apply:pathlib.PosixPath"
-OBJECTS = {
+FINE_SWEEPER = "hydra: {sweeper: {max_batch_size: 3, params: {seed: '1,2'}}}"
+OBJECTS = {  # what YAML makes beside texts and numbers
     "logger: {x: {_target_: dpframe.testing.measure.Recorder, _args_: "
     "'${hydra:sweeper.params.${oc.env:NOT_SET,a}}'}}\n"
     f"hydra: {{sweeper: {{params: {{a: [{PATH} [../outside]]}}}}}}": "is a PosixPath; use text",
@@ -408,18 +330,151 @@ OBJECTS = {
     "data: {true: 2}": "data.True: its key is no text; put it in quotes",
     f"seed: 0x{'f' * 5000}": "seed has more than 1024 bits; use a smaller number",
 }
+NO_LISTS = {
+    "os": "trusted_modules=os is text; use a list of names, e.g. [torchvision]",
+    "null": "trusted_modules=null is nothing; use a list of names",
+}
+OPTIONS = {
+    "launcher/setup": "setup: [touch canary]",
+    "launcher/srun": "srun: --x=y",
+    "launcher/deep": "more: {x: 3}",
+    "launcher/name": "name: '${recipe}'",
+    "sweeper/draws": "storage: sqlite:///x",
+    "sweeper/own": "custom_search_space: run",
+}
 
 
-def test_what_yaml_makes_beside_texts_and_numbers_is_one_line(tmp_path):
-    texts = {f"mine/experiment/e{n}.yaml": text for n, text in enumerate(OBJECTS)}
-    write(tmp_path, {file: f"# @package _global_\n{text}\n" for file, text in texts.items()})
-    start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
-    lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
-    for line, attempt in zip(
-        OBJECTS.values(), attempts(lines, tmp_path / "mine" / ".."), strict=True
-    ):
-        assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
-        assert line in attempt.err and attempt.files == ["mine"]
+def option(name: str, text: str) -> str:
+    """Hydra's own launcher or sweeper, with one more key."""
+    kind = name.split("/")[0]
+    basic = f"hydra._internal.core_plugins.basic_{kind}.Basic{kind.title()}"
+    return f"_target_: {basic}\n{text}\n"
+
+
+NOTES = {  # overrides in a run directory that are no texts
+    "laughs": "- &a0 [x, x, x]\n"
+    + "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)),
+    "deep": "[" * 5000,
+    "long": "- " + "9" * 5000,
+}
+VOUCHED_FOR = (
+    *(*START[2:], "trusted_modules=[os]", " trusted_modules=[os]", "++trusted_modules=[os]"),
+    *("resume=x", "hydra.run.dir=x", "hydra/launcher=x", "++hydra.job.chdir=true"),
+    f"+task.net={{_target_:os.system,_args_:{TOUCH}}}",
+)
+SINGS = "open('canary', 'w').close()\nfrom mine.tasks import Victim\nclass Own(Victim): pass\n"
+PLACE = {
+    **FILES,
+    **{
+        f"mine/experiment/x{number}.yaml": f"# @package _global_\n{text}\n"
+        for number, text in enumerate([*SAYS, *OBJECTS, FINE_SWEEPER])
+    },
+    **{f"mine/hydra/{name}.yaml": option(name, text) for name, text in OPTIONS.items()},
+    **{f"{name}/.hydra/overrides.yaml": text for name, text in NOTES.items()},
+    "theirs/.hydra/overrides.yaml": "".join(f"- '{each}'\n" for each in VOUCHED_FOR),
+    "run/.hydra/overrides.yaml": "- recipe=victim\n- task._target_=run.own.Own\n",
+    **dict.fromkeys(("run/own.py", "run/checkpoints/beside.py", "down/beside.py"), SINGS),
+    **dict.fromkeys(("linked/own.py", "far.py"), SINGS),
+    **{f"{name}/checkpoints/last.ckpt": "not looked at" for name in (*NOTES, "theirs", "run")},
+    **dict.fromkeys(("down/some.ckpt", "linked/held/last.ckpt"), "not looked at"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    place = write(tmp_path_factory.mktemp("place"), PLACE)
+    (place / "linked" / "checkpoints").symlink_to("held")
+    (place / "linked" / "far.py").symlink_to("../far.py")
+    return place
+
+
+HYDRAS_LINES = [([*START, *GIVEN, word], says) for word, says in HYDRAS.items()]
+BESIDE = ", beside what this run starts from; "
+BEGUN = [*START[:2], *START[3:], "recipe=victim"]
+FROM_RUN = [*BEGUN, "resume=run/checkpoints/last.ckpt"]
+COMMANDS = {  # lines of a test, each with what it is told
+    "keys": [
+        *HYDRAS_LINES,
+        *((["-m", *line], says) for line, says in HYDRAS_LINES if "hydra" in says),
+        *((["-m", *START, word], says) for word, says in MISTAKES.items()),
+        *(
+            ([mode, *nested("os.system")], "task.net._target_=os.system is")
+            for mode in ("-m", "mode=test", "mode=verify", "trainer.gpus=2")
+        ),
+        *(
+            ([*mode, *START[:2], f"recipe={recipe}"], says)
+            for recipe, says in (("vouches", "trusted_modules"), ("unsafe", ""))
+            for mode in ([], ["-m"])
+        ),
+        # Resolved once, it is text; resolved twice, as Hydra would, it is a node that is let pass.
+        (
+            [*START, "+task.net='\\${oc.create:\"{_target_: torchlike.touch, path: canary}\"}'"],
+            "Victim has no parameter to train",
+        ),
+    ],
+    "files": [
+        *(
+            ([*START, f"experiment=x{number}", "-c", "job"], says)
+            for number, says in enumerate([*SAYS.values(), *OBJECTS.values()])
+        ),
+        *(([*START, f"trusted_modules={value}"], says) for value, says in NO_LISTS.items()),
+    ],
+    "notes": [
+        ([*BEGUN, "resume=theirs/checkpoints/last.ckpt"], "net._target_=os.system is not one of"),
+        *(
+            ([*BEGUN, f"resume={name}/checkpoints/last.ckpt"], f"{name}/.hydra/ov")
+            for name in NOTES
+        ),
+    ],
+    "beside": [
+        (FROM_RUN, BESIDE),
+        ([*FROM_RUN, "task._target_=run.checkpoints.beside.Own"], BESIDE),
+        (
+            [*FROM_RUN, "task._target_=mine.tasks.Victim", "+callbacks.x._target_=run.own.Own"],
+            BESIDE,
+        ),
+        ([*BEGUN, "checkpoint=down/some.ckpt", "task._target_=down.beside.Own"], BESIDE),
+        ([*BEGUN, "resume=linked/checkpoints/last.ckpt", "task._target_=linked.own.Own"], BESIDE),
+        ([*BEGUN, "resume=linked/checkpoints/last.ckpt", "task._target_=linked.far.Own"], BESIDE),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def done(place) -> dict[str, list[Attempt]]:
+    """All of COMMANDS, in one process."""
+    each = iter(attempts([line for rows in COMMANDS.values() for line, _ in rows], place))
+    return {name: [next(each) for _ in rows] for name, rows in COMMANDS.items()}
+
+
+def assert_refused(name: str, done: dict[str, list[Attempt]]) -> None:
+    for (line, says), attempt in zip(COMMANDS[name], done[name], strict=True):
+        told = said(attempt)
+        assert says in told and len(told) < 400, (line, told)
+
+
+def test_no_key_of_hydras_and_no_mode_calls_it_either(done):
+    assert_refused("keys", done)
+
+
+def test_what_names_code_or_a_run_to_go_on_with_comes_from_the_command_line_alone(done, place):
+    assert_refused("files", done)
+    typed = [
+        [*START, "experiment=x0", "resume=null"],
+        [*START, f"experiment=x{len(SAYS | OBJECTS)}"],
+    ]
+    for attempt in attempts([[*line, "-c", "job"] for line in typed], place):
+        assert attempt.code == 0, attempt.err
+
+
+def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(done):
+    """A resume takes the overrides that are written there."""
+    assert_refused("notes", done)
+
+
+def test_python_in_a_run_directory_or_beside_a_checkpoint_is_not_imported(done):
+    """Nor where the folder of checkpoints, or the module, is a link."""
+    assert_refused("beside", done)
 
 
 UNSAID = {
@@ -481,48 +536,6 @@ def test_a_source_made_to_keep_its_reader_busy_is_read_in_no_time(tmp_path, monk
         locate.refuse_unsaid("minus.A", "task._target_", Task)
 
 
-RUN = {
-    "run/.hydra/overrides.yaml": "- recipe=victim\n- task._target_=run.own.Own\n",
-    "run/checkpoints/last.ckpt": "not looked at yet",
-    "run/own.py": "open('canary', 'w').close()\nfrom mine.tasks import Victim as Own\n",
-    "run/checkpoints/beside.py": "open('canary', 'w').close()\nfrom mine.tasks import Victim\n",
-}
-
-
-def test_python_in_a_run_directory_or_beside_a_checkpoint_is_not_imported(tmp_path):
-    place = write(tmp_path, FILES | RUN | {"down/beside.py": RUN["run/checkpoints/beside.py"]})
-    (place / "down" / "some.ckpt").touch()
-    start = "resume=run/checkpoints/last.ckpt"
-    lines = [
-        ["recipe=victim", start],
-        ["recipe=victim", start, "task._target_=run.checkpoints.beside.Victim"],
-        [
-            "recipe=victim",
-            start,
-            "task._target_=mine.tasks.Victim",
-            "+callbacks.x._target_=run.own.Own",
-        ],
-        ["recipe=victim", "checkpoint=down/some.ckpt", "task._target_=down.beside.Victim"],
-    ]
-    done = attempts([[*START[:2], *START[3:], *line] for line in lines], place)
-    for attempt, folder in zip(done, ("run", "run", "run", "down"), strict=True):
-        assert f" is in {place / folder}, beside what this run starts from; " in said(attempt)
-
-
-def test_no_link_makes_python_in_a_run_directory_anything_else(tmp_path):
-    code = RUN["run/own.py"].replace("mine.tasks", "far")
-    place = write(tmp_path, {"far/far.py": code, "run/own.py": code, "run/held/last.ckpt": ""})
-    (place / "run" / "checkpoints").symlink_to("held")
-    (place / "run" / "far.py").symlink_to("../far/far.py")
-    parts = ["+callbacks.x._target_=own.Own", "+callbacks.x._target_=far.Own"]
-    done = attempts(
-        [["recipe=boston", "resume=checkpoints/last.ckpt", p] for p in parts], place / "run"
-    )
-    for attempt in done:
-        assert ", beside what this run starts from; " in attempt.err and attempt.code == 2
-        assert "canary" not in attempt.files
-
-
 LINES = {
     "os.system": "=os.system is not one of the names that a config may call; if you know what it "
     "does, add trusted_modules=[os.system] to the command",
@@ -542,7 +555,7 @@ def test_a_refusal_names_what_it_really_is_and_the_key_to_add(answers):
 def test_the_canary_sings_when_it_is_let_out(tmp_path):
     """Else the other tests would pass whatever ran."""
     place = write(tmp_path, FILES)
-    done = run(*nested("os.system"), "trusted_modules=[os.system]", cwd=place)
+    done = run([*nested("os.system"), "trusted_modules=[os.system]"], place)
     assert done.returncode != 0 and (place / "canary").is_file(), done.stderr
 
 

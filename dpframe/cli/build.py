@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dpframe.cli.compose import Composed
 from dpframe.cli.locate import locate
 from dpframe.cli.refusal import first_line
-from dpframe.cli.settings import kind_of, shown, spoken
+from dpframe.cli.settings import kind_of, shown, unfit
 from dpframe.cli.trust import NOBODY, Trust, slots, trust_of
 from dpframe.errors import UserError, suggestion
 
@@ -80,8 +80,7 @@ def _check_special(node: Mapping[str, Any], where: str) -> None:
     """The keys that are about the call itself."""
     for name, kind in SPECIAL.items():
         if name in node and type(node[name]) is not kind:
-            given = f"{where}.{name}={shown(node[name])} is {kind_of(node[name])}"
-            raise UserError(f"{given}; use {spoken(kind)}")
+            raise unfit(f"{where}.{name}", node[name], kind)
     for name in {"_convert_", "_recursive_"} & node.keys():
         raise UserError(f"{where}.{name}: every part gets its parts, dicts and lists; leave it out")
 
@@ -125,10 +124,10 @@ def _check_type(value: Any, hint: Any, where: str) -> None:
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if Any in options or type(value) in options or (float in options and type(value) is int):
         return
-    given = f"{where}={shown(value)} is {kind_of(value)}"
     if any(option in SCALARS for option in options):
-        raise UserError(f"{given}; use {spoken(hint)}")
+        raise unfit(where, value, hint)
     if all(map(_is_part, options)):
+        given = f"{where}={shown(value)} is {kind_of(value)}"
         raise UserError(f"{given}; name its class: {where}._target_=…")
 
 

@@ -131,24 +131,20 @@ def not_a_maker(given: str, kind: type, hint: str = "") -> UserError:
 def no_module(path: str, where: str) -> UserError:
     top = path.split(".")[0]
     names = [*(module.name for module in pkgutil.iter_modules()), *sys.modules]
-    public = (name for name in names if "." not in name and name[0] != "_")
-    near = _nearest(top, public, "is its folder on PYTHONPATH?")
-    return UserError(f"{where}={path}: there is no module {top}; {near}")
+    return _unknown(f"{where}={path}: there is no module {top}", top, names)
 
 
 def _no_attribute(
     above: str, name: str, names: Iterable[str], folders: Iterable[str], given: str
 ) -> UserError:
     """`folders` have the modules of a package."""
-    public = [name for name in names if not name.startswith("_")]
-    public += [module.name for module in pkgutil.iter_modules(folders)]
-    near = _nearest(name, public, "check its spelling")
-    return UserError(f"{given}: {above} has no {name}; {near}")
+    names = [*names, *(module.name for module in pkgutil.iter_modules(folders))]
+    return _unknown(f"{given}: {above} has no {name}", name, names)
 
 
-def _nearest(name: str, names: Iterable[str], otherwise: str) -> str:
-    near = suggestion(name, names)
-    return near if near.startswith("did") else otherwise
+def _unknown(line: str, name: str, names: Iterable[str]) -> UserError:
+    near = suggestion(name, (each for each in names if "." not in each and each[0] != "_"))
+    return UserError(f"{line}; {near if near.startswith('did') else 'check it, and PYTHONPATH'}")
 
 
 def _followed(path: str, sources: dict[str, Bindings]) -> list[str]:

@@ -48,12 +48,6 @@ class RunSettings:
                 f"resume={self.resume} continues a training, but mode={self.mode}; "
                 "use checkpoint=FILE"
             )
-        for name in self.trusted_modules:
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise UserError(
-                    f"trusted_modules={shown(name)} is not a dotted name; use modules or "
-                    "functions, e.g. trusted_modules=[torchvision,mine.make]"
-                )
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings))
@@ -73,7 +67,7 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
         schema = OmegaConf.structured(RunSettings)
         settings: Any = OmegaConf.to_object(OmegaConf.merge(schema, literal(typed)))
     except OmegaConfBaseException as error:
-        raise _unfit(error.full_key or "", typed) from None
+        raise _refusal(error.full_key or "", typed) from None
     return replace(settings, **untyped)
 
 
@@ -90,6 +84,11 @@ def shown(value: Any) -> str:
     """A value as it is typed."""
     words = {True: "true", False: "false", None: "null"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def unfit(key: str, value: Any, hint: Any, choice: str = "") -> UserError:
+    """`hint` is the annotation of what the key takes."""
+    return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {spoken(hint)}{choice}")
 
 
 def kind_of(value: Any) -> str:
@@ -121,14 +120,12 @@ def _check_data(data: Mapping[str, Any]) -> None:
         if (key, value) == ("workers", "auto"):
             continue
         if type(value) is not int:
-            choice = " or auto" if key == "workers" else ""
-            given = f"data.{key}={shown(value)} is {kind_of(value)}"
-            raise UserError(f"{given}; use a whole number{choice}")
+            raise unfit(f"data.{key}", value, int, " or auto" * (key == "workers"))
         if value < least:
             raise UserError(f"data.{key}={value} is out of range; use {least} or more")
 
 
-def _unfit(full_key: str, config: Mapping[str, Any]) -> UserError:
+def _refusal(full_key: str, config: Mapping[str, Any]) -> UserError:
     """A key that is not there, or whose value can't be converted to its type; an item of a list is
     its list's."""
     key = re.split(r"\[", full_key)[0]
@@ -138,6 +135,4 @@ def _unfit(full_key: str, config: Mapping[str, Any]) -> UserError:
     if (name or group) not in hints:
         near = suggestion(name or group, hints).replace("mean ", f"mean {prefix}")
         return UserError(f"{key} is not a key of the config; {near}")
-    value = config[group][name] if name else config[group]
-    wanted = spoken(hints[name or group])
-    return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {wanted}")
+    return unfit(key, config[group][name] if name else config[group], hints[name or group])

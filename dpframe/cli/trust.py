@@ -186,9 +186,8 @@ class Trust:
         parts = path.split(".")
         for length in range(1, len(parts) + 1):
             spec = spec_of(".".join(parts[:length]))
-            folders = (spec.submodule_search_locations or []) if spec else []
-            files = [spec.origin] if spec and spec.has_location and spec.origin else [*folders]
-            for file in map(Path, files):
+            files = [spec.origin, *(spec.submodule_search_locations or ())] if spec else []
+            for file in map(Path, filter(None, files)):
                 places = (file.absolute(), file.resolve())  # it may be a link, or behind one
                 if any(place.is_relative_to(folder) for place in places for folder in self.closed):
                     raise UserError(
