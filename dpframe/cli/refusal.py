@@ -41,19 +41,22 @@ def one_line(
     except UserError:
         raise
     except MissingConfigException as error:
-        raise _unknown_option(error, overrides, options) from None
+        raise _unknown_option(error, options) from None
     except OverrideParseException as error:
-        raise _unreadable(error) from None
+        key, _, value = error.override.partition("=")
+        quote = f"if that is text, quote it: \"{key}='{value}'\""
+        try_this = "check its quotes" if set(value) & set("\"'\\") else quote
+        raise UserError(f"{error.override}: can't be read; {try_this}") from None
     except ConfigCompositionException as error:
         raise _not_composed(error, overrides, compose, options) from None
     except yaml.YAMLError as error:
         raise UserError(_yaml_line(error)) from None
-    except (KeyboardInterrupt, MemoryError):
-        raise
     except RecursionError:
         raise UserError("the config files name each other in a circle") from None
     except Exception as error:
-        raise _no_option(error, overrides, options) or UserError(_nothing_better(error)) from None
+        # `strategy=null` is a ValueError that doesn't name it
+        is_null = "Config group override must be" in str(error)
+        raise (is_null and _no_option(overrides, options)) or _nothing_better(error) from None
 
 
 def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
@@ -111,30 +114,18 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
-def _unknown_option(
-    error: MissingConfigException, overrides: Sequence[str], options: Callable
-) -> UserError:
-    loaded = re.search(r"Could not load '([^']+)'", str(error))
+def _unknown_option(error: MissingConfigException, options: Callable) -> UserError:
+    text = str(error)
+    loaded = re.search(r"Could not load '([^']+)'", text)
     group, _, option = (error.missing_cfg_file or (loaded[1] if loaded else "")).rpartition("/")
     names = list(error.options or options(group))
     if not names or not group:
         return UserError(first_line(error))
     near = suggestion(option, names)
     there = f" (there is: {', '.join(names)})" if near.startswith("did") else ""
-    given = [o for o in overrides if re.match(rf"\+*{re.escape(group)}(@[^=]*)?=", o)]
-    source = re.match(r"In '([^']+)'", str(error))
-    is_typed = any(option in o.partition("=")[2] for o in given)
-    is_known = source is not None and source[1] != "config" and not is_typed
-    where = f"in {source[1]}.yaml, " if source and is_known else ""
+    source = re.match(r"In '([^']+)'", text)
+    where = f"in {source[1]}.yaml, " if source and source[1] != "config" else ""
     return UserError(f"{where}{group}={option}: there is no such {group}; {near}{there}")
-
-
-def _unreadable(error: OverrideParseException) -> UserError:
-    key, _, value = error.override.partition("=")
-    try_this = f"""if that is text, quote it: "{key}='{value}'\""""
-    if set(value) & set("\"'\\"):
-        try_this = "check its quotes"
-    return UserError(f"{error.override}: can't be read; {try_this}")
 
 
 def _not_composed(
@@ -155,23 +146,16 @@ def _not_composed(
     if match := re.search(r"already at '([^']+)'|Multiple values for ([^.]+)\.", text):
         key = match[1] or match[2]
         return UserError(f"{key} has a value already; write {key}=… without the +")
-    key = getattr(error.__cause__, "full_key", None) or _key_in(text)
-    given = max((o for o in overrides if _is_under(key, o)), key=_depth, default="")
+    named = re.search(r"Could not (?:override|append|delete)[^']*'([^'\n=]+)", text)
+    key = getattr(error.__cause__, "full_key", None) or (named[1] if named else "")
+    causes = [override for override in overrides if _is_under(key, override)]
+    given = max(causes, key=lambda override: key_of(override).count("."), default="")
     if not given:
-        return UserError(_nothing_better(error))
-    config = compose([o for o in overrides if "." not in o.split("=")[0] and o != given])
+        return _nothing_better(error)
+    config = compose([o for o in overrides if "." not in key_of(o) and o != given])
     if "[" in key or "@" in key or has(config, key):
         return UserError(f"{given}: {first_line(error.__cause__ or error)}")
     return UserError(f"{given}: there is no key {key}; {nearest(config, key, options)}")
-
-
-def _key_in(text: str) -> str:
-    match = re.search(r"Could not (?:override|append|delete)[^']*'([^'\n=]+)", text)
-    return match[1] if match else ""
-
-
-def _depth(override: str) -> int:
-    return override.split("=")[0].count(".")
 
 
 def _is_under(key: str, override: str) -> bool:
@@ -181,10 +165,7 @@ def _is_under(key: str, override: str) -> bool:
     return bool(key) and (f"{dotted}.".startswith(f"{given}.") or given.startswith(f"{dotted}."))
 
 
-def _no_option(error: Exception, overrides: Sequence[str], options: Callable) -> UserError | None:
-    """For `strategy=null`, where Hydra raises a ValueError that doesn't name it."""
-    if "Config group override must be" not in str(error):
-        return None
+def _no_option(overrides: Sequence[str], options: Callable) -> UserError | None:
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         is_name = re.search(r"[^\W\d]", value) and value not in ("null", "true", "false")
@@ -193,11 +174,9 @@ def _no_option(error: Exception, overrides: Sequence[str], options: Callable) ->
     return None
 
 
-def _nothing_better(error: BaseException) -> str:
-    line = first_line(error)
-    if isinstance(error, OmegaConfBaseException | HydraException):
-        return line
-    return f"the config can't be composed: {line}"
+def _nothing_better(error: BaseException) -> UserError:
+    is_clear = isinstance(error, OmegaConfBaseException | HydraException)
+    return UserError(("" if is_clear else "the config can't be composed: ") + first_line(error))
 
 
 def _yaml_line(error: yaml.YAMLError) -> str:
