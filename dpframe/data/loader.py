@@ -186,11 +186,11 @@ class _Stream:
         return next(self._opened, None)
 
     def batches(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
-        drawn = _Randomness(*self._seed)  # the stream's own, so that all its readers read the same
-        with drawn:
+        # What the stream draws follows from the batch, so that all its readers read the same.
+        with seeding.seeded(*self._seed):
             stream = iter(self._rows.dataset)
         for first in count(step=self._batch_size):
-            with drawn:
+            with seeding.seeded(*self._seed, first):
                 batch = self._read(stream, first)
             if not batch:
                 return
@@ -208,19 +208,3 @@ class _Stream:
             (self._rows.combine(share or batch[:1], rows or [first]), len(share))
             for share, rows in zip(map(list, self._shares(batch)), numbers, strict=True)
         ]
-
-
-class _Randomness:
-    """Random numbers of its own: each block goes on where the one before ended."""
-
-    def __init__(self, *seed: int) -> None:
-        with seeding.seeded(*seed):
-            self._inside = seeding.random_state()
-
-    def __enter__(self) -> None:
-        self._outside = seeding.random_state()
-        seeding.restore_random_state(self._inside)
-
-    def __exit__(self, *error: object) -> None:
-        self._inside = seeding.random_state()
-        seeding.restore_random_state(self._outside)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ class SamplerOrder:
         self._seed = seed
         self._agree = agree
         self._drawn: tuple[int, list[Tensor]] = (-1, [])  # the last epoch, and its batches
-        self._length = _length_of(sampler)
+        _check_length(sampler)
 
     @cached_property
     def batches(self) -> int:
@@ -95,7 +94,7 @@ class SamplerOrder:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
         with seeding.seeded(self._seed, epoch):
-            return list(islice(self._sampler, self._length + 1))
+            return list(self._sampler)
 
     def _batches_of(self, epoch: int) -> list[Tensor]:
         # The draws of torch, NumPy and Python are the same in every process. A sampler may draw by
@@ -103,11 +102,6 @@ class SamplerOrder:
         drawn = self._agree(self._draw(epoch))
         if not drawn:
             raise UserError(f"train_sampler returned a {type(self._sampler).__name__} of no rows")
-        if len(drawn) > self._length:
-            raise UserError(
-                f"train_sampler returned a {type(self._sampler).__name__} that goes on after its "
-                f"__len__ of {self._length}: an endless order can't be split; let it end there"
-            )
         if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
             batches = [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
         else:
@@ -119,7 +113,7 @@ class SamplerOrder:
         return [batch % self._rows for batch in batches]
 
 
-def _length_of(sampler: Any) -> int:
+def _check_length(sampler: Any) -> None:
     if isinstance(sampler, DistributedSampler) or isinstance(
         getattr(sampler, "sampler", None), DistributedSampler
     ):
@@ -128,7 +122,7 @@ def _length_of(sampler: Any) -> int:
             "return the plain sampler: the strategy splits each global batch exactly"
         )
     try:
-        return len(sampler)
+        len(sampler)
     except TypeError:
         raise UserError(
             f"train_sampler returned a {type(sampler).__name__} without __len__: an endless "
