@@ -141,24 +141,16 @@ def test_recipes_with_other_names_share_one_hparams_table(tmp_path):
     }
 
 
-def test_a_run_that_failed_and_was_resumed_to_its_end_is_a_success(tmp_path):
-    logger = opened(tmp_path)
-    logger.log({"train/loss": 1.0}, step=1)
-    logger.close({}, succeeded=False)
-    opened(tmp_path, purge_step=2).close({}, succeeded=True)
-    (group,) = session_groups(tmp_path)
-    assert group.sessions[0].status == api_pb2.STATUS_SUCCESS
-    assert curve(tmp_path, "train/loss") == [(1, 1.0)]
-
-
-def test_a_resumed_run_shows_the_hyperparameters_that_it_goes_on_with(tmp_path):
-    for epochs in (3, 5):
-        logger = opened(tmp_path / "a", hparams={"epochs": epochs}, purge_step=epochs - 3 or None)
+def test_a_resumed_run_shows_the_end_and_the_hyperparameters_that_it_goes_on_with(tmp_path):
+    for epochs, purge_step in ((3, None), (5, 4)):
+        logger = opened(tmp_path / "a", hparams={"epochs": epochs}, purge_step=purge_step)
         logger.log({"val/loss": 1 / epochs}, step=epochs)
-        logger.close({"val/loss": 1 / epochs}, succeeded=True)
+        logger.close({"val/loss": 1 / epochs}, succeeded=epochs == 5)
     opened(tmp_path / "b", hparams={"epochs": 7}).close({}, succeeded=True)
-    assert [g.hparams["epochs"].number_value for g in session_groups(tmp_path)] == [5, 7]
-    assert len(curve(tmp_path / "a", "val/loss")) == 1
+    groups = session_groups(tmp_path)
+    assert [group.hparams["epochs"].number_value for group in groups] == [5, 7]
+    assert groups[0].sessions[0].status == api_pb2.STATUS_SUCCESS
+    assert [step for step, _ in curve(tmp_path / "a", "val/loss")] == [3, 5]
 
 
 def test_train_and_val_of_one_name_share_a_chart_and_new_names_join(tmp_path):
@@ -368,15 +360,8 @@ def shown_curve(directory, tag):
 
 def session_groups(directory):
     context = Context(TBContext(data_provider=data_provider(directory)))
-    statuses = [
-        api_pb2.STATUS_UNKNOWN,
-        api_pb2.STATUS_SUCCESS,
-        api_pb2.STATUS_FAILURE,
-        api_pb2.STATUS_RUNNING,
-    ]
-    request = api_pb2.ListSessionGroupsRequest(
-        allowed_statuses=statuses, start_index=0, slice_size=10
-    )
+    statuses = api_pb2.Status.values()
+    request = api_pb2.ListSessionGroupsRequest(allowed_statuses=statuses, slice_size=10)
     return list(Handler(RequestContext(), context, "", request).run().session_groups)
 
 
