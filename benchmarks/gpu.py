@@ -1,6 +1,6 @@
 """Prints what a step costs on this machine's GPU: dpframe beside a loop by hand, turn by turn.
 
-`python benchmarks/gpu.py [--turns 5] [--only boston gpt images]`; all compute with the same task,
+`python benchmarks/gpu.py [--turns 5] [--only boston gpt]`; all compute with the same task,
 the same data on the device, the same fused optimizer.
 """
 
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -177,22 +176,6 @@ def next_word(net: nn.Module, batch: list[Tensor]) -> Tensor:
     return cross_entropy(net(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def convolutions(widths: tuple[int, ...] = (64, 64, 128, 128, 256, 256, 512, 512)) -> nn.Module:
-    """In channels_last memory; the images shrink where they get wider."""
-    layers: list[nn.Module] = [nn.Conv2d(3, widths[0], 7, 2, padding=3)]
-    for before, width in pairwise(widths):
-        stride = 1 if width == before else 2
-        convolution = nn.Conv2d(before, width, 3, stride, padding=1, bias=False)
-        layers += [convolution, nn.BatchNorm2d(width), nn.ReLU(inplace=True)]
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 1000)]
-    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-def classes(net: nn.Module, batch: list[Tensor]) -> Tensor:
-    images = batch[0].contiguous(memory_format=torch.channels_last)
-    return cross_entropy(net(images), batch[1])
-
-
 def rows_of_boston() -> tuple[Tensor, ...]:
     x = torch.randn(404, 13, generator=torch.Generator().manual_seed(0))
     return x, x.sum(1)
@@ -219,16 +202,6 @@ CONTESTS = {
         steps=40,
         precision="bf16",
         clip_norm=1.0,
-    ),
-    "images": Contest(
-        "eight convolutions, bf16, channels last, 64 x 224 x 224, SGD",
-        convolutions,
-        classes,
-        lambda: (torch.randn(512, 3, 224, 224), torch.randint(1000, (512,))),
-        batch_size=64,
-        optimizer=partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-        steps=40,
-        precision="bf16",
     ),
 }
 
