@@ -1,8 +1,8 @@
 """Runs the command: many lines in one process, or each as a user does.
 
-`attempts` takes most tests where they want to go, in milliseconds a line. `forked.run` gives a
-line a process of its own. `dpframe`, `cold_attempts` and `Environment` start an interpreter, for
-tests of the start, of what is imported, and of an installation.
+`attempts` takes most tests where they want to go, in milliseconds a line, and `dpframe` where a
+line needs a process of its own. `cold_attempts`, `cold_dpframe` and `Environment` start an
+interpreter: they are for tests of the start, of what is imported, and of an installation.
 """
 
 import json
@@ -14,7 +14,7 @@ import venv
 from pathlib import Path
 
 from attempted import Attempt, attempted
-from forked import fresh
+from forked import fresh, run
 
 ROOT = Path(__file__).resolve().parent.parent
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COMP_LINE", "COMP_POINT")
@@ -51,10 +51,15 @@ def output_of(python: list[str], given: list, directory: Path, **variables: str)
     return done.stdout
 
 
-def dpframe(*words: str, cwd: Path, **options) -> subprocess.CompletedProcess:
-    """`python -m dpframe …`"""
-    given = {"capture_output": True, "text": True, "timeout": 200, "env": environment()} | options
-    return subprocess.run([sys.executable, "-m", "dpframe", *words], cwd=cwd, **given)
+def dpframe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """A line in a process of its own, which has torch imported."""
+    return run(words, cwd, **environment(**variables))
+
+
+def cold_dpframe(*words: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`python -m dpframe …` in a new interpreter."""
+    command, env = [sys.executable, "-m", "dpframe", *words], environment(**variables)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200)
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -15,6 +15,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -51,19 +52,21 @@ def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.Comp
     """`python -m dpframe WORDS` in `folder`, with these variables more."""
     with started(words, folder, **variables) as job:
         code = job.wait()
-    return subprocess.CompletedProcess(words, code, job.printed(), job.said())
+        return subprocess.CompletedProcess(words, code, job.printed(), job.said())
 
 
 @contextmanager
 def started(words: Sequence[str], folder: Path, **variables: str) -> Iterator["Job"]:
     """The same, in a process group of its own, killed at the end if it still runs."""
-    process = server().Process(target=_become, args=(list(words), folder, os.environ | variables))
-    process.start()
-    try:
-        yield Job(process, folder)
-    finally:
-        process.kill()
-        process.join()
+    with TemporaryDirectory() as output:
+        args = (list(words), folder, Path(output), os.environ | variables)
+        process = server().Process(target=_become, args=args)
+        process.start()
+        try:
+            yield Job(process, folder, Path(output))
+        finally:
+            process.kill()
+            process.join()
 
 
 def server() -> Any:
@@ -74,10 +77,11 @@ def server() -> Any:
 
 
 class Job:
-    """A command that runs; what it prints is in two files of its folder."""
+    """A command that runs, and what it has printed so far."""
 
-    def __init__(self, process: Any, folder: Path) -> None:
+    def __init__(self, process: Any, folder: Path, output: Path) -> None:
         self._process = process
+        self._output = output
         self.folder = folder
         self.pid: int = process.pid
 
@@ -110,11 +114,11 @@ class Job:
         return sorted(found, key=lambda pid: (found[pid], pid))
 
     def printed(self) -> str:
-        return (self.folder / "printed").read_text()
+        return (self._output / "printed").read_text()
 
     def said(self) -> str:
         """On stderr."""
-        return (self.folder / "said").read_text()
+        return (self._output / "said").read_text()
 
 
 # ---- in the fork
@@ -127,11 +131,11 @@ def _call(
     return call(*args)
 
 
-def _become(words: list[str], folder: Path, environment: dict[str, str]) -> None:
+def _become(words: list[str], folder: Path, output: Path, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
     _begin(folder, environment)
     for number, name in ((1, "printed"), (2, "said")):
-        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        file = os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
     sys.argv = ["dpframe", *words]

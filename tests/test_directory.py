@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import attempts, dpframe, environment, write
+from command import attempts, cold_dpframe, environment, write
 from disk import library
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -225,7 +225,7 @@ def test_a_current_directory_that_is_gone_is_one_line(tmp_path):
 def test_a_file_system_without_locks_and_directory_sync_is_told_and_the_run_goes_on(tmp_path):
     lacks = {"LD_PRELOAD": library(tmp_path), "NO_LOCKS": "1", "NO_DIRECTORY_SYNC": "1"}
     words = ["recipe=boston", "trainer.max_epochs=2", "hydra.run.dir=run"]
-    done = dpframe(*words, cwd=tmp_path, env=environment(**lacks))
+    done = cold_dpframe(*words, cwd=tmp_path, **lacks)
     assert (done.returncode, done.stderr) == (
         0,
         "dpframe: the file system of run has no locks (No locks available); "
@@ -283,5 +283,5 @@ def test_the_sockets_of_data_workers_need_no_short_tmpdir(tmp_path):
     folder.mkdir()
     words = ["recipe=shapes", "trainer.max_epochs=1", "trainer.limit_train_batches=2"]
     words += ["data.workers=2", "trainer.data_timeout_seconds=60", "hydra.run.dir=run"]
-    done = dpframe(*words, cwd=tmp_path, env=environment(TMPDIR=str(folder)))
+    done = cold_dpframe(*words, cwd=tmp_path, TMPDIR=str(folder))
     assert (done.returncode, done.stderr, list(folder.glob("pymp*"))) == (0, "", [])

@@ -8,7 +8,7 @@ from textwrap import dedent
 import forked
 import pytest
 from attempted import Attempt
-from command import ROOT, attempts, cold_attempts, dpframe, environment
+from command import ROOT, attempts, cold_attempts, dpframe
 from command import write as write_as_it_is
 
 QUICK = ("trainer.max_epochs=1", "logger=none", "callbacks=none")
@@ -200,8 +200,8 @@ def test_the_whole_command_line_knows_its_options_and_imports_nothing_of_it(tmp_
     near = "did you mean nightly? (there is: auto, both, cpu, data_parallel, ddp, nightly,"
     assert near in refusal(misspelt)
     assert "boston, lenet, lines, shapes" in refusal(without)
-    given = environment(PYTHONPATH=path, COMP_LINE="dpframe recipe=lines strategy=ni")
-    query = dpframe("-sc", "query=bash", cwd=tmp_path, env=given)
+    given = {"PYTHONPATH": path, "COMP_LINE": "dpframe recipe=lines strategy=ni"}
+    query = dpframe("-sc", "query=bash", cwd=tmp_path, **given)
     assert query.stdout.split() == ["strategy=nightly"]
     begun = [["recipe=boston", *QUICK], list(NIGHTLY)]
     other, imported = attempts(begun, tmp_path, PYTHONPATH=path)
@@ -236,5 +236,5 @@ def test_what_lies_in_the_current_directory_was_not_installed(tmp_path):
     write(tmp_path, {"t-1.0.dist-info/entry_points.txt": "[dpframe.plugins]\na = torch.conf\n"})
     write(tmp_path, {"t-1.0.dist-info/METADATA": "Name: t\nVersion: 1.0\n"})
     for path in ("", f"{ROOT}:{tmp_path}", f"{ROOT}::{tmp_path}"):
-        shown = dpframe("--help", cwd=tmp_path, env=environment(PYTHONPATH=path))
+        shown = dpframe("--help", cwd=tmp_path, PYTHONPATH=path)
         assert shown.returncode == 0 and "moonlight" not in shown.stdout

@@ -37,7 +37,6 @@ def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, place, rank):
 def test_a_rank_that_leaves_with_0_before_its_work_is_done_has_failed(tmp_path):
     done = run(tmp_path, *TWO, **fail_at(0, 4, "exit0"))
     assert has_fired(tmp_path)
-    assert time.time() - (tmp_path / "fired").stat().st_mtime < 2
     assert done.returncode == 1
     *_, peer, name, text = done.stderr.splitlines()
     assert peer.startswith("rank 1 ended after it: ") and "peer" in peer
