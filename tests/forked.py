@@ -1,8 +1,8 @@
 """Processes that begin in milliseconds: forks of a server that has torch and dpframe imported.
 
-`fresh(call, *args)` calls a function in one and returns its value. `run(words, folder)` is
-`python -m dpframe WORDS`, and `started` does not wait for it. A new interpreter takes seconds: it
-is for tests of the start itself (tests/command.py).
+`fresh(call, *args)` calls a function in one and returns its value; `on(strategy, call)` does so in
+the ranks of a strategy. `run(words, folder)` is `python -m dpframe WORDS`, and `started` does not
+wait for it. A new interpreter takes seconds: it is for tests of the start (tests/command.py).
 """
 
 import multiprocessing
@@ -20,6 +20,9 @@ from typing import Any
 from unittest.mock import patch
 
 from conftest import descendants
+
+from dpframe import Strategy
+from dpframe.strategies.ddp import DDP
 
 TESTS = Path(__file__).resolve().parent
 SERVER = multiprocessing.get_context("forkserver")
@@ -46,6 +49,13 @@ def fresh(
     given = dict(os.environ if environment is None else environment)
     with ProcessPoolExecutor(1, server()) as pool:
         return pool.submit(_call, call, args, folder, given).result()
+
+
+def on(strategy: Strategy, call: Callable[..., Any], *args: Any) -> Any:
+    """`call(strategy, *args)` where the strategy is set up: in its ranks, if it has some."""
+    if isinstance(strategy, DDP):
+        return fresh(strategy.launch, _opened, strategy, call, args)
+    return _opened(strategy, call, args)
 
 
 def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -119,6 +129,14 @@ class Job:
     def said(self) -> str:
         """On stderr."""
         return (self._output / "said").read_text()
+
+
+def _opened(strategy: Strategy, call: Callable[..., Any], args: tuple) -> Any:
+    strategy.setup()
+    try:
+        return call(strategy, *args)
+    finally:
+        strategy.close()
 
 
 # ---- in the fork
