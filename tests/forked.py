@@ -22,6 +22,7 @@ from unittest.mock import patch
 from conftest import descendants
 
 from dpframe import Strategy
+from dpframe.strategies import launch
 from dpframe.strategies.ddp import DDP
 
 TESTS = Path(__file__).resolve().parent
@@ -146,6 +147,7 @@ def _call(
     call: Callable[..., Any], args: tuple, folder: Path | str, environment: dict[str, str]
 ) -> Any:
     _begin(folder, environment)
+    launch.allow_fork()  # nothing was computed here
     return call(*args)
 
 
@@ -164,7 +166,6 @@ def _become(words: list[str], folder: Path, output: Path, environment: dict[str,
 
 
 def _begin(folder: Path | str, environment: dict[str, str]) -> None:
-    """`dpframe.cli.run` has allowed its process to fork ranks: the server has imported it."""
     multiprocessing.set_start_method("fork", force=True)  # as in a new interpreter
     os.chdir(folder)
     os.environ.clear()

@@ -17,7 +17,7 @@ FILES = {
 }
 TESTS = {
     "test_the_users_own_choice_stands",
-    "test_one_cycle_ends_with_max_steps",
+    "test_one_cycle_is_told_how_often_it_will_be_stepped_and_comes_to_its_end",
     "test_a_weight_with_a_gradient_is_refused",
     "test_a_length_that_was_given_is_kept",
     "test_a_callback_that_runs_last_sees_what_the_others_decided",

@@ -171,5 +171,5 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, Tensor):
-        return one.dtype == other.dtype and torch.equal(one, other)
+        return one.dtype == other.dtype and torch.equal(one.to_dense(), other.to_dense())
     return bool(one == other) or (one != one and other != other)

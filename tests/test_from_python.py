@@ -1,12 +1,10 @@
 """A Trainer that is made in Python: its strategy, its devices, and where its files go."""
 
-import os
-import subprocess
-import sys
+from typing import Any
 
 import pytest
 import torch
-from command import ROOT, environment
+from forked import fresh
 from small import Rows, Small
 
 from dpframe import Callback, Run, Strategy, Trainer, TrainerSettings, UserError
@@ -96,51 +94,26 @@ def test_devices_that_contradict_the_strategys_are_refused(settings, said):
         Trainer(Small(), Rows(), strategy=CPU(), settings=TrainerSettings(**settings))
 
 
-RANKS = """
-import sys
-sys.path.insert(0, "tests")
-import torch
-from small import Rows, Small
-from dpframe import Trainer, TrainerSettings
-from dpframe.strategies.ddp import DDP
-
-
-def trained(**given):
+def outcome(**given: Any) -> str:
     torch.manual_seed(0)
-    trainer = Trainer(Small(), Rows(), **given)
+    trainer = Trainer(Small(), Rows(), **{"settings": ONCE, **given})
     trainer.fit()
     loss = trainer.test()["test/loss"]
-    if trainer.strategy.is_main:
-        print(trainer.strategy.name, trainer.strategy.replicas, loss)
-    return trainer
+    return f"{trainer.strategy.name} {trainer.strategy.replicas} {loss}"
 
 
-once = TrainerSettings(max_epochs=1)
-shared = DDP()
-first = trained(settings=once, strategy=shared)
-trained(settings=once, strategy=shared)
-trained(settings=TrainerSettings(max_epochs=1, gpus=2))  # joins the group of the first
-first.close()
-trained(settings=once, strategy=DDP()).close()  # opens another group in the same store
-"""
+def trained_in_turns() -> list[str]:
+    shared = DDP()
+    trained = [outcome(strategy=shared), outcome(strategy=shared)]
+    trained.append(outcome(settings=TrainerSettings(max_epochs=1, gpus=2)))  # joins its group
+    shared.shut()
+    trained.append(outcome(strategy=DDP()))  # opens another group in the same store
+    return trained
 
 
-def test_ddp_is_set_up_once_in_each_of_torchruns_ranks(tmp_path):
-    script = tmp_path / "ranks.py"
-    script.write_text(RANKS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(
-        torchrun,
-        cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    trained = done.stdout.splitlines()
+def test_ddp_is_set_up_once_in_each_rank():
+    trained = fresh(DDP(2, "cpu").launch, trained_in_turns)
     assert len(trained) == 4 and len(set(trained)) == 1 and trained[0].startswith("DDP 2 ")
-    assert os.environ.get("RANK") is None
 
 
 @pytest.mark.parametrize("part", [Checkpoint, CSV, TensorBoard])

@@ -1,7 +1,6 @@
 """The loop: when it validates, logs and ends, what an update is, and users' mistakes."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -102,38 +101,30 @@ def test_what_was_logged_is_written_a_few_times_a_second(monkeypatch):
     assert max(flushed) < 0.41
 
 
-def test_a_callback_stops_training_after_its_step():
-    one = fitted(callbacks=[Hooks(on_step_end=lambda t: t.global_step == 3 and t.stop("enough"))])
-    assert (one.global_step, one.epoch, one.stop_reason) == (3, 0, "enough")
-
-
-def test_a_stop_at_the_last_batch_of_an_epoch_ends_the_epoch():
-    one = fitted(callbacks=[Hooks(on_step_end=lambda t: t.global_step == 5 and t.stop("enough"))])
-    assert (one.global_step, one.epoch, one.progress.batches_done) == (5, 1, 0)
+@pytest.mark.parametrize("step, epoch, batches_done", [(3, 0, 3), (5, 1, 0)])
+def test_a_callback_stops_training_after_its_step(step, epoch, batches_done):
+    """At the last batch of an epoch, it ends the epoch."""
+    hooks = Hooks(on_step_end=lambda t: t.global_step == step and t.stop("enough"))
+    one = fitted(callbacks=[hooks])
+    assert (one.global_step, one.epoch, one.stop_reason) == (step, epoch, "enough")
+    assert one.progress.batches_done == batches_done
 
 
 # When it validates and logs
 
 
-def test_validation_comes_every_n_epochs_and_at_the_end():
-    hooks = Hooks()
-    fitted(callbacks=[hooks], max_epochs=5, validate_every_epochs=2)
-    assert hooks.steps("on_validation_end") == [10, 20, 25]
-
-
-def test_validation_comes_every_n_steps_and_never_twice_at_one():
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"max_epochs": 5, "validate_every_epochs": 2}, [10, 20, 25]),  # and at the end
+        ({"max_epochs": 2, "validate_every_steps": 2}, [2, 4, 5, 6, 8, 10]),  # never twice at one
+    ],
+)
+def test_validation_comes_every_n_epochs_or_steps_and_is_logged_then_alone(settings, steps):
     hooks, recorder = Hooks(), Recorder()
-    fitted(callbacks=[hooks], loggers=[recorder], validate_every_steps=2, max_epochs=2)
-    assert hooks.steps("on_validation_end") == [2, 4, 5, 6, 8, 10]
-    logged = [step for step, scalars in recorder.log_ if "val/loss" in scalars]
-    assert logged == [2, 4, 5, 6, 8, 10]
-
-
-def test_an_epoch_logs_no_numbers_of_an_earlier_validation():
-    recorder = Recorder()
-    fitted(loggers=[recorder], max_epochs=4, validate_every_epochs=2)
-    epochs = [(step, "val/loss" in scalars) for step, scalars in recorder.log_]
-    assert epochs == [(5, False), (10, True), (15, False), (20, True)]
+    fitted(callbacks=[hooks], loggers=[recorder], **settings)
+    assert hooks.steps("on_validation_end") == steps
+    assert [step for step, scalars in recorder.log_ if "val/loss" in scalars] == steps
 
 
 def test_step_numbers_are_means_since_the_last_log_step():
@@ -176,11 +167,7 @@ def test_a_step_is_one_update_and_the_tail_is_one_too():
     one = fitted(accumulate=2, max_epochs=2)
     assert (one.global_step, one.steps_per_epoch, one.total_steps) == (6, 3, 6)
     assert len(gradients(accumulate=2)) == 3
-
-
-def test_max_steps_counts_updates_not_batches():
-    hooks = Hooks()
-    one = fitted(callbacks=[hooks], accumulate=2, max_steps=2)
+    one = fitted(accumulate=2, max_steps=2)  # max_steps counts updates, not batches
     assert (one.global_step, one.progress.batches_done, one.progress.rows_seen) == (2, 4, 16)
 
 
@@ -261,19 +248,15 @@ def test_a_training_step_that_returns_something_else_is_told_what(returned, said
     assert str(caught.value) == f"Mistaken.training_step returned {said}"
 
 
-def no_optimizer() -> Any:
-    return Small(optimizer=None)
-
-
-def nothing_to_train() -> Any:
-    return Small().requires_grad_(False)
-
-
 @pytest.mark.parametrize(
     "make, data, said",
     [
-        (no_optimizer, Rows(), "Small has no optimizer; set task.optimizer or write configure_"),
-        (nothing_to_train, Rows(), "Small has no parameter to train"),
+        (
+            lambda: Small(optimizer=None),
+            Rows(),
+            "Small has no optimizer; set task.optimizer or write configure_",
+        ),
+        (lambda: Small().requires_grad_(False), Rows(), "Small has no parameter to train"),
         (Small, Rows(0, val=False), "Rows.train_dataset() has no rows; it needs at least one"),
         (Small, DataModule(), "DataModule.train_dataset() returned None; return a data set"),
     ],
@@ -409,10 +392,8 @@ def test_a_metric_that_counts_for_itself_is_refused_on_several_replicas(kind):
         task.metrics = nn.ModuleDict({"accuracy": kind()})
         return task
 
-    several = DataParallel(3, "cpu")
-    several.setup()
     with pytest.raises(UserError) as caught:
-        trainer(counting(), strategy=several)
+        trainer(counting(), strategy=DataParallel(3, "cpu"))
     assert str(caught.value) == (
         f"Small.metrics.accuracy is a {kind.__name__} of torchmetrics, which would count rows that "
         "are lent to the 3 replicas of DataParallel; return numbers from the step, their means are "

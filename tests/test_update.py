@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import fresh
+from forked import on
 from recorded import Recorder, once, weights, weights_apart
 from small import Hooks, Rows, Small, fitted, is_same
 from torch import Tensor, nn
@@ -201,23 +201,18 @@ def trained(strategy: Strategy, name: str) -> Result:
     return weights(one.task), norms, one.metrics["train/loss"]
 
 
-def all_of_them() -> dict[str, Any]:
+def all_of_them(strategy: Strategy) -> dict[str, Any]:
     """Every case in one group of ranks; a group takes seconds to start."""
-    strategy = DDP()
-    strategy.setup()
-    try:
-        results: dict[str, Any] = {"sometimes": sometimes(strategy)}
-        for name in CASES:
-            strategy.options["find_unused_parameters"] = name == "late momentum"
-            results[name] = trained(strategy, name)
-        return results
-    finally:
-        strategy.close()
+    results: dict[str, Any] = {"sometimes": sometimes(strategy)}
+    for name in CASES:
+        strategy.options["find_unused_parameters"] = name == "late momentum"
+        results[name] = trained(strategy, name)
+    return results
 
 
 @once
 def by_ranks() -> dict[str, Any]:
-    return fresh(DDP(2, "cpu").launch, all_of_them)
+    return on(DDP(2, "cpu"), all_of_them)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -226,9 +221,7 @@ def test_an_update_is_the_one_by_hand(place, name):
     if place == "ddp":
         mine = by_ranks()[name]
     else:
-        strategy = CPU() if place == "cpu" else DataParallel(int(place[-1]), "cpu")
-        strategy.setup()
-        mine = trained(strategy, name)
+        mine = trained(CPU() if place == "cpu" else DataParallel(int(place[-1]), "cpu"), name)
     wanted = by_hand(name)
     assert weights_apart(mine[0], wanted[0]) < EXACT
     assert mine[1] == pytest.approx(wanted[1], rel=EXACT)
@@ -284,12 +277,8 @@ def sometimes(strategy: Strategy) -> set[str]:
 @pytest.mark.parametrize("place", ["data_parallel", "ddp"])
 def test_a_weight_that_some_batches_or_ranks_lack_is_refused_by_all(place):
     """In the first batch by an agreement, so that no rank waits for another."""
-    if place == "ddp":
-        lines = by_ranks()["sometimes"]
-    else:
-        strategy = DataParallel(2, "cpu")
-        strategy.setup()
-        lines = sometimes(strategy)
+    is_ddp = place == "ddp"
+    lines = by_ranks()["sometimes"] if is_ddp else sometimes(DataParallel(2, "cpu"))
     assert lines == {
         "a step returned a 'weight' for some batches and none for others; return one always, "
         "or never"
@@ -313,9 +302,7 @@ def test_a_run_that_never_has_a_weight_of_0_divides_by_it_on_no_number_of_replic
     """A share may have none where its batch has: it is like a lent row."""
     runs = []
     for replicas in (1, 2):
-        strategy = DataParallel(replicas, "cpu")
-        strategy.setup()
-        data = Masked(MASK[4:])
+        strategy, data = DataParallel(replicas, "cpu"), Masked(MASK[4:])
         runs.append(fitted(Tokens(), data, strategy=strategy, on_nonfinite="skip"))
     assert [run.progress.skipped_steps for run in runs] == [0, 0]
 
@@ -339,26 +326,22 @@ class Flat(Small):
         return self.make_optimizer([weight for weight in self.parameters() if weight.ndim == 2])
 
 
-@pytest.mark.parametrize("name", KINDS)
+STATES: dict[str, tuple[Callable[[], Task], Callable[[], DataModule]]] = {
+    name: (partial(Small, partial(getattr(torch.optim, name), lr=0.01)), Rows) for name in KINDS
+}
+STATES["Muon"] = (partial(Flat, partial(torch.optim.Muon, lr=0.01)), Rows)
+STATES["SparseAdam"] = (partial(words, partial(torch.optim.SparseAdam, lr=0.01), "net"), Texts)
+STATES["sparse momentum"] = (partial(words, partial(SGD, momentum=0.9)), Texts)
+
+
+@pytest.mark.parametrize("name", STATES)
 def test_every_stock_optimizer_goes_on_to_the_bit_in_float64(name):
-    kind = partial(getattr(torch.optim, name), lr=0.01)
-    make: Callable[[], Task] = partial(Flat if name == "Muon" else Small, kind)
-    data: DataModule = Rows()
-    if name == "SparseAdam":
-        make, data = partial(words, kind, "net"), Texts()
-    whole = fitted(make=make, data=data, precision="64", max_epochs=3)
-    half = fitted(make=make, data=data, precision="64", max_epochs=1)
-    again = fitted(make=make, data=data, precision="64", max_epochs=3, resume=half.state_dict())
+    make, data = STATES[name]
+    run = partial(fitted, make=make, data=data(), precision="64")
+    whole, half = run(max_epochs=3), run(max_epochs=1)
+    again = run(max_epochs=3, resume=half.state_dict())
     assert is_same(again.task.state_dict(), whole.task.state_dict())
     assert is_same(again.update.optimizer.state_dict(), whole.update.optimizer.state_dict())
-
-
-def test_a_sparse_momentum_goes_on_to_the_bit():
-    make = partial(words, partial(SGD, momentum=0.9))
-    whole = fitted(make=make, data=Texts(), precision="64", max_epochs=3)
-    half = fitted(make=make, data=Texts(), precision="64", max_epochs=1)
-    again = fitted(make=make, data=Texts(), precision="64", max_epochs=3, resume=half.state_dict())
-    assert is_same(again.task.state_dict(), whole.task.state_dict())
 
 
 # Fused kernels
@@ -436,51 +419,37 @@ HALVES = partial(StepLR, step_size=1, gamma=0.5)
 BASE = 0.05  # small.SGD's
 
 
-def rates(recorder: Recorder, name: str) -> list[float]:
-    return [scalars[name] for _, scalars in recorder.log_ if name in scalars]
+STUCK = partial(
+    ReduceLROnPlateau, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"
+)  # nothing ever gets better
 
 
 def logged(scheduler, name: str = "progress/lr", **settings) -> list[float]:
     recorder = Recorder()
     fitted(make=lambda: Small(scheduler=scheduler), loggers=[recorder], **settings)
-    return rates(recorder, name)
+    return [scalars[name] for _, scalars in recorder.log_ if name in scalars]
 
 
-def test_a_schedule_by_epoch_steps_after_each_epoch():
-    assert logged(HALVES, max_epochs=3) == [BASE, BASE / 2, BASE / 4]
+@pytest.mark.parametrize(
+    ("scheduler", "settings", "halved"),
+    [
+        (HALVES, {"max_epochs": 3}, [0, 1, 2]),
+        (HALVES, {"max_epochs": 3, "max_steps": 7}, [0, 1]),  # an epoch that is cut short is none
+        (STUCK, {"max_epochs": 4, "plateau_monitor": "val/loss"}, [0, 0, 1, 2]),
+        (STUCK, {"max_epochs": 4, "plateau_monitor": "train/loss"}, [0, 0, 1, 2]),
+        (STUCK, {"max_epochs": 6, "validate_every_epochs": 2}, [0, 0, 0, 0, 1, 1]),
+        (STUCK, {"max_epochs": 2, "scheduler_every": "step"}, [0, 0]),
+    ],
+)
+def test_a_schedule_steps_after_each_epoch_and_a_plateau_by_new_validations(
+    scheduler, settings, halved
+):
+    assert logged(scheduler, **settings) == [BASE / 2**n for n in halved]
 
 
 def test_a_schedule_by_step_steps_after_each_update():
-    halved = logged(
-        HALVES, "step/lr", scheduler_every="step", log_every=1, max_steps=4, accumulate=2
-    )
-    assert halved == [BASE / 2**n for n in (1, 2, 3, 4)]
-
-
-def test_an_epoch_that_is_cut_short_does_not_step_the_schedule():
-    one = fitted(make=lambda: Small(scheduler=HALVES), max_epochs=3, max_steps=7)
-    assert one.update.learning_rate == BASE / 2
-
-
-def stuck(monitor: str = "val/loss", **settings) -> list[float]:
-    """The rates of a training that never gets better."""
-    plateau = partial(
-        ReduceLROnPlateau, factor=0.5, patience=0, threshold=1e9, threshold_mode="abs"
-    )
-    return logged(plateau, plateau_monitor=monitor, **settings)
-
-
-@pytest.mark.parametrize("monitor", ["val/loss", "train/loss"])
-def test_a_plateau_lowers_the_rate_when_its_metric_stays(monitor):
-    assert stuck(monitor, max_epochs=4) == [BASE, BASE, BASE / 2, BASE / 4]
-
-
-def test_a_plateau_looks_only_at_new_validations():
-    assert stuck(max_epochs=6, validate_every_epochs=2) == [BASE] * 4 + [BASE / 2] * 2
-
-
-def test_a_plateau_never_steps_by_update():
-    assert stuck(max_epochs=2, scheduler_every="step") == [BASE, BASE]
+    each = {"scheduler_every": "step", "log_every": 1, "max_steps": 4, "accumulate": 2}
+    assert logged(HALVES, "step/lr", **each) == [BASE / 2**n for n in (1, 2, 3, 4)]
 
 
 @pytest.mark.parametrize(
@@ -492,31 +461,8 @@ def test_a_plateau_never_steps_by_update():
 )
 def test_a_plateau_over_a_metric_that_is_not_there_is_refused(monitor, data, said):
     with pytest.raises(UserError) as caught:
-        stuck(monitor, data=data)
+        logged(STUCK, plateau_monitor=monitor, data=data)
     assert str(caught.value) == f"trainer.plateau_monitor={said}"
-
-
-ONE_CYCLE = partial(OneCycleLR, max_lr=0.1)
-
-
-@pytest.mark.parametrize(
-    "every, length", [({"scheduler_every": "step"}, 6), ({"scheduler_every": "epoch"}, 2)]
-)
-def test_one_cycle_is_told_how_often_it_will_be_stepped(every, length):
-    one = fitted(make=lambda: Small(scheduler=ONE_CYCLE), accumulate=2, max_epochs=2, **every)
-    assert one.update.scheduler.total_steps == length
-    assert one.update.scheduler.last_epoch == length  # it came to its end
-
-
-def test_one_cycle_ends_with_max_steps():
-    one = fitted(make=lambda: Small(scheduler=ONE_CYCLE), scheduler_every="step", max_steps=7)
-    assert one.update.scheduler.total_steps == 7
-
-
-def test_a_length_that_was_given_is_kept():
-    given = partial(ONE_CYCLE, total_steps=50)
-    one = fitted(make=lambda: Small(scheduler=given), scheduler_every="step")
-    assert one.update.scheduler.total_steps == 50
 
 
 class Stream(IterableDataset):
@@ -529,21 +475,33 @@ class Streamed(Rows):
         return Stream()
 
 
+ONE_CYCLE = partial(OneCycleLR, max_lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        ({"scheduler_every": "step", "accumulate": 2}, 6),
+        ({"scheduler_every": "epoch", "accumulate": 2}, 2),
+        ({"scheduler_every": "step", "max_steps": 7}, 7),
+        ({"scheduler_every": "step", "max_steps": 8, "max_epochs": None, "data": Streamed()}, 8),
+    ],
+)
+def test_one_cycle_is_told_how_often_it_will_be_stepped_and_comes_to_its_end(settings, length):
+    one = fitted(make=lambda: Small(scheduler=ONE_CYCLE), **settings)
+    assert one.update.scheduler.total_steps == length
+    assert one.update.scheduler.last_epoch == length
+
+
+def test_a_length_that_was_given_is_kept():
+    given = partial(ONE_CYCLE, total_steps=50)
+    one = fitted(make=lambda: Small(scheduler=given), scheduler_every="step")
+    assert one.update.scheduler.total_steps == 50
+
+
 def test_one_cycle_over_a_stream_asks_for_its_length():
     with pytest.raises(UserError, match="^task.scheduler needs total_steps, and nothing says how"):
         fitted(make=lambda: Small(scheduler=ONE_CYCLE), data=Streamed())
-
-
-def test_one_cycle_over_a_stream_ends_with_max_steps():
-    one = fitted(
-        make=lambda: Small(scheduler=ONE_CYCLE),
-        data=Streamed(),
-        scheduler_every="step",
-        max_epochs=None,
-        max_steps=8,
-    )
-    assert one.update.scheduler.total_steps == 8
-    assert (one.global_step, one.epoch) == (8, 1)
 
 
 def test_a_task_may_make_its_own_optimizer_and_scheduler():
