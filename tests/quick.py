@@ -70,7 +70,7 @@ SLOW_FILES = {
     "parity",
     "plugins",
     "restarts",
-    "resume_command",
+    "run",
     "samplers",
 }
 

@@ -12,26 +12,21 @@ from disk import library
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from dpframe.cli.compose import Composed, composed
 from dpframe.cli.configs import quoted
-from dpframe.cli.directory import Directory
+from dpframe.cli.directory import UTF8, Directory
 from dpframe.cli.resume import as_notes, resumed_file, with_saved
 from dpframe.errors import UserError
 
 
-def composed_job() -> Composed:
-    return composed(["recipe=boston"])
-
-
 def test_two_runs_of_one_second_get_a_directory_each(tmp_path):
     both = [Directory(tmp_path / "boston" / "now", is_given=False) for _ in range(2)]
-    job = composed_job()
-    assert [Path(one.make(job.notes)).name for one in both] == ["now", "now-2"]
+    assert [Path(one.make({})).name for one in both] == ["now", "now-2"]
     for one in both:
         one.release()
 
 
 # What a stranger's file could say, and what the one line names.
+PLAIN = "is not a plain name, but it names the folder of its runs"
 ELSEWHERE = {
     "hydra: {run: {dir: ../out}}": "hydra.run.dir=../out on the command line",
     "hydra: {run: {dir: 'outputs/${recipe}/${vars.x}'}}\nvars: {x: ../../..}": "hydra.run.dir",
@@ -39,8 +34,11 @@ ELSEWHERE = {
     "hydra: {sweep: {subdir: ../../../out}}": "hydra.sweep.subdir=../../../out on",
     "hydra: {output_subdir: ../../../out}": "hydra.output_subdir: dpframe has no use for this",
     "hydra: {job: {chdir: true}}": "hydra.job.chdir: dpframe has no use for this",
+    # What the check sees of the next two is not what Hydra makes the folder of.
+    "recipe: ${oc.select:hydra.help.header,boston}\nhydra: {help: {header: ../../../out}}": PLAIN,
+    "recipe: ${oc.env:DPFRAME_TOKEN,secret}": PLAIN,
+    "recipe: [boston]": PLAIN,
     "recipe: ../../out": "recipe=../../out is not a plain name",
-    "recipe: /tmp/out": "recipe=/tmp/out is not a plain name",
     "recipe: a/../../../out": "recipe=a/../../../out is not a plain name",
     "recipe: ~out": "recipe=~out is not a plain name",
     "recipe: ''": "recipe= is not a plain name",
@@ -49,26 +47,7 @@ ELSEWHERE = {
     "logger: {csv: {file: ..}}": "logger.csv.file=.. is no plain file name",
     "logger: {csv: {file: .hydra}}": "logger.csv.file=.hydra is no plain file name",
 }
-
-
-NAMES = {  # what the check sees is not what Hydra makes the folder of
-    "${oc.select:hydra.help.header,boston}\nhydra: {help: {header: ../../../out}}",
-    "${oc.env:DPFRAME_TOKEN,secret}",
-    "../../../out",
-    "[boston]",
-}
-
-
-def test_a_recipe_is_a_plain_name_also_where_a_sweeper_makes_up_the_points(tmp_path):
-    texts = {f"mine/experiment/e{n}.yaml": text for n, text in enumerate(sorted(NAMES))}
-    write(tmp_path, {f: f"# @package _global_\nrecipe: {text}\n" for f, text in texts.items()})
-    start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
-    lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
-    done = attempts([*lines, *(["-m", "hydra/sweeper=basic", *x] for x in lines)], tmp_path)
-    for attempt in done:
-        assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
-        assert "is not a plain name, but it names the folder of its runs" in attempt.err
-        assert attempt.files == ["mine"]
+SWEPT = 10  # of these, the first, are tried as sweeps, too
 
 
 def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
@@ -77,20 +56,20 @@ def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
     write(tmp_path / "mine", files)
     start = ["--config-dir=mine", "recipe=boston", "trainer.max_epochs=1"]
     lines = [[*start, f"experiment=e{n}"] for n in range(len(texts))]
-    hydras = [text for text in ELSEWHERE if text.startswith("hydra")]
-    swept = [["-m", *line] for line in lines[: len(hydras)]]  # they come first
+    swept = [["-m", "hydra/sweeper=basic", *line] for line in lines[:SWEPT]]
     saved = "- recipe=boston\n- logger.csv.file=../../out\n- +hydra.run.dir=../out\n"
     write(tmp_path / "theirs", {".hydra/overrides.yaml": saved, "checkpoints/last.ckpt": ""})
     resumed = ["resume=theirs/checkpoints/last.ckpt", "-c", "job"]
-    done = attempts([*lines, *swept, resumed], tmp_path)
-    wanted = [*ELSEWHERE.values(), *(ELSEWHERE[text] for text in hydras)]
-    for line, attempt, said in zip([*lines, *swept], done[:-1], wanted, strict=True):
+    typed = [[*lines[0], "hydra.run.dir=mine/out"], [*lines[0], "hydra.run={dir: mine/out}"]]
+    shown = [[*line, "-c", "all"] for line in typed]
+    *done, again, out, out_too = attempts([*lines, *swept, resumed, *shown], tmp_path)
+    wanted = [*ELSEWHERE.values(), *list(ELSEWHERE.values())[:SWEPT]]
+    for line, attempt, said in zip([*lines, *swept], done, wanted, strict=True):
         assert (attempt.code, attempt.err.count("\n")) == (2, 1), (line, attempt.err)
         assert said in attempt.err, line
         assert attempt.files == ["mine", "theirs"], line
-    assert done[-1].code == 0 and "csv" in done[-1].out
-    typed = [[*lines[0], "hydra.run.dir=mine/out"], [*lines[0], "hydra.run={dir: mine/out}"]]
-    for attempt in attempts([[*line, "-c", "all"] for line in typed], tmp_path):
+    assert again.code == 0 and "csv" in again.out
+    for attempt in (out, out_too):
         assert attempt.code == 0 and "dir: mine/out" in attempt.out
 
 
@@ -108,7 +87,7 @@ def test_a_run_directory_that_was_there_leads_nowhere_else(tmp_path, name):
     link.parent.mkdir(parents=True)
     link.symlink_to(outside if name in (".hydra", "checkpoints") else outside / "file")
     with pytest.raises(UserError, match=f"{name} is a link out of the run directory"):
-        Directory(run, is_given=True).make(composed_job().notes)
+        Directory(run, is_given=True).make({})
     assert os.listdir(outside) == ["file"] and (outside / "file").read_text() == "mine"
 
 
@@ -116,7 +95,7 @@ def test_a_pipe_in_a_run_directory_is_refused_and_not_waited_for(tmp_path):
     (tmp_path / "run").mkdir()
     os.mkfifo(tmp_path / "run" / "run.log")
     with pytest.raises(UserError, match="run.log is neither a file nor a folder"):
-        Directory(tmp_path / "run", is_given=True).make(composed_job().notes)
+        Directory(tmp_path / "run", is_given=True).make({})
     (tmp_path / "run" / "checkpoints").mkdir()
     os.mkfifo(tmp_path / "run" / "checkpoints" / "last.ckpt")
     with pytest.raises(UserError, match="is whole: it is no file"):
@@ -130,7 +109,7 @@ def test_a_run_directory_that_is_itself_behind_a_link_is_used(tmp_path):
     (run / "run.log").touch()
     (run / "newest.log").symlink_to("run.log")
     directory = Directory(run, is_given=True)
-    directory.make(composed_job().notes)
+    directory.make({"config.yaml": "a: 1"})
     directory.release()
     assert (tmp_path / "disk" / "run" / ".hydra" / "config.yaml").is_file()
 
@@ -173,12 +152,6 @@ def test_a_given_directory_is_used_as_it_is_and_a_refused_run_leaves_nothing(tmp
     assert len(list(tmp_path.glob("outputs/boston/*"))) == len(tests)
 
 
-def taken_over(run: Path, saved: list[str], given: list[str]) -> list[str]:
-    write(run, {"checkpoints/last.ckpt": "", ".hydra/overrides.yaml": as_notes(saved)})
-    resumed = f"resume={run}/checkpoints/last.ckpt"
-    return with_saved([resumed, *given], lambda: run)[: -len(given) - 1]
-
-
 @pytest.mark.parametrize(
     ("given", "kept"),
     [
@@ -193,7 +166,7 @@ def test_of_a_resumed_runs_overrides_those_are_kept_that_still_have_their_key(
     tmp_path, given, kept
 ):
     saved = ["strategy=ddp", "strategy.timeout_seconds=60", "+vars.x=1", "mode=fit"]
-    assert taken_over(tmp_path / "run", saved, [given]) == kept
+    assert taken_over(tmp_path / "run", saved, given) == kept
 
 
 @pytest.mark.parametrize(
@@ -206,12 +179,18 @@ def test_of_a_resumed_runs_overrides_those_are_kept_that_still_have_their_key(
     ],
 )
 def test_a_resumed_run_has_each_override_letter_by_letter(tmp_path, override):
-    text = as_notes(["recipe=boston", override])
-    run = write(tmp_path / "run", {"checkpoints/last.ckpt": ""})
-    (run / ".hydra").mkdir()
-    (run / ".hydra/overrides.yaml").write_text(text, encoding="utf-8", errors="surrogateescape")
+    saved = ["recipe=boston", override]
+    assert taken_over(tmp_path / "run", saved) == saved
+
+
+def taken_over(run: Path, saved: list[str], *given: str) -> list[str]:
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra/overrides.yaml").write_text(as_notes(saved), **UTF8)
+    write(run, {"checkpoints/last.ckpt": ""})
     resumed = f"resume={run}/checkpoints/last.ckpt"
-    assert with_saved([resumed], lambda: run) == ["recipe=boston", override, resumed]
+    *taken, first = with_saved([resumed, *given], lambda: run)[: -len(given) or None]
+    assert first == resumed
+    return taken
 
 
 def test_a_current_directory_that_is_gone_is_one_line(tmp_path):

@@ -1,10 +1,8 @@
 """What `${oc.env:NAME}` stands for is used, and not written down: it may be a secret."""
 
-import os
-
 import torch
 import yaml
-from command import attempts, write
+from command import ROOT, attempts, write
 
 from dpframe import checkpoint
 from dpframe.cli.compose import composed
@@ -35,10 +33,8 @@ WRITTEN = {
 
 
 def test_no_file_of_a_run_has_what_is_in_the_environment(tmp_path, monkeypatch):
-    table = "/".join((os.path.dirname(__file__), "..", "recipes", "data", "boston.csv"))
     folder = tmp_path / "in" / SECRET
-    with open(table, encoding="utf-8") as file:
-        write(folder, {"rows.csv": file.read()})
+    write(folder, {"rows.csv": (ROOT / "recipes/data/boston.csv").read_text(encoding="utf-8")})
     for name, value in {"TOKEN": SECRET, "FOLDER": str(folder), "RATE": "0.02"}.items():
         monkeypatch.setenv(name, value)
     place = write(tmp_path / "out", {"mine/experiment/env.yaml": EXPERIMENT})
