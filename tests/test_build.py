@@ -144,6 +144,10 @@ def test_a_bug_that_runs_on_import_stays_an_exception(own):
         ({"count": None}, "x.count=null is nothing; use a whole number"),
         ({"count": 1, "rate": "a"}, "x.rate=a is text; use a number or null"),
         ({"count": 1, "name": 3}, "x.name=3 is a whole number; use text"),
+        (
+            {"count": [{"_target_": "own.Strict", "wdith": 1}]},
+            "x.count[0].wdith: Strict takes no such argument; did you mean width?",
+        ),
     ],
 )
 def test_an_argument_that_does_not_fit_is_told_by_its_key(arguments, line, own):
@@ -152,20 +156,17 @@ def test_an_argument_that_does_not_fit_is_told_by_its_key(arguments, line, own):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"count": 1}, {"count": 1, "rate": 2}, {"count": 1, "rate": None}, {"count": 1, "old": None}],
+    [
+        {"count": 1},
+        {"count": 1, "rate": 2},
+        {"count": 1, "rate": None},
+        {"count": 1, "old": None},
+        {"_args_": [1]},
+    ],
 )
 def test_an_argument_that_fits_is_built(arguments, own):
     assert build({"_target_": "own.Typed", **arguments}, "x").count == 1
-
-
-def test_a_partial_and_positional_arguments_need_not_be_whole(own):
-    check({"_target_": "own.Typed", "_partial_": True}, "x")
-    assert build({"_target_": "own.Typed", "_args_": [4]}, "x").count == 4
-
-
-def test_a_nested_node_is_told_by_its_whole_key(own):
-    node = {"_target_": "own.Strict", "width": [{"_target_": "own.Typed", "cuont": 1}]}
-    assert said(check, node, "task").startswith("task.width[0].cuont: Typed takes no such")
+    check({"_target_": "own.Typed", "_partial_": True}, "x")  # need not be whole
 
 
 def test_what_is_not_of_the_kind_is_refused(own):
@@ -225,13 +226,10 @@ def test_a_value_that_an_optimizer_or_a_scheduler_does_not_take_is_one_line(part
     assert said(task.configure_optimizer).startswith(f"{part}: {name} says: ")
 
 
-def test_a_torch_constructor_that_ones_own_code_calls_wrongly_keeps_its_traceback(own):
-    for name in ("own.Misuses", "own.misuses"):
+def test_a_bug_below_a_constructor_keeps_its_traceback_and_cause(own):
+    for name in ("own.Misuses", "own.misuses"):  # torch's constructor, called wrongly
         with pytest.raises(TypeError, match="empty"):
             build({"_target_": name, "net": LINEAR}, "x")
-
-
-def test_a_bug_below_a_constructor_keeps_its_traceback_and_cause(own):
     with pytest.raises(ValueError, match="width 1") as caught:
         build({"_target_": "own.Buggy", "width": 1}, "x")
     assert isinstance(caught.value.__cause__, KeyError)

@@ -10,16 +10,11 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from dpframe.callbacks import Callback
-from dpframe.cli.build import build
+from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import composed
 from dpframe.cli.configs import GROUPS
 from dpframe.cli.locate import locate
-from dpframe.cli.run import check_targets
-from dpframe.data import DataModule
-from dpframe.loggers import Logger
-from dpframe.strategies import Strategy
-from dpframe.task import Task
+from dpframe.cli.trust import slots
 from dpframe.trainer.settings import TrainerSettings
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -42,14 +37,9 @@ def test_every_folder_is_a_group():
 def test_every_option_is_composed_and_built(group, option):
     recipe = [] if group == "recipe" else ["recipe=boston"]
     job = composed([*recipe, f"{group}={option}"])
-    check_targets(job)
-    settings = job.settings
-    for kind in (Strategy, Task, DataModule):
-        where = {Task: "task", DataModule: "data"}.get(kind, "strategy")
-        assert isinstance(build(getattr(settings, where), where, kind), kind)
-    for kind, nodes in ((Callback, settings.callbacks), (Logger, settings.logger)):
-        for name, node in nodes.items():
-            assert node is None or isinstance(build(node, name, kind), kind)
+    trust = check_targets(job)
+    for where, node, kind in slots(job.settings):
+        assert isinstance(build(node, where, kind, trust=trust), kind)
 
 
 def test_every_pair_of_recipe_and_experiment_composes():

@@ -34,8 +34,9 @@ def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataM
     if state.get("recipe") not in ("", None, job.settings.recipe):
         refuse_recipe(str(job.start), str(state["recipe"]), job.settings.recipe)
     ours |= {"seed": job.settings.seed, "trainer.precision": job.settings.trainer.precision}
-    keys = [key for key in {**theirs, **ours} if _is_deciding(key)]
-    changed = [key for key in keys if theirs.get(key) != ours.get(key)]
+    keys = {**theirs, **ours}
+    deciding = [k for k in keys if _is_below(k, DECIDING) and not _is_below(k, OF_TRAINING)]
+    changed = [key for key in deciding if theirs.get(key) != ours.get(key)]
     untyped = [key for key in changed if not _is_typed(key, theirs, ours, job)]
     if untyped:
         differences = "; ".join(
@@ -64,10 +65,6 @@ def _fingerprint(what: str, state: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(fingerprint, dict):
         raise UserError(f"{what} is damaged: its fingerprint can't be read; use another one")
     return fingerprint
-
-
-def _is_deciding(key: str) -> bool:
-    return _is_below(key, DECIDING) and not _is_below(key, OF_TRAINING)
 
 
 def _is_below(key: str, names: Sequence[str]) -> bool:

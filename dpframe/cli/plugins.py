@@ -22,12 +22,8 @@ GROUP = "dpframe.plugins"
 
 class Plugin(NamedTuple):
     package: str  # its name and version
-    module: str  # the dotted path of its config folder
-    folder: Path
-
-    @property
-    def top(self) -> str:
-        return self.module.split(".")[0]
+    top: str  # what is imported
+    folder: Path  # of its configs
 
     def file(self, group: str, option: str) -> Path:
         return self.folder / group / f"{option}.yaml"
@@ -43,7 +39,7 @@ def installed() -> tuple[Plugin, ...]:
     for package in metadata.distributions(path=folders):
         for module in _modules(package):
             if folder := _folder(module):
-                plugin = Plugin(f"{package.name} {package.version}", module, folder)
+                plugin = Plugin(f"{package.name} {package.version}", module.split(".")[0], folder)
                 plugins.setdefault((package.name.lower(), module), plugin)
     return tuple(plugins[key] for key in sorted(plugins))
 
