@@ -98,8 +98,8 @@ WITH_TORCH = {
     "task.optimizer._target_=torch.optim.Sgd": "may call; did you mean torch.optim.SGD?",
     "task.optimizer._target_=torh.optim.Adam": "may call; did you mean torch.optim.Adam?",
     "task.optimizer._target_=torch": "=torch is not one of the names that a config may call",
-    "task.optimizer=sgd": "=sgd is text; name its class: task.optimizer._target_=…",
-    "task.net=5": "task.net=5 is a whole number; name its class: task.net._target_=…",
+    "task.optimizer=sgd": "=sgd is text; name its class: task.optimizer={_target_:…}",
+    "task.net=5": "task.net=5 is a whole number; name its class: task.net={_target_:…}",
     "task.optimizer._partial_=false": "makes its Adam later; add ++task.optimizer._partial_",
     "task.optimizer._target_=": "is not a dotted path",
     "task._target_=torch.nn.Linear": "is not a dpframe Task",
@@ -343,11 +343,16 @@ def test_a_test_of_untrained_weights_says_so(tmp_path):
     assert "no checkpoint=FILE: these are the numbers of untrained weights" in done.out
 
 
-STEPLR = "+task.scheduler._target_=torch.optim.lr_scheduler.StepLR"
+STEPLR = "task.scheduler={_target_:torch.optim.lr_scheduler.StepLR}"
 LATER = "++task.scheduler._partial_=true"
 FOLLOWED = [  # a mistake, and what its line says to type, as often as it says something
-    [["task.optimizer=sgd"], ["task.optimizer._target_=torch.optim.SGD"]],
-    [[STEPLR], [STEPLR, LATER], [STEPLR, LATER, "+task.scheduler.step_size=3"]],
+    [["task.optimizer=sgd"], ["task.optimizer={_target_:torch.optim.SGD}"]],
+    [
+        ["task.scheduler=5"],
+        [STEPLR],
+        [STEPLR, LATER],
+        [STEPLR, LATER, "+task.scheduler.step_size=3"],
+    ],
     [["callbacks.early_stopping.patience=3"], ["callbacks=early_stopping"]],
     [["logger=none", "logger.csv.file=a"], ["logger=csv", "logger.csv.file=a"]],
     [["trainer.gpus=0"], ["strategy=cpu"]],

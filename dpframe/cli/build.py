@@ -128,7 +128,7 @@ def _check_type(value: Any, hint: Any, where: str) -> None:
         raise unfit(where, value, hint)
     if all(map(_is_part, options)):
         given = f"{where}={shown(value)} is {kind_of(value)}"
-        raise UserError(f"{given}; name its class: {where}._target_=…")
+        raise UserError(f"{given}; name its class: {where}={{_target_:…}}")
 
 
 def _is_part(option: Any) -> bool:
