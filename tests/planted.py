@@ -21,40 +21,38 @@ from dpframe.strategies.ddp import DDP
 
 
 class Around(nn.Module):
-    """Calls another module, and has its `combine`."""
+    """Calls `call` with another module and its inputs, and has its `combine`."""
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, call: Callable[..., Any]) -> None:
         super().__init__()
         self.module = module
+        self.call = call
         self.combine = getattr(module, "combine", None)
 
     def forward(self, *inputs: Any) -> Any:
-        return self.module(*inputs)
+        return self.call(self.module, *inputs)
 
 
 class Changed:
-    """Mixed into a strategy: puts `training` or `evaluation` around what it would wrap."""
+    """Mixed into a strategy: `training` or `evaluation` calls what it would wrap."""
 
-    training: Callable[[Any], Any] = staticmethod(lambda module: module)
-    evaluation: Callable[[Any], Any] = staticmethod(lambda module: module)
+    training: Callable[..., Any] | None = None
+    evaluation: Callable[..., Any] | None = None
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        changed = self.training(module) if training else self.evaluation(module)
+        call = self.training if training else self.evaluation
+        changed = Around(module, call) if call else module
         return super().wrap(changed, training=training)  # type: ignore[misc]
 
 
 # The numbers
 
 
-class Unweighted(Around):
-    def forward(self, share: Share, of: float) -> Any:
-        return self.module(share, float(share.rows or 1))
-
-
 class MeanOfMeans(Changed, DDP):
     """Forgets that the shares have different numbers of rows."""
 
-    training = Unweighted
+    def training(self, step: Any, share: Share, of: float) -> Any:
+        return step(share, float(share.rows or 1))
 
 
 class Padded(DDP):
@@ -98,27 +96,19 @@ class SharesTheMains(DDP):
         return self.share(tensor)
 
 
-class Even(Around):
-    def forward(self, share: Share) -> list[tuple[int, Any]]:
-        return [(1 if isinstance(o, dict) else rows, o) for rows, o in self.module(share)]
-
-
 class EvenMeans(Changed, DataParallel):
     """A replica's mean counts one, however many rows it had."""
 
-    evaluation = Even
-
-
-class Rounded(Around):
-    def forward(self, share: Share, of: float) -> Any:
-        loss, measured = self.module(share, of)
-        return loss * (1 + 1e-7), measured
+    def evaluation(self, step: Any, share: Share) -> list[tuple[int, Any]]:
+        return [(1 if isinstance(o, dict) else rows, o) for rows, o in step(share)]
 
 
 class Rounds(Changed, Strategy):
     """Keeps the losses in half the digits."""
 
-    training = Rounded
+    def training(self, step: Any, share: Share, of: float) -> Any:
+        loss, measured = step(share, of)
+        return loss * (1 + 1e-7), measured
 
 
 # What shows in some runs alone
@@ -197,46 +187,36 @@ class TopKLarge(Hooked):
         return default_hooks.allreduce_hook(None, bucket)
 
 
-class FirstThree(Strategy):
+class FirstThree(Changed, Strategy):
     """Under accumulation, takes the first three micro-batches of an update."""
 
-    batches, factor = 0, 1.0
+    batches, is_taken = 0, True
 
     def grad_sync(self, is_last: bool) -> None:
-        self.batches += 1
-        self.factor = float(self.batches <= 3)
-        self.batches *= not is_last
+        self.is_taken = self.batches < 3
+        self.batches = 0 if is_last else self.batches + 1
 
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        if training:
-            module.register_forward_hook(lambda *call: (call[2][0] * self.factor, call[2][1]))
-        return module
+    def training(self, step: Any, share: Share, of: float) -> Any:
+        loss, measured = step(share, of)
+        return loss * float(self.is_taken), measured
 
 
 # Evaluation, and random numbers
 
 
-class InHalf(Around):
-    def forward(self, share: Share) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return self.module(share)
-
-
-class InTraining(Around):
-    def forward(self, share: Share) -> Any:
-        return self.module.train()(share)
-
-
 class EvalHalf(Changed, DataParallel):
     """Validates and predicts in half precision."""
 
-    evaluation = InHalf
+    def evaluation(self, step: Any, share: Share) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return step(share)
 
 
 class EvalTrains(Changed, DataParallel):
     """Validates and predicts in training mode."""
 
-    evaluation = InTraining
+    def evaluation(self, step: Any, share: Share) -> Any:
+        return step.train()(share)
 
 
 class BuffersApart(DDP):
@@ -248,30 +228,23 @@ class BuffersApart(DDP):
     def weight_sync(self, is_read: bool) -> None: ...
 
 
-class Seeded(Around):
-    steps = 0
-
-    def forward(self, share: Share, of: float) -> Any:
-        self.steps += 1
-        torch.manual_seed(self.steps)
-        return self.module(share, of)
-
-
 class SameMasks(Changed, DDP):
     """Seeds each step, in all ranks alike."""
 
-    training = Seeded
-
-
-class SeededOnce(Seeded):
-    def forward(self, share: Share, of: float) -> Any:
-        return self.module(share, of) if self.steps else super().forward(share, of)
+    def training(self, step: Any, share: Share, of: float) -> Any:
+        step.calls = getattr(step, "calls", 0) + 1
+        torch.manual_seed(step.calls)
+        return step(share, of)
 
 
 class RandomStateLost(Changed, Strategy):
     """Seeds when training begins, in a resumed run, too."""
 
-    training = SeededOnce
+    def training(self, step: Any, share: Share, of: float) -> Any:
+        if not hasattr(step, "has_begun"):
+            torch.manual_seed(1)
+        step.has_begun = True
+        return step(share, of)
 
 
 class ShareNumbers(DDP):
@@ -315,7 +288,7 @@ class WrapsInPlace(Strategy):
 
     def wrap(self, module: Any, *, training: bool) -> nn.Module:
         if training and hasattr(module.task, "net"):
-            module.task.net = Around(module.task.net)
+            module.task.net = Around(module.task.net, lambda net, *inputs: net(*inputs))
         return module
 
 

@@ -130,9 +130,6 @@ boston = partial(
 pixels = partial(Case, Pixels, partial(Table, 40, 9), pixel_rows)
 CASES = {
     "boston": boston(partial(Adam, lr=0.01), settings={"max_epochs": 40}),
-    "momentum": boston(
-        partial(SGD, lr=1e-4, momentum=0.9, weight_decay=0.01), settings={"max_epochs": 10}
-    ),
     "accumulation_with_a_tail": boston(
         partial(Adam, lr=0.01),
         settings={"max_epochs": 6, "accumulate": 3, "log_every": 2},
@@ -144,9 +141,6 @@ CASES = {
     "clip_norm": boston(
         partial(SGD, lr=0.01, momentum=0.9),
         settings={"max_epochs": 8, "clip_norm": 2.0, "accumulate": 2, "log_every": 3},
-    ),
-    "clip_value": boston(
-        partial(SGD, lr=0.01), settings={"max_epochs": 8, "clip_value": 0.5, "log_every": 1}
     ),
     "clip_both": boston(
         partial(Adam, lr=0.01), settings={"max_epochs": 5, "clip_norm": 3.0, "clip_value": 0.5}
@@ -190,13 +184,6 @@ CASES = {
         pixel_rows,
         partial(SGD, lr=0.01),
         settings={"max_epochs": 10, "accumulate": 2, "log_every": 1},
-    ),
-    "read_row_by_row": Case(
-        Pixels,
-        partial(Table, 31, 8, one_by_one=True),
-        pixel_rows,
-        partial(Adam, lr=0.01),
-        settings={"max_epochs": 6, "log_every": 4},
     ),
     "lenet": Case(
         lambda o, s: LeNet(o, s),

@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset
 from dpframe import DataModule, TrainerSettings, UserError
 from dpframe.cli.compose import composed
 from dpframe.cli.reports import planned
-from dpframe.data import split
 from dpframe.plan import model, report
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Bucket, Costs, Gradient, Line, Link
@@ -43,13 +42,6 @@ COSTS = Costs(
 )
 def test_the_largest_share_and_the_idle_replicas_of_uneven_splits(batch, replicas, rows, idle):
     assert model.share_of(batch, replicas) == (rows, idle)
-
-
-def test_shares_are_those_that_training_makes():
-    for batch in range(1, 40):
-        for replicas in (1, 2, 3, 4, 8, 64):
-            shares = [len(share) for share in split(range(batch), replicas)]
-            assert model.share_of(batch, replicas) == (max(shares), shares.count(0))
 
 
 def test_a_ring_moves_each_byte_less_than_twice():

@@ -378,8 +378,9 @@ def _weights(evidence: Evidence, name: str) -> Apart:
     apart = weights_apart(actual, reference(course).weights, course.tolerance)
     if apart.where:
         causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
-    strays = [weights_apart(run.weights, actual, course.tolerance).most for run in runs]
-    if course.is_small and max(strays) > course.tolerance:
+    kept = [run.weights for run in runs] if course.is_small else [actual]
+    strays = [weights_apart(weights, actual, course.tolerance).most for weights in kept]
+    if max(strays) > course.tolerance:
         rank = strays.index(max(strays))
         causes.append(f"rank {rank} ends with other ones than rank 0 ({max(strays):.1e} apart)")
     if name == "float32" and causes:
