@@ -1,12 +1,9 @@
-"""A short run with everything that a resume can get wrong, to be killed after each of its steps.
-
-Run as a program it forks one process a run: torch is imported once, and nothing has computed.
-"""
+"""A short run with everything that a resume can get wrong, to be killed after each of its steps."""
 
 import json
+import multiprocessing
 import os
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +18,6 @@ from dpframe import checkpoint as checkpoints
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
-from dpframe.strategies import launch
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.launch import allow_fork
 from dpframe.trainer import Run
@@ -112,35 +108,12 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
         strategy.close()
 
 
-def main(root: str, ranks: int, points: list[list[Any]], planted: str) -> None:
-    """One directory a point: killed there, then gone on with in another process."""
-    launch.allow_fork()
-    plant(planted)
-    if ranks > 1:
-        torch.compiler.reset()  # imports here what DDP would import in each rank
-        allow_fork()
-    for point in [None, *points]:
-        directory = Path(root) / ("whole" if point is None else "-".join(map(str, point)))
-        directory.mkdir()
-        for kill in [point] if point is None else [point, None]:
-            wait_for(partial(begin, ranks, str(directory), kill))
-
-
-def begin(ranks: int, directory: str, kill: list[Any] | None) -> None:
+def begin(ranks: int, directory: str, kill: list[Any] | None, bug: str) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # as in a new interpreter
+    allow_fork()
+    plant(bug)
     strategy = Strategy() if ranks == 1 else DDP(ranks, "cpu")
     strategy.launch(run, directory, kill, strategy)
-
-
-def wait_for(work: Any) -> None:
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        finally:
-            os._exit(status)
-    os.waitpid(child, 0)
 
 
 def plant(bug: str) -> None:
@@ -154,7 +127,3 @@ def plant(bug: str) -> None:
             load(progress, {**saved, "batches_done": saved["batches_done"] + 2})
 
         Progress.load_state_dict = forgetful
-
-
-if __name__ == "__main__":
-    main(*json.loads(sys.argv[1]))

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import random
 import signal
 import subprocess
@@ -15,7 +14,8 @@ import pytest
 import torch
 from command import environment
 from disk import library
-from oracle import ROWS, STEPS
+from forked import server
+from oracle import ROWS, STEPS, begin
 from small import is_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -25,16 +25,16 @@ TESTS = Path(__file__).resolve().parent
 TIMED = "step/samples_per_second"
 
 
-def killed_and_resumed(root: Path, ranks: int, points: list[list[Any]], planted: str = "") -> None:
-    given = json.dumps([str(root), ranks, points, planted])
-    path = f"{TESTS}{os.pathsep}{environment()['PYTHONPATH']}"
-    subprocess.run(
-        [sys.executable, TESTS / "oracle.py", given],
-        env=environment(PYTHONPATH=path),
-        check=True,
-        timeout=250,
-        capture_output=True,
-    )
+def killed_and_resumed(root: Path, ranks: int, points: list[list[Any]], bug: str = "") -> None:
+    """A directory a point: killed there, then resumed in another process."""
+    for point in [None, *points]:
+        directory = root / ("whole" if point is None else "-".join(map(str, point)))
+        directory.mkdir()
+        for kill in [point] if point is None else [point, None]:
+            job = server().Process(target=begin, args=(ranks, str(directory), kill, bug))
+            job.start()
+            job.join(100)
+            assert job.exitcode == (0 if kill is None else -signal.SIGKILL), (point, kill)
 
 
 def ending(directory: Path) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def test_killed_after_any_step_a_run_ends_as_if_nothing_had_happened(tmp_path, r
 def test_the_comparison_notices_a_resume_that_forgets(tmp_path, bug):
     """A random state is needed within an epoch: the newest file there may be that of its start."""
     points = [[6, True], [7, True], [11, True], [12, False]]
-    killed_and_resumed(tmp_path, 1, points, planted=bug)
+    killed_and_resumed(tmp_path, 1, points, bug)
     found = [tmp_path / "-".join(map(str, point)) for point in points]
     within = [one for one in found if int((one / "resumed-at").read_text()) % 4]
     assert within
