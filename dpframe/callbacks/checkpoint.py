@@ -51,6 +51,7 @@ class Checkpoint(Callback):
         self.every_seconds = None if every_n_minutes is None else 60 * every_n_minutes
         self.seconds_between = seconds_between
         self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
+        self.dropped: list[str] = []  # those that are no longer, and not yet removed
         self.saved_step = -1
         self.saved_clock = 0.0
         self.judged_step = -1
@@ -71,24 +72,24 @@ class Checkpoint(Callback):
     def on_validation_end(self, trainer: "Trainer") -> None:
         is_within_epoch = trainer.progress.batches_done > 0  # at its end, on_epoch_end knows more
         if is_within_epoch and trainer.mode == "fit" and self.monitor.is_of_validation:
-            self._save(trainer, *self._judge(trainer))
+            self._save(trainer, self._judge(trainer))
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if trainer.epoch % (self.every_n_epochs or 1):
             return
-        names, dropped = self._judge(trainer)
+        names = self._judge(trainer)
         since = trainer.clock - self.saved_clock
         if self.every_n_epochs and (names or self.saved_step < 0 or since >= self.seconds_between):
             names = [*names, LAST]
         elif self.every_n_epochs:  # the weights must not depend on a clock
             trainer.strategy.weight_sync(is_read=True)
-        self._save(trainer, names, dropped)
+        self._save(trainer, names)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        names, dropped = self._judge(trainer)
+        names = self._judge(trainer)
         if trainer.global_step != self.saved_step:
             names = [*names, LAST]
-        self._save(trainer, names, dropped)
+        self._save(trainer, names)
         self.writer.wait()
         if trainer.strategy.is_main and not (_directory(trainer) / BEST).is_file():
             trainer.checkpoint = str(_directory(trainer) / LAST)  # the best one was deleted
@@ -120,26 +121,24 @@ class Checkpoint(Callback):
         judged = state.get("judged_step")
         self.judged_step = judged if type(judged) is int else -1
 
-    def _judge(self, trainer: "Trainer") -> tuple[list[str], list[str]]:
-        """The files that this step's state belongs in, and those that it pushes out."""
+    def _judge(self, trainer: "Trainer") -> list[str]:
+        """The files that this step's state belongs in; what it pushes out of `kept` is dropped."""
         step = trainer.global_step
         has_value = step == trainer.progress.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
-            return [], []
+            return []
         self.judged_step = step
         value = self.monitor.value(trainer.metrics)
         names = [BEST] if self.monitor.is_better(value) else []
         if self.keep == 1 or math.isnan(value):
-            return names, []
+            return names
         name = f"epoch{trainer.epoch:04d}-step{step}.ckpt"
         ranked = sorted([*self.kept, (value, name)], key=lambda pair: self.monitor.sign * pair[0])
-        self.kept, dropped = ranked[: self.keep], [old for _, old in ranked[self.keep :]]
-        if name in dropped:
-            dropped.remove(name)
-            return names, dropped
-        return [name, *names], dropped
+        self.kept = ranked[: self.keep]
+        self.dropped += [old for _, old in ranked[self.keep :] if old != name]
+        return [name, *names] if (value, name) in self.kept else names
 
-    def _save(self, trainer: "Trainer", names: list[str], dropped: list[str] | None = None) -> None:
+    def _save(self, trainer: "Trainer", names: list[str]) -> None:
         if not names:
             return
         if LAST in names:
@@ -148,11 +147,11 @@ class Checkpoint(Callback):
         if trainer.strategy.is_main:
             trainer.report.flush()  # the curve goes as far as the checkpoint, whatever happens
             folder = _directory(trainer)
-            self.writer.save(
-                state, [folder / name for name in names], [folder / old for old in dropped or []]
-            )
+            dropped = [folder / name for name in self.dropped]
+            self.writer.save(state, [folder / name for name in names], dropped)
             best = LAST if self.monitor.best is None else BEST
             trainer.checkpoint = str(folder / best)
+        self.dropped = []
 
     def _finish_killed_save(self, trainer: "Trainer") -> None:
         """Removes and copies what a killed run was about to."""
