@@ -71,14 +71,9 @@ def outcome(**given: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", test_parity.CASES)
-def test_one_gpu_equals_the_hand_written_loop_on_the_cpu(name):
-    strategy = started(SingleGPU(accelerator="cuda"))
-    test_parity.check(test_parity.trained(strategy, name, "64"), name, "64")
-
-
-@pytest.mark.parametrize("name", test_parity.CASES)
-def test_data_parallel_on_all_cards_equals_the_hand_written_loop(name):
-    strategy = started(DataParallel(accelerator="cuda"))
+@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+def test_all_cards_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, name):
+    strategy = started(kind(accelerator="cuda"))
     test_parity.check(test_parity.trained(strategy, name, "64"), name, "64")
 
 
