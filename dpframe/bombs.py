@@ -8,6 +8,7 @@ import os
 import pickletools
 import struct
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,12 +72,12 @@ def _ends_as_torchs(file: BinaryIO, size: int, comment: int) -> bool:
     )
 
 
+@dataclass
 class _Part:
     """A value that unpickling makes: how many parts it has, and its text or its global's name."""
 
-    def __init__(self, parts: int, text: str | None = None) -> None:
-        self.parts = parts
-        self.text = text
+    parts: int
+    text: str | None = None
 
 
 def _in_pickle(pickle: bytes, size: int) -> str:

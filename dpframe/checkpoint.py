@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,12 @@ def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
 def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """`save`, of what is known to be plain."""
     kept = "; the one before it is kept" if path.exists() else ""
-    name = _first_nan(state)
-    if name:
+    if name := _first_nan(state):
         raise Failure(f"{name} is no longer a number, so {path} is not written{kept}")
     try:
         for attempts_left in reversed(range(5)):
             try:
-                _write_all(state, path, copies)
-                break
+                return _write_all(state, path, copies)
             except FileNotFoundError:  # the folder was moved or deleted meanwhile
                 if not attempts_left:
                     raise
@@ -130,27 +128,21 @@ def _write_all(state: dict[str, Any], path: Path, copies: Sequence[Path]) -> Non
     if not run.is_dir():
         log.warning("%s was moved or deleted; what is saved goes on there", run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _write_whole(path, lambda part: _write_sealed(state, part))
-    for other in copies:
-        _write_whole(other, lambda part: shutil.copyfile(path, part))
-    beat()
-    _sync(path.parent)
-
-
-def _write_sealed(state: dict[str, Any], part: Path) -> None:
-    with part.open("w+b") as file:
-        dump({"format": FORMAT, **state}, file)
-        files.seal(file, step=state.get("progress", {}).get("global_step"))
-
-
-def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
     with files.whole(path) as part:
-        write(part)
+        with part.open("w+b") as file:
+            dump({"format": FORMAT, **state}, file)
+            files.seal(file, step=state.get("progress", {}).get("global_step"))
         _sync(part)
+    _sync(path.parent)
+    for other in copies:
+        copy(path, other)
+    beat()
 
 
 def copy(path: Path, target: Path) -> None:
-    _write_whole(target, lambda part: shutil.copyfile(path, part))
+    with files.whole(target) as part:
+        shutil.copyfile(path, part)
+        _sync(part)
     _sync(target.parent)
 
 
@@ -194,11 +186,9 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
 
 def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:
     what = f"checkpoint={state['file']}" if "file" in state else "the checkpoint"
-    mismatch = _first_mismatch(task.state_dict(), state["task"])
-    if mismatch:
+    if mismatch := _first_mismatch(task.state_dict(), state["task"]):
         raise UserError(f"{what} does not fit this recipe's {type(task).__name__}: {mismatch}")
-    name = _first_nan(state)
-    if name:
+    if name := _first_nan(state):
         raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
     task.load_state_dict(state["task"])
 
@@ -273,7 +263,7 @@ def _sync(path: Path) -> None:
 
 @cache  # once is enough
 def _tell_unsynced(directory: Path, why: str) -> None:
-    logging.getLogger("dpframe").warning(
+    log.warning(
         "the file system of %s can't sync all it writes (%s): its newest checkpoints survive "
         "a killed process, but perhaps not a power cut",
         directory,

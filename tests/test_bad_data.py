@@ -145,9 +145,11 @@ def test_a_step_that_exits_and_a_worker_that_spins_at_the_end_do_not_end_the_run
 
 
 def test_the_users_own_traceback_comes_last_with_the_row(place):
-    words = [*START, *RANKS, "data.workers=1", "data.train=broken", "hydra.run.dir=out"]
+    """And two ranks read by the choice of the first, through a class that says `workers: int`."""
+    words = [*START, *RANKS, "data.workers=auto", "data.train=broken", "hydra.run.dir=out"]
     done = dpframe(*words, cwd=place)
     assert done.returncode == 1
+    assert re.search(r"^data +32 rows by __getitem__, .+: a batch takes .+ ms", done.stdout, re.M)
     *_, at, raises, words_of_its_own, note = done.stderr.rstrip().splitlines()
     assert "odd.py" in at and raises.strip() == """raise LookupError("the user's own words")"""
     assert words_of_its_own == "LookupError: the user's own words"

@@ -550,14 +550,14 @@ def test_a_folder_that_is_moved_while_a_checkpoint_is_written_is_told(
 ):
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     moves = [tmp_path / f"moved{time}" for time in range(times)]
-    write_sealed = checkpoint._write_sealed
+    dump = checkpoint.dump
 
-    def moved(state, part):
+    def moved(state, file):
         if moves:
             (tmp_path / "run").rename(moves.pop())
-        write_sealed(state, part)
+        dump(state, file)
 
-    monkeypatch.setattr(checkpoint, "_write_sealed", moved)
+    monkeypatch.setattr(checkpoint, "dump", moved)
     path.parent.mkdir(parents=True)
     checkpoint.save({"a": 1}, path)
     assert not files.flaw(path)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from command import dpframe, write
 from conftest import descendants
 from small import fitted, is_same, trainer
 from test_data import Bad, BadStream
@@ -265,55 +264,3 @@ def test_a_loader_whose_workers_were_lost_starts_others(tmp_path):
     with pytest.raises(Failure):
         list(loader.epoch())
     assert len(list(loader.epoch())) == 3
-
-
-# Through the command
-
-PARTS = """
-import torch
-from torch.utils.data import Dataset
-
-import dpframe
-
-
-class Images(Dataset):
-    def __len__(self):
-        return 16
-
-    def __getitem__(self, row):
-        return torch.full((1, 8, 8), row / 16), torch.ones(1)
-
-
-class ImagesData(dpframe.DataModule):
-    def __init__(self, batch_size: int = 8, workers: int = 0):
-        super().__init__(batch_size, workers)
-
-    def train_dataset(self):
-        return Images()
-
-
-class Net(dpframe.Task):
-    def __init__(self):
-        layers = [torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(72, 1)]
-        super().__init__(torch.nn.Sequential(*layers), lambda weights: torch.optim.SGD(weights))
-
-    def training_step(self, batch):
-        return {"loss": (self.net(batch[0]) - batch[1]).square().mean()}
-"""
-RECIPE = """
-# @package _global_
-task: {_target_: mine.Net}
-data: {_target_: mine.ImagesData, workers: 0}
-trainer: {max_epochs: 1, accelerator: cpu, gpus: 2, channels_last: true}
-"""
-
-
-def test_two_ranks_read_by_the_choice_of_the_first_and_train_turned(tmp_path):
-    """Through classes that say `workers: int`."""
-    write(tmp_path, {"mine.py": PARTS, "conf/recipe/mine.yaml": RECIPE})
-    words = ("--config-dir=conf", "recipe=mine", "strategy=ddp", "data.workers=auto")
-    done = dpframe(*words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"^data +16 rows by __getitem__, .+: a batch takes .+ ms", done.stdout, re.M)
-    assert re.search(r"^layout +channels_last$", done.stdout, re.M)
-    assert "stride" not in done.stderr  # torch's warning of gradients that lie otherwise
