@@ -46,7 +46,7 @@ BEFORE_TORCH = {
     "data.batch_sise=3": "did you mean data.batch_size?",
     "task.optimizer.l=1": "did you mean task.optimizer.lr?",
     "task.scheduler._target_=x": "+task.scheduler._target_=… adds it",
-    "task.net._args_.9.bias=1": "task.net._args_.9.bias=1: list index out of range",
+    "task.net._args_.9.bias=1": "task.net._args_ is a list; set all of it, as task.net._args_",
     "callbacks.chekpoint.keep=1": "did you mean callbacks.checkpoint?",
     "strategy.timeout_seconds=3": "there is no key strategy.timeout_seconds",
     "~task": "task has no _target_",

@@ -53,20 +53,15 @@ def parser() -> argparse.ArgumentParser:
 def main(given: Sequence[str] | None = None) -> NoReturn:
     """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
     output.open_all()
-    interruption = Interruption(is_quiet=not _speaks())
+    interruption = Interruption(is_quiet=not _is_main())
     interruption.open()  # before the imports, which take the longest of a start-up
     gc.disable()  # imports make a million objects and no garbage
     try:
         _refuse_no_directory()
         code = _command(sys.argv[1:] if given is None else given)
         sys.stdout.flush()  # a closed pipe is noticed here, not at exit
-    except UserError as error:
+    except (UserError, Interrupted) as error:
         code = _say(error)
-    except Interrupted as error:
-        code = _say_interrupted(error)
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        code = 130
     except BrokenPipeError:  # `dpframe … | head`: the pipe is closed
         code = 141  # as SIGPIPE's
     except Exception as error:
@@ -124,10 +119,12 @@ def _run(arguments: argparse.Namespace) -> None:
     run(job)
 
 
-def _say(error: UserError) -> int:
+def _say(error: UserError | Interrupted) -> int:
     """Prints one line once: all ranks of torchrun find the same mistake in the config."""
-    is_other = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("RANK") != "0"
-    if is_other and "dpframe.cli.run" not in sys.modules:
+    if isinstance(error, Interrupted) and not _is_main():
+        return error.exit_code
+    is_of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if is_of_torchrun and not _is_main() and "dpframe.cli.run" not in sys.modules:
         # Torchrun ends all ranks when the first one exits: that has to be the one that prints.
         time.sleep(RANK_0_SECONDS)
     line = " ".join(str(error).splitlines())
@@ -135,14 +132,8 @@ def _say(error: UserError) -> int:
     return error.exit_code
 
 
-def _say_interrupted(error: Interrupted) -> int:
-    if _speaks():
-        print(f"dpframe: {printable(str(error))}", file=sys.stderr)
-    return error.exit_code
-
-
-def _speaks() -> bool:
-    """Only one of torchrun's ranks prints."""
+def _is_main() -> bool:
+    """Of torchrun's ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -75,35 +75,41 @@ def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
 
 def nearest(config: Any, key: str, options: Callable[[str], list[str]] | None = None) -> str:
     """'did you mean trainer.gpus?' for `trainer.gpu`; for a known part, what is in it."""
-    node, known, part = OmegaConf.to_container(config), "", ""
-    for part in key.split("."):
-        if not isinstance(node, dict) or part not in node or known + part == key:
-            break
-        node, known = node[part], f"{known}{part}."
+    known, node = _known(config, key)
+    here = ".".join(known)
     if isinstance(node, list):
-        return f"{known[:-1]} is a list; set all of it, as {known[:-1]}=[…]"
+        return f"{here} is a list; set all of it, as {here}=[…]"
     if known and not isinstance(node, dict) and node is not None:
-        return f"{known[:-1]} is one value, with nothing in it"
-    names = map(str, node) if isinstance(node, dict) else ()
-    near = suggestion(part, (name for name in names if name != "hydra"))
-    head, _, rest = key.partition(".")
+        return f"{here} is one value, with nothing in it"
+    parts = key.split(".")
+    names = [str(name) for name in node or () if name != "hydra"]
+    near = suggestion(parts[len(known)] if len(known) < len(parts) else parts[-1], names)
+    head, name = parts[0], ".".join(parts[1:2])
     if not near.startswith("did") and head in OPEN:
-        name = rest.partition(".")[0]
         if head in PARTS and not OmegaConf.select(config, f"{head}.{name}"):
             has_option = options is not None and name in options(head)
             return f"{head}={name} has it" if has_option else f"+{head}.{name}._target_=… adds it"
         return f"+{key}=… adds it" + ("" if head == "vars" else ", if its class takes it")
-    return near.replace("mean ", f"mean {known}")
+    return near.replace("mean ", f"mean {here}." if here else "mean ")
 
 
 def has(config: DictConfig, key: str) -> bool:
     """Whether there is such a key, even if it is null or ???."""
-    node = OmegaConf.to_container(config)
+    return len(_known(config, key)[0]) == len(key.split("."))
+
+
+def _known(config: Any, key: str) -> tuple[list[str], Any]:
+    """How much of the key there is, and what is there."""
+    node, known = OmegaConf.to_container(config), []
     for part in key.split("."):
-        if not isinstance(node, dict) or part not in node:
-            return False
-        node = node[part]
-    return True
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        else:
+            break
+        known.append(part)
+    return known, node
 
 
 def first_line(error: BaseException) -> str:
@@ -146,23 +152,17 @@ def _not_composed(
     if match := re.search(r"already at '([^']+)'|Multiple values for ([^.]+)\.", text):
         key = match[1] or match[2]
         return UserError(f"{key} has a value already; write {key}=… without the +")
-    named = re.search(r"Could not (?:override|append|delete)[^']*'([^'\n=]+)", text)
-    key = getattr(error.__cause__, "full_key", None) or (named[1] if named else "")
-    causes = [override for override in overrides if _is_under(key, override)]
-    given = max(causes, key=lambda override: key_of(override).count("."), default="")
-    if not given:
-        return _nothing_better(error)
-    config = compose([o for o in overrides if "." not in key_of(o) and o != given])
-    if "[" in key or "@" in key or has(config, key):
-        return UserError(f"{given}: {first_line(error.__cause__ or error)}")
-    return UserError(f"{given}: there is no key {key}; {nearest(config, key, options)}")
-
-
-def _is_under(key: str, override: str) -> bool:
-    """Whether the override can be why Hydra speaks of this key."""
-    given = key_of(override)
-    dotted = re.sub(r"\[(\w+)\]", r".\1", key)
-    return bool(key) and (f"{dotted}.".startswith(f"{given}.") or given.startswith(f"{dotted}."))
+    try:
+        base = compose([o for o in overrides if "." not in key_of(o)])
+    except Exception:  # another of the overrides is wrong, too
+        return _nothing_better(error.__cause__ or error)
+    new = [f"{key_of(override)}." for override in overrides if override.startswith("+")]
+    for override in overrides:
+        key = key_of(override)
+        is_new = any(f"{key}.".startswith(name) for name in new)
+        if not (is_new or re.search(r"[@/\[]", key) or has(base, key)):
+            return UserError(f"{override}: there is no key {key}; {nearest(base, key, options)}")
+    return _nothing_better(error.__cause__ or error)
 
 
 def _no_option(overrides: Sequence[str], options: Callable) -> UserError | None:

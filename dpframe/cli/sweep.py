@@ -214,17 +214,14 @@ def direction(sweeper: DictConfig, objective: Objective, overrides: Sequence[str
         if node is None or better is None:
             continue
         key = f"hydra.sweeper.{name}"
-        directions = [getattr(x, "name", x) for x in (node if OmegaConf.is_list(node) else [node])]
-        if len(directions) != 1:
-            raise UserError(
-                f"{key}={directions}: a run has one objective, {objective.metric}; name one"
-            )
-        if directions[0] == better:
+        given = node[0] if OmegaConf.is_list(node) and len(node) == 1 else node
+        given = getattr(given, "name", given)  # an Enum's
+        if given == better:
             return []
-        if key in map(key_of, overrides) or directions[0] != values["min"]:
+        if key in map(key_of, overrides) or given != values["min"]:
             where = f"{objective.key}.mode" if objective.key else "its mode"
             raise UserError(
-                f"{key}={shown(directions[0])}, but the objective is {objective.metric}, where "
+                f"{key}={shown(given)}, but the objective is {objective.metric}, where "
                 f"{where} is {objective.mode}; leave one out, or change the other"
             )
         return [f"{key}={shown(better)}"]
