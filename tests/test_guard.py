@@ -5,8 +5,8 @@ import math
 
 import pytest
 import torch
-from forked import fresh
-from small import Hooks, Rows, Small, fitted, is_same, trainer
+from forked import on
+from small import Hooks, Rows, Small, fitted, is_same
 from torch.utils.data import TensorDataset
 
 from dpframe import checkpoint
@@ -58,11 +58,9 @@ def test_accumulation_names_the_micro_batch(tmp_path):
 
 def test_data_parallel_names_the_replica():
     step, rows = met_in(0, shuffle=False)
-    strategy = DataParallel(4, "cpu")
-    strategy.setup()
     replica = BAD_ROW % 4
     with pytest.raises(Failure, match=f"the loss is nan on replica {replica}, rows {BAD_ROW};"):
-        fitted(data=Bad(shuffle=False), strategy=strategy)
+        fitted(data=Bad(shuffle=False), strategy=DataParallel(4, "cpu"))
 
 
 def test_the_last_good_checkpoint_stays(tmp_path):
@@ -155,39 +153,30 @@ def test_a_step_that_is_left_out_can_be_logged():
     assert one.progress.skipped_steps == 2 and math.isfinite(one.metrics["train/rmse"])
 
 
-def fit_in_ranks(folder: str, on_nonfinite: str, strategy: DDP) -> tuple[int, int]:
-    strategy.setup()
-    try:
-        keeper = Checkpoint(every_n_steps=1)
-        one = trainer(
-            data=Bad(shuffle=False),
-            strategy=strategy,
-            callbacks=[keeper],
-            directory=folder,
-            on_nonfinite=on_nonfinite,
-        )
-        one.fit()
-        return one.global_step, one.progress.skipped_steps
-    finally:
-        strategy.close()
+def fit_in_ranks(strategy: DDP, folder: str, on_nonfinite: str) -> tuple[int, int]:
+    one = fitted(
+        data=Bad(shuffle=False),
+        strategy=strategy,
+        callbacks=[Checkpoint(every_n_steps=1)],
+        directory=folder,
+        on_nonfinite=on_nonfinite,
+    )
+    return one.global_step, one.progress.skipped_steps
 
 
 def test_a_rank_names_itself_and_no_rank_updates_its_weights(tmp_path):
     step, _ = met_in(0, shuffle=False)
     rank = (BAD_ROW % 4) // 2
     rows = f"{BAD_ROW - 1} {BAD_ROW}"
-    strategy = DDP(2, "cpu")
-    with pytest.raises(
-        Failure, match=f"^step {step}: the loss is nan on rank {rank}, rows {rows};"
-    ):
-        fresh(strategy.launch, fit_in_ranks, str(tmp_path), "stop", strategy)
+    said = f"^step {step}: the loss is nan on rank {rank}, rows {rows};"
+    with pytest.raises(Failure, match=said):
+        on(DDP(2, "cpu"), fit_in_ranks, str(tmp_path), "stop")
     state = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")
     assert state["progress"]["global_step"] == step - 1
 
 
 def test_ranks_skip_the_same_steps(tmp_path):
-    strategy = DDP(2, "cpu")
-    assert fresh(strategy.launch, fit_in_ranks, str(tmp_path), "skip", strategy) == (10, 2)
+    assert on(DDP(2, "cpu"), fit_in_ranks, str(tmp_path), "skip") == (10, 2)
     alone = fitted(data=Bad(shuffle=False), on_nonfinite="skip").task.state_dict()
     together = checkpoint.load(tmp_path / "checkpoints" / "last.ckpt")["task"]
     for name, weight in alone.items():

@@ -3,15 +3,13 @@
 import os
 import random
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import small
 import torch
+from forked import fresh
 from small import Grabbed, Hooks, Rows, Small, fitted, gradients, is_same, trainer
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -165,23 +163,18 @@ def test_deterministic_refuses_kernels_that_are_not():
 # torch.compile
 
 
-COMPILES = """
-import torch
-from small import fitted
-plain, compiled = (fitted(compile=on, max_steps=3) for on in (False, True))
-import torch._dynamo
-assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-assert not torch._dynamo.utils.counters["graph_break"]
-mine, other = (one.state_dict()["task"] for one in (compiled, plain))
-assert list(mine) == list(other) == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
-assert all(torch.allclose(mine[name], other[name], rtol=1e-5) for name in mine)
-"""
+def compiled_and_plain() -> tuple[list[dict[str, Tensor]], int, int]:
+    runs = [fitted(compile=on, max_steps=3) for on in (True, False)]
+    counters = torch._dynamo.utils.counters
+    breaks = sum(counters["graph_break"].values())
+    return [run.state_dict()["task"] for run in runs], counters["stats"]["unique_graphs"], breaks
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_task_is_one_graph_and_trains_alike_under_the_same_names():
     # In a process of its own: the compiler's stay on.
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-c", COMPILES], check=True, cwd=Path(__file__).parent, env=environment
-    )
+    (mine, plain), graphs, breaks = fresh(compiled_and_plain, environment=environment)
+    assert (graphs, breaks) == (1, 0)
+    assert list(mine) == ["net.0.weight", "net.0.bias", "net.3.weight", "net.3.bias"]
+    torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-8)

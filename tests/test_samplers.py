@@ -7,6 +7,7 @@ from typing import Any
 import hand_written
 import pytest
 import torch
+from forked import on
 from recorded import Recorder, logs_apart, once, weights, weights_apart
 from test_data import ALL, EPOCHS, ROWS, SAMPLERS, SEED, Drawn, order_by_hand
 from torch import Tensor, nn
@@ -140,23 +141,11 @@ def all_of_them(strategy: Strategy) -> dict[tuple[str, int], dict[str, Any]]:
     return {run: trained(strategy, *run) for run in RUNS}
 
 
-def in_a_rank() -> dict[tuple[str, int], dict[str, Any]]:
-    strategy = DDP()
-    strategy.setup()
-    try:
-        return all_of_them(strategy)
-    finally:
-        strategy.close()
-
-
 @once
 def results(where: str) -> dict[tuple[str, int], dict[str, Any]]:
     name, replicas = where.split("-")
-    if name == "ddp":
-        return DDP(int(replicas), "cpu").launch(in_a_rank)
-    strategy = DataParallel(int(replicas), "cpu") if name == "data_parallel" else CPU()
-    strategy.setup()
-    return all_of_them(strategy)
+    kind = {"cpu": CPU, "data_parallel": DataParallel, "ddp": DDP}[name]
+    return on(kind(int(replicas), "cpu"), all_of_them)
 
 
 WHERE = ["cpu-1", "data_parallel-2", "ddp-3"]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import fresh
+from forked import on
 from recorded import Recorder, once, weights, weights_apart
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -318,46 +318,41 @@ def trained(strategy: Strategy, name: str, accumulate: int) -> dict[str, Any]:
     return {"weights": weights(task)}
 
 
-def in_a_rank() -> dict[Any, Any]:
+def in_a_rank(strategy: DDP) -> dict[Any, Any]:
     """All that the tests above ask of two ranks, in one group of them."""
-    strategy = DDP(timeout_seconds=77)
-    strategy.setup()
-    try:
-        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-        found: dict[Any, Any] = {"timeout": backend.options._timeout.total_seconds()}
-        facts = {name: getattr(strategy, name) for name in ("rank", "world_size", "replicas")}
-        found["facts"] = strategy.gather(facts | {"devices": strategy.devices})
-        found["options"] = {
-            (option, value): seen_by_torch(strategy, {option: value})
-            for option in (
-                "find_unused_parameters",
-                "broadcast_buffers",
-                "static_graph",
-                "gradient_as_bucket_view",
-            )
-            for value in (True, False)
-        }
-        for name, (_, options) in TRAINED.items():
-            for accumulate in (1, 2):
-                strategy.options = DDP(**options).options
-                found[name, accumulate] = trained(strategy, name, accumulate)
-        for value in (True, False):
-            strategy.options = DDP(broadcast_buffers=value, find_unused_parameters=True).options
-            task = Buffered()
-            fitted(strategy, task, settings={"max_steps": 2})
-            found["buffers", value] = strategy.gather(task.trained_count)
-            found["final buffers", value] = strategy.gather(float(task.count))
-        strategy.options = DDP().options
-        for accumulate in (1, 4):
-            counts = Counts()
-            fitted(strategy, Plain(), settings={"accumulate": accumulate}, callbacks=[counts])
-            found["all_reduces", accumulate] = strategy.gather(counts.count)
-        logger = Opened()
-        fitted(strategy, Plain(), loggers=[logger], settings={"log_every": 2})
-        opened, logged = strategy.gather(logger.is_open), strategy.gather(len(logger.log_))
-        return found | {"logs": (opened, logged)}
-    finally:
-        strategy.close()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    found: dict[Any, Any] = {"timeout": backend.options._timeout.total_seconds()}
+    facts = {name: getattr(strategy, name) for name in ("rank", "world_size", "replicas")}
+    found["facts"] = strategy.gather(facts | {"devices": strategy.devices})
+    found["options"] = {
+        (option, value): seen_by_torch(strategy, {option: value})
+        for option in (
+            "find_unused_parameters",
+            "broadcast_buffers",
+            "static_graph",
+            "gradient_as_bucket_view",
+        )
+        for value in (True, False)
+    }
+    for name, (_, options) in TRAINED.items():
+        for accumulate in (1, 2):
+            strategy.options = DDP(**options).options
+            found[name, accumulate] = trained(strategy, name, accumulate)
+    for value in (True, False):
+        strategy.options = DDP(broadcast_buffers=value, find_unused_parameters=True).options
+        task = Buffered()
+        fitted(strategy, task, settings={"max_steps": 2})
+        found["buffers", value] = strategy.gather(task.trained_count)
+        found["final buffers", value] = strategy.gather(float(task.count))
+    strategy.options = DDP().options
+    for accumulate in (1, 4):
+        counts = Counts()
+        fitted(strategy, Plain(), settings={"accumulate": accumulate}, callbacks=[counts])
+        found["all_reduces", accumulate] = strategy.gather(counts.count)
+    logger = Opened()
+    fitted(strategy, Plain(), loggers=[logger], settings={"log_every": 2})
+    opened, logged = strategy.gather(logger.is_open), strategy.gather(len(logger.log_))
+    return found | {"logs": (opened, logged)}
 
 
 def seen_by_torch(strategy: DDP, options: dict[str, bool]) -> dict[str, bool]:
@@ -369,7 +364,7 @@ def seen_by_torch(strategy: DDP, options: dict[str, bool]) -> dict[str, bool]:
 
 @once
 def results() -> dict[Any, Any]:
-    return fresh(DDP(2, "cpu").launch, in_a_rank)
+    return on(DDP(2, "cpu", timeout_seconds=77), in_a_rank)
 
 
 @pytest.mark.parametrize("kind", [Strategy, CPU, SingleGPU, DataParallel])
