@@ -429,6 +429,8 @@ class Trainer:
             self._reopen(self._resumed)
         else:
             self.report.open(self.strategy)
+            # From here on every process draws its own random numbers, e.g. in on_fit_start.
+            seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
             log.info("trainer.compile.mode=%s: the first step may take minutes to compile", mode)
