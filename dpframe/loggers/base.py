@@ -1,7 +1,6 @@
 """The simplest logger: it writes nothing. Override what differs."""
 
 Scalar = float | int | str | bool
-ROWS_IN_MEMORY = 256
 
 
 class Logger:

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpframe import files
 from dpframe.errors import UserError
-from dpframe.loggers.base import ROWS_IN_MEMORY, Logger, Scalar
+from dpframe.loggers.base import Logger, Scalar
 
 NAME = r"[\w +=@,-][\w.+=@, -]*"  # nothing that leads to another folder
 
@@ -49,8 +49,6 @@ class CSV(Logger):
             self._rows.append({**scalars, "step": step})
         self._logged.update(scalars)
         self._last_step = step
-        if len(self._rows) >= ROWS_IN_MEMORY:
-            self.flush()
 
     def flush(self) -> None:
         if not self._rows:

@@ -32,7 +32,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
     SessionStartInfo,
 )
 
-from dpframe.loggers.base import ROWS_IN_MEMORY, Logger, Scalar
+from dpframe.loggers.base import Logger, Scalar
 
 PATTERN = "events.out.tfevents.[0-9]*"
 
@@ -41,8 +41,7 @@ class TensorBoard(Logger):
     needs_directory = True
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, int, dict[str, float]]] = []
-        self._records = bytearray()  # encoded, and not yet written
+        self._records = bytearray()  # not yet written
         self._logged: set[str] = set()
         self._charted: set[str] = set()
         self._last_step = 0
@@ -70,20 +69,13 @@ class TensorBoard(Logger):
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         self._last_step = step
         self._logged.update(scalars)
-        self._rows.append((time.time(), step, dict(scalars)))
-        if len(self._rows) >= ROWS_IN_MEMORY:
-            self.flush()
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._add(summary=Summary(value=values))
 
     def dashboard(self, run_dir: str) -> str:
         return f"tensorboard --logdir {shlex.quote(run_dir)}"
 
     def flush(self) -> None:
-        for when, step, scalars in self._rows:  # many at once take half as long as one by one
-            event = Event(wall_time=when, step=step)
-            for tag, value in scalars.items():
-                event.summary.value.add(tag=tag, simple_value=value)
-            self._append(event)
-        self._rows.clear()
         charted = {
             tag.partition("/")[2] for tag in self._logged if tag.startswith(("train/", "val/"))
         }
@@ -101,9 +93,7 @@ class TensorBoard(Logger):
         self._write()
 
     def _add(self, **what: Any) -> None:
-        self._append(Event(wall_time=time.time(), step=self._last_step, **what))
-
-    def _append(self, event: Event) -> None:
+        event = Event(wall_time=time.time(), step=self._last_step, **what)
         record = event.SerializeToString()
         length = struct.pack("<Q", len(record))
         self._records += length + checksum(length) + record + checksum(record)
