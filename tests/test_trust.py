@@ -278,19 +278,13 @@ HYDRAS = {  # words of a command, and what its line says
     "+hydra={callbacks:{x:{_target_:os.system}}}": "hydra.callbacks",
     "hydra.job_logging.root={level:INFO}": "hydra.job_logging",
     "+hydra={job:{env_set:{LD_PRELOAD:canary.so}}}": "hydra.job.env_set",
-}
-GIVEN = ["+vars.x=os.system", "+vars.node={_target_:os.system,command:touch canary}"]
-
-
-MISTAKES = {
     "hydra.sweeper=null": "hydra.sweeper has no _target_",
     "hydra.launcher=null": "hydra.launcher has no _target_",
     "hydra.sweeper._target_=hydra_plugins.x.Y": "is no plugin of Hydra's",
-    "hydra.sweeper._target_=hydra._internal.core_plugins.x.Y": "is no plugin of Hydra's",
     "hydra.sweeper._target_=hydra._internal.core_plugins.basic_launcher.BasicLauncher": "no plugin",
     "+hydra.sweeper._recursive_=3": "hydra.sweeper._recursive_: dpframe has no use for this",
 }
-
+GIVEN = ["+vars.x=os.system", "+vars.node={_target_:os.system,command:touch canary}"]
 
 PATH = "!!python/object/apply:pathlib.PosixPath"
 # What only the command line may say, in an experiment file.
@@ -329,10 +323,6 @@ OBJECTS = {  # what YAML makes beside texts and numbers
     "task: {1: 2}": "task.1: its key is no text; put it in quotes",
     "data: {true: 2}": "data.True: its key is no text; put it in quotes",
     f"seed: 0x{'f' * 5000}": "seed has more than 1024 bits; use a smaller number",
-}
-NO_LISTS = {
-    "os": "trusted_modules=os is text; use a list of names, e.g. [torchvision]",
-    "null": "trusted_modules=null is nothing; use a list of names",
 }
 OPTIONS = {
     "launcher/setup": "setup: [touch canary]",
@@ -396,7 +386,6 @@ COMMANDS = {  # lines of a test, each with what it is told
     "keys": [
         *HYDRAS_LINES,
         *((["-m", *line], says) for line, says in HYDRAS_LINES if "hydra" in says),
-        *((["-m", *START, word], says) for word, says in MISTAKES.items()),
         *(
             ([mode, *nested("os.system")], "task.net._target_=os.system is")
             for mode in ("-m", "mode=test", "mode=verify", "trainer.gpus=2")
@@ -417,7 +406,8 @@ COMMANDS = {  # lines of a test, each with what it is told
             ([*START, f"experiment=x{number}", "-c", "job"], says)
             for number, says in enumerate([*SAYS.values(), *OBJECTS.values()])
         ),
-        *(([*START, f"trusted_modules={value}"], says) for value, says in NO_LISTS.items()),
+        ([*START, "trusted_modules=os"], "trusted_modules=os is text; use a list of names, e.g. ["),
+        ([*START, "trusted_modules=null"], "trusted_modules=null is nothing; use a list of names"),
     ],
     "notes": [
         ([*BEGUN, "resume=theirs/checkpoints/last.ckpt"], "net._target_=os.system is not one of"),
@@ -604,12 +594,12 @@ def test_what_was_vouched_for_may_be_called(answers):
 
 
 GIVES = {
-    "os.system": "net: posix.system is",
+    "os.system": "is posix.system, which is not one of the names",
     "os": "is os, which is not one of the names",
     "pathlib.Path": "is pathlib.Path, which is not one",
     "torch.load": "torch.serialization.load",
-    "torch.nn.utils.stateless.functional_call": "not one of the names that a config may call",
-    "torch.nn.ParameterDict": "not one of the names that a config may call",
+    "torch.nn.utils.stateless.functional_call": "functional_call, which is not one",
+    "torch.nn.ParameterDict": "ParameterDict, which is not one",
     "torch.nn.Linear": "",
     "torch.nn.functional.gelu": "",
     "torch.tanh": "",
@@ -620,15 +610,17 @@ GIVES = {
 
 def test_a_node_gives_no_other_one_a_function_that_a_config_may_not_call(answers):
     """A function of one's own may look one up by its name, and a stranger may call it."""
-    for path, line in zip(GIVES, answers["gives"], strict=True):
+    *gives, average = answers["gives"]
+    for path, line in zip(GIVES, gives, strict=True):
         if GIVES[path]:
             assert line.startswith("x._target_=mine.tasks.named(…) is ") and "; if you know" in line
-            assert path.split(".")[-1] in line
+            assert GIVES[path] in line
         else:
             assert line == "fine", path
-    assert answers["averages"] == ["fine"]
+    assert average == "fine"  # a function within a known one
 
 
+MEAN = {"_target_": "torch.optim.swa_utils.get_ema_multi_avg_fn"}
 VOUCHED = ("mine.tasks.Backbone", "torchlike.Backbone", "torch.tensor", "torchlike.Fine")
 PARTIALS = [victim(net={"_target_": name, "_partial_": True}) for name in VOUCHED]
 ASKED = {  # overrides, parts to check, and nodes to build
@@ -639,8 +631,7 @@ ASKED = {  # overrides, parts to check, and nodes to build
     "fine": ([], [victim(**part) for part in FINE], []),
     "a package": (["trusted_modules=[torchlike]"], PARTIALS[:2], []),
     "names": (["trusted_modules=[torchlike.Backbone,torch.tensor]"], PARTIALS, []),
-    "gives": ([], [], [{"_target_": "mine.tasks.named", "path": path} for path in GIVES]),
-    "averages": ([], [], [{"_target_": "torch.optim.swa_utils.get_ema_multi_avg_fn"}]),
+    "gives": ([], [], [*({"_target_": "mine.tasks.named", "path": path} for path in GIVES), MEAN]),
 }
 
 
@@ -695,7 +686,6 @@ def test_nothing_in_the_current_directory_stands_for_a_package(tmp_path):
     ddp = ("strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu", "callbacks=none")
     script = Path(sys.executable).with_name("dpframe")
     commands = [
-        [sys.executable, "-m", "dpframe", "--help"],
         [sys.executable, "-P", "-m", "dpframe", "--help"],
         [sys.executable, "-m", "dpframe", *run],
         [sys.executable, "-m", "dpframe", *START, *ddp, "trainer.max_steps=1", "mode=validate"],
