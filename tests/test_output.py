@@ -3,57 +3,26 @@ missing reader, terminal, disk nor unicode ends a run or shows a traceback."""
 
 import logging
 import re
-import signal
 import subprocess
 import sys
-import time
-from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
 import yaml
-from command import attempts, dpframe, environment, write
+from command import attempts, environment, write
+from forked import run
 from small import trainer
 
 from dpframe.callbacks.progress import Progress
 from dpframe.cli.output import logging_to
 
-TALKATIVE = """
+OWN = """
 import logging
 import dpframe
+from dpframe.errors import Failure
 
 class Talkative(dpframe.Callback):
     def on_fit_start(self, trainer):
         logging.getLogger("mine").info("hello from rank %s", trainer.strategy.rank)
-"""
-RECIPE = """
-# @package _global_
-defaults:
-  - boston
-  - _self_
-callbacks:
-  talkative: {_target_: talkative.Talkative}
-"""
-
-
-def test_run_log_has_the_lines_of_every_rank_and_the_screen_the_main_ones(tmp_path: Path) -> None:
-    (tmp_path / "talkative.py").write_text(TALKATIVE)
-    (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe" / "mine.yaml").write_text(RECIPE)
-    words = ["--config-dir=.", "recipe=mine", "strategy=ddp", "trainer.gpus=2"]
-    done = dpframe(*words, "trainer.max_epochs=2", "hydra.run.dir=run", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "run" / "run.log").read_text().splitlines()
-    assert sum("[rank 0] INFO mine: hello from rank 0" in line for line in lines) == 1
-    assert sum("[rank 1] INFO mine: hello from rank 1" in line for line in lines) == 1
-    assert sum("epoch 2/2" in line for line in lines) == 1
-    assert "hello from rank 0" in done.stdout
-    assert "hello from rank 1" not in done.stdout + done.stderr
-
-
-ENDS = """
-import dpframe
-from dpframe.errors import Failure
 
 class Ends(dpframe.Callback):
     def __init__(self, how):
@@ -66,10 +35,24 @@ class Ends(dpframe.Callback):
 """
 
 
+def test_run_log_has_the_lines_of_every_rank_and_the_screen_the_main_ones(tmp_path: Path) -> None:
+    write(tmp_path, {"own.py": OWN})
+    words = ["recipe=boston", "+callbacks.own._target_=own.Talkative", "strategy=ddp"]
+    words += ["trainer.gpus=2", "trainer.max_epochs=2", "hydra.run.dir=run"]
+    done = run(words, tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "run" / "run.log").read_text().splitlines()
+    assert sum("[rank 0] INFO mine: hello from rank 0" in line for line in lines) == 1
+    assert sum("[rank 1] INFO mine: hello from rank 1" in line for line in lines) == 1
+    assert sum("epoch 2/2" in line for line in lines) == 1
+    assert "hello from rank 0" in done.stdout
+    assert "hello from rank 1" not in done.stdout + done.stderr
+
+
 def test_a_run_that_failed_keeps_its_directory_with_the_reason_in_its_log(tmp_path: Path) -> None:
-    (tmp_path / "ends.py").write_text(ENDS)
+    write(tmp_path, {"own.py": OWN})
     kinds = {"failure": 1, "refusal": 2, "bug": 1}
-    ends = "+callbacks.ends={{_target_: ends.Ends, how: {}}}"
+    ends = "+callbacks.ends={{_target_: own.Ends, how: {}}}"
     lines = [["recipe=boston", f"hydra.run.dir={how}", ends.format(how)] for how in kinds]
     for code, done in zip(kinds.values(), attempts(lines, tmp_path), strict=True):
         assert done.code == code, done.err
@@ -96,8 +79,11 @@ def test_each_line_of_a_message_says_whose_it_is(tmp_path: Path, capsys) -> None
     assert capsys.readouterr().out == "one a\nb\n\n  three\nwarning: \n"
 
 
+COMMAND = f"{sys.executable} -m dpframe"
+
+
 def test_a_run_and_the_streams_it_may_find(tmp_path):
-    run = f"{sys.executable} -m dpframe recipe=boston trainer.max_epochs=3"
+    run = f"{COMMAND} recipe=boston trainer.max_epochs=3"
     lines = [
         f"{run} < /dev/null | head -1",
         f"{run} <&- >&- 2>&-",
@@ -111,21 +97,19 @@ def test_a_run_and_the_streams_it_may_find(tmp_path):
 
 
 def test_help_over_a_pipe_and_without_unicode(tmp_path):
-    command = f"{sys.executable} -m dpframe"
-    piped = shell(f"{command} --help | head -1; echo ${{PIPESTATUS[0]}}", tmp_path)
+    piped = shell(f"{COMMAND} --help | head -1; echo ${{PIPESTATUS[0]}}", tmp_path)
     assert piped.stderr == "" and piped.stdout.splitlines()[-1] in ("0", "141")
     for ascii_only in ("PYTHONIOENCODING=ascii", "LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0"):
-        done = shell(f"{ascii_only} {command} --help", tmp_path)
+        done = shell(f"{ascii_only} {COMMAND} --help", tmp_path)
         assert done.returncode == 0 and "[key=value ?]" in done.stdout
-        refused = shell(f"{ascii_only} {command} recipe=$'\\xff'", tmp_path)
+        refused = shell(f"{ascii_only} {COMMAND} recipe=$'\\xff'", tmp_path)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
 
 
 def test_on_a_full_device_the_exit_code_alone_tells_what_happened(tmp_path):
-    command = f"{sys.executable} -m dpframe"
-    refused = shell(f"{command} recipe=boton > /dev/full 2>&1", tmp_path)
+    refused = shell(f"{COMMAND} recipe=boton > /dev/full 2>&1", tmp_path)
     assert refused.returncode == 2, "the line has no place to go"
-    asked = shell(f"{command} --help > /dev/full", tmp_path)
+    asked = shell(f"{COMMAND} --help > /dev/full", tmp_path)
     said = "dpframe: the output can't be written: No space left on device\n"
     assert (asked.returncode, asked.stderr) == (1, said)
 
@@ -135,43 +119,6 @@ def shell(line, directory):
     return subprocess.run(words, capture_output=True, text=True, cwd=directory, env=environment())
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc to see torch being imported")
-def test_ctrl_c_while_torch_is_imported_is_130_without_a_traceback(tmp_path):
-    with training(tmp_path) as process:
-        maps = Path(f"/proc/{process.pid}/maps")
-        while "libtorch" not in maps.read_text():
-            time.sleep(0.01)
-        assert_interrupted(process, "dpframe: interrupted by SIGINT\n")
-
-
-def test_ctrl_c_while_training_is_130_without_a_traceback(tmp_path):
-    with training(tmp_path) as process:
-        assert any(line.startswith("epoch 3/") for line in process.stdout)
-        assert_interrupted(
-            process,
-            r"dpframe: interrupted by SIGINT after step \d+; "
-            r"go on with resume=outputs/boston/\S+\n",
-        )
-
-
-@contextmanager
-def training(directory):
-    words = [sys.executable, "-m", "dpframe", "recipe=boston", "trainer.max_epochs=1000000"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(words, cwd=directory, env=environment(), **pipes) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def assert_interrupted(process, said):
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert re.fullmatch(said, err), err
-
-
 # Clears the screen, hides the cursor's way, sets the title, turns the writing direction.
 STEERING = "\x1b[2J \x9b2K \x1b]0;mine\x07 \r \u202e \u2066 \x08"
 STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
@@ -179,32 +126,28 @@ STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e
 
 def test_no_file_steers_the_terminal(tmp_path):
     """By its comments, its name, its keys or its values, in help, in errors or in a config."""
-    name = STEERING.replace("/", "")
-    text = yaml.safe_dump(STEERING)
-    recipe = "# @package _global_\n"
-    for n, more in enumerate(
-        (
-            f"recipe: {text}",
-            f"defaults: [boston, _self_]\nrecipe: {text}",
-            f"defaults: [boston, _self_]\ntrainer: {{max_epochs: {text}}}",
-            f"defaults: [boston, _self_]\n{text.strip()}: 1\n",
-            f"defaults: [boston, _self_]\ntask: {{_target_: {text}}}",
-            f"defaults: [boston, _self_]\nlogger: {{csv: {{file: {text}}}}}",
-            f"defaults: [boston, _self_]\nvars: {{x: {text}}}\ntask: {{net: 3}}",
-            f"defaults: [boston, {text}]",
-            f"{STEERING}: [",
-        )
-    ):
-        write(tmp_path / "mine", {f"recipe/r{n}.yaml": recipe + more.replace("\n}", "}")})
-    write(tmp_path / "mine", {f"recipe/{name}.yaml": f"# {STEERING}\n", f"{name}/a.yaml": "x: 1"})
-    start = ["--config-dir=mine"]
-    lines = [[*start, f"recipe=r{n}", "trainer.max_epochs=1"] for n in range(9)]
+    text = yaml.safe_dump(STEERING).strip()
+    recipes = [
+        f"recipe: {text}",
+        f"defaults: [boston, _self_]\nrecipe: {text}",
+        f"defaults: [boston, _self_]\ntrainer: {{max_epochs: {text}}}",
+        f"defaults: [boston, _self_]\n{text}: 1\n",
+        f"defaults: [boston, _self_]\ntask: {{_target_: {text}}}",
+        f"defaults: [boston, _self_]\nlogger: {{csv: {{file: {text}}}}}",
+        f"defaults: [boston, _self_]\nvars: {{x: {text}}}\ntask: {{net: 3}}",
+        f"defaults: [boston, {text}]",
+        f"{STEERING}: [",
+    ]
+    files = {f"recipe/r{n}.yaml": f"# @package _global_\n{x}" for n, x in enumerate(recipes)}
+    files |= {f"recipe/{STEERING}.yaml": f"# {STEERING}\n", f"{STEERING}/a.yaml": "x: 1"}
+    write(tmp_path / "mine", files)
+    lines = [[f"recipe=r{n}", "trainer.max_epochs=1"] for n in range(len(recipes))]
     lines += [["-m", *line] for line in lines[:3]]
-    lines += [[*start, "--help"], [*start, "recipe=none"], [*start, "recipe=r6", "-c", "job"]]
-    lines += [[*start, "recipe=r6", "-c", "job", "-p", "vars.x"], [*start, "recipe=boston", "-i"]]
-    for line, attempt in zip(lines, attempts(lines, tmp_path), strict=True):
-        found = STEERS.search(attempt.out + attempt.err)
-        assert not found, (line, found, attempt)
+    lines += [["--help"], ["recipe=none"], ["recipe=r6", "-c", "job"], ["recipe=boston", "-i"]]
+    lines += [["recipe=r6", "-c", "job", "-p", "vars.x"]]
+    done = attempts([["--config-dir=mine", *line] for line in lines], tmp_path)
+    for line, attempt in zip(lines, done, strict=True):
+        assert not STEERS.search(attempt.out + attempt.err), (line, attempt)
         assert attempt.out or attempt.err, line
 
 
