@@ -81,14 +81,9 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         HydraConfig.instance().set_config(config)
         return Path(str(config.hydra.run.dir)).parent
 
-    config = _with_theirs(configs, with_saved(typed, runs), typed)
-    HydraConfig.instance().set_config(config)  # what `${hydra:…}` refers to
-    return config
-
-
-def _with_theirs(configs: Configs, overrides: Sequence[str], typed: Sequence[str]) -> DictConfig:
+    overrides = with_saved(typed, runs)
     try:
-        return configs.compose(overrides)
+        config = configs.compose(overrides)
     except UserError as error:
         if any(str(error).startswith(saved) for saved in overrides if saved not in typed):
             raise UserError(
@@ -96,6 +91,8 @@ def _with_theirs(configs: Configs, overrides: Sequence[str], typed: Sequence[str
                 "if that had a --config-dir, pass it again)"
             ) from None
         raise
+    HydraConfig.instance().set_config(config)  # what `${hydra:…}` refers to
+    return config
 
 
 def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
@@ -130,23 +127,12 @@ def without_hydra(config: DictConfig) -> DictConfig:
 
 def resolved(job: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config, and as it is written down: what is in the environment may be a secret."""
-    is_read = False
-
-    def read(*arguments: Any) -> Any:
-        nonlocal is_read
-        is_read = True
-        return oc.env(*arguments)
-
+    config = _plain(job, resolve=True)
     try:
-        register_resolver("oc.env", read, replace=True)
-        config = public = _plain(job, resolve=True)
-        if is_read:
-            register_resolver("oc.env", _as_written, replace=True)
-            try:
-                public = _plain(job, resolve=True)
-            except OmegaConfBaseException:  # e.g. it is a part of another name
-                public = _plain(job, resolve=False)
-        return config, public
+        register_resolver("oc.env", _as_written, replace=True)
+        return config, _plain(job, resolve=True)
+    except OmegaConfBaseException:  # e.g. it is a part of another name
+        return config, _plain(job, resolve=False)
     finally:
         register_resolver("oc.env", oc.env, replace=True)
 
