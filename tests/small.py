@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
 from dpframe.callbacks import progress as bar
@@ -70,6 +70,34 @@ class Rows(DataModule):
 
     def test_dataset(self) -> Dataset:
         return self.held_out
+
+
+class Listed(Dataset):
+    """Rows that are read one by one."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, row: int) -> Any:
+        return self.rows[row]
+
+
+class Stream(IterableDataset):
+    """Nothing tells before its end how many rows an epoch has."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+class Streamed(Rows):
+    def train_dataset(self) -> Dataset:
+        return Stream(self.train)
 
 
 class Hooks(Callback):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from small import is_same
+from small import Stream, is_same
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -63,14 +63,6 @@ class Together(OneByOne):
         return [self[row] for row in rows]
 
 
-class Stream(IterableDataset):
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Any:
-        return iter(range(self.rows))
-
-
 class Noisy(OneByOne):
     def __getitem__(self, row: int) -> Tensor:
         return torch.rand(())
@@ -79,7 +71,7 @@ class Noisy(OneByOne):
 KINDS = {
     "tensors": lambda rows: TensorDataset(torch.arange(rows)),
     "rows": OneByOne,
-    "stream": Stream,
+    "stream": lambda rows: Stream(range(rows)),
 }
 
 
@@ -179,7 +171,7 @@ def test_a_collate_of_ones_own_is_called_with_rows(kind):
     assert [batch.shares[0].batch for batch in loader.epoch()] == [3, 1]
 
 
-@pytest.mark.parametrize("dataset", [OneByOne(16), Together(16), Stream(16)])
+@pytest.mark.parametrize("dataset", [OneByOne(16), Together(16), Stream(range(16))])
 def test_no_dataloader_is_between_where_there_are_no_workers(monkeypatch, dataset):
     def refuse(loader: DataLoader) -> None:
         raise AssertionError("a DataLoader was asked")
@@ -338,7 +330,7 @@ def test_a_sampler_that_cannot_be_split_is_refused_with_the_reason(sampler, reas
 
 def test_a_sampler_beside_a_stream_is_refused():
     with pytest.raises(UserError, match="has its own order"):
-        loader_of(Stream(5), sampler=[[0]])
+        loader_of(Stream(range(5)), sampler=[[0]])
 
 
 # Errors name their rows

@@ -1,6 +1,6 @@
 """Validation, test and prediction see every row exactly once, for every size and every strategy."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,9 +8,9 @@ import small
 import torch
 from forked import on
 from recorded import once
-from small import Hooks, Small, fitted, is_same
+from small import Hooks, Listed, Small, Stream, fitted, is_same
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import DataModule, Strategy, Task, Trainer, UserError
 from dpframe.strategies.data_parallel import DataParallel
@@ -49,29 +49,10 @@ class Numbers(DataModule):
 
     def val_dataset(self) -> Dataset:
         ids = torch.arange(self.size, dtype=torch.float64)
-        return {"tensors": TensorDataset, "rows": Rows, "stream": Stream}[self.kind](ids)
+        return {"tensors": TensorDataset, "rows": Listed, "stream": Stream}[self.kind](ids)
 
     def test_dataset(self) -> Dataset:
         return self.val_dataset()
-
-
-class Rows(Dataset):
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, row: int) -> Tensor:
-        return self.ids[row]
-
-
-class Stream(IterableDataset):
-    def __init__(self, ids: Tensor) -> None:
-        self.ids = ids
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.ids)
 
 
 def numbers(batch: Any) -> Tensor:

@@ -10,9 +10,8 @@ import pytest
 import small
 import torch
 from forked import fresh
-from small import Grabbed, Hooks, Rows, Small, fitted, gradients, is_same, trainer
+from small import Grabbed, Hooks, Listed, Rows, Small, fitted, gradients, is_same, trainer
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from dpframe import seeding
 
@@ -72,14 +71,8 @@ def test_fp16_skips_an_update_whose_gradient_overflows():
 # Seeds
 
 
-class Noisy(Dataset):
+class Noisy(Listed):
     """Rows with noise from all three generators, drawn in the workers."""
-
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
         x, y = self.rows[index]

@@ -8,8 +8,8 @@ import command
 import pytest
 import small
 import torch
+from small import Stream
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from dpframe import DataModule, TrainerSettings, UserError
 from dpframe.cli.compose import composed
@@ -248,13 +248,9 @@ def test_a_step_with_a_weight_reduces_one_number_more():
 
 
 def test_a_stream_of_unknown_length_is_refused():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([(torch.ones(3), torch.ones(()))] * 8)
-
     class Streamed(DataModule):
         def train_dataset(self):
-            return Stream()
+            return Stream([(torch.ones(3), torch.ones(()))] * 8)
 
     with pytest.raises(UserError, match=r"Streamed\.train_dataset\(\) is a stream, so the steps"):
         measured(data=Streamed(batch_size=4))

@@ -13,10 +13,10 @@ import small
 import torch
 from forked import on
 from recorded import Recorder
-from small import Hooks, Rows, Scripted, Small, fitted, is_same
+from small import Hooks, Listed, Rows, Scripted, Small, Streamed, fitted, is_same
 from test_numbers import NoisyRows
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import Dataset, IterableDataset, RandomSampler
+from torch.utils.data import RandomSampler
 
 from dpframe import Callback, Strategy, Trainer, UserError, checkpoint, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -366,17 +366,6 @@ class DrawsToValidate(Rows):
         return Listed(list(self.train))
 
 
-class Listed(Dataset):
-    def __init__(self, rows: list) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, row: int) -> Any:
-        return self.rows[row]
-
-
 @pytest.mark.parametrize("monitor", ["val/loss", "train/loss"])
 @pytest.mark.parametrize("first", [{"max_epochs": 4}, {"max_steps": 17}], ids=["epochs", "steps"])
 def test_a_run_that_ended_and_is_extended_ends_as_one_long_run(monitor, first):
@@ -404,25 +393,10 @@ def test_a_run_that_ended_and_is_extended_ends_as_one_long_run(monitor, first):
     assert is_same(again.metrics, whole.metrics)
 
 
-class Streamed(IterableDataset):
-    def __init__(self, rows: list) -> None:
-        self.rows = rows
-
-    def __iter__(self):
-        return iter(self.rows)
-
-
-class StreamsToTrain(Rows):
-    """Nothing tells before its end how many rows an epoch has."""
-
-    def train_dataset(self):
-        return Streamed(list(self.train))
-
-
 def test_a_stream_that_ended_at_its_epochs_last_step_counts_that_epoch_when_it_is_extended():
     def run(resume: Any = None, **settings: Any) -> tuple[Trainer, EarlyStopping]:
         stopping = EarlyStopping(patience=50, min_delta=100.0)  # nothing gets better
-        data = StreamsToTrain(16, 4)
+        data = Streamed(16, 4)
         made = fitted(data=data, callbacks=[stopping], resume=resume, max_epochs=4, **settings)
         return made, stopping
 

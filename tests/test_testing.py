@@ -11,8 +11,8 @@ import planted
 import pytest
 import torch
 from command import attempts, dpframe, write
+from small import Stream
 from torch import nn
-from torch.utils.data import IterableDataset
 
 from dpframe import Task, TrainerSettings, UserError
 from dpframe.strategies.data_parallel import DataParallel
@@ -356,14 +356,6 @@ def test_a_recipe_without_a_curve_is_tried_for_its_rows_evaluation_checkpoint_an
 
 
 # Settings and data that are part of the maths
-
-
-class Stream(IterableDataset):
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.rows)
 
 
 class StreamData(Table):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from forked import on
 from recorded import Recorder, once, weights, weights_apart
-from small import Hooks, Rows, Small, fitted, is_same
+from small import Hooks, Rows, Small, Streamed, fitted, is_same
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, Strategy, Task, UserError
 from dpframe.data import permutation
@@ -463,16 +463,6 @@ def test_a_plateau_over_a_metric_that_is_not_there_is_refused(monitor, data, sai
     with pytest.raises(UserError) as caught:
         logged(STUCK, plateau_monitor=monitor, data=data)
     assert str(caught.value) == f"trainer.plateau_monitor={said}"
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(Rows().train)
-
-
-class Streamed(Rows):
-    def train_dataset(self):
-        return Stream()
 
 
 ONE_CYCLE = partial(OneCycleLR, max_lr=0.1)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from conftest import descendants
-from small import fitted, is_same, trainer
+from small import Stream, fitted, is_same, trainer
 from test_data import Bad, BadStream
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpframe import DataModule, Strategy, UserError, seeding
 from dpframe.callbacks.progress import banner
@@ -74,19 +74,14 @@ class Whole(Rows):
         return [self[row] for row in rows]
 
 
-class Stream(IterableDataset):
-    def __iter__(self) -> Any:
-        return iter([Rows()[row] for row in range(16)])
-
-
 def test_the_banner_says_how_rows_are_read():
     tensors = TensorDataset(torch.rand(1200, 3), torch.rand(1200, 1))
     assert told(tensors) == told(tensors, 0) == "1,200 rows as tensors, index_select"
     assert told(Subset(tensors, range(40)), 2) == "40 rows as tensors, index_select"
     assert told(Rows(), 0) == "40 rows by __getitem__, in this process"
     assert told(Whole(), 2) == "40 rows by __getitems__, 2 workers"
-    assert told(Stream()) == "a stream, in this process"
-    assert told(Stream(), 2) == "a stream, 1 worker: each would read the whole stream"
+    assert told(Stream([])) == "a stream, in this process"
+    assert told(Stream([]), 2) == "a stream, 1 worker: each would read the whole stream"
 
 
 @pytest.mark.parametrize(
