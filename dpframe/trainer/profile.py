@@ -29,11 +29,7 @@ class Profile:
         )
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with record_function(PREFIX + part):
-                return function(*args, **kwargs)
-
-        return call
+        return record_function(PREFIX + part)(function)
 
     def timed_batches(self, read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def batches(*args: Any, **kwargs: Any) -> Iterator[Any]:
