@@ -3,12 +3,10 @@
 import hashlib
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import venv
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ class Run(NamedTuple):
     """`step` and `epoch_step` are microseconds per step: of training alone, and of everything."""
 
     seconds: float
-    megabytes: float = 0.0  # the peak of the process that was started
+    megabytes: float = 0.0  # the peak of the process that trained
     begin: float = 0.0  # seconds until the first epoch
     step: float = 0.0
     epoch_step: float = 0.0
@@ -67,36 +65,22 @@ def run(program: Program) -> Run:
         environment["BENCHMARK_REPORT"] = str(report)
         if program.python_path:
             environment["PYTHONPATH"] = program.python_path
-        with Path(folder, "output").open("w+") as output:
-            began = time.perf_counter()
-            process = subprocess.Popen(
-                program.command, cwd=folder, env=environment, stdout=output, stderr=output
-            )
-            code, usage = _ended(process)
-            seconds = time.perf_counter() - began
-            if code != program.code:
-                output.seek(0)
-                command = " ".join(program.command)
-                raise SystemExit(f"{command}\nended with {code}:\n{output.read()[-3000:]}")
+        began = time.perf_counter()
+        done = subprocess.run(
+            program.command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_SECONDS,
+        )
+        seconds = time.perf_counter() - began
+        if done.returncode != program.code:
+            command = " ".join(program.command)
+            raise SystemExit(f"{command}\nended with {done.returncode}:\n{done.stdout[-3000:]}")
         marks = json.loads(report.read_text()) if report.is_file() else None
-    result = Run(seconds, usage.ru_maxrss / 1024)
-    return result if marks is None else result._replace(**_times(marks, began))
-
-
-def _ended(process: subprocess.Popen) -> tuple[int, resource.struct_rusage]:
-    """The exit code and the resources used, which only wait4 tells of one process.
-
-    Its peak memory includes that of this process, whose copy it was before it became the program:
-    so this process stays small and imports no torch.
-    """
-    limit = threading.Timer(LIMIT_SECONDS, process.kill)
-    limit.start()
-    try:
-        _, status, usage = os.wait4(process.pid, 0)
-    finally:
-        limit.cancel()
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, usage
+    return Run(seconds) if marks is None else Run(seconds, **_times(marks, began))
 
 
 def _times(marks: dict, began: float) -> dict[str, float]:
@@ -107,6 +91,7 @@ def _times(marks: dict, began: float) -> dict[str, float]:
     quarter = max(1, len(each) // 4)
     since = ended[warm - 1] if warm else begun[0]
     return {
+        "megabytes": marks["megabytes"],
         "begin": begun[0] - began,
         "step": statistics.median(each),
         "epoch_step": 1e6 * (ended[-1] - since) / len(each) / steps,

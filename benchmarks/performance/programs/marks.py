@@ -6,6 +6,7 @@ processes, so the runner can tell how long a program took to begin.
 
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,5 +33,8 @@ class Marks:
     def tell(self, **facts: Any) -> None:
         path = os.environ.get("BENCHMARK_REPORT")
         if path and os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
+            # Of the runner, too, whose copy this process was at first: so that one stays small.
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
             told = {"begun": self.begun, "trained": self.trained, "ended": self.ended}
+            facts |= {"megabytes": peak}
             Path(path).write_text(json.dumps(told | facts))
