@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 
 import command
@@ -72,7 +73,7 @@ def test_a_step_is_the_sum_of_its_parts_on_the_largest_share():
 
 
 def test_only_the_last_batch_of_a_step_hides_the_link():
-    quick = Costs(**{**vars(COSTS), "backward": Line(0.0, 0.4)})
+    quick = replace(COSTS, backward=Line(0.0, 0.4))
     # Its 2 rows take 0.8 s, of which the first bucket waits for 0.4: 0.4 + 2 x 1.04 - 0.8.
     seconds = model.step_seconds(quick, (10, 4), 2, LINK)
     parts = (1 + 0.5) + (2 + 1) + 2 + (1 + 0.2) + (2 + 0.4) + 0.8 + 3
@@ -80,24 +81,19 @@ def test_only_the_last_batch_of_a_step_hides_the_link():
 
 
 def test_an_epoch_has_the_steps_that_it_has_alone_and_the_uneven_last_one():
-    steps = {(10,): 3, (4,): 1}
-    found = model.predictions(COSTS, steps, LINK, 8)
-    assert [(each.replicas, each.rows, each.idle) for each in found] == [
-        (1, 10, 0),
-        (2, 5, 0),
-        (4, 3, 0),
-        (8, 2, 3),
-    ]
-    assert {each.steps for each in found} == {4}
-    assert found[0].seconds == pytest.approx(3 * 17 + (1.4 + 2.8 + 5.6 + 3))
-    assert found[0].speed_up == 1 and found[0].moved == found[0].waits == 0
-    assert found[1].moved == 80 and found[1].waits == pytest.approx(1.04)
-    assert found[1].speed_up == pytest.approx(found[0].seconds / found[1].seconds)
-    assert found[1].efficiency == found[1].speed_up / 2
+    plans = model.predictions(COSTS, {(10,): 3, (4,): 1}, LINK, 8)
+    shares = [(each.replicas, each.rows, each.idle) for each in plans]
+    assert shares == [(1, 10, 0), (2, 5, 0), (4, 3, 0), (8, 2, 3)]
+    assert {each.steps for each in plans} == {4}
+    assert plans[0].seconds == pytest.approx(3 * 17 + (1.4 + 2.8 + 5.6 + 3))
+    assert plans[0].speed_up == 1 and plans[0].moved == plans[0].waits == 0
+    assert plans[1].moved == 80 and plans[1].waits == pytest.approx(1.04)
+    assert plans[1].speed_up == pytest.approx(plans[0].seconds / plans[1].seconds)
+    assert plans[1].efficiency == plans[1].speed_up / 2
 
 
 def test_buffers_and_single_numbers_are_waited_for_by_several_replicas_alone():
-    costs = Costs(**{**vars(COSTS), "buffers": 20, "small_reduces": 1, "buckets": ()})
+    costs = replace(COSTS, buffers=20, small_reduces=1, buckets=())
     assert model.link_seconds(costs, 4.0, 2, 1, LINK) == 0
     # Two forwards send 20 bytes down 2 hops; one number of 8 bytes goes round 6.
     expected = 2 * 2 * (0.5 + 0.02) + 6 * 0.5 + 12 / 1000
@@ -107,14 +103,13 @@ def test_buffers_and_single_numbers_are_waited_for_by_several_replicas_alone():
 def test_workers_read_while_others_compute():
     busy = (2 + 2) + (4 + 4) + 3
     read_by = partial(model.step_seconds, batches=(10,), replicas=1, link=LINK)
-    assert read_by(Costs(**{**vars(COSTS), "workers": 2})) == pytest.approx(busy)
-    slow = {**vars(COSTS), "workers": 2, "read": Line(60.0)}
-    assert read_by(Costs(**slow)) == 30
+    assert read_by(replace(COSTS, workers=2)) == pytest.approx(busy)
+    assert read_by(replace(COSTS, workers=2, read=Line(60.0))) == 30
 
 
 def test_memory_is_all_of_it_at_once():
     assert model.memory(COSTS, 10, 1) == 100 + 80 + 160 + 10 + 50
-    copied = Costs(**{**vars(COSTS), "copies_gradients": True})
+    copied = replace(COSTS, copies_gradients=True)
     assert model.memory(copied, 10, 2) == model.memory(COSTS, 10, 2) + 80
     assert model.memory(copied, 10, 1) == model.memory(COSTS, 10, 1)
 
@@ -123,31 +118,28 @@ def test_a_better_link_never_makes_an_epoch_longer():
     steps = {(10,): 3, (7, 7): 2}
     links = [Link(10.0**power, 10.0**-power) for power in range(6)]
     for fast, slow in zip(links[1:], links, strict=False):
-        for one, other in zip(
-            model.predictions(COSTS, steps, fast, 4096),
-            model.predictions(COSTS, steps, slow, 4096),
-            strict=True,
-        ):
-            assert one.seconds <= other.seconds and one.waits <= other.waits
+        plans = (model.predictions(COSTS, steps, link, 4096) for link in (fast, slow))
+        for quick, late in zip(*plans, strict=True):
+            assert quick.seconds <= late.seconds and quick.waits <= late.waits
 
 
 def test_more_replicas_never_take_more_memory_or_send_less():
-    found = model.predictions(COSTS, {(100,): 1}, LINK, 4096)
-    assert len(found) == 13 and found[-1].replicas == 4096
-    for here, doubled in zip(found, found[1:], strict=False):
+    plans = model.predictions(COSTS, {(100,): 1}, LINK, 4096)
+    assert len(plans) == 13 and plans[-1].replicas == 4096
+    for here, doubled in zip(plans, plans[1:], strict=False):
         assert doubled.memory <= here.memory and doubled.moved > here.moved
         assert doubled.idle >= here.idle and doubled.moved < 2 * 80
 
 
 def test_it_stops_paying_at_the_first_doubling_that_saves_too_little():
-    found = [
+    plans = [
         model.Prediction(2**power, 1, 0, 1, 0.0, 0.0, 0.0, seconds, 1.0)
         for power, seconds in enumerate((10.0, 6.0, 5.5, 1.0))
     ]
-    here, gain = model.stops_paying(found, 0.1)
+    here, gain = model.stops_paying(plans, 0.1)
     assert here.replicas == 2 and gain == pytest.approx(1 - 5.5 / 6)
-    assert model.stops_paying(found, 0.05) is None
-    assert model.stops_paying(found[:1], 0.1) is None
+    assert model.stops_paying(plans, 0.05) is None
+    assert model.stops_paying(plans[:1], 0.1) is None
 
 
 def test_buckets_are_those_of_torch():
@@ -156,18 +148,18 @@ def test_buckets_are_those_of_torch():
     tensors = [torch.empty(count, device="meta") for count in sizes]
     tensors[3] = tensors[3].double()
     limits = [model.FIRST_BUCKET_BYTES, model.BUCKET_BYTES]
-    made, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
-    expected = sorted(sum(tensors[i].nbytes for i in bucket) for bucket in made)
+    buckets, _ = dist._compute_bucket_assignment_by_size(tensors, limits, [False] * len(sizes))
+    expected = sorted(sum(tensors[i].nbytes for i in bucket) for bucket in buckets)
     gradients = [Gradient(t.nbytes, i / 10, str(t.dtype)) for i, t in enumerate(tensors)]
-    found = model.buckets_of(gradients)
-    assert sorted(bucket.size for bucket in found) == expected
-    assert len(found) >= 4
+    filled = model.buckets_of(gradients)
+    assert sorted(bucket.size for bucket in filled) == expected
+    assert len(filled) >= 4
     assert model.FIRST_BUCKET_BYTES == dist._DEFAULT_FIRST_BUCKET_BYTES
 
 
 def test_a_bucket_is_ready_with_its_last_gradient():
-    found = model.buckets_of([Gradient(2**20, 0.2), Gradient(8, 0.6), Gradient(8, 0.9)])
-    assert found == (Bucket(2**20, 0.2), Bucket(16, 0.9))
+    buckets = model.buckets_of([Gradient(2**20, 0.2), Gradient(8, 0.6), Gradient(8, 0.9)])
+    assert buckets == (Bucket(2**20, 0.2), Bucket(16, 0.9))
 
 
 def test_a_line_goes_through_points_that_are_on_one():
@@ -194,8 +186,8 @@ def measured(make=small.Small, data=None, *, steps=1, **settings):
 
 def test_the_memory_of_a_known_network_is_exact():
     """3-8-1 with Adam: float32, and four batches of 4 rows and one of 2."""
-    found = measured(lambda: small.Small(small.Adam), small.Rows(rows=18))
-    costs = found.costs
+    small_plan = measured(lambda: small.Small(small.Adam), small.Rows(rows=18))
+    costs = small_plan.costs
     assert costs.parameters == costs.gradients == (3 * 8 + 8 + 8 + 1) * 4
     assert costs.optimizer == 2 * costs.parameters + 4 * 4  # two moments, a count a tensor
     assert costs.buffers == 0
@@ -203,7 +195,7 @@ def test_the_memory_of_a_known_network_is_exact():
     assert costs.activations.at(4) == pytest.approx(4 * (3 + 1 + 8 + 1) * 4)
     assert costs.activations.at(2) == pytest.approx(2 * (3 + 1 + 8 + 1) * 4)
     assert sum(bucket.size for bucket in costs.buckets) == costs.gradients
-    assert found.steps == {(4,): 4, (2,): 1}
+    assert small_plan.steps == {(4,): 4, (2,): 1}
 
 
 def test_gradients_arrive_from_the_last_layer_to_the_first():

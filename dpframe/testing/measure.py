@@ -108,7 +108,7 @@ class Run:
     weights: Weights = field(default_factory=dict)  # empty where another process has them
     read: list[int] = field(default_factory=list)  # the rows, in their order
     seen: dict[str, list] = field(default_factory=dict)  # by the kit's own tasks
-    unlike: str = ""  # what was not in the resumed run as it was saved
+    unlike: str = ""  # what a resumed run does not begin with as it was saved
     resumed: "Run | None" = None
     predicted: Any = None
 
@@ -117,47 +117,44 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
     """A course that `is_saved` is resumed from within the second epoch, too."""
     if course is None:
         return Run()
-    done, (task, data) = Run(), course.build()
+    results, (task, data) = Run(), course.build()
     if task.has_own("training_step"):
-        done, task = _fitted(strategy, course, [Saves(path)] if course.is_saved else [])
+        results, task = _fitted(strategy, course, path)
         if course.is_saved:
-            resumes = Resumes(path)
-            done.resumed, _ = _fitted(strategy, course, [resumes], checkpoint.load(path))
-            done.unlike = resumes.unlike
+            results.resumed, _ = _fitted(strategy, course, path, checkpoint.load(path))
     if task.has_own("predict_step"):
         data.setup()
         if data.predict_dataset() is not None:
             trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
             predictions = trainer.predict()
-            done.predicted = None if predictions is None else predictions.joined()
-    return done
+            results.predicted = None if predictions is None else predictions.joined()
+    return results
 
 
-def _fitted(
-    strategy: Strategy, course: Course, callbacks: list[Callback], state: Any = None
-) -> tuple[Run, Any]:
+def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
     task, data = course.build()
-    recorder = Recorder()
+    recorder, saves = Recorder(), Saves(path)
     trainer = Trainer(
         task,
         data,
         strategy=strategy,
         settings=course.settings,
-        callbacks=callbacks,
+        callbacks=[saves] if course.is_saved else [],
         loggers=[recorder],
         seed=course.recipe.seed,
     )
     metrics, step = trainer.fit(state), trainer.global_step
     rows: Any = data.train_dataset()
-    done = Run(
+    results = Run(
         steps=step,
         log=recorder.log_,
         validated={k: [(step, v)] for k, v in metrics.items() if k.startswith("val/")},
         weights=weights_of(task) if strategy.is_main or course.is_small else {},
         read=rows.read if isinstance(rows, Frozen) else [],
         seen=getattr(task, "seen", {}),
+        unlike=saves.unlike,
     )
-    return done, task
+    return results, task
 
 
 class Recorder(Logger):
@@ -172,29 +169,24 @@ class Recorder(Logger):
 
 
 class Saves(Callback):
-    """Saves a checkpoint after the first step of the second epoch."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.global_step == trainer.steps_per_epoch + 1:
-            state = trainer.state_dict()
-            if trainer.strategy.is_main:
-                checkpoint.save(state, self.path)
-
-
-class Resumes(Callback):
-    """Compares what a resumed run begins with and what was saved."""
+    """Saves a checkpoint after the first step of the second epoch; compares what a resumed run
+    begins with and what was saved."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.unlike = ""
 
     def on_fit_start(self, trainer: Trainer) -> None:
-        parts = ("task", "optimizer", "scheduler")
-        saved, read = checkpoint.load(self.path), trainer.state_dict()
-        self.unlike = nests_apart({p: read[p] for p in parts}, {p: saved[p] for p in parts})
+        if trainer.global_step:
+            parts = ("task", "optimizer", "scheduler")
+            saved, read = checkpoint.load(self.path), trainer.state_dict()
+            self.unlike = nests_apart({p: read[p] for p in parts}, {p: saved[p] for p in parts})
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.global_step == trainer.steps_per_epoch + 1:
+            state = trainer.state_dict()
+            if trainer.strategy.is_main:
+                checkpoint.save(state, self.path)
 
 
 # ---- single calls
@@ -235,27 +227,28 @@ def _cut(strategy: Strategy, rows: Any) -> Shares:
     return [torch.as_tensor(share).tolist() for share in strategy.shares(rows)]
 
 
-def collectives(strategy: Strategy) -> dict[str, Any]:
-    rank = strategy.rank
-    numbers = torch.tensor([rank + 1.0, 1.0], dtype=torch.float64)
-    results: dict[str, Any] = {
-        "reduce": strategy.reduce(numbers).tolist(),
-        "tally": strategy.tally([rank + 1.0, 1.0]),
+def collectives(strategy: Strategy) -> list[str]:
+    """What they give in this process that they should not."""
+    rank, count = strategy.rank, strategy.world_size
+    numbers, total = [rank + 1.0, 1.0], [count * (count + 1) / 2, count]
+    results: dict[str, tuple[Any, Any]] = {
+        "reduce": (strategy.reduce(torch.tensor(numbers, dtype=torch.float64)).tolist(), total),
+        "tally": (strategy.tally(numbers), total),
     }
-    for kind, value in values_of(rank).items():
-        results[f"gather of {kind}"] = strategy.gather(value)
-        results[f"share of {kind}"] = strategy.share(value)
-    return results
-
-
-def values_of(rank: int) -> dict[str, Any]:
-    """Different ones in each rank; a sampler's rows are shared as a list of numbers."""
-    return {
-        "a number": rank,
-        "a list of numbers": [rank, 7],
-        "a list of names": [f"rank {rank}"],
-        "a dict": {"rank": rank, "state": bytes([rank % 256])},
-    }
+    for kind, value in {
+        "a number": lambda rank: rank,
+        "a list of numbers": lambda rank: [rank, 7],  # as a sampler's rows are shared
+        "a list of names": lambda rank: [f"rank {rank}"],
+        "a dict": lambda rank: {"rank": rank, "state": bytes([rank % 256])},
+    }.items():
+        values = [value(other) for other in range(count)]
+        results[f"gather of {kind}"] = strategy.gather(values[rank]), [] if rank else values
+        results[f"share of {kind}"] = strategy.share(values[rank]), values[0]
+    return [
+        f"{name} gave {actual} in rank {rank}, not {expected}"
+        for name, (actual, expected) in results.items()
+        if actual != expected
+    ]
 
 
 def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:

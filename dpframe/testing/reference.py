@@ -84,7 +84,7 @@ def trained(course: Course, way: Way | None = None) -> Curve:
     update = lean.step_of(optimizer)
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
     log: Log = {}
-    rounding: dict[str, float] = {}
+    everything: Outputs = []
     step = 0
 
     def add(kind: str, numbers: dict[str, float]) -> None:
@@ -113,17 +113,15 @@ def trained(course: Course, way: Way | None = None) -> Curve:
             whole += window
             rate = float(optimizer.param_groups[0]["lr"])
             add("step", {**task.summarize(means(window)), "lr": rate, "grad_norm": norm})
+        everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
             add("val", task.summarize(means(_validated(task, data, course.batch_size))))
-        rounding = {
-            name: max(its, rounding.get(name, 0.0)) for name, its in roundings(whole).items()
-        }
         if is_plateau:
             scheduler.step(log[settings.plateau_monitor][-1][1])
         elif scheduler is not None and not by_step:
             scheduler.step()
-    return Curve(log, weights_of(task), rounding)
+    return Curve(log, weights_of(task), roundings(everything))
 
 
 def weights_of(task: Task) -> Weights:
