@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +116,7 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         run_dir=run_dir,
         is_run_dir_given=any(o.startswith("hydra.run.dir=") for o in hydra.overrides.hydra),
         start=start_file(settings, Path(run_dir).parent),
-        plugins=plugins.selected(hydra.runtime.choices, _nearer_folders(hydra)),
+        plugins=plugins.selected(hydra.runtime.choices, _own_folder(hydra)),
     )
 
 
@@ -167,8 +166,8 @@ def _refuse_objects(node: Any, where: str = "") -> None:
         raise UserError(f"{where} is a {type(node).__name__}; use text, in quotes")
 
 
-def _nearer_folders(hydra: DictConfig) -> list[Path]:
-    """Ours and the user's, which come before plugins'."""
+def _own_folder(hydra: DictConfig) -> Path | None:
+    """`--config-dir`."""
     runtime: Any = OmegaConf.to_container(hydra.runtime)  # a path with ${ is no reference
     own = [s["path"] for s in runtime["config_sources"] if s["provider"] == "--config-dir"]
-    return [Path(str(files("dpframe.conf"))), *map(Path, own)]
+    return Path(own[0]) if own else None

@@ -89,7 +89,8 @@ class Configs:
             config = self.load_configuration(CONFIG_NAME, words, mode)
         if mode is RunMode.RUN:
             choices = config.hydra.runtime.choices
-            self._refuse_shadowed(choices)
+            for group, option in choices.items():
+                plugins.refuse_shadowed(str(group), option, self.folder)
             if "recipe" in choices and OmegaConf.is_missing(config, "recipe"):
                 config.recipe = choices["recipe"]  # a recipe is called as its file
         return config
@@ -148,21 +149,6 @@ class Configs:
                 raise UserError(f"{override}: there is no key '{head}'; {suggestion(head, heads)}")
             if re.match(r"(recipe|strategy)=\[.*,", override):
                 raise UserError(f"{override}: a run has one {head}; -m {head}=ONE,OTHER runs each")
-
-    def _refuse_shadowed(self, choices: DictConfig) -> None:
-        """Hydra takes the first file of a name, ours: a user's other file must not be ignored."""
-        packaged = Path(str(files("dpframe.conf")))
-        for group, option in choices.items():
-            name = f"{group!s}/{option}.yaml"
-            places = [folder / name for folder in (packaged, self.folder) if folder is not None]
-            texts = {place: place.read_bytes() for place in places if place.is_file()}
-            if not texts:
-                plugins.refuse_shared(str(group), option)
-            elif len(set(texts.values())) > 1:
-                raise UserError(
-                    f"{group!s}={option} is both dpframe's and {places[1]}; use another name for "
-                    "yours"
-                )
 
 
 def with_path_quoted(override: str) -> str:

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -136,13 +135,10 @@ def _menu(group: str, configs: Configs) -> str:
 
 def _description(group: str, option: str, folder: Path | None) -> str:
     """The first comment of the option's file that is not for Hydra."""
-    own = folder / group / f"{option}.yaml" if folder else None
-    file = own if own and own.exists() else files("dpframe.conf") / group / f"{option}.yaml"
-    if file.is_file():
-        return _first_comment(file)
-    bringing = plugins.bringing(group, option)
-    packages = ", ".join(plugin.package for plugin in bringing)
-    return f"{_first_comment(bringing[0].file(group, option))} ({packages})" if bringing else ""
+    paths = plugins.files_of(group, option, folder)
+    comments = [_first_comment(path) for _, path in paths]
+    packages = [who for who, _ in paths if paths[0][0] not in ("dpframe", "you")]
+    return "".join(comments[:1]) + f" ({', '.join(packages)})" * bool(packages)
 
 
 def _first_comment(file: Any) -> str:

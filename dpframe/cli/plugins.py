@@ -9,9 +9,10 @@ nearer wins. Nothing of a package is imported before one of its options is used.
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata, util
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,9 +25,6 @@ class Plugin(NamedTuple):
     package: str  # its name and version
     top: str  # what is imported
     folder: Path  # of its configs
-
-    def file(self, group: str, option: str) -> Path:
-        return self.folder / group / f"{option}.yaml"
 
 
 @cache
@@ -44,30 +42,40 @@ def installed() -> tuple[Plugin, ...]:
     return tuple(plugins[key] for key in sorted(plugins))
 
 
-def bringing(group: str, option: str) -> list[Plugin]:
-    return [plugin for plugin in installed() if plugin.file(group, option).is_file()]
+def files_of(group: str, option: str, own: Path | None) -> list[tuple[str, Path]]:
+    """An option's files and who brings each, the nearest first: that one is taken."""
+    folders = [("dpframe", Path(str(files("dpframe.conf"))))] + ([("you", own)] if own else [])
+    folders += [(plugin.package, plugin.folder) for plugin in installed()]
+    paths = ((who, folder / group / f"{option}.yaml") for who, folder in folders)
+    return [(who, path) for who, path in paths if path.is_file()]
 
 
-def selected(choices: Mapping[str, Any], nearer: Sequence[Path]) -> list[str]:
-    """The packages whose options a config has; what is in a `nearer` folder is not theirs."""
-    packages = set()
-    for group, options in choices.items():
-        group = group.split("@")[0]
-        for option in [options] if isinstance(options, str | None) else options:
-            if not any((folder / group / f"{option}.yaml").is_file() for folder in nearer):
-                packages |= {plugin.top for plugin in bringing(group, str(option))}
-    return sorted(packages)
-
-
-def refuse_shared(group: str, option: str) -> None:
-    """Two packages with one name: neither is meant more than the other."""
-    plugins = bringing(group, option)
-    if len(plugins) > 1:
-        names = " and ".join(plugin.package for plugin in plugins)
+def refuse_shadowed(group: str, option: str, own: Path | None) -> None:
+    """A user's file that is not dpframe's must not be ignored; and of two packages' with one name
+    neither is meant more than the other."""
+    paths = files_of(group, option, own)
+    names = [who for who, _ in paths]
+    if names[:2] == ["dpframe", "you"]:
+        if paths[0][1].read_bytes() != paths[1][1].read_bytes():
+            raise UserError(
+                f"{group}={option} is both dpframe's and {paths[1][1]}; use another name for yours"
+            )
+    elif len(paths) > 1 and names[0] not in ("dpframe", "you"):
         raise UserError(
-            f"{group}={option} is in {names}; uninstall one, or copy the file that you mean, e.g. "
-            f"{plugins[0].file(group, option)}, into your --config-dir"
+            f"{group}={option} is in {' and '.join(names)}; uninstall one, or copy the file that "
+            f"you mean, e.g. {paths[0][1]}, into your --config-dir"
         )
+
+
+def selected(choices: Mapping[str, Any], own: Path | None) -> list[str]:
+    """The packages whose options a config has."""
+    tops = {plugin.package: plugin.top for plugin in installed()}
+    packages = set()
+    for group, options in choices.items() if tops else ():
+        for option in [options] if isinstance(options, str | None) else options:
+            nearest = files_of(group.split("@")[0], str(option), own)[:1]
+            packages |= {tops[who] for who, _ in nearest if who in tops}
+    return sorted(packages)
 
 
 def origin_of(module: str) -> str:
