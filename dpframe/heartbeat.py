@@ -26,14 +26,14 @@ TICK_SECONDS = 0.1  # between two looks at what has come
 STACK_SECONDS = 1.0  # for it to come
 END_SECONDS = 1.0  # for a process to end by itself
 HOUSE = str(Path(__file__).parent) + os.sep
-FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')
+FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')  # of a traceback, too
 FRAMES = 4
 START = re.compile(r'((run\.py", line \d+ in _work|ranks\.py", line \d+ in live)\b)\n.*', re.S)
 DEBUGGERS = ("pydevd", "debugpy")
 PROMPT = re.compile(r"\b(pdb|bdb|cmd|code)\.py$")
 
 _fd = -1
-_due = float("inf")
+_due = 0.0
 
 
 def beat() -> None:
@@ -42,32 +42,25 @@ def beat() -> None:
     now = time.monotonic()
     if now >= _due:
         _due = now + BEAT_SECONDS
-        with suppress(OSError):  # the reader is gone, or has more than it can read
+        with suppress(OSError):  # nobody reads, or not as fast
             os.write(_fd, bytes([BEAT]))
 
 
-def connect(fd: int) -> int:
-    """Sends there the number of each signal that Python handles, the stack on `STACK`, and beats
-    between `start` and `stop`; returns where the numbers went before.
-
-    Python's handlers and faulthandler's are C, so this works in a process that never leaves C code.
-    """
+def connect(fd: int) -> None:
+    """Sends beats there from now on, the number of each signal that Python handles, and on `STACK`
+    the main thread's stack. All but the beats is done by C code, while no Python runs, too."""
     global _fd
     os.set_blocking(fd, False)
     faulthandler.register(STACK, file=fd, all_threads=False)
+    signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
     _fd = fd
-    return signal.set_wakeup_fd(fd, warn_on_full_buffer=False)
 
 
-def start() -> None:
-    global _due
-    _due = 0.0
-    beat()
-
-
-def stop() -> None:
-    global _due
-    _due = float("inf")
+def disconnect() -> None:
+    global _fd
+    _fd = -1
+    signal.set_wakeup_fd(-1)
+    faulthandler.unregister(STACK)
 
 
 def received(fd: int, seconds: float = 0.0) -> bytes:
@@ -166,13 +159,15 @@ def watcher(
     `grace_seconds`, or nothing has come for `hang_seconds`, the watcher says so, has this process
     call `leave`, and kills it where it does not.
     """
+    if hang_seconds is None or is_debugged():
+        hang_seconds = float("inf")
     read, write = os.pipe()
     handler = signal.signal(EXIT, leave)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the watcher inherits it
     try:
-        limits = hang_seconds or float("inf"), grace_seconds, int(is_quiet)
+        args = read, os.getpid(), hang_seconds, grace_seconds, int(is_quiet)
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, *map(str, (read, os.getpid(), *limits))],
+            [sys.executable, "-I", "-S", __file__, *map(str, args)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=[read],
@@ -180,16 +175,13 @@ def watcher(
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(read)
-    wakeup = connect(write)
-    start()
+    connect(write)
     try:
         yield
     finally:
-        stop()
-        signal.set_wakeup_fd(wakeup)
+        disconnect()
         process.kill()
         process.wait()
-        faulthandler.unregister(STACK)
         signal.signal(EXIT, handler)
         os.close(write)
 

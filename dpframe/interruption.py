@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import util
-from typing import Any, Protocol
+from typing import Any
 
 from dpframe import heartbeat
 from dpframe.errors import Interrupted
@@ -40,16 +40,7 @@ def allow(grace_seconds: float) -> None:
 
 
 def watched(hang_seconds: float | None) -> AbstractContextManager[None]:
-    """Within, this process is ended if `beat` is not called for that many seconds."""
     return nullcontext() if _installed is None else _installed.watched(hang_seconds)
-
-
-class Parent(Protocol):
-    """The process that started a rank and watches it."""
-
-    def watching(self, hang_seconds: float | None) -> AbstractContextManager[None]: ...
-
-    def pause(self) -> None: ...
 
 
 class Interruption:
@@ -60,14 +51,14 @@ class Interruption:
     by its parent; they also end what takes longer than `grace_seconds`.
     """
 
-    def __init__(self, *, is_quiet: bool = False, parent: Parent | None = None) -> None:
-        """In a rank, `parent` counts the signals."""
+    ends_at_second = True
+
+    def __init__(self, *, is_quiet: bool = False) -> None:
         self.grace_seconds = 30.0
         self.number: int | None = None  # of the first signal
         self.has_begun = False  # from then on there may be something to save
         self.is_to_pause = False  # Ctrl-Z
         self._is_quiet = is_quiet
-        self._parent = parent
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
 
@@ -98,29 +89,29 @@ class Interruption:
             self.number, self._since = number, time.monotonic()
 
     def watched(self, hang_seconds: float | None) -> AbstractContextManager[None]:
-        limit = None if heartbeat.is_debugged() else hang_seconds
-        if self._parent is not None:
-            return self._parent.watching(limit)
+        """Within, this process is ended if `beat` is not called for that many seconds."""
         return heartbeat.watcher(
-            limit, grace_seconds=self.grace_seconds, is_quiet=self._is_quiet, leave=self._leave
+            hang_seconds,
+            grace_seconds=self.grace_seconds,
+            is_quiet=self._is_quiet,
+            leave=self._leave,
         )
 
     @contextmanager
     def pauses(self) -> Iterator[None]:
-        """Within, Ctrl-Z is left to who asks for `is_to_pause`, unless it was handled before."""
-        is_default = signal.getsignal(STOP) is signal.SIG_DFL
-        if is_default:
+        """Within, Ctrl-Z is left to who asks for `is_to_pause`."""
+        is_main = threading.current_thread() is threading.main_thread()
+        is_free = is_main and signal.getsignal(STOP) is signal.SIG_DFL
+        if is_free:
             signal.signal(STOP, self._note_stop)
         try:
             yield
         finally:
-            if is_default:
+            if is_free:
                 signal.signal(STOP, signal.SIG_DFL)
 
     def pause(self) -> None:
-        """Between two steps of a rank, until its parent goes on."""
-        if self._parent is not None and self.number is None:
-            self._parent.pause()
+        """Between two steps, where all ranks are to stop."""
         self.is_to_pause = False
 
     def stop_here(self) -> None:
@@ -138,7 +129,7 @@ class Interruption:
         if not self.has_begun:
             self._say("")
             self._leave()
-        elif is_second and self._parent is None:
+        elif is_second and self.ends_at_second:
             self._say(", twice; ended at once")
             self._leave()
 
@@ -161,11 +152,9 @@ def forget() -> None:
     """In a fork, first thing: what the parent watches and handles is not its child's."""
     global _installed
     _installed = None
-    heartbeat.stop()
-    if threading.current_thread() is threading.main_thread():
-        signal.set_wakeup_fd(-1)
-        if callable(signal.getsignal(STOP)):
-            signal.signal(STOP, signal.SIG_DFL)
+    heartbeat.disconnect()
+    if callable(signal.getsignal(STOP)):
+        signal.signal(STOP, signal.SIG_DFL)
 
 
 def end_with_parent() -> None:

@@ -65,14 +65,12 @@ class DDP(Strategy):
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun started them already."""
-        if ranks.is_rank():
-            here = ranks.this_rank()
-            if here.rank == 0:
-                devices = self.choose_devices(default=here.local_world_size)
-                announce(devices, self.accelerator, kind="gloo ranks")
+        here = ranks.this_rank() if ranks.is_rank() else None
+        devices = self.choose_devices(default=here.local_world_size if here else None)
+        if here is None or here.rank == 0:
+            announce(devices, self.accelerator, kind="gloo ranks")
+        if here is not None:
             return run(*args)
-        devices = self.choose_devices(default=None)
-        announce(devices, self.accelerator, kind="gloo ranks")
         return launch.launch(
             run,
             args,
@@ -124,7 +122,12 @@ class DDP(Strategy):
         if not training:
             return module
         if self.sync_batchnorm:
-            module = self._with_synced_batchnorm(module)
+            if self.device.type != "cuda":
+                raise UserError(
+                    "strategy.sync_batchnorm=true needs CUDA devices: torch's SyncBatchNorm has no "
+                    "CPU version; set it to false"
+                )
+            module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         self.module = DistributedDataParallel(module, **self.options)
         named = list(module.named_parameters())
         self._shared = {name: weight for name, weight in named if weight.requires_grad}
@@ -143,12 +146,9 @@ class DDP(Strategy):
             self._unsynced.enter_context(self.module.no_sync())
         if not self._hooks:
             for name, weight in self._shared.items():
-                note = partial(self._note_gradient, name)
+                note = partial(_note, self._arrived, name)
                 self._hooks.append(weight.register_post_accumulate_grad_hook(note))
         self._arrived.clear()
-
-    def _note_gradient(self, name: str, weight: Tensor) -> None:
-        self._arrived.add(name)
 
     def check_skips(self, accumulate: int) -> None:
         """Torch's reducer keeps which parameters those backwards used, and nothing resets that."""
@@ -163,9 +163,13 @@ class DDP(Strategy):
         """Torch tells at the next forward, when each rank has made an update of its own."""
         if self.module is None:
             return
-        for weight in self._frozen.values():
-            if weight.requires_grad and self.world_size > 1:
-                raise UserError(self._thawed())
+        thawed = [name for name, weight in self._frozen.items() if weight.requires_grad]
+        if thawed and self.world_size > 1:
+            raise UserError(
+                f"frozen when {self.name} began and trained now: {_listed(thawed)}; the ranks "
+                "don't share these gradients; leave requires_grad=True from the start, with lr=0 "
+                "until then, or use strategy=data_parallel"
+            )
         if self.options["find_unused_parameters"]:
             return
         if self._hooks:  # under accumulation the gradients of an earlier batch may be there
@@ -176,14 +180,21 @@ class DDP(Strategy):
             for name in lacking:  # torch leaves them out from then on
                 del self._shared[name]
         elif lacking:
-            raise UserError(self._unshared(lacking))
+            static = "strategy.static_graph=false " * self.options["static_graph"]
+            raise UserError(
+                f"no gradient in this step on rank {self.rank}: {_listed(lacking)}; the ranks "
+                f"can't share theirs; set {static}strategy.find_unused_parameters=true where a "
+                "step may leave out or freeze parameters"
+            )
         self._is_first_update = False
 
+    @torch.no_grad()
     def weight_sync(self, is_read: bool) -> None:
         """The weights are the same on all ranks. The buffers (running statistics) are each rank's
         own since its last forward: the main one's count."""
         if is_read and self.module is not None:
-            _broadcast(list(self.module.buffers()))
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, src=0)
 
     def reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
@@ -221,48 +232,12 @@ class DDP(Strategy):
             dist.destroy_process_group()
         super().close()
 
-    def _thawed(self) -> str:
-        thawed = [name for name, weight in self._frozen.items() if weight.requires_grad]
-        return (
-            f"{_listed(thawed)} {'was' if len(thawed) == 1 else 'were'} frozen when {self.name} "
-            f"began and {'is' if len(thawed) == 1 else 'are'} trained now, but the ranks don't "
-            "share their gradients; leave requires_grad=True from the start, with lr=0 until then, "
-            "or use strategy=data_parallel"
-        )
 
-    def _unshared(self, lacking: list[str]) -> str:
-        static = "strategy.static_graph=false " if self.options["static_graph"] else ""
-        return (
-            f"{_listed(lacking)} {'has' if len(lacking) == 1 else 'have'} no "
-            f"gradient in this step on rank {self.rank}, so the ranks can't share theirs; set "
-            f"{static}strategy.find_unused_parameters=true where a step may leave out or freeze "
-            "parameters"
-        )
-
-    def _with_synced_batchnorm(self, module: nn.Module) -> nn.Module:
-        if self.device.type != "cuda":
-            raise UserError(
-                "strategy.sync_batchnorm=true needs CUDA devices: torch's SyncBatchNorm has no CPU "
-                "version; set it to false"
-            )
-        return nn.SyncBatchNorm.convert_sync_batchnorm(module)
+def _note(arrived: set[str], name: str, weight: Tensor) -> None:
+    arrived.add(name)
 
 
 def _listed(names: list[str]) -> str:
     """As the task calls them; the first few."""
-    names = [name.removeprefix("task.") for name in names]
-    shown, more = names[:3], len(names) - 3
-    if more > 0:
-        return f"{', '.join(shown)} and {more} more"
-    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
-
-
-@torch.no_grad()
-def _broadcast(tensors: list[Tensor]) -> None:
-    """The main process's, at one collective a type of device: as bytes, whatever they are of."""
-    for kind in dict.fromkeys(tensor.device.type for tensor in tensors):
-        here = [tensor for tensor in tensors if tensor.device.type == kind]
-        together = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in here])
-        dist.broadcast(together, src=0)
-        for tensor, part in zip(here, together.split([t.nbytes for t in here]), strict=True):
-            tensor.copy_(part.clone().view(tensor.dtype).view_as(tensor))
+    shown = ", ".join(name.removeprefix("task.") for name in names[:3])
+    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown

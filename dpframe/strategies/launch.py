@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -16,14 +16,15 @@ from dpframe import heartbeat, interruption
 from dpframe.errors import Failure, Interrupted, UserError
 from dpframe.heartbeat import BEAT, SIGNALS, TICK_SECONDS, Clock
 from dpframe.interruption import STOP, Interruption
-from dpframe.strategies.ranks import SAFE_PATH, SIGNALED, Fault, ends_in_users_code, live
+from dpframe.strategies.ranks import SAFE_PATH, SIGNALED, Fault, live
 
 HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
 EXIT_SECONDS = 10.0  # and once their work is done
 PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
+TORCH = f"{os.sep}torch{os.sep}"
 
-_idle_threads: int | None = None  # of a process that has not computed; None: nobody knows
+_idle_threads = 0  # of a process that has not computed; 0: nobody knows
 
 
 class RankFailed(Exception):
@@ -39,8 +40,19 @@ def allow_fork() -> None:
     To be called before anything is computed: a pool of threads that computes survives no fork.
     """
     global _idle_threads
-    if _idle_threads is None and sys.platform == "linux":
-        _idle_threads = _native_threads()
+    if sys.platform == "linux":
+        _idle_threads = _idle_threads or _native_threads()
+
+
+def start_method(*, uses_cuda: bool) -> str:
+    """A child of a process with other threads inherits locks that nobody will ever release."""
+    is_alone = not uses_cuda and _idle_threads and threading.active_count() == 1
+    return "fork" if is_alone and _native_threads() <= _idle_threads else "spawn"
+
+
+def _native_threads() -> int:
+    """Those that Python did not start, e.g. torch's; after its import they are idle."""
+    return len(os.listdir("/proc/self/task")) - (threading.active_count() - 1)
 
 
 def launch(
@@ -48,9 +60,10 @@ def launch(
 ) -> Any:
     """Runs `run(*args)` in `count` processes on this machine; returns rank 0's value."""
     interruption.look()
-    stop = interruption.installed()
+    stop = interruption.installed() or Interruption()
     job = _Job(stop, uses_cuda=uses_cuda, timeout_seconds=timeout_seconds)
-    with stop.pauses() if stop is not None else nullcontext():
+    stop.begin()  # a signal waits for the ranks
+    with stop.pauses():
         try:
             job.start(run, args, count)
             job.watch()
@@ -64,15 +77,9 @@ def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
     numbers = {
         "RANK": rank,
         "LOCAL_RANK": rank,
-        "ROLE_RANK": rank,
-        "GROUP_RANK": 0,
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,
-        "ROLE_WORLD_SIZE": count,
-        "GROUP_WORLD_SIZE": 1,
         "MASTER_PORT": port,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-        "TORCHELASTIC_MAX_RESTARTS": 0,
     }
     words = {"MASTER_ADDR": HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     words |= {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
@@ -85,19 +92,16 @@ def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
 class _Member:
     """A rank, as its parent sees it."""
 
-    def __init__(
-        self, context: Any, environment: dict[str, str], can_pause: bool, work: Any
-    ) -> None:
+    def __init__(self, context: Any, environment: dict[str, str], work: Any) -> None:
         self.rank = int(environment["RANK"])
         self.ending = ""  # its last message: done, interrupted or failed
         self.fault: Fault | None = None
         self.is_paused = False  # between two steps
-        self.hang_seconds: float | None = None  # None: it may take as long as it likes
+        self.hang_seconds = float("inf")
         self.beaten_at = 0.0
         self.messages, theirs = context.Pipe()
         self.pulse, beats = context.Pipe(duplex=False)
-        args = environment, can_pause, theirs, beats, work
-        self.process = context.Process(target=live, args=args)
+        self.process = context.Process(target=live, args=(environment, theirs, beats, work))
         self.process.start()
         theirs.close()
         beats.close()
@@ -133,12 +137,9 @@ class _Member:
 
 
 class _Job:
-    def __init__(
-        self, stop: Interruption | None, *, uses_cuda: bool, timeout_seconds: float
-    ) -> None:
+    def __init__(self, stop: Interruption, *, uses_cuda: bool, timeout_seconds: float) -> None:
         self.members: list[_Member] = []
         self.stop = stop
-        self.grace_seconds = 30.0 if stop is None else stop.grace_seconds
         self.uses_cuda = uses_cuda
         self.timeout_seconds = timeout_seconds
         self.number: int | None = None  # of the signal that ends the job
@@ -154,22 +155,20 @@ class _Job:
         import torch
         from torch.distributed import TCPStore
 
-        if self.stop is not None:
-            self.stop.begin()  # a signal waits for the ranks
         interruption.share_sockets()
-        is_forked = _fork_is_safe() and not self.uses_cuda
-        if is_forked:
+        method, work = start_method(uses_cuda=self.uses_cuda), (run, args)
+        if method == "fork":
             # DDP's constructor imports torch._dynamo, for a second: here once for all ranks.
             torch.compiler.reset()
-        context = multiprocessing.get_context("fork" if is_forked else "spawn")
-        work = (run, args) if is_forked else pickle.dumps((run, args))
         # Left to itself, the store would listen on every network that the machine is in.
         listening = socket.create_server((HERE, 0))
         port = listening.getsockname()[1]
         environments = [environment_of(rank, count, port) for rank in range(count)]
+        context = multiprocessing.get_context(method)
+        pickled = work if method == "fork" else pickle.dumps(work)
         with _births():
             for environment in environments:
-                self.members.append(_Member(context, environment, self.stop is not None, work))
+                self.members.append(_Member(context, environment, pickled))
         self.store = TCPStore(  # after the forks: it starts a thread
             HERE,
             port,
@@ -187,10 +186,7 @@ class _Job:
             for member in self.members:
                 self._hear(member)
             self._pause()
-            if self._hangs():
-                return
-            if self._clock.seconds() >= self._deadline:
-                self._give_up()
+            if self._hangs() or self._is_late():
                 return
 
     def outcome(self) -> Any:
@@ -199,7 +195,8 @@ class _Job:
             raise Interrupted(self.number, self.said)
         if faults:
             silent = [member.rank for member in self.members if member.is_silent]
-            error = failure([*faults, *(waited(rank) for rank in silent)])
+            faults += [Fault(rank, "it was ended", is_echo=True) for rank in silent]
+            error = failure(faults)
             error.told = self.told
             raise error
         return self.value
@@ -216,44 +213,50 @@ class _Job:
         has_ended = not member.process.is_alive()  # asked first: then these are its last words
         for kind, value in member.received():
             self._read(member, kind, value)
-        if member.is_silent:
-            news = heartbeat.received(member.pulse.fileno())
-            if BEAT in news:
-                member.beaten_at = self._clock.seconds()
-            for number in SIGNALS:
-                if number in news:
-                    self._interrupt(number)
-        if has_ended and member.is_silent and self.number is None:
-            code, pid = member.process.exitcode, member.process.pid
-            member.fault = ended(member.rank, pid, code)
+        if not member.is_silent:
+            return
+        news = heartbeat.received(member.pulse.fileno())
+        if BEAT in news:
+            member.beaten_at = self._clock.seconds()
+        for number in SIGNALS:
+            if number in news:
+                self._interrupt(number)
+        if has_ended and self.number is None:
+            code = member.process.exitcode
+            how = (
+                f"killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"left with exit code {code} before its work was done"
+            )
             # NCCL's watchdog aborts a rank whose peers did not come.
-            member.fault.is_echo = self.uses_cuda and code == -signal.SIGABRT
+            is_echo = self.uses_cuda and code == -signal.SIGABRT
+            member.fault = Fault(member.rank, f"{how} (pid {member.process.pid})", is_echo=is_echo)
             self._expect_end(PEER_SECONDS)
 
     def _read(self, member: _Member, kind: str, value: Any) -> None:
+        if kind in ("done", "interrupted", "failed"):
+            member.ending = kind
         match kind:
             case "told":
                 self.told[value[0]] = value[1]
             case "watch":
-                member.hang_seconds, member.beaten_at = value, self._clock.seconds()
+                member.hang_seconds = value or float("inf")
+                member.beaten_at = self._clock.seconds()
             case "paused":
                 member.is_paused = True
-            case "done":
-                member.ending = kind
-                if member.rank == 0:
-                    self.value = value
-                    # The others have nothing to write, but may be in their last collective.
-                    self._expect_end(self.timeout_seconds)
-                if all(other.ending == "done" for other in self.members):
-                    self._expect_end(EXIT_SECONDS)
+            case "done" if member.rank == 0:
+                self.value = value
+                # The others have nothing to write, but may be in their last collective.
+                self._expect_end(self.timeout_seconds)
             case "interrupted":
-                member.ending = kind
                 self._interrupt(value[0])
                 if member.rank == 0:
                     self.said = value[1]
             case "failed":
-                member.ending, member.fault = kind, value
+                member.fault = value
                 self._expect_end(PEER_SECONDS)
+        if all(other.ending == "done" for other in self.members):
+            self._expect_end(EXIT_SECONDS)
 
     def _expect_end(self, seconds: float) -> None:
         self._deadline = min(self._deadline, self._clock.seconds() + seconds)
@@ -261,8 +264,6 @@ class _Job:
     # ---- signals
 
     def _heed_signals(self) -> None:
-        if self.stop is None:
-            return
         if self.stop.number is not None:
             self._interrupt(self.stop.number)
         elif self.stop.is_to_pause and self._pause_until is None:
@@ -273,9 +274,8 @@ class _Job:
     def _interrupt(self, number: int) -> None:
         if self.number is None:
             self.number = number
-            if self.stop is not None:
-                self.stop.remember(number)
-            self._expect_end(self.grace_seconds)
+            self.stop.remember(number)
+            self._expect_end(self.stop.grace_seconds)
             for member in self.members:
                 member.signal(number)  # a terminal's Ctrl-C has reached it: it counts once
 
@@ -284,9 +284,8 @@ class _Job:
 
         A collective has a timeout that goes on while the job is stopped.
         """
-        if self._pause_until is not None and self.number is None and self.stop is not None:
-            alive = [member for member in self.members if member.process.is_alive()]
-            running = [m for m in alive if not (m.is_paused or m.ending)]
+        if self._pause_until is not None and self.number is None:
+            running = [m for m in self.members if not (m.is_paused or m.ending)]
             if running and self._clock.seconds() < self._pause_until:
                 return
             for member in running:
@@ -306,29 +305,35 @@ class _Job:
         if self.number is not None or self._pause_until is not None:
             return False
         now = self._clock.seconds()
-        silent = [(m, m.hang_seconds) for m in self.members if m.is_silent and m.hang_seconds]
-        if not any(now - member.beaten_at >= limit for member, limit in silent):
+        silent = [member for member in self.members if member.is_silent]
+        if not any(now - member.beaten_at >= member.hang_seconds for member in silent):
             return False
         # Those that it has kept waiting were heard of a little later.
-        late = [(m, limit, m.stack()) for m, limit in silent if now - m.beaten_at >= limit / 2]
-        if any(heartbeat.is_at_prompt(stack) for _, _, stack in late):
-            for member, _ in silent:
+        late = [m for m in silent if now - m.beaten_at >= m.hang_seconds / 2]
+        stacks = [member.stack() for member in late]
+        if any(map(heartbeat.is_at_prompt, stacks)):
+            for member in silent:
                 member.beaten_at = now
             return False
-        for member, limit, stack in late:
-            member.fault = hung(member.rank, stack)
-            member.fault.text += "\n" + heartbeat.verdict(stack, limit, who=f"rank {member.rank}")
+        for member, stack in zip(late, stacks, strict=True):
+            member.fault = Fault(member.rank, stack, is_hang=True)
+            who = f"rank {member.rank}"
+            member.fault.verdict = heartbeat.verdict(stack, member.hang_seconds, who=who)
         return True
 
-    def _give_up(self) -> None:
-        """The ranks that are still silent hang if all others only waited for them."""
+    def _is_late(self) -> bool:
+        """Whether the time of a job that is to end is over: ranks that are still silent then hang,
+        if all others only waited for them."""
+        if self._clock.seconds() < self._deadline:
+            return False
         silent = [member for member in self.members if member.is_silent]
         faults = [member.fault for member in self.members if member.fault is not None]
-        if self.number is not None:
-            self.said = heartbeat.late(self.grace_seconds) if silent and not faults else self.said
-        elif all(fault.is_echo for fault in faults):
+        if self.number is None and all(fault.is_echo for fault in faults):
             for member in silent:
-                member.fault = hung(member.rank, member.stack())
+                member.fault = Fault(member.rank, member.stack(), is_hang=True)
+        elif silent and not faults:
+            self.said = heartbeat.late(self.stop.grace_seconds)
+        return True
 
 
 @contextmanager
@@ -346,43 +351,7 @@ def _births() -> Iterator[None]:
             del os.environ[SAFE_PATH]
 
 
-def _fork_is_safe() -> bool:
-    """A child of a process with other threads inherits locks that nobody will ever release."""
-    is_alone = threading.active_count() == 1
-    return is_alone and _idle_threads is not None and _native_threads() <= _idle_threads
-
-
-def _native_threads() -> int:
-    """Those that Python did not start, e.g. torch's; after its import they are idle."""
-    return len(os.listdir("/proc/self/task")) - (threading.active_count() - 1)
-
-
 # ---- faults
-
-
-def ended(rank: int, pid: int, exit_code: int) -> Fault:
-    """Of a rank that had no time to tell anything."""
-    if exit_code < 0:
-        text = f"killed by {signal.Signals(-exit_code).name} (pid {pid})"
-    else:
-        text = f"left with exit code {exit_code} before its work was done (pid {pid})"
-    return Fault(rank, text, f"ended after it: {text}")
-
-
-def waited(rank: int) -> Fault:
-    """Of a rank that only waited for the others."""
-    return Fault(rank, "", "was ended with it", is_echo=True)
-
-
-def hung(rank: int, stack: str) -> Fault:
-    files = [file for file, _, _ in heartbeat.FRAME.findall(stack)]
-    return Fault(
-        rank,
-        stack,
-        f"hung as well; its stack:\n{stack}",
-        is_hang=True,
-        is_in_users_code=ends_in_users_code(files),
-    )
 
 
 def failure(faults: list[Fault]) -> RankFailed | UserError:
@@ -390,13 +359,27 @@ def failure(faults: list[Fault]) -> RankFailed | UserError:
 
     def order(fault: Fault) -> tuple[bool, bool, bool, int]:
         # Of ranks that waited for each other in vain, one that did so by itself is the odd one.
-        return not fault.is_hang, fault.is_echo, not fault.is_in_users_code, fault.time
+        return not fault.is_hang, fault.is_echo, not _is_in_users_code(fault), fault.time
 
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
         return Failure(first.line) if first.exit_code == 1 else UserError(first.line)
-    lines = [f"rank {fault.rank} {fault.brief}" for fault in rest]
+    lines = [f"rank {fault.rank} {_of_peer(fault)}" for fault in rest]
     if first.is_echo:
         lines.append("the ranks waited for each other in different collectives")
     heading = "hung; its stack:" if first.is_hang else "failed:"
-    return RankFailed("\n".join([*lines, f"rank {first.rank} {heading}", first.text]))
+    lines += [f"rank {first.rank} {heading}", first.text, first.verdict]
+    return RankFailed("\n".join(filter(None, lines)))
+
+
+def _of_peer(fault: Fault) -> str:
+    if fault.is_hang:
+        return f"hung as well; its stack:\n{fault.text}"
+    return f"ended after it: {fault.text.splitlines()[-1]}"
+
+
+def _is_in_users_code(fault: Fault) -> bool:
+    """And not in a collective of dpframe's, by its innermost frame that is not torch's."""
+    files = [file for file, _, _ in heartbeat.FRAME.findall(fault.text) if TORCH not in file]
+    innermost = files[:1] if fault.is_hang else files[-1:]  # a traceback ends with it
+    return bool(innermost) and not innermost[0].startswith(heartbeat.HOUSE)

@@ -1,4 +1,4 @@
-"""A rank: who it is, as its environment says; what it does first and last; what it tells."""
+"""A rank: which one it is, as its environment says, and what it tells its parent."""
 
 import faulthandler
 import os
@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -17,7 +17,6 @@ from dpframe import heartbeat, interruption
 from dpframe.errors import Interrupted, UserError
 from dpframe.interruption import SIGNALS, STOP, Interruption
 
-TORCH = f"{os.sep}torch{os.sep}"
 SAFE_PATH = "PYTHONSAFEPATH"
 SIGNALED = (*SIGNALS, STOP)
 
@@ -42,23 +41,23 @@ def are_several() -> bool:
 
 def this_rank() -> Rank:
     """What torchrun and our own launch put into the environment, checked."""
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    variables = {name: os.environ.get(name, "") for name in names}
-    variables["LOCAL_RANK"] = variables["LOCAL_RANK"] or variables["RANK"]
-    variables["LOCAL_WORLD_SIZE"] = variables["LOCAL_WORLD_SIZE"] or variables["WORLD_SIZE"]
-    shown = " ".join(f"{name}={value or '(unset)'}" for name, value in variables.items())
-    if not all(value.isdigit() for value in variables.values()):
-        raise UserError(
-            f"strategy=ddp was not launched and finds {shown}; start this program by torchrun "
-            "--nproc-per-node=N, or use the command, dpframe … strategy=ddp"
-        )
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if not os.environ.get(name):
-            raise UserError(f"the environment has {shown} but no {name}; use torchrun, or unset it")
-    this = Rank(*(int(variables[name]) for name in names))
-    if not (this.rank < this.world_size and this.local_rank < this.local_world_size):
-        raise UserError(f"the environment contradicts itself: {shown}; unset it or use torchrun")
-    return this
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK") or rank,
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE") or size,
+    }
+    address = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
+    if all(value.isdigit() for value in values.values()) and all(address.values()):
+        this = Rank(*map(int, values.values()))
+        if this.rank < this.world_size and this.local_rank < this.local_world_size:
+            return this
+    shown = " ".join(f"{name}={value or '(unset)'}" for name, value in (values | address).items())
+    raise UserError(
+        f"no rank of strategy=ddp can have the environment {shown}; start this program by torchrun "
+        "--nproc-per-node=N, or use the command, dpframe … strategy=ddp"
+    )
 
 
 def has_parent() -> bool:
@@ -72,50 +71,25 @@ def tell(name: str, value: Any) -> None:
         _parent.send("told", (name, value))
 
 
-# ---- how it fails
-
-
 @dataclass
 class Fault:
+    """How a rank failed."""
+
     rank: int
-    text: str  # what is shown last
-    brief: str  # what is shown of a peer
-    line: str | None = None  # a UserError's or a Failure's, alone
+    text: str  # a traceback, a stack, or a line
+    line: str | None = None  # a UserError's or a Failure's, which is shown alone
     exit_code: int = 1
     is_echo: bool = False  # its peers were gone, or did not come
     is_hang: bool = False
-    is_in_users_code: bool = False  # and not in a collective of dpframe's
+    verdict: str = ""  # of a hang; it is shown last
     time: int = field(default_factory=time.time_ns)
 
 
-def fault_of(error: BaseException) -> Fault:
-    from torch.distributed import DistError
-
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return Fault(
-        rank=int(os.environ["RANK"]),
-        text="".join(traceback.format_exception(error)).rstrip(),
-        brief=f"ended after it: {type(error).__name__}: {error}".splitlines()[0],
-        line=str(error) if isinstance(error, UserError) else None,
-        exit_code=getattr(error, "exit_code", 1),
-        is_echo=isinstance(error, DistError) or "gloo/transport" in str(error),
-        is_in_users_code=ends_in_users_code(files[::-1]),
-    )
-
-
-def ends_in_users_code(files: list[str]) -> bool:
-    """By the innermost frame, which comes first, that is not torch's."""
-    rest = [file for file in files if TORCH not in file]
-    return bool(rest) and not rest[0].startswith(heartbeat.HOUSE)
-
-
-# ---- its life
-
-
-class Parent:
-    """The process that started this rank, as the rank sees it."""
+class Parent(Interruption):
+    """In a rank: the process that started it counts its signals, watches it and pauses it."""
 
     def __init__(self, messages: Connection) -> None:
+        super().__init__(is_quiet=True)
         self._messages = messages
 
     def send(self, kind: str, value: Any = None) -> None:
@@ -123,23 +97,23 @@ class Parent:
         self._messages.send_bytes(pickle.dumps((kind, value)))
 
     @contextmanager
-    def watching(self, hang_seconds: float | None) -> Iterator[None]:
-        self.send("watch", hang_seconds)
-        heartbeat.start()
-        try:
-            yield
-        finally:
-            heartbeat.stop()
+    def watched(self, hang_seconds: float | None) -> Iterator[None]:
+        self.send("watch", None if heartbeat.is_debugged() else hang_seconds)
+        yield
         self.send("watch", None)
 
     def pause(self) -> None:
-        self.send("paused")
-        self._messages.recv_bytes()
+        if self.number is None:
+            self.send("paused")
+            self._messages.recv_bytes()
+        super().pause()
+
+    def _end_at_second(self) -> None:
+        """The parent does that."""
 
 
 def live(
     environment: dict[str, str],
-    can_pause: bool,
     messages: Connection,
     pulse: Connection,
     work: bytes | tuple[Callable[..., Any], tuple],
@@ -153,9 +127,8 @@ def live(
     faulthandler.enable()
     heartbeat.connect(pulse.fileno())
     _parent = Parent(messages)
-    stop = Interruption(is_quiet=True, parent=_parent)
-    stop.open()
-    with stop.pauses() if can_pause else nullcontext():
+    _parent.open()
+    with _parent.pauses():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
         code = _outcome(_parent, work)
     sys.exit(code)
@@ -169,7 +142,19 @@ def _outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> 
     except Interrupted as error:
         parent.send("interrupted", (error.number, error.said))
     except BaseException as error:
-        fault = fault_of(error)
+        fault = _fault_of(error)
         parent.send("failed", fault)
         return fault.exit_code
     return 0
+
+
+def _fault_of(error: BaseException) -> Fault:
+    from torch.distributed import DistError
+
+    return Fault(
+        rank=int(os.environ["RANK"]),
+        text="".join(traceback.format_exception(error)).rstrip(),
+        line=str(error) if isinstance(error, UserError) else None,
+        exit_code=getattr(error, "exit_code", 1),
+        is_echo=isinstance(error, DistError) or "gloo/transport" in str(error),
+    )
