@@ -42,7 +42,7 @@ callbacks:
 STEPS = 24  # in all
 
 
-def fail_at(rank: int, step: int, kind: str) -> dict[str, str]:
+def fail_at(rank: int | str, step: int, kind: str) -> dict[str, str]:
     """For the environment of a job; `has_fired` says whether it came to that."""
     return {"INJECTED": f"{kind} {rank} {step}"}
 
@@ -52,23 +52,26 @@ def has_fired(folder: Path) -> bool:
 
 
 def _is_due(place: str, step: int) -> bool:
-    """Once in all of a job, over its restarts too; but for `always`."""
+    """Once for each rank in all of a job, over its restarts too; but for `always`."""
     kind, rank, at = os.environ.get("INJECTED", "none 0 0").split()
-    if (rank, int(at)) != (os.environ.get("RANK", "0"), step) or kind.endswith("data") != (
-        place == "data"
-    ):
+    here = os.environ.get("RANK", "0")
+    is_here = rank in (here, "all") and kind.endswith("data") == (place == "data")
+    if not is_here or int(at) != step:
         return False
     try:
-        Path("fired").touch(exist_ok=False)
+        Path(f"fired-{here}").touch(exist_ok=False)
     except FileExistsError:
         return kind == "always"
+    Path("fired").touch()
     return True
 
 
 def _fail() -> None:
-    kind = os.environ["INJECTED"].split()[0]
-    if kind in ("raise", "always"):
-        raise ValueError(f"broken in rank {os.environ['RANK']}")
+    kind, rank = os.environ["INJECTED"].split()[0], os.environ.get("RANK")
+    if kind in ("raise", "always", "raise-data"):
+        raise ValueError(f"broken in rank {rank}")
+    if kind == "refuse":
+        raise dpframe.UserError("the data is wrong; fix it")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "exit0":
@@ -77,7 +80,17 @@ def _fail() -> None:
         sum(repeat(0))  # in C, and it never gives its GIL away
     if kind == "collective":
         dist.barrier()
+    if kind == "ignore":
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what torch has the parent's death send
     time.sleep(600)
+
+
+class HangsAtTheEnd(dpframe.Callback):
+    """On rank 0."""
+
+    def on_fit_end(self, trainer: dpframe.Trainer) -> None:
+        if os.environ.get("RANK") == "0":
+            time.sleep(600)
 
 
 class Rows(Dataset):
