@@ -30,52 +30,44 @@ def no_card(monkeypatch):
 
 
 SEVERAL = [DataParallel, DDP]
-TOO_MANY = (
-    "trainer.gpus=4 but this machine has 2 CUDA devices; "
-    "use trainer.gpus=2, or trainer.accelerator=cpu to rehearse"
-)
+REFUSED = [  # which strategies, on how many cards, what they are given, and what is said
+    *[
+        (SEVERAL, 2, {"gpus": gpus}, f"trainer.gpus={gpus} but this machine has 2 CUDA devices; "
+         "use trainer.gpus=2, or trainer.accelerator=cpu to rehearse")
+        for gpus in (4, [0, 3])
+    ],
+    (
+        [*SEVERAL, SingleGPU], 0, {"accelerator": "cuda"},
+        "trainer.accelerator=cuda but this machine has no CUDA device; "
+        "use trainer.accelerator=auto to rehearse on the CPU",
+    ),
+    (
+        [CPU], 2, {"accelerator": "cuda"},
+        "trainer.accelerator=cuda but strategy=cpu; use strategy=single_gpu",
+    ),
+    *[
+        ([kind], 2, {"gpus": gpus}, f"trainer.gpus={gpus} but {kind.__name__} is one replica; use "
+         "trainer.gpus=1, strategy=ddp or strategy=data_parallel")
+        for kind in (Strategy, CPU, SingleGPU) for gpus in (2, [0, 1])
+    ],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("strategy", SEVERAL)
-def test_more_gpus_than_there_are_is_refused_with_what_would_do(two_cards, strategy):
-    with pytest.raises(UserError) as error:
-        started(strategy(4))
-    assert str(error.value) == TOO_MANY
-
-
-@pytest.mark.parametrize("strategy", SEVERAL)
-def test_a_card_that_is_not_there_is_refused(two_cards, strategy):
-    with pytest.raises(UserError) as error:
-        started(strategy([0, 3]))
-    said = "trainer.gpus=[0, 3] but this machine has 2 CUDA devices (ids 0 to 1)"
-    assert str(error.value) == said
-
-
-@pytest.mark.parametrize("strategy", [*SEVERAL, SingleGPU])
-def test_cuda_is_refused_where_there_is_none(no_card, strategy):
-    with pytest.raises(UserError, match="trainer.accelerator=cuda but this machine has no CUDA"):
-        started(strategy(accelerator="cuda"))
-
-
-def test_the_cpu_strategy_refuses_cuda():
-    with pytest.raises(UserError, match="accelerator=cuda but strategy=cpu; use strategy=single"):
-        CPU(accelerator="cuda").setup()
-
-
-@pytest.mark.parametrize("kind", [Strategy, CPU, SingleGPU])
-@pytest.mark.parametrize("gpus", [2, [0, 1]])
-def test_one_replica_refuses_to_be_several_in_one_line(two_cards, kind, gpus):
-    with pytest.raises(UserError, match=rf"^trainer.gpus=.* but {kind.__name__} is one replica; "):
-        kind(gpus).setup()
+@pytest.mark.parametrize("kinds, cards, given, said", REFUSED)
+def test_devices_that_can_not_be_had_are_refused_in_one_line(
+    monkeypatch, kinds, cards, given, said
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    for kind in kinds:
+        strategy = kind(**given)
+        with pytest.raises(UserError) as error:
+            strategy.launch(strategy.setup)
+        assert str(error.value) == said
 
 
 def test_more_replicas_than_the_cpu_can_bear_are_refused(no_card):
     with pytest.raises(UserError, match="asks for 1000 replicas on"):
         DataParallel(1000).setup()
-
-
-def started(strategy: Strategy) -> Any:
-    return strategy.launch(strategy.setup)
 
 
 @pytest.mark.parametrize(
@@ -140,18 +132,11 @@ def test_a_rehearsal_is_announced_in_one_line(no_card, capfd, strategy, said):
 # What reaches torch's DDP
 
 
-@pytest.mark.parametrize(
-    ("option", "attribute"),
-    [
-        ("find_unused_parameters", "find_unused_parameters"),
-        ("broadcast_buffers", BUFFERS),
-        ("static_graph", "static_graph"),
-        ("gradient_as_bucket_view", "gradient_as_bucket_view"),
-    ],
-)
-def test_an_option_of_ddp_reaches_torch(option, attribute):
-    found = results()["options"]
-    assert [found[option, value][attribute] for value in (True, False)] == [True, False]
+OPTIONS = ("find_unused_parameters", BUFFERS, "static_graph", "gradient_as_bucket_view")
+
+
+def test_the_options_of_ddp_reach_torch():
+    assert results()["options"] == dict.fromkeys(OPTIONS, [True, False])
 
 
 def test_the_timeout_reaches_torch():
@@ -325,14 +310,7 @@ def in_a_rank(strategy: DDP) -> dict[Any, Any]:
     facts = {name: getattr(strategy, name) for name in ("rank", "world_size", "replicas")}
     found["facts"] = strategy.gather(facts | {"devices": strategy.devices})
     found["options"] = {
-        (option, value): seen_by_torch(strategy, {option: value})
-        for option in (
-            "find_unused_parameters",
-            "broadcast_buffers",
-            "static_graph",
-            "gradient_as_bucket_view",
-        )
-        for value in (True, False)
+        name: [seen_by_torch(strategy, name, value) for value in (True, False)] for name in OPTIONS
     }
     for name, (_, options) in TRAINED.items():
         for accumulate in (1, 2):
@@ -355,11 +333,10 @@ def in_a_rank(strategy: DDP) -> dict[Any, Any]:
     return found | {"logs": (opened, logged)}
 
 
-def seen_by_torch(strategy: DDP, options: dict[str, bool]) -> dict[str, bool]:
-    strategy.options = DDP(**options).options
-    module = strategy.wrap(nn.Linear(1, 1), training=True)
-    names = ("find_unused_parameters", BUFFERS, "static_graph", "gradient_as_bucket_view")
-    return {name: getattr(module, name) for name in names}
+def seen_by_torch(strategy: DDP, name: str, value: bool) -> bool:
+    own = "broadcast_buffers" if name == BUFFERS else name
+    strategy.options = DDP(**{own: value}).options
+    return getattr(strategy.wrap(nn.Linear(1, 1), training=True), name)
 
 
 @once

@@ -87,7 +87,6 @@ class Strategy:
         [self.device] = self.choose_devices(default=1)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.is_set_up = True  # also where it is called without `open`
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
         accelerator = self.accelerator if self.uses_gpus else "cpu"
@@ -154,4 +153,3 @@ class Strategy:
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""
-        self.is_set_up = False

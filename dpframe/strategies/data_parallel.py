@@ -20,7 +20,6 @@ class DataParallel(Strategy):
         self.replicas = len(self.places)
         self.device = self.places[0]
         announce(self.places, self.accelerator, kind="virtual replicas")
-        self.is_set_up = True
 
     @property
     def devices(self) -> list[str]:

@@ -94,12 +94,11 @@ class DDP(Strategy):
             torch.cuda.set_device(self.device)
         else:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
-        self.owns_group = not dist.is_initialized()  # else the program's own, which is joined
-        if self.owns_group:
+        if not dist.is_initialized():  # else the program's own is joined
+            self.owns_group = True
             self._open_group()
         self.names = [""] * self.world_size
         dist.all_gather_object(self.names, str(self.device))
-        self.is_set_up = True
 
     def _open_group(self) -> None:
         timeout = timedelta(seconds=self.timeout_seconds)
@@ -230,7 +229,7 @@ class DDP(Strategy):
             self.module.logger = self.module.reducer = None
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        super().close()
+        self.owns_group = False
 
 
 def _note(arrived: set[str], name: str, weight: Tensor) -> None:

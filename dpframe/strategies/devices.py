@@ -21,12 +21,19 @@ def choose(
             "trainer.accelerator=cuda but this machine has no CUDA device; "
             "use trainer.accelerator=auto to rehearse on the CPU"
         )
-    if available:
-        return [torch.device("cuda", index) for index in _cards(gpus, default, available)]
-    count = len(gpus) if isinstance(gpus, list) else gpus
-    count = count or default or REHEARSED_REPLICAS
-    _refuse_crowd(count, max_per_core)
-    return [torch.device("cpu")] * count
+    count = len(gpus) if isinstance(gpus, list) else gpus or default or available
+    if not available:
+        count = count or REHEARSED_REPLICAS
+        _refuse_crowd(count, max_per_core)
+        return [torch.device("cpu")] * count
+    cards = gpus if isinstance(gpus, list) else range(count)
+    if max(cards) >= available:
+        raise UserError(
+            f"trainer.gpus={gpus} but this machine has {available} CUDA "
+            f"device{'s' if available > 1 else ''}; use trainer.gpus={available}, or "
+            "trainer.accelerator=cpu to rehearse"
+        )
+    return [torch.device("cuda", index) for index in cards]
 
 
 def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> None:
@@ -39,28 +46,6 @@ def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> Non
             file=sys.stderr,
             flush=True,
         )
-
-
-def _cards(gpus: Gpus, default: int | None, available: int) -> list[int]:
-    if isinstance(gpus, list):
-        missing = [index for index in gpus if index >= available]
-        if missing:
-            raise UserError(
-                f"trainer.gpus={gpus} but this machine has {_count(available)} "
-                f"(ids 0 to {available - 1})"
-            )
-        return gpus
-    count = gpus or default or available
-    if count > available:
-        raise UserError(
-            f"trainer.gpus={count} but this machine has {_count(available)}; "
-            f"use trainer.gpus={available}, or trainer.accelerator=cpu to rehearse"
-        )
-    return list(range(count))
-
-
-def _count(available: int) -> str:
-    return f"{available} CUDA device{'s' if available > 1 else ''}"
 
 
 def _refuse_crowd(count: int, max_per_core: int) -> None:
