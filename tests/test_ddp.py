@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import fresh
+from forked import on
 from recorded import once
 from small import Hooks, Rows, Small, fitted
 from torch import Tensor
@@ -110,16 +110,11 @@ def outcome(strategy: DDP, name: str) -> Any:
     return strategy.gather([p.detach().numpy().copy() for p in one.task.parameters()])
 
 
-def all_of_them() -> list[dict[str, Any]]:
-    strategy = DDP()
-    strategy.setup()
-    try:
-        found = {name: outcome(strategy, name) for name in CASES}
-        strategy.options["find_unused_parameters"] = True
-        found |= {f"{name}, found": outcome(strategy, name) for name in ALLOWED}
-        return strategy.gather(found)
-    finally:
-        strategy.close()
+def all_of_them(strategy: DDP) -> list[dict[str, Any]]:
+    found = {name: outcome(strategy, name) for name in CASES}
+    strategy.options["find_unused_parameters"] = True
+    found |= {f"{name}, found": outcome(strategy, name) for name in ALLOWED}
+    return strategy.gather(found)
 
 
 ALLOWED = ["unused at the last step", "unused in an update's last batch", "frozen in between"]
@@ -127,7 +122,7 @@ ALLOWED = ["unused at the last step", "unused in an update's last batch", "froze
 
 @once
 def by_ranks() -> list[dict[str, Any]]:
-    return fresh(DDP(2, "cpu").launch, all_of_them)
+    return on(DDP(2, "cpu"), all_of_them)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -142,21 +137,17 @@ def test_what_find_unused_parameters_allows_is_trained_alike_on_all_ranks(name):
     assert all((mine == other).all() for mine, other in zip(first, second, strict=True))
 
 
-def apart(refused: Path) -> None:
-    strategy = DDP(timeout_seconds=60)
-    strategy.setup()
+def apart(strategy: DDP, refused: Path) -> None:
     try:
         fitted(partly(3, rank=1)(), Rows(30, 5, val=False), strategy=strategy, max_steps=3)
     except UserError:
         refused.touch()
         raise
-    finally:
-        strategy.close()
 
 
 def test_a_rank_that_alone_leaves_a_parameter_out_ends_the_job_with_its_line(tmp_path):
     refused = tmp_path / "refused"
     with pytest.raises(UserError) as caught:
-        fresh(DDP(2, "cpu").launch, apart, refused)
+        on(DDP(2, "cpu", timeout_seconds=60), apart, refused)
     assert str(caught.value) == UNUSED.format(rank=1)
     assert time.time() - refused.stat().st_mtime < SECONDS  # the other rank waits for 60

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from command import environment
+from forked import on
 from injector import STEPS, fail_at, last, run, started, weights, words
 from small import Hooks, is_same, trainer
 
@@ -163,10 +164,9 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
             assert last(job.folder)["progress"]["global_step"] == 80
 
 
-def steps_where_one_rank_knows() -> list[int]:
+def steps_where_one_rank_knows(strategy: DDP) -> list[int]:
     """The last step of each rank, where rank 1 alone has seen a signal, in its second step."""
-    strategy, stop = DDP(2, "cpu", timeout_seconds=10), Interruption()
-    strategy.setup()
+    stop = Interruption()
 
     def see(trainer) -> None:
         if trainer.global_step == 2 and strategy.rank == 1:
@@ -174,17 +174,14 @@ def steps_where_one_rank_knows() -> list[int]:
 
     made = trainer(strategy=strategy, callbacks=[Hooks(on_step_end=see)], max_epochs=10**6)
     made.lookout = Lookout(strategy, stop)
-    try:
-        with pytest.raises(Interrupted, match="SIGTERM"):
-            made.fit()
-        return strategy.gather(made.global_step)
-    finally:
-        strategy.close()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        made.fit()
+    return strategy.gather(made.global_step)
 
 
 def test_the_ranks_agree_on_a_signal_that_one_of_them_has_seen():
-    one, other = DDP(2, "cpu", timeout_seconds=10).launch(steps_where_one_rank_knows)
-    assert one == other >= 2
+    first, second = on(DDP(2, "cpu", timeout_seconds=10), steps_where_one_rank_knows)
+    assert first == second >= 2
 
 
 # Within this process
