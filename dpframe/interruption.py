@@ -98,6 +98,16 @@ class Interruption:
         )
 
     @contextmanager
+    def waits(self) -> Iterator[None]:
+        """Within, a signal and Ctrl-Z are left to who starts ranks, and ends or stops them."""
+        before, self.has_begun = self.has_begun, True
+        with self.pauses():
+            try:
+                yield
+            finally:
+                self.has_begun = before
+
+    @contextmanager
     def pauses(self) -> Iterator[None]:
         """Within, Ctrl-Z is left to who asks for `is_to_pause`."""
         is_main = threading.current_thread() is threading.main_thread()
@@ -124,22 +134,21 @@ class Interruption:
     # ---- the handlers
 
     def _note(self, number: int, frame: Any) -> None:
-        is_second = self.number is not None and time.monotonic() - self._since > ECHO_SECONDS
-        self.remember(number)
-        if not self.has_begun:
-            self._say("")
-            self._leave()
-        elif is_second and self.ends_at_second:
-            self._say(", twice; ended at once")
-            self._leave()
+        if self.number is None:
+            self.remember(number)
+            if not self.has_begun:
+                self._end("")
+        elif self.ends_at_second and time.monotonic() - self._since > ECHO_SECONDS:
+            self._end(", twice; ended at once")
 
     def _note_stop(self, number: int, frame: Any) -> None:
         self.is_to_pause = True
 
-    def _say(self, how: str) -> None:
+    def _end(self, how: str) -> None:
         if self.number is not None and not self._is_quiet:
             with suppress(OSError):  # a full device
                 os.write(2, f"dpframe: {Interrupted(self.number, how)}\n".encode())
+        self._leave()
 
     def _leave(self, *_: Any) -> None:
         os._exit(1 if self.number is None else 128 + self.number)

@@ -241,3 +241,9 @@ def test_the_same_signal_at_once_again_is_no_second_one():
         for _ in range(3):  # a second one would end this process
             signal.raise_signal(TERM)
         assert stop.number == TERM
+
+
+def test_once_the_ranks_have_ended_a_signal_waits_for_nobody():
+    with opened() as stop:
+        DDP(2, "cpu").launch(os.getpid)
+        assert not stop.has_begun

@@ -62,8 +62,7 @@ def launch(
     interruption.look()
     stop = interruption.installed() or Interruption()
     job = _Job(stop, uses_cuda=uses_cuda, timeout_seconds=timeout_seconds)
-    stop.begin()  # a signal waits for the ranks
-    with stop.pauses():
+    with stop.waits():
         try:
             job.start(run, args, count)
             job.watch()
