@@ -283,6 +283,10 @@ class ForgetsToReturn(Strategy):
         run(*args)
 
 
+class NeverRuns(Strategy):
+    def launch(self, run: Callable[..., Any], *args: Any) -> Any: ...
+
+
 class WrapsInPlace(Strategy):
     """What is wrapped within the task has other names in its checkpoints."""
 

@@ -136,6 +136,8 @@ Backwards on 2: collectives predict_order random_numbers checkpoint
     predict_order: 10 rows came as 5 6 7 8 9 0 1 2 3 4: shares have to keep the batch's order
 ForgetsToReturn on 1: launch
     launch: launch did not return what `run` returned in the main process
+NeverRuns on 1: launch
+    launch: launch did not call `run` in any process
 WrapsInPlace on 1: checkpoint evaluation
     checkpoint: it has net.module.0.weight in place of net.0.weight: wrap must leave the task
 ForgetsItsState on 1: checkpoint

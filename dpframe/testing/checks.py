@@ -138,7 +138,7 @@ class Evidence:
 
 
 def launch(evidence: Evidence) -> Verdict:
-    facts = [note["facts"] for note in evidence.notes if "facts" in note]
+    facts = evidence.of_each("facts")
     unlike = [
         f"{name} is {fact[name]} in process {rank} of {len(facts)}, not {value}"
         for rank, fact in enumerate(facts)
@@ -150,7 +150,9 @@ def launch(evidence: Evidence) -> Verdict:
         }.items()
         if fact[name] != value
     ]
-    if not evidence.failure and evidence.returned != facts[0]["pid"]:
+    if not (facts or evidence.failure):
+        unlike.append("launch did not call `run` in any process")
+    elif not evidence.failure and evidence.returned != facts[0]["pid"]:
         unlike.append("launch did not return what `run` returned in the main process")
     measured = "failed" if evidence.failure else counted(len(facts), "process")
     causes = [evidence.failure, *unlike[:1]]

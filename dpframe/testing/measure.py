@@ -283,9 +283,11 @@ def write(directory: Path, name: str, value: Any) -> None:
 
 
 def read(directory: Path) -> list[Note]:
-    """Each process's values by name, in the order of the ranks."""
+    """By name the values of each process that joined the job, in the order of the ranks."""
     notes = [dict(_values(path)) for path in directory.glob(f"*{SUFFIX}")]
-    return sorted(notes, key=lambda note: note.get("facts", {}).get("rank", -1))
+    return sorted(
+        (note for note in notes if "facts" in note), key=lambda note: note["facts"]["rank"]
+    )
 
 
 def _values(path: Path) -> Iterator[tuple[str, Any]]:

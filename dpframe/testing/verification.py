@@ -126,8 +126,7 @@ def _report(plan: Plan, names: Iterable[str]) -> Report:
     try:
         returned = strategy.launch(measure, plan)
     except Exception as error:
-        has_begun = any("facts" in note for note in read(plan.directory))
-        if isinstance(error, UserError) and not has_begun:
+        if isinstance(error, UserError) and not read(plan.directory):
             raise  # the caller asked for what the strategy can't do
         details = "".join(traceback.format_exception(error)).rstrip()
         if isinstance(error, RankFailed):  # carries the rank's traceback
