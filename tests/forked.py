@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,6 +70,8 @@ def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.Comp
 def started(words: Sequence[str], folder: Path, **variables: str) -> Iterator["Job"]:
     """The same, in a process group of its own, killed at the end if it still runs."""
     with TemporaryDirectory() as output:
+        for name in ("printed", "said"):
+            Path(output, name).touch()
         args = (list(words), folder, Path(output), os.environ | variables)
         process = server().Process(target=_become, args=args)
         process.start()
@@ -111,17 +113,20 @@ class Job:
 
     def wait_for(self, *markers: str) -> None:
         """Until these files are in its folder."""
+        is_over = False
         while not all((self.folder / marker).exists() for marker in markers):
-            assert self.code is None, self.said()
+            assert not is_over, self.said()
+            is_over = self.code is not None  # it may have made them last
             time.sleep(0.01)
 
     def ranks(self) -> list[int]:
         """Their processes, by number."""
         found = {}
         for pid in descendants():
-            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-            if int(stat[1]) == self.pid:
-                found[pid] = int(stat[19])  # when it started
+            with suppress(FileNotFoundError):  # one that has just ended
+                stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                if int(stat[1]) == self.pid:
+                    found[pid] = int(stat[19])  # when it started
         return sorted(found, key=lambda pid: (found[pid], pid))
 
     def printed(self) -> str:
