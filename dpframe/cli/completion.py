@@ -75,7 +75,10 @@ def _query() -> str:
     output = io.StringIO()
     with suppress(Exception, SystemExit), redirect_stdout(output), redirect_stderr(io.StringIO()):
         line = re.sub(r"^\s*\S+(\s+-m\s+dpframe\b)?", "dpframe", os.environ.get("COMP_LINE", ""))
-        config_dir, words = _config_dir(line.split(" "))
+        # The user's folder, which Hydra's query would not understand.
+        option = re.search(r"\s(?:--config-dir|-cd)[ =](\S+)(?=\s)", line)
+        config_dir = os.path.expanduser(option[1]) if option else None
+        words = (line.replace(option[0], "", 1) if option else line).split(" ")
         if not any(re.match(r"~?recipe\b", word) for word in words[1:-1]):
             words.insert(1, "~recipe")  # else nothing composes before a recipe is chosen
         os.environ["COMP_LINE"] = " ".join(words)
@@ -84,12 +87,3 @@ def _query() -> str:
         fish = next(kind for kind in kinds if kind.provides() == "fish")
         fish(configs).query(CONFIG_NAME)  # a word a line
     return "".join(f"{word}\n" for word in output.getvalue().splitlines() if WORD.fullmatch(word))
-
-
-def _config_dir(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The user's folder, and the line without it, which Hydra's query would not understand."""
-    line = " ".join(words)
-    option = re.search(r"\s(?:--config-dir|-cd)[ =](\S+)(?=\s)", line)
-    if option is None:
-        return None, list(words)
-    return os.path.expanduser(option[1]), line.replace(option[0], "", 1).split(" ")
