@@ -24,14 +24,16 @@ def test_a_job_restarts_itself_and_ends_with_the_same_weights(tmp_path, undistur
     )
     assert has_fired(tmp_path)
     assert done.returncode == 0, done.stderr
-    path = "run/checkpoints/last.ckpt"
-    assert re.search(rf"^restart 1 of 2 from {path}, step (3|6|8|9|12)$", done.stderr, re.M), (
-        done.stderr
+    # The one that was written last: a kill may come between the two of a save.
+    begun = re.search(
+        r"^restart 1 of 2 from run/checkpoints/(last|best)\.ckpt, step (3|6|8|9|12)$",
+        done.stderr,
+        re.M,
     )
+    assert begun, done.stderr
     assert "restart 2" not in done.stderr
-    assert re.search(
-        r"resumed at epoch \d, step (3|6|8|9|12)$", (tmp_path / "run/run.log").read_text(), re.M
-    )
+    log = (tmp_path / "run/run.log").read_text()
+    assert re.search(rf"resumed at epoch \d, step {begun[2]}$", log, re.M)
     assert is_same(weights(tmp_path), undisturbed(*setting))
 
 
