@@ -131,7 +131,8 @@ class Injected(dpframe.Task):
     def training_step(self, batch: Tensor) -> dict[str, Tensor]:
         self.steps += 1
         _note("training", self.steps)
-        if os.environ.get("RANK", "0") == os.environ.get("SLOW_RANK", os.environ.get("RANK", "0")):
+        rank = os.environ.get("RANK", "0")
+        if self.steps >= 3 and rank == os.environ.get("SLOW_RANK", rank):
             time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
         if _is_due("code", self.steps):
             _fail()

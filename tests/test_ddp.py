@@ -17,7 +17,7 @@ from torch import Tensor
 from dpframe import Trainer, UserError
 from dpframe.strategies.ddp import DDP
 
-SECONDS = 10
+SECONDS = 40
 
 
 class Partly(Small):
