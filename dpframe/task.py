@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.errors import UserError
 from dpframe.metrics import described, is_number
@@ -31,7 +32,7 @@ class Task(nn.Module):
         self,
         net: nn.Module | None = None,
         optimizer: Callable[..., torch.optim.Optimizer] | None = None,
-        scheduler: Callable[..., Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None,
     ) -> None:
         super().__init__()
         if isinstance(optimizer, torch.optim.Optimizer):

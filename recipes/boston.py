@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
@@ -25,7 +26,7 @@ class Boston(dpframe.Task):
         self,
         net: nn.Module,
         optimizer: Callable[..., torch.optim.Optimizer],
-        scheduler: Callable[..., Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None,
     ) -> None:
         super().__init__(net, optimizer, scheduler)
 

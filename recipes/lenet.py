@@ -7,11 +7,12 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
@@ -30,7 +31,7 @@ class LeNet(dpframe.Task):
     def __init__(
         self,
         optimizer: Callable[..., torch.optim.Optimizer],
-        scheduler: Callable[..., Any] | None = None,
+        scheduler: Callable[..., LRScheduler] | None = None,
     ) -> None:
         super().__init__(lenet(), optimizer, scheduler)
 

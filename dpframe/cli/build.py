@@ -26,6 +26,10 @@ from dpframe.errors import UserError, suggestion
 SPECIAL = {"_target_": str, "_args_": list, "_partial_": bool}
 TORCH = str(Path(torch.__file__).parent)
 SCALARS = (bool, int, float, str)
+MADE_LATER = {  # by the Task, and an example of each
+    optim.Optimizer: "name one, e.g. torch.optim.Adam",
+    LRScheduler: "name one, e.g. torch.optim.lr_scheduler.StepLR",
+}
 
 
 def check_targets(job: Composed) -> Trust:
@@ -50,23 +54,28 @@ def build(
     return part
 
 
-def check(node: Any, where: str, kind: type | None = None, *, trust: Trust = NOBODY) -> None:
+def check(
+    node: Any, where: str, kind: type | None = None, *, trust: Trust = NOBODY, hint: Any = None
+) -> None:
     """Refuses a target or an argument that can't be right, before anything is called.
 
-    `kind` is a slot's.
+    `kind` is a slot's, `hint` the annotation of a constructor's argument.
     """
+    hints: dict[str, Any] = {}
     if isinstance(node, Mapping) and "_target_" in node:
         _check_special(node, where)
         if kind is None:
             target = trust.nested(node["_target_"], where)
         else:
             target = trust.part(node["_target_"], where, kind)
-        _check_arguments(target, node, where)
+        _check_made(target, node["_target_"], where, hint)
+        hints = _hints(target)
+        _check_arguments(target, node, where, hints)
     elif kind is not None:
         given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
         raise UserError(f"{given} has no _target_; name its class")
     for place, value in _values(node, where):
-        check(value, place, trust=trust)
+        check(value, place, trust=trust, hint=hints.get(place.rpartition(".")[2]))
 
 
 def _values(node: Any, where: str) -> Iterator[tuple[str, Any]]:
@@ -85,7 +94,20 @@ def _check_special(node: Mapping[str, Any], where: str) -> None:
         raise UserError(f"{where}.{name}: every part gets its parts, dicts and lists; leave it out")
 
 
-def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
+def _check_made(target: Any, path: str, where: str, hint: Any) -> None:
+    """Where an optimizer or a scheduler is wanted, a network is none, and neither is the other."""
+    if not isinstance(target, type) or not issubclass(target, (nn.Module, *MADE_LATER)):
+        return
+    for option in _options(hint):
+        wanted = get_args(option)[-1] if get_origin(option) is Callable else None
+        if wanted in MADE_LATER and not issubclass(target, wanted):
+            name = wanted.__name__
+            raise UserError(f"{where}._target_={path} makes no {name}; {MADE_LATER[wanted]}")
+
+
+def _check_arguments(
+    target: Any, node: Mapping[str, Any], where: str, hints: Mapping[str, Any]
+) -> None:
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
@@ -98,7 +120,7 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
                 f"{where}.{key}: {name} takes no such argument; {suggestion(key, parameters)}"
             )
     # The Task adds the first argument of these, and `total_steps`.
-    is_later = isinstance(target, type) and issubclass(target, optim.Optimizer | LRScheduler)
+    is_later = isinstance(target, type) and issubclass(target, tuple(MADE_LATER))
     if is_later and not node.get("_partial_"):
         raise UserError(f"{where}: the Task makes its {name} later; add ++{where}._partial_=true")
     if is_later or not node.get("_partial_"):
@@ -108,7 +130,6 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
             is_needed = is_plain and parameter.default is parameter.empty and key not in given
             if is_needed and not (is_later and key == "total_steps"):
                 raise UserError(f"{where}.{key} is missing; {name} needs it, add +{where}.{key}=…")
-    hints = _hints(target)
     for key, value in given.items():
         has_no_default = key not in parameters or parameters[key].default is not None
         is_auto = (where, key, value) == ("data", "workers", "auto")  # whatever a class's hint says
@@ -121,7 +142,7 @@ def _check_type(value: Any, hint: Any, where: str) -> None:
     a part."""
     if hint is None or not isinstance(value, (*SCALARS, type(None))):
         return
-    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    options = _options(hint)
     if Any in options or type(value) in options or (float in options and type(value) is int):
         return
     if any(option in SCALARS for option in options):
@@ -129,6 +150,10 @@ def _check_type(value: Any, hint: Any, where: str) -> None:
     if all(map(_is_part, options)):
         given = f"{where}={shown(value)} is {kind_of(value)}"
         raise UserError(f"{given}; name its class: {where}={{_target_:…}}")
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _is_part(option: Any) -> bool:
@@ -178,9 +203,13 @@ class Later(functools.partial):
             below = traceback.extract_tb(error.__traceback__)[1:]
             if not _is_about_arguments(error, below):
                 raise
-            place = f" ({below[-1].filename}, line {below[-1].lineno})" if below else ""
             said = first_line(ValueError(*error.args))  # the text of a KeyError is quoted
         name = getattr(self.func, "__name__", str(self.func))
+        plain = {key: value for key, value in self.keywords.items() if isinstance(value, SCALARS)}
+        meant = [key for key, value in plain.items() if str(value) in said]
+        if len(meant) == 1:
+            raise UserError(f"{self.where}.{meant[0]}={plain[meant[0]]}: {name} says: {said}")
+        place = f" ({below[-1].filename}, line {below[-1].lineno})" if below else ""
         raise UserError(f"{self.where}: {name} says: {said}{place}")
 
 
