@@ -7,6 +7,7 @@ wait for it. A new interpreter takes seconds: it is for tests of the start (test
 
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -158,6 +159,7 @@ def _call(
 
 def _become(words: list[str], folder: Path, output: Path, environment: dict[str, str]) -> None:
     os.setpgid(0, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     _begin(folder, environment)
     for number, name in ((1, "printed"), (2, "said")):
         file = os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
