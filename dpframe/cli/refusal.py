@@ -163,7 +163,8 @@ def _not_composed(
         if not (is_new or re.search(r"[@/\[]", key) or has(base, key)):
             return UserError(f"{override}: there is no key {key}; {nearest(base, key, options)}")
         inside = getattr(error.__cause__, "full_key", None) or ""
-        if inside.startswith(f"{key}.") and not has(base, inside):  # in a value that is a dict
+        is_dict = override.partition("=")[2].startswith("{")
+        if is_dict and inside.startswith(f"{key}.") and not has(base, inside):
             near = nearest(base, inside, options)
             return UserError(f"{override}: there is no key {inside}; {near}")
     return _nothing_better(error.__cause__ or error)
