@@ -1,5 +1,6 @@
 """Callbacks: the order of hooks, ends by a metric, a run that fails, and what is on screen."""
 
+import logging
 import os
 import pty
 import re
@@ -11,10 +12,10 @@ from textwrap import dedent
 import pytest
 import torch
 from recorded import Recorder
-from small import Hooks, Rows, Scripted, Small, fitted, trainer
+from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 
 from dpframe import Callback, UserError
-from dpframe.callbacks import base
+from dpframe.callbacks import base, progress
 from dpframe.callbacks.base import HOOKS
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.callbacks.progress import Progress, banner
@@ -291,6 +292,89 @@ def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(shown, number, of):
     plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "\n", out)
     assert not re.search(r"^epoch \d+(/\d+)?  step", plain, re.MULTILINE)
     assert re.search(r"^\d+ steps in .* samples/s\s*$", plain, re.MULTILINE)
+
+
+def said(caplog) -> list[list[int]]:
+    """The epochs of each message that tells of any."""
+    told = [record.getMessage() for record in caplog.records]
+    return [list(map(int, re.findall(r"^epoch (\d+)", text, re.MULTILINE))) for text in told]
+
+
+@pytest.mark.parametrize(
+    ("seconds_a_step", "messages"),
+    [
+        (0.03, [[1], [2], [3], [4], [5]]),
+        (0.012, [[1], [2], [3, 4], [5]]),
+        (0.001, [[1], [2, 3, 4, 5]]),
+    ],
+)
+def test_lines_of_short_epochs_come_several_at_once(monkeypatch, caplog, seconds_a_step, messages):
+    clock = Clock(monkeypatch)
+    caplog.set_level("INFO", "dpframe")
+    hooks = Hooks(on_step_end=clock.ticks(seconds_a_step))
+    fitted(callbacks=[hooks, Progress()], max_epochs=5)
+    assert said(caplog) == messages
+
+
+def test_a_line_does_not_wait_for_the_end_of_a_longer_epoch(monkeypatch, caplog):
+    clock = Clock(monkeypatch)
+    caplog.set_level("INFO", "dpframe")
+    seen: list = []
+
+    def slower(trainer):
+        clock.now += 0.2 if trainer.epoch == 2 else 0.001
+        seen.append(said(caplog))
+
+    fitted(callbacks=[Progress(), Hooks(on_step_end=slower)], max_epochs=3)
+    assert seen[9] == [[1]] and seen[11] == [[1], [2]], "5 steps an epoch: it is said at the next"
+
+
+def test_what_else_is_logged_comes_after_the_lines_before_it(monkeypatch, caplog):
+    Clock(monkeypatch)
+    caplog.set_level("INFO")
+    before = [list(handler.filters) for handler in logging.getLogger().handlers]
+
+    def speak(trainer):
+        if trainer.global_step == 17:
+            logging.getLogger("mine").info("at 17")
+
+    fitted(
+        callbacks=[Progress(), Hooks(on_step_end=speak)], max_epochs=5, profile=True, directory=""
+    )
+    told = [record.getMessage().split()[0] for record in caplog.records]
+    assert told == ["epoch", "epoch", "at", "epoch", "where"]
+    assert said(caplog) == [[1], [2, 3], [], [4, 5], []]
+    assert [list(handler.filters) for handler in logging.getLogger().handlers] == before
+
+
+def test_a_failure_comes_after_the_lines_of_all_epochs_before_it(monkeypatch, caplog):
+    Clock(monkeypatch)
+    caplog.set_level("INFO", "dpframe")
+
+    def fail(trainer):
+        if trainer.global_step == 17:
+            assert said(caplog) == [[1]]
+            raise Broken
+
+    with pytest.raises(Broken):
+        fitted(callbacks=[Progress(), Hooks(on_step_end=fail)], max_epochs=5)
+    assert said(caplog) == [[1], [2, 3]]
+
+
+def test_a_reader_that_has_gone_does_not_hide_the_failure(monkeypatch):
+    Clock(monkeypatch)
+    monkeypatch.setattr(progress.log, "hasHandlers", lambda: False)  # as in a user's own script
+
+    def gone(*args, **kwargs):
+        raise BrokenPipeError
+
+    def fail(trainer):
+        if trainer.global_step == 17:
+            monkeypatch.setattr(progress, "print", gone, raising=False)
+            raise Broken
+
+    with pytest.raises(Broken):
+        fitted(callbacks=[Progress(), Hooks(on_step_end=fail)], max_epochs=5)
 
 
 def test_a_bar_may_be_switched_off_and_nothing_else():

@@ -1,8 +1,13 @@
-"""What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end."""
+"""What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end.
+
+A bar is redrawn at most ten times a second. The lines of epochs that are shorter than that are
+shown several at once, at the end of a step, and before anything else that is logged.
+"""
 
 import logging
 import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
@@ -13,7 +18,7 @@ if TYPE_CHECKING:
     from dpframe.trainer import Predictions, Trainer
 
 log = logging.getLogger("dpframe")
-REDRAW_SECONDS = 0.1  # at least, between two drawings of a bar
+REDRAW_SECONDS = 0.1
 
 
 class Progress(Callback):
@@ -24,6 +29,7 @@ class Progress(Callback):
             raise not_one_of("callbacks.progress.bar", bar, ("auto", "true", "false"))
         self.has_bar = sys.stdout.isatty() if bar == "auto" else bool(bar)
         self.bar: Any = None
+        self.pending: list[str] = []  # lines of epochs
         self.next_draw = 0.0
 
     def on_fit_start(self, trainer: "Trainer") -> None:
@@ -31,26 +37,26 @@ class Progress(Callback):
             self.has_bar = False
             return
         print(printable(banner(trainer)), flush=True)
+        for handler in logging.getLogger().handlers:
+            handler.addFilter(self._lines_first)
         if self.has_bar:
             self._start_bar(trainer)
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if self.bar is not None and time.perf_counter() >= self.next_draw:
-            self._draw(trainer)
+        if self.bar is not None or self.pending:
+            self._draw_in_time(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
             return
         total = trainer.settings.max_epochs
         of = f"/{total}" if total else ""
-        line = f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {_inline(trainer.metrics)}"
-        log.info(line, extra={"on_screen": self.bar is None})
-        if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
-            print(line, flush=True)
+        metrics = _inline(trainer.metrics)
+        self.pending.append(f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}")
+        self._draw_in_time(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        if self.bar is not None:
-            self._draw(trainer)
+        self._draw(trainer)
         self._stop()
         if not trainer.strategy.is_main:
             return
@@ -65,11 +71,13 @@ class Progress(Callback):
         )
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        with suppress(OSError):  # the reader has gone: that must not hide what ended the run
+            self._print_lines()
         self._stop()
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        if trainer.mode == "validate":
-            self.on_test_end(trainer)
+        if trainer.mode == "validate" and trainer.strategy.is_main:
+            print(printable(table(trainer.metrics)), flush=True)
 
     def on_test_end(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
@@ -99,17 +107,40 @@ class Progress(Callback):
         )
         self.bar.start()
 
+    def _draw_in_time(self, trainer: "Trainer") -> None:
+        now = time.perf_counter()
+        if now >= self.next_draw:
+            self.next_draw = now + REDRAW_SECONDS
+            self._draw(trainer)
+
     def _draw(self, trainer: "Trainer") -> None:
-        self.next_draw = time.perf_counter() + REDRAW_SECONDS
-        self.bar.update(
-            self.line,
-            completed=trainer.global_step,
-            description=f"epoch {trainer.epoch}",
-            metrics=_inline(trainer.metrics),
-            refresh=True,
-        )
+        self._print_lines()
+        if self.bar is not None:
+            self.bar.update(
+                self.line,
+                completed=trainer.global_step,
+                description=f"epoch {trainer.epoch}",
+                metrics=_inline(trainer.metrics),
+                refresh=True,
+            )
+
+    def _lines_first(self, record: logging.LogRecord) -> bool:
+        self._print_lines()
+        return True
+
+    def _print_lines(self) -> None:
+        lines = self.pending[:]
+        if not lines:
+            return
+        del self.pending[: len(lines)]  # another thread may add a line meanwhile: it stays
+        text = "\n".join(lines)
+        log.info(text, extra={"on_screen": self.bar is None})
+        if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
+            print(text, flush=True)
 
     def _stop(self) -> None:
+        for handler in logging.getLogger().handlers:
+            handler.removeFilter(self._lines_first)
         if self.bar is not None:
             self.bar.stop()
             self.bar = None
