@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dpframe.errors import Interrupted
 from dpframe.heartbeat import is_stopped
 from dpframe.interruption import Interruption
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.ranks import Parent
 from dpframe.trainer.progress import Lookout
 
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
@@ -247,3 +249,17 @@ def test_once_the_ranks_have_ended_a_signal_waits_for_nobody():
     with opened() as stop:
         DDP(2, "cpu").launch(os.getpid)
         assert not stop.has_begun
+
+
+def test_a_rank_leaves_the_second_signal_to_its_parent(monkeypatch):
+    """A terminal's Ctrl-C reaches it, and a moment later the same signal by its parent."""
+    ended: list[str] = []
+    for stop, expected in ((Parent(Pipe()[0]), []), (Interruption(), [", twice; ended at once"])):
+        monkeypatch.setattr(stop, "_end", ended.append)
+        stop.begin()
+        stop._note(INT, None)
+        with monkeypatch.context() as later:
+            now = time.monotonic() + 1.0
+            later.setattr(time, "monotonic", lambda now=now: now)
+            stop._note(INT, None)
+        assert ended == expected

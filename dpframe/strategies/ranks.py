@@ -88,6 +88,8 @@ class Fault:
 class Parent(Interruption):
     """In a rank: the process that started it counts its signals, watches it and pauses it."""
 
+    ends_at_second = False  # the parent ends it
+
     def __init__(self, messages: Connection) -> None:
         super().__init__(is_quiet=True)
         self._messages = messages
@@ -107,9 +109,6 @@ class Parent(Interruption):
             self.send("paused")
             self._messages.recv_bytes()
         super().pause()
-
-    def _end_at_second(self) -> None:
-        """The parent does that."""
 
 
 def live(
