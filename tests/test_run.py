@@ -1,11 +1,14 @@
 """Runs of the command: what `resume=` goes on with, what full disks and moves leave."""
 
 import csv
+import io
 import json
+import logging
 import os
 import re
 import resource
 import shutil
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,6 +18,7 @@ from command import attempts, write
 from forked import fresh, started
 
 from dpframe import checkpoint
+from dpframe.cli.output import logging_to
 from dpframe.cli.resume import resumed_file
 from dpframe.errors import Failure
 from dpframe.trainer.evaluation import Predictions
@@ -233,6 +237,19 @@ def test_a_full_disk_for_the_log_and_the_dashboard_does_not_stop_training(tmp_pa
     assert done.code == 0, done.err
     assert "training goes on without it" in done.out and "epoch 40/40" in done.out
     assert "Traceback" not in done.err + done.out
+
+
+def test_the_line_that_a_full_disk_refuses_is_still_shown_on_screen(tmp_path):
+    shown = fresh(on_small_disk, 300, logged_lines, tmp_path)
+    assert [line for line in shown if line.startswith("line")] == [f"line {i}" for i in range(9)]
+    assert sum("training goes on without it" in line for line in shown) == 1
+
+
+def logged_lines(folder):
+    with redirect_stdout(io.StringIO()) as screen, logging_to(folder, rank=0):
+        for i in range(9):
+            logging.getLogger("dpframe").info("line %d", i)
+    return screen.getvalue().splitlines()
 
 
 @pytest.mark.parametrize("columns, name", [((1,), "predictions.csv"), ((2, 2), "predictions.pt")])

@@ -128,7 +128,7 @@ class _File(logging.FileHandler):
     """On a full disk the run goes on without a log, and says so once."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        logging.getLogger().removeHandler(self)
+        self.addFilter(lambda record: False)  # removed, the next handler would miss this record
         logging.getLogger("dpframe").warning(
             "%s can't be written: %s; training goes on without it",
             self.baseFilename,
