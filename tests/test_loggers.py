@@ -10,8 +10,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+from forked import fresh
 from small import fitted
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -203,6 +205,28 @@ def test_a_later_file_sorts_last_even_within_one_second(tmp_path):
         paths.append(tensorboard.next_path(tmp_path))
         paths[-1].touch()
     assert paths == sorted(set(paths))
+
+
+@pytest.mark.parametrize("writers", [("ours", "theirs"), ("theirs", "ours")])
+def test_a_writer_of_the_users_own_in_the_run_directory_erases_nothing(tmp_path, writers):
+    fresh(write_within_a_second, tmp_path, writers)
+    accumulator = EventAccumulator(str(tmp_path)).Reload()
+    (event,) = accumulator.Tensors("config")
+    assert event.tensor_proto.string_val[0] == b"    seed: 3"
+    assert curve(tmp_path, "theirs") == [(1, 2.0)]
+    assert len(session_groups(tmp_path)) == 1
+
+
+def write_within_a_second(directory, writers):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with patch("time.time", lambda: 1e9):
+        for who in writers:
+            if who == "ours":
+                opened(directory, config="seed: 3").close({}, succeeded=True)
+            else:
+                with SummaryWriter(str(directory)) as writer:
+                    writer.add_scalar("theirs", 2.0, 1)
 
 
 # The table

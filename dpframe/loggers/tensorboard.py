@@ -172,7 +172,7 @@ def next_path(directory: Path) -> Path:
     """TensorBoard reads a directory's files by name: this one comes after all that are there."""
     older = [path.name.split(".")[3] for path in directory.glob(PATTERN)]
     seconds = max([int(time.time()), *(int(digits) + 1 for digits in older if digits.isdecimal())])
-    name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.0"
+    name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.dpframe"
     return directory / name
 
 
