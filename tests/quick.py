@@ -9,6 +9,7 @@ FILES = {
     "heartbeat",
     "layers",
     "loggers",
+    "media",
     "metrics",
     "placement",
     "prefetch",

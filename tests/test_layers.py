@@ -35,6 +35,7 @@ OWNERS = {
     "omegaconf": ["cli"],
     "torch.distributed": [f"strategies.{n}" for n in ("ddp", "launch", "ranks")],
     "tensorboard": ["loggers"],
+    "torch.utils.tensorboard": ["loggers.tensorboard"],
     "rich": ["callbacks.progress"],
 }
 FILES = sorted(

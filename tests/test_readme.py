@@ -77,9 +77,17 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^every night at 23 o'clock, on c\w+",
     ),
-    "dpframe --config-dir mine recipe=boston callbacks=stop_below logger=json_lines": (
+    "dpframe --config-dir mine recipe=boston callbacks=stop_below": (
         "trainer.max_epochs=20",
         r"^stopped: val/mae=1\d\.\d+ is below 20\.0$",
+    ),
+    "dpframe --config-dir mine recipe=boston callbacks=worst_rows": (
+        "trainer.max_epochs=2",
+        r"^recipe +boston",
+    ),
+    "dpframe --config-dir mine recipe=boston logger=json_lines": (
+        "trainer.max_epochs=2",
+        r"^recipe +boston",
     ),
 }
 
@@ -93,6 +101,7 @@ def test_what_can_be_written_can_be_run(written):
         assert run.returncode == 0, run.stderr
         assert re.search(printed, run.stdout, re.M), run.stdout
         assert re.search(r"^epoch \d+/\d+  step \d+  train/loss ", run.stdout, re.M)
+    assert len(list(written.glob("shown/*/tables/val_worst-step*.csv"))) == 2
     configs = [Path(name) for page in PAGES for name in files_of(page) if name.endswith(".yaml")]
     options = {word for line in shown for word in line.split()}
     assert {f"{path.parent.name}={path.stem}" for path in configs} <= options

@@ -1,5 +1,7 @@
 """The simplest logger: it writes nothing. Override what differs."""
 
+from typing import Any
+
 Scalar = float | int | str | bool
 
 
@@ -22,6 +24,25 @@ class Logger:
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         """All that was measured at one step, at once."""
+
+    # What `trainer.log_image(name, value)` and so on hand over, checked and in one form.
+
+    def image(self, name: str, pixels: Any, *, step: int) -> None:
+        """`pixels` is a NumPy array [height, width, channels] of uint8: grey, RGB or RGBA."""
+
+    def figure(self, name: str, figure: Any, *, step: int) -> None:
+        """A figure of matplotlib's. It is closed once all loggers have had it."""
+
+    def histogram(self, name: str, values: Any, *, step: int) -> None:
+        """`values` is a NumPy array of finite numbers, in one row; it may be empty."""
+
+    def text(self, name: str, text: str, *, step: int) -> None: ...
+
+    def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
+        """`samples` is a NumPy array [samples, channels] of int16: mono or stereo."""
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
+        """A row is a list with a number, a text or None for each column."""
 
     def flush(self) -> None:
         """A few times a second, and before a checkpoint: what was logged survives the process."""

@@ -1,4 +1,7 @@
-"""The CSV logger writes a wide table: a row for each step, a column for each name."""
+"""The CSV logger writes a wide table: a row for each step, a column for each name.
+
+A table or a text that is logged gets a file of its own, e.g. tables/val_worst-step200.csv.
+"""
 
 import csv
 import io
@@ -37,6 +40,8 @@ class CSV(Logger):
         self._path = Path(run_dir) / self.file
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._last_step = purge_step or 0
+        if purge_step is not None:
+            self._drop_files(purge_step)
         if self._path.is_file():
             self._continue_table(purge_step)
 
@@ -49,6 +54,12 @@ class CSV(Logger):
             self._rows.append({**scalars, "step": step})
         self._logged.update(scalars)
         self._last_step = step
+
+    def text(self, name: str, text: str, *, step: int) -> None:
+        self._write_file("texts", name, step, "txt", text)
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
+        self._write_file("tables", name, step, "csv", _text([columns, *rows]))
 
     def flush(self) -> None:
         if not self._rows:
@@ -75,6 +86,21 @@ class CSV(Logger):
         if missing:
             self.log(missing, step=self._last_step)
         self.flush()
+
+    def _write_file(self, folder: str, name: str, step: int, suffix: str, text: str) -> None:
+        stem = re.sub(r"[^\w+=@,-]", "_", name)
+        path = self._path.parent / folder / f"{stem}-step{step}.{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        with files.whole(path) as part:
+            part.write_text(text, encoding="utf-8", newline="")
+
+    def _drop_files(self, purge_step: int) -> None:
+        """Those that a resumed run writes again."""
+        folders = (self._path.parent / name for name in ("tables", "texts"))
+        for path in [path for folder in folders for path in folder.glob("*-step*.*")]:
+            step = path.stem.rpartition("-step")[2]
+            if step.isdecimal() and int(step) >= purge_step:
+                path.unlink()
 
     def _continue_table(self, purge_step: int | None) -> None:
         """Keeps the rows before `purge_step`."""

@@ -1,9 +1,10 @@
 """The TensorBoard logger writes a run's curves, config and hyperparameters as event files.
 
 It builds the records itself from TensorBoard's protobuf classes, which import in 20 ms. The stock
-writer imports in 160 ms and keeps what was logged in memory for up to two minutes.
+writer imports in 160 ms and keeps what was logged in memory for up to two minutes; `writer` is one.
 """
 
+import io
 import math
 import os
 import re
@@ -12,11 +13,13 @@ import socket
 import struct
 import textwrap
 import time
+import wave
+import zlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.compat.proto.types_pb2 import DT_FLOAT, DT_STRING
 from tensorboard.plugins.custom_scalar.layout_pb2 import (
@@ -32,9 +35,15 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
     SessionStartInfo,
 )
 
+from dpframe.errors import UserError
 from dpframe.loggers.base import Logger, Scalar
 
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
 PATTERN = "events.out.tfevents.[0-9]*"
+BINS = 64  # of a histogram
+PNG_COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's number for grey, RGB and RGBA, by the channels
 
 
 class TensorBoard(Logger):
@@ -45,6 +54,22 @@ class TensorBoard(Logger):
         self._logged: set[str] = set()
         self._charted: set[str] = set()
         self._last_step = 0
+        self._path: Path | None = None
+        self._writer: SummaryWriter | None = None
+
+    @property
+    def writer(self) -> "SummaryWriter":
+        """PyTorch's own, for what the methods here don't do; its file is beside this logger's."""
+        if self._path is None:
+            raise UserError("TensorBoard.writer is there from on_fit_start on, not before")
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._write()
+            self._writer = SummaryWriter(str(self._path.parent), filename_suffix=".writer")
+            # TensorBoard may read a file only until there is a later one.
+            self._begin_file(self._path.parent)
+        return self._writer
 
     def open(
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
@@ -55,9 +80,8 @@ class TensorBoard(Logger):
             # The HPARAMS tab takes the first start and end that it reads, but the run is not over,
             # and may have other limits now.
             replace(path, b"_hparams_/session_", b"_replaced/session_")
-        self._path = next_path(directory)
         self._last_step = purge_step or 0
-        self._add(file_version="brain.Event:2")
+        self._begin_file(directory)
         if purge_step is not None:
             # At a second START, TensorBoard drops the steps from this one on. The file that began
             # this run may have no first one.
@@ -72,6 +96,52 @@ class TensorBoard(Logger):
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
         self._add(summary=Summary(value=values))
 
+    def image(self, name: str, pixels: Any, *, step: int) -> None:
+        self._add_image(name, png(pixels), *pixels.shape, step=step)
+
+    def figure(self, name: str, figure: Any, *, step: int) -> None:
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+        width, height = struct.unpack(">II", file.getvalue()[16:24])  # as PNG's header says
+        self._add_image(name, file.getvalue(), height, width, 4, step=step)
+
+    def histogram(self, name: str, values: Any, *, step: int) -> None:
+        import numpy as np
+
+        if not values.size:
+            return
+        counts, limits = np.histogram(values, BINS)
+        summed = {"sum": values.sum(), "sum_squares": np.square(values, dtype=np.float64).sum()}
+        facts = {"min": values.min(), "max": values.max(), "num": values.size, **summed}
+        histogram = HistogramProto(**facts, bucket=counts.tolist(), bucket_limit=limits[1:])
+        self._add_value(Summary.Value(tag=name, histo=histogram), step=step)
+
+    def text(self, name: str, text: str, *, step: int) -> None:
+        self._add_value(_text_value(name, "text", text.encode()), step=step)
+
+    def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
+        length, channels = samples.shape
+        file = io.BytesIO()
+        with wave.open(file, "wb") as sound:
+            sound.setnchannels(channels)
+            sound.setsampwidth(2)
+            sound.setframerate(sample_rate)
+            sound.writeframes(samples.astype("<i2").tobytes())
+        audio = Summary.Audio(
+            sample_rate=sample_rate,
+            num_channels=channels,
+            length_frames=length,
+            encoded_audio_string=file.getvalue(),
+            content_type="audio/wav",
+        )
+        self._add_value(Summary.Value(tag=name, audio=audio), step=step)
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
+        lines = [columns, ["---"] * len(columns), *rows]
+        self.text(
+            name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step=step
+        )
+
     def dashboard(self, run_dir: str) -> str:
         return f"tensorboard --logdir {shlex.quote(run_dir)}"
 
@@ -83,6 +153,8 @@ class TensorBoard(Logger):
             self._charted = charted
             self._add(summary=Summary(value=[_layout(charted)]))
         self._write()
+        if self._writer is not None:
+            self._writer.flush()
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         missing = {tag: value for tag, value in metrics.items() if tag not in self._logged}
@@ -91,6 +163,25 @@ class TensorBoard(Logger):
         self.flush()
         self._add(summary=Summary(value=[_session_end(succeeded)]))
         self._write()
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _begin_file(self, directory: Path) -> None:
+        self._path = next_path(directory)
+        self._add(file_version="brain.Event:2")
+
+    def _add_value(self, value: Summary.Value, *, step: int) -> None:
+        self._last_step = step
+        self._add(summary=Summary(value=[value]))
+
+    def _add_image(
+        self, name: str, encoded: bytes, height: int, width: int, channels: int, *, step: int
+    ) -> None:
+        image = Summary.Image(
+            height=height, width=width, colorspace=channels, encoded_image_string=encoded
+        )
+        self._add_value(Summary.Value(tag=name, image=image), step=step)
 
     def _add(self, **what: Any) -> None:
         event = Event(wall_time=time.time(), step=self._last_step, **what)
@@ -100,6 +191,7 @@ class TensorBoard(Logger):
 
     def _write(self) -> None:
         """Unbuffered: what it wrote survives a killed process, and a full disk raises here."""
+        assert self._path is not None
         with open(self._path, "ab", buffering=0) as file:
             while self._records:
                 del self._records[: file.write(self._records)]
@@ -148,6 +240,22 @@ def _text_value(tag: str, plugin: str, content: bytes) -> Summary.Value:
         tag=tag,
         metadata=_metadata(plugin),
         tensor=TensorProto(dtype=DT_STRING, string_val=[content]),
+    )
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def png(pixels: Any) -> bytes:
+    """[height, width, channels] of uint8 as a PNG file."""
+    height, width, channels = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # 0: the row is not filtered
+    header = struct.pack(">IIBBBBB", width, height, 8, PNG_COLOURS[channels], 0, 0, 0)
+    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
     )
 
 

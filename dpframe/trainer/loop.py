@@ -4,7 +4,7 @@ import atexit
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Self
 
@@ -185,6 +185,40 @@ class Trainer:
         """Ends training after this step; every process has to call it at the same step."""
         self.should_stop = True
         self.stop_reason = reason
+
+    # ---- more than scalars, to every logger that can; in other processes these do nothing
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """Those that write here: the main process's."""
+        return self.report.loggers
+
+    def log_image(self, name: str, image: Any) -> None:
+        """[H, W], [C, H, W], or [N, C, H, W] as a grid; floats from 0 to 1, or uint8."""
+        self._show("image", name, image)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """A figure of matplotlib's, which is closed."""
+        self._show("figure", name, figure)
+
+    def log_histogram(self, name: str, values: Any) -> None:
+        """Of the finite values of a tensor or an array of any shape."""
+        self._show("histogram", name, values)
+
+    def log_text(self, name: str, text: str) -> None:
+        """TensorBoard takes it as markdown."""
+        self._show("text", name, text)
+
+    def log_audio(self, name: str, samples: Any, sample_rate: int) -> None:
+        """[samples] or [channels, samples]; floats from -1 to 1, or int16."""
+        self._show("audio", name, samples, sample_rate)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Rows of numbers and texts."""
+        self._show("table", name, columns, rows)
+
+    def _show(self, form: str, name: str, *values: Any) -> None:
+        self.report.show(form, name, *values, step=self.global_step)
 
     # ---- the heart
 

@@ -52,6 +52,17 @@ class Report:
         self.last = step, before | scalars
         self._each(lambda logger: logger.log(scalars, step=step))
 
+    def show(self, form: str, name: str, *values: Any, step: int) -> None:
+        """More than a scalar; `form` is the Logger's method for it."""
+        from dpframe.loggers import media
+
+        if self.loggers:
+            value = media.FORMS[form](name, *values)
+            parts = value if isinstance(value, tuple) else (value,)
+            self._each(lambda logger: getattr(logger, form)(name, *parts, step=step))
+        if form == "figure":
+            media.close(values[0])
+
     def tend(self) -> None:
         """Flushes a few times a second: what was logged before survives the process."""
         if time.perf_counter() - self._flushed_at > BETWEEN_FLUSHES:

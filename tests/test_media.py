@@ -1,0 +1,207 @@
+"""More than scalars: what hooks log is checked, reaches each logger that can, and is read back."""
+
+import io
+import wave
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small import Hooks, fitted
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+
+from dpframe import Logger, UserError
+from dpframe.loggers import media
+from dpframe.loggers.csv import CSV
+from dpframe.loggers.tensorboard import TensorBoard, png
+
+WHITE = torch.ones(3, 2, 4)
+PLUGINS = ("images", "audio", "histograms", "text", "scalars")
+
+
+# The forms
+
+
+@pytest.mark.parametrize(
+    "value, shape, first",
+    [
+        (torch.tensor([[0.5, 0.0], [0.0, 0.0]]), (2, 2, 1), [128]),
+        (
+            torch.tensor([[[1.0]], [[0.0]], [[1 + 5e-4]]], requires_grad=True),
+            (1, 1, 3),
+            [255, 0, 255],
+        ),
+        (WHITE.bfloat16(), (2, 4, 3), [255] * 3),
+        (np.full((4, 5, 6), 7, np.uint8), (5, 6, 4), [7] * 4),
+        (torch.ones(1, 2, 2, dtype=torch.bool), (2, 2, 1), [255]),
+        (torch.stack([WHITE] * 5), (2 * 2, 3 * 4, 3), [255] * 3),  # a grid, two down, three across
+    ],
+)
+def test_a_picture_becomes_rows_of_pixels(value, shape, first):
+    pixels = media.image("x", value)
+    assert pixels.shape == shape and pixels.dtype == np.uint8
+    assert pixels[0, 0].tolist() == first
+
+
+def test_a_grid_goes_from_left_to_right_and_ends_in_black():
+    pixels = media.image("x", torch.arange(1, 4, dtype=torch.uint8).reshape(3, 1, 1, 1))
+    assert pixels[..., 0].tolist() == [[1, 2], [3, 0]]
+
+
+@pytest.mark.parametrize(
+    "form, values, line",
+    [
+        ("image", [WHITE.permute(1, 2, 0)], r"got the shape \(2, 4, 3\); put the channels first"),
+        ("image", [torch.ones(2, 4, 5)], r"got the shape \(2, 4, 5\); pass \[H, W\], \[C, H, W\]"),
+        ("image", [torch.ones(0, 3, 4, 4)], r"got the shape \(0, 3, 4, 4\); pass"),
+        ("image", [-WHITE], r"got values from -1 to -1; scale them to 0\.\.1"),
+        ("image", [WHITE * torch.nan], "got values from nan to nan; scale them"),
+        ("image", [WHITE.long()], "got int64 values; pass floats from 0 to 1, or uint8"),
+        ("image", ["a.png"], "got str; pass a tensor or an array of numbers"),
+        ("figure", [WHITE], "got Tensor; pass a figure of matplotlib's"),
+        ("histogram", [None], "got NoneType; pass a tensor or an array"),
+        ("text", [3], "got int; pass text"),
+        ("audio", [torch.ones(3, 9), 8000], r"got the shape \(3, 9\); pass \[samples\]"),
+        ("audio", [torch.full((9,), 2.0), 8000], "got values from 2 to 2; divide them"),
+        ("audio", [torch.ones(9), 0.5], "got sample_rate=0.5; pass the samples a second"),
+        ("table", [["a", "b"], [[1, 2], [3]]], "has 2 columns, but row 1 has 1"),
+        ("table", [["a"], [[WHITE]]], "has a Tensor in a cell; pass numbers or text"),
+    ],
+)
+def test_a_wrong_value_is_one_line(form, values, line):
+    log = Hooks(on_step_end=lambda trainer: getattr(trainer, f"log_{form}")("val/x", *values))
+    with pytest.raises(UserError, match=rf"trainer\.log_{form}\('val/x'\) {line}"):
+        fitted(callbacks=[log], loggers=[Logger()])
+
+
+def test_a_histogram_is_of_the_finite_values():
+    values = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]])
+    assert media.histogram("x", values).tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_a_png_has_the_pixels(channels):
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, channels), np.uint8)
+    with Image.open(io.BytesIO(png(pixels))) as read:
+        assert np.array_equal(np.asarray(read).reshape(pixels.shape), pixels)
+
+
+# From the hooks to the loggers
+
+
+class Drawing:
+    """Stands for a figure of matplotlib's."""
+
+    canvas = None
+
+    def savefig(self, file, format):
+        file.write(png(np.zeros((6, 8, 4), np.uint8)))
+
+
+def show_all(trainer):
+    if trainer.global_step in (3, 8):
+        trainer.log_image("val/rows", torch.full((1, 2, 3), 0.2))
+        trainer.log_figure("curve", Drawing())
+        trainer.log_histogram("weights/a", torch.arange(10.0))
+        trainer.log_text("said", f"step *{trainer.global_step}*")
+        trainer.log_audio("tone", torch.tensor([[0.0, 0.5], [0.0, -0.5]]), 8000)
+        trainer.log_table("val/worst", ["row", "guess"], [[torch.tensor(7), "a|b"], [8, None]])
+
+
+def shown(directory):
+    """As TensorBoard's pages get it: each value is a tensor."""
+    return EventAccumulator(str(directory), tensor_size_guidance=dict.fromkeys(PLUGINS, 0)).Reload()
+
+
+def values(accumulator, tag):
+    """By step; a text or a file is bytes."""
+    events = accumulator.Tensors(tag)
+    assert len({event.step for event in events}) == len(events)
+    return {event.step: make_ndarray(event.tensor_proto) for event in events}
+
+
+def test_what_a_hook_logs_is_read_back_once_after_a_resume(tmp_path):
+    show, saved = Hooks(on_step_end=show_all), {}
+    keep = Hooks(on_epoch_end=lambda t: saved.update({t.epoch: t.state_dict()}))
+    fitted(callbacks=[show, keep], loggers=[TensorBoard(), CSV()], directory=tmp_path)
+    fitted(callbacks=[show], loggers=[TensorBoard(), CSV()], directory=tmp_path, resume=saved[1])
+    read = shown(tmp_path)
+    for tag, size in (("val/rows", (3, 2)), ("curve", (8, 6))):
+        assert values(read, tag).keys() == {3, 8}
+        width, height, encoded = values(read, tag)[8].tolist()
+        with Image.open(io.BytesIO(encoded)) as picture:
+            assert picture.size == size == (int(width), int(height))
+            assert picture.convert("L").getpixel((0, 0)) == (51 if tag == "val/rows" else 0)
+    histogram = values(read, "weights/a")[3]
+    assert histogram[0].tolist() == [0, 9 / 64, 1]  # from, to, how many
+    assert histogram[-1, 1] == 9 and histogram[:, 2].sum() == 10
+    assert {s: text.item() for s, text in values(read, "said").items()} == {
+        3: b"step *3*",
+        8: b"step *8*",
+    }
+    assert values(read, "val/worst")[8].item().decode().splitlines() == [
+        "| row | guess |",
+        "| --- | --- |",
+        "| 7 | a\\|b |",
+        "| 8 |  |",
+    ]
+    with wave.open(io.BytesIO(values(read, "tone")[8].ravel()[0])) as tone:
+        assert (tone.getframerate(), tone.getnchannels(), tone.getnframes()) == (8000, 2, 2)
+        assert np.frombuffer(tone.readframes(2), "<i2").tolist() == [0, 0, 16384, -16384]
+    assert (tmp_path / "texts" / "said-step8.txt").read_text() == "step *8*"
+    assert (tmp_path / "tables" / "val_worst-step3.csv").read_text() == "row,guess\n7,a|b\n8,\n"
+
+
+def test_a_figure_of_matplotlibs_is_shown_and_closed(tmp_path):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+
+    def show(trainer):
+        figure, _ = pyplot.subplots(figsize=(2, 1), dpi=50)
+        trainer.log_figure("curve", figure)
+
+    hooks = [Hooks(on_epoch_end=show)]
+    for loggers in ([TensorBoard()], []):  # a rank that is not the main one has none
+        fitted(callbacks=hooks, loggers=loggers, directory=tmp_path)
+    assert values(shown(tmp_path), "curve")[10][:2].tolist() == [b"100", b"50"]
+    assert pyplot.get_fignums() == []
+
+
+def test_files_of_steps_that_come_again_are_dropped(tmp_path):
+    logger = CSV()
+    logger.open(str(tmp_path), config="", hparams={}, purge_step=None)
+    for step in (3, 8):
+        logger.text("../said", "…", step=step)
+    logger.open(str(tmp_path), config="", hparams={}, purge_step=8)
+    assert [path.name for path in tmp_path.rglob("*.txt")] == ["___said-step3.txt"]
+
+
+def test_a_logger_that_can_not_is_one_warning(caplog):
+    class Failing(Logger):
+        def image(self, name, pixels, *, step):
+            raise OSError("no space")
+
+    log = Hooks(on_step_end=lambda trainer: trainer.log_image("x", WHITE))
+    assert fitted(callbacks=[log], loggers=[Failing()]).global_step == 10
+    assert caplog.messages == ["Failing stopped: OSError: no space; training goes on without it"]
+
+
+# PyTorch's own writer
+
+
+def test_the_writer_is_pytorchs_and_the_curves_go_on_beside_it(tmp_path):
+    logger, read = TensorBoard(), shown(tmp_path)
+    with pytest.raises(UserError, match="is there from on_fit_start on"):
+        _ = logger.writer
+    logger.open(str(tmp_path), config="a: 1", hparams={}, purge_step=None)
+    logger.log({"train/loss": 1.0}, step=1)
+    logger.writer.add_scalars("pair", {"one": 1.0}, 1)
+    logger.writer.add_histogram("theirs", np.arange(3), 1)
+    logger.flush()
+    read.Reload()
+    logger.log({"train/loss": 2.0}, step=2)
+    logger.close({}, succeeded=True)
+    assert values(read.Reload(), "train/loss") == {1: 1.0, 2: 2.0}
+    assert values(read, "theirs").keys() == {1}
+    assert len(list(tmp_path.glob("events*"))) == 3
