@@ -1,6 +1,7 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -11,6 +12,7 @@ from dpframe.errors import UserError
 
 Sums = dict[str, tuple[float, float]]
 """By name: the weighted values' sum, and the weights'."""
+NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
 SOMETIMES_WEIGHTED = (
     "a step returned a 'weight' for some batches and none for others; return one always, or never"
 )
@@ -166,6 +168,18 @@ def described(value: Any) -> str:
     if hasattr(value, "shape"):
         return "with more than one number; return its mean over the batch"
     return f"as a {type(value).__name__}; return one number, or leave it out"
+
+
+def numbers_of(scalars: Mapping[str, Any]) -> dict[str, float]:
+    """What `trainer.log` was given, as numbers; refused if one is none, or has no proper name."""
+    for name, value in scalars.items():
+        if not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise UserError(f"trainer.log got the name {name!r}; use a group and a name: val/extra")
+        if not is_number(value):
+            has_shape = hasattr(value, "shape")
+            kind = f"shape {tuple(value.shape)}" if has_shape else f"type {type(value).__name__}"
+            raise UserError(f"trainer.log got {name} with a value of {kind}; pass one number")
+    return {name: float(value) for name, value in scalars.items()}
 
 
 def _numbers(values: list, names: list[str]) -> list[float]:

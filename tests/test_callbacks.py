@@ -1,5 +1,6 @@
 """Callbacks: the order of hooks, ends by a metric, a run that fails, and what is on screen."""
 
+import csv
 import logging
 import os
 import pty
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from textwrap import dedent
 
+import numpy as np
 import pytest
 import torch
 from recorded import Recorder
@@ -17,8 +19,11 @@ from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 from dpframe import Callback, UserError
 from dpframe.callbacks import base, progress
 from dpframe.callbacks.base import HOOKS
+from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
+from dpframe.callbacks.monitor import Best
 from dpframe.callbacks.progress import Progress, banner
+from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
 
 # Hooks
@@ -66,6 +71,78 @@ def test_a_callback_that_runs_last_sees_what_the_others_decided():
     stops = Hooks(on_step_end=lambda t: t.global_step == 2 and t.stop("enough"))
     fitted(callbacks=[Last(), stops])
     assert seen == [False, True]
+
+
+# trainer.log
+
+
+class Extra(Callback):
+    """Logs a val/ number that gets worse, and one at each other hook."""
+
+    def on_fit_start(self, trainer):
+        trainer.log({"start/rows": 20})
+
+    def on_step_end(self, trainer):
+        if trainer.global_step == 2:
+            trainer.log({"mine/at_2": torch.tensor(0.5)})
+
+    def on_validation_end(self, trainer):
+        trainer.log({"val/extra": float(trainer.global_step)})
+
+    def on_epoch_end(self, trainer):
+        trainer.log({"train/extra": np.float32(0.25)})
+
+    def on_test_end(self, trainer):
+        trainer.log({"test/extra": 3})
+
+
+def test_what_a_callback_logs_is_in_the_steps_row_before_others_decide_on_it(tmp_path):
+    """Whatever the order of the config: early stopping, checkpoint and the summary come later."""
+    stopping, best = EarlyStopping("val/extra", patience=1), Best("val/extra", "max", "sweep")
+    saves = Checkpoint("train/extra", keep=1, seconds_between=0)
+    made = fitted(
+        callbacks=[saves, stopping, best, Extra()],
+        loggers=[CSV()],
+        directory=tmp_path,
+        max_epochs=9,
+    )
+    assert made.global_step == 10, "5 steps an epoch, and the second is no better"
+    assert made.stop_reason.startswith("val/extra has not got better than 5 for 1 val")
+    assert best.value == {"val/extra": 10.0}
+    with open(tmp_path / "metrics.csv") as file:
+        rows = {int(row["step"]): row for row in csv.DictReader(file)}
+    assert rows.keys() == {0, 2, 5, 10}
+    assert (rows[0]["start/rows"], rows[2]["mine/at_2"]) == ("20.0", "0.5")
+    assert rows[10]["val/extra"] == "10.0" and rows[10]["train/extra"] == "0.25"
+    assert float(rows[10]["val/loss"]) == made.metrics["val/loss"]
+    saved = torch.load(tmp_path / "checkpoints/best.ckpt", weights_only=True)
+    assert saved["metrics"]["train/extra"] == 0.25 and saved["metrics"]["val/extra"] == 5.0
+
+
+def test_other_modes_have_what_a_callback_logs_in_their_metrics(capsys):
+    made = trainer(callbacks=[Progress(), Extra()])
+    assert made.test()["test/extra"] == 3.0
+    assert "test/extra  3\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "scalars, said",
+    [
+        ({"extra": 1}, "trainer.log got the name 'extra'; use a group and a name: val/extra"),
+        ({"val/a b": 1}, "trainer.log got the name 'val/a b'; use a group and a name: val/extra"),
+        ({0: 1}, "trainer.log got the name 0; use a group and a name: val/extra"),
+        ({"val/x": "1"}, "trainer.log got val/x with a value of type str; pass one number"),
+        ({"val/x": [1]}, "trainer.log got val/x with a value of type list; pass one number"),
+        ({"val/x": torch.ones(2)}, "trainer.log got val/x with a value of shape (2,); pass one nu"),
+        ({"val/x": np.ones(2)}, "trainer.log got val/x with a value of shape (2,); pass one numb"),
+    ],
+)
+def test_what_is_no_number_with_a_name_is_not_logged(scalars, said):
+    made = trainer()
+    with pytest.raises(UserError) as caught:
+        made.log({"val/first": 1, **scalars})
+    assert str(caught.value).startswith(said)
+    assert made.metrics == {}
 
 
 @pytest.mark.parametrize(

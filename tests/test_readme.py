@@ -81,6 +81,10 @@ SHOWN = {
         "trainer.max_epochs=20",
         r"^stopped: val/mae=1\d\.\d+ is below 20\.0$",
     ),
+    "dpframe --config-dir mine recipe=boston callbacks=weight_norm": (
+        "trainer.max_epochs=2",
+        r"^epoch 2/2 .* val/weight_norm [\d.]+$",
+    ),
     "dpframe --config-dir mine recipe=boston callbacks=worst_rows": (
         "trainer.max_epochs=2",
         r"^recipe +boston",

@@ -8,7 +8,8 @@
         on_epoch_end
     on_fit_end / on_exception
 
-Within a hook, callbacks run in the order of the config; those with `runs_last` come last.
+Within a hook, callbacks run in the order of the config; those with `reads_metrics` come after them,
+and those with `runs_last` last.
 `on_validation_end`, `on_test_end` and `on_predict_end` also end the modes of those names.
 Hooks run in every process; only the one where `trainer.strategy.is_main` may print and write.
 """
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
+    reads_metrics = False  # True: after those that may add to them by `trainer.log`
     runs_last = False  # True: after all others, so that it sees what they decided
     needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
 

@@ -16,6 +16,8 @@ class EarlyStopping(Callback):
     A validation that happens only because training ends does not count: the run may be extended.
     """
 
+    reads_metrics = True
+
     def __init__(
         self,
         monitor: str = "val/loss",

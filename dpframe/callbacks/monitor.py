@@ -58,6 +58,8 @@ class Monitor:
 class Best(Callback):
     """The best value of a metric, for a run's summary; none if it is not measured."""
 
+    reads_metrics = True
+
     def __init__(self, monitor: str, mode: str, key: str) -> None:
         self.monitor = Monitor(monitor, mode, key=key)
 

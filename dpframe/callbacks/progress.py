@@ -24,6 +24,8 @@ REDRAW_SECONDS = 0.1
 class Progress(Callback):
     """`bar`: auto draws one on a terminal and prints a line an epoch elsewhere."""
 
+    reads_metrics = True
+
     def __init__(self, bar: str | bool = "auto") -> None:
         if bar not in ("auto", True, False):
             raise not_one_of("callbacks.progress.bar", bar, ("auto", "true", "false"))

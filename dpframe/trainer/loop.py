@@ -4,7 +4,7 @@ import atexit
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Self
 
@@ -18,7 +18,7 @@ from dpframe.errors import UserError
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
-from dpframe.metrics import Means
+from dpframe.metrics import Means, numbers_of
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.single import auto
 from dpframe.task import Measured, Task, TrainStep, cloned, refuse_stateful_metrics
@@ -69,7 +69,7 @@ class Trainer:
         self.data = data
         self.settings = settings or TrainerSettings()
         self.strategy = self._opened(strategy)
-        self.callbacks = sorted(callbacks, key=lambda callback: callback.runs_last)
+        self.callbacks = sorted(callbacks, key=lambda c: (c.runs_last, c.reads_metrics))
         self.seed = seed
         self.run = run or Run()
         self.interruption = interruption  # by signals; None: the program handles them itself
@@ -185,6 +185,16 @@ class Trainer:
         """Ends training after this step; every process has to call it at the same step."""
         self.should_stop = True
         self.stop_reason = reason
+
+    def log(self, scalars: Mapping[str, Any]) -> None:
+        """Adds numbers to `metrics` and to this step's row of every logger, e.g. {"val/f1": 0.5}.
+
+        For the hooks of callbacks and tasks. Every process has to call it with the same numbers.
+        """
+        numbers = numbers_of(scalars)
+        self.metrics.update(numbers)
+        if self.mode == "fit":
+            self._log(numbers)
 
     # ---- more than scalars, to every logger that can; in other processes these do nothing
 
