@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.errors import UserError
 from dpframe.metrics import described, is_number
+from dpframe.parameters import grouped, optimizer_over
 
 Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
@@ -82,10 +83,18 @@ class Task(nn.Module):
             raise UserError(
                 f"{name} has no optimizer; set task.optimizer or write configure_optimizer"
             )
-        optimizer = self.make_optimizer([p for p in self.parameters() if p.requires_grad])
+        optimizer = optimizer_over(self.make_optimizer, self._named())
         if self.make_scheduler is None:
             return optimizer
         return optimizer, self.make_scheduler(optimizer, **self._known_lengths(self.make_scheduler))
+
+    def parameter_groups(self, groups: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """For a `configure_optimizer` of the task's own: what `task.optimizer.groups` does."""
+        return grouped(self._named(), groups, key="groups")
+
+    def _named(self) -> list[tuple[str, Tensor]]:
+        """The parameters; one that is in several places has several names."""
+        return list(self.named_parameters(remove_duplicate=False))
 
     def _known_lengths(self, make_scheduler: Callable[..., Any]) -> dict[str, int]:
         """`total_steps` for a scheduler that takes it and has none yet, e.g. OneCycleLR."""

@@ -11,6 +11,7 @@ FILES = {
     "loggers",
     "media",
     "metrics",
+    "parameters",
     "placement",
     "prefetch",
     "report",

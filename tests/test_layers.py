@@ -27,6 +27,7 @@ GROUND |= {
     "bombs",
     "heartbeat",
     "lean",
+    "parameters",
     "interruption",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours

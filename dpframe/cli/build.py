@@ -26,6 +26,8 @@ from dpframe.errors import UserError, suggestion
 SPECIAL = {"_target_": str, "_args_": list, "_partial_": bool}
 TORCH = str(Path(torch.__file__).parent)
 SCALARS = (bool, int, float, str)
+GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
+"""An argument of every optimizer, which the Task takes out and makes parameter groups of."""
 MADE_LATER = {  # by the Task, and an example of each
     optim.Optimizer: "name one, e.g. torch.optim.Adam",
     LRScheduler: "name one, e.g. torch.optim.lr_scheduler.StepLR",
@@ -109,9 +111,11 @@ def _check_arguments(
     target: Any, node: Mapping[str, Any], where: str, hints: Mapping[str, Any]
 ) -> None:
     try:
-        parameters = inspect.signature(target).parameters
+        parameters = dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return  # a builtin without a signature
+    if isinstance(target, type) and issubclass(target, optim.Optimizer):
+        parameters.setdefault("groups", GROUPS)
     given = {name: value for name, value in node.items() if name not in SPECIAL}
     name = getattr(target, "__name__", str(target))
     for key in given:

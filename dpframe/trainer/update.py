@@ -238,7 +238,8 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
     is_chosen = defaults.get("fused", False) is not None or any(map(defaults.get, choices))
     is_chosen |= any(group.get("fused") is not None or group.get("foreach") for group in groups)
     is_stock = type(optimizer).__module__.startswith("torch.optim.")
-    weights = [weight for group in groups for weight in group["params"]]
+    # What is frozen has no gradient: the kernels leave it out, whatever its type.
+    weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
     fits = all(w.device.type in FUSED_DEVICES and w.dtype in FUSED_DTYPES for w in weights)
     if is_chosen or not is_stock or not fits or has_sparse(model):
         return False
@@ -248,21 +249,20 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _unfuse_late(optimizer: Optimizer) -> bool:
-    """Before a step: takes `fused` from the groups whose step could not be; True: look again.
+    """Before a step: takes `fused` from the groups whose step can't be; True: look again.
 
-    SGD's kernel takes the momenta of all weights or of none, and a momentum begins with its
-    weight's first gradient.
+    SGD's kernel takes the momenta of all weights that have a gradient, or of none. A momentum
+    begins with its weight's first gradient, e.g. when the weight is thawed.
     """
     looks_again = False
     for group in optimizer.param_groups:
-        if not (group["fused"] and group["momentum"]):
+        if not group["momentum"]:
             continue
-        weights = group["params"]
-        begun = sum("momentum_buffer" in optimizer.state.get(weight, ()) for weight in weights)
-        if begun < len(weights) and (begun or any(weight.grad is None for weight in weights)):
-            group["fused"] = None
-        elif begun < len(weights):
-            looks_again = True
+        has_begun = ["momentum_buffer" in optimizer.state.get(w, ()) for w in group["params"]]
+        pairs = zip(group["params"], has_begun, strict=True)
+        is_mixed = len({begun for weight, begun in pairs if weight.grad is not None}) > 1
+        group["fused"] = None if is_mixed else True
+        looks_again |= is_mixed or not all(has_begun)
     return looks_again
 
 

@@ -1,0 +1,108 @@
+"""Parameters by patterns of their names, and groups of them with options of their own."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpframe.errors import UserError, nearest, suggestion
+
+Patterns = str | Sequence[str]
+VECTORS = "1d"  # stands for what has one dimension: biases, and the weights of norms
+GROUPS = "task.optimizer.groups"
+
+
+def matching(named: Iterable[tuple[str, Tensor]], patterns: Patterns, *, key: str) -> list[Tensor]:
+    """The tensors whose names match, or are in a module whose name does; `!net.head` leaves out
+    again what an earlier pattern has matched."""
+    named = list(named)
+    found: dict[int, Tensor] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        wanted = str(pattern).removeprefix("!")
+        matched = {id(tensor): tensor for name, tensor in named if _matches(name, tensor, wanted)}
+        if not matched:
+            raise UserError(f"{key}={pattern} matches no parameter; {_near(wanted, named)}")
+        if wanted == pattern:
+            found |= matched
+        else:
+            found = {number: found[number] for number in found if number not in matched}
+    return list(found.values())
+
+
+def grouped(
+    named: Iterable[tuple[str, Tensor]], groups: Mapping[str, Any], *, key: str = GROUPS
+) -> list[dict[str, Any]]:
+    """Parameter groups, those that nothing matches first.
+
+    A parameter in several of `groups` has the options of all; of one option, the last one's.
+    A group is called as the one of `groups` that says its learning rate.
+    """
+    named = list(named)
+    if not isinstance(groups, Mapping):
+        raise UserError(f"{key}={groups}; map a name to each group's match and options")
+    owners: dict[int, list[str]] = {}
+    for name, group in groups.items():
+        if group is None:  # switched off
+            continue
+        if not isinstance(group, Mapping) or "match" not in group:
+            raise UserError(f"{key}.{name} has no match; name its parameters, e.g. match: net.head")
+        for tensor in matching(named, group["match"], key=f"{key}.{name}.match"):
+            owners.setdefault(id(tensor), []).append(name)
+    made: dict[tuple[str, ...], dict[str, Any]] = {(): {"params": []}}
+    for tensor in {id(tensor): tensor for _, tensor in named}.values():
+        names = tuple(owners.get(id(tensor), ()))
+        if names not in made:
+            options: dict[str, Any] = {}
+            for name in names:
+                options |= {"name": name} if "lr" in groups[name] else {}
+                options |= {k: v for k, v in groups[name].items() if k != "match"}
+            made[names] = {"params": [], **options}
+        made[names]["params"].append(tensor)
+    return [group for group in made.values() if group["params"]]
+
+
+def optimizer_over(
+    make: Callable[..., Optimizer], named: Iterable[tuple[str, Tensor]], *, key: str = GROUPS
+) -> Optimizer:
+    """What a partial makes for these parameters; `groups` among its keywords are made first.
+
+    Frozen ones are among them, since they may thaw later: they have no gradient, and an optimizer
+    leaves out what has none.
+    """
+    named = list(named)
+    groups = getattr(make, "keywords", {}).get("groups")
+    if groups is None or not isinstance(make, partial):
+        return make(list({id(tensor): tensor for _, tensor in named}.values()))
+    plain = {name: value for name, value in make.keywords.items() if name != "groups"}
+    make, where = type(make)(make.func, *make.args, **plain), vars(make)
+    vars(make).update(where)  # the key in the config of what `build` has made
+    optimizer = make(grouped(named, groups, key=key))
+    for name, group in groups.items():
+        options = {option: value for option, value in (group or {}).items() if option != "match"}
+        for option in options.keys() - optimizer.defaults.keys():
+            kind = type(optimizer).__name__
+            raise UserError(
+                f"{key}.{name}.{option}: {kind} has no such option for a group; "
+                f"{suggestion(option, optimizer.defaults)}"
+            )
+        make([named[0][1]], **options)  # an optimizer checks the values of its own arguments alone
+    return optimizer
+
+
+def _matches(name: str, tensor: Tensor, pattern: str) -> bool:
+    if pattern == VECTORS:
+        return tensor.ndim < 2
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def _near(pattern: str, named: Sequence[tuple[str, Tensor]]) -> str:
+    """Of names and of what they begin with, since there may be thousands of them."""
+    known = {VECTORS}
+    for name, _ in named:
+        parts = name.split(".")
+        known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
+    near = nearest(pattern.rstrip(".*"), known)
+    return f"did you mean {near}?" if near else f"there is, e.g., {named[0][0]}"

@@ -1,0 +1,138 @@
+"""Parameter groups by patterns, and what is refused in them."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from small import Small
+from torch import nn
+
+from dpframe import UserError
+from dpframe.cli.build import build, check
+from dpframe.parameters import matching
+
+ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1}
+
+
+class Tuned(Small):
+    """net.backbone and net.head, and a scale that has no dimension."""
+
+    def __init__(self, optimizer: Any = None) -> None:
+        super().__init__(optimizer)
+        norm = nn.LayerNorm(8)
+        backbone = nn.Sequential(nn.Linear(3, 8), norm)
+        self.net = nn.Sequential()
+        self.net.add_module("backbone", backbone)
+        self.net.add_module("head", nn.Linear(8, 1))
+        self.scale = nn.Parameter(torch.ones(()))
+        self.tied = norm  # a second name for the same weights
+
+
+def said(call: Any, *arguments: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def names(task: nn.Module, found: Any) -> list[str]:
+    by_id = {id(weight): name for name, weight in task.named_parameters()}
+    return [by_id[id(weight)] for weight in found]
+
+
+BACKBONE = [f"net.backbone.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]
+HEAD = ["net.head.weight", "net.head.bias"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "wanted"),
+    [
+        ("net.backbone", BACKBONE),
+        ("net.backbone.*", BACKBONE),
+        ("*.bias", ["net.backbone.0.bias", "net.backbone.1.bias", "net.head.bias"]),
+        ("1d", ["scale", *BACKBONE[1:], "net.head.bias"]),
+        (["*", "!net.backbone", "!scale"], HEAD),
+        (["!net.head", "net.head.bias"], ["net.head.bias"]),
+        ("tied", BACKBONE[2:]),
+    ],
+)
+def test_a_pattern_is_of_names_modules_or_vectors_and_may_leave_out(patterns, wanted):
+    task = Tuned()
+    named = task.named_parameters(remove_duplicate=False)
+    assert names(task, matching(named, patterns, key="x")) == wanted
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.1, groups=groups),
+        lambda groups: build({**ADAMW, "groups": groups}, "task.optimizer"),
+    ],
+)
+def test_a_parameter_has_the_options_of_all_its_groups_and_the_last_ones_win(make):
+    groups = {
+        "backbone": {"match": "net.backbone", "lr": 1e-5},
+        "off": None,
+        "vectors": {"match": "1d", "weight_decay": 0.0},
+        "scale": {"match": ["scale"], "weight_decay": 0.2, "lr": 1e-2},
+    }
+    task = Tuned(make(groups))
+    optimizer = task.configure_optimizer()
+    assert type(optimizer) is torch.optim.AdamW
+    made = [
+        (group["lr"], group["weight_decay"], group.get("name"), names(task, group["params"]))
+        for group in optimizer.param_groups
+    ]
+    assert made == [
+        (1e-3, 0.1, None, HEAD[:1]),
+        (1e-2, 0.2, "scale", ["scale"]),
+        (1e-5, 0.1, "backbone", BACKBONE[:1]),
+        (1e-5, 0.0, "backbone", BACKBONE[1:]),
+        (1e-3, 0.0, None, HEAD[1:]),
+    ]
+    groups = task.parameter_groups({"head": {"match": "net.head", "lr": 1.0}})
+    assert [names(task, group["params"]) for group in groups][1] == HEAD
+    assert "groups" in task.make_optimizer.keywords  # which may make another
+
+
+def test_what_is_frozen_is_in_the_optimizer_since_it_may_thaw():
+    task = Tuned(partial(torch.optim.SGD, lr=0.1))
+    task.net.backbone.requires_grad_(False)
+    [group] = task.configure_optimizer().param_groups
+    assert len(group["params"]) == len(list(task.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("groups", "line"),
+    [
+        ({"a": {"match": "net.bakbone", "lr": 1}}, ".a.match=net.bakbone matches no parameter; did "
+            "you mean net.backbone?"),
+        ({"a": {"match": "qqqqqq"}}, ".a.match=qqqqqq matches no parameter; there is, e.g., scale"),
+        ({"a": {"match": "1d", "weigth_decay": 0}}, ".a.weigth_decay: AdamW has no such option for "
+            "a group; did you mean weight_decay?"),
+        ({"a": {"lr": 1}}, ".a has no match; name its parameters, e.g. match: net.head"),
+        ({"a": 5}, ".a has no match; name its parameters, e.g. match: net.head"),
+        (["1d"], "=['1d']; map a name to each group's match and options"),
+    ],
+)  # fmt: skip
+def test_a_group_that_can_not_be_is_one_line(groups, line):
+    for make in (
+        partial(torch.optim.AdamW, groups=groups),
+        build({**ADAMW, "groups": groups}, "task.optimizer"),
+    ):
+        assert said(Tuned(make).configure_optimizer) == f"task.optimizer.groups{line}"
+
+
+def test_a_value_that_the_optimizer_refuses_is_refused_in_a_group():
+    for lr, says in ((-1.0, "Invalid learning rate: -1.0"), ("fast", "'<=' not supported")):
+        make = build({**ADAMW, "groups": {"a": {"match": "1d", "lr": lr}}}, "task.optimizer")
+        line = said(Tuned(make).configure_optimizer)
+        assert line.startswith(f"task.optimizer: AdamW says: {says}")
+
+
+def test_groups_are_of_optimizers_alone_and_may_be_misspelt():
+    line = said(check, {**ADAMW, "gruops": {}}, "task.optimizer")
+    assert line == "task.optimizer.gruops: AdamW takes no such argument; did you mean groups?"
+    step = {"_target_": "torch.optim.lr_scheduler.StepLR", "_partial_": True, "step_size": 1}
+    line = said(check, {**step, "groups": {}}, "task.scheduler")
+    assert line.startswith("task.scheduler.groups: StepLR takes no such argument; ")
