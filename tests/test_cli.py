@@ -73,7 +73,7 @@ BEFORE_TORCH = {
 REFUSED = {
     "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 is a fraction; use a whole number",
     "trainer.max_epochs=null": "training would never end",
-    "trainer.precision=16": "is not one of 32, 64, bf16, fp16; did you mean fp16?",
+    "trainer.precision=16": "bf16, fp16, bf16-true, 16-true; did you mean fp16?",
     "trainer.accelerator=gpu": "is not one of auto, cpu, cuda",
     "trainer.deterministic=maybe": "use true or false",
     "trainer.gpus=[0,0]": "list of different ids",

@@ -15,7 +15,7 @@ from dpframe.cli.compose import composed
 from dpframe.cli.configs import GROUPS
 from dpframe.cli.locate import locate
 from dpframe.cli.trust import slots
-from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
 FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml"))
@@ -58,7 +58,7 @@ def test_another_program_can_compose_from_the_package():
 def test_trainer_default_equals_the_settings_defaults_key_by_key():
     written = yaml.safe_load((CONF / "trainer" / "default.yaml").read_text())
     compile_ = written.pop("compile")  # a group, or one value
-    assert compile_ == {"mode": TrainerSettings().compile_mode}
+    assert compile_ == COMPILE_OPTIONS
     assert written == {k: v for k, v in asdict(TrainerSettings()).items() if k != "compile"}
 
 

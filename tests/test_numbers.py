@@ -3,17 +3,23 @@
 import os
 import random
 import shutil
+from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 import small
 import torch
-from forked import fresh
+from forked import fresh, on
 from small import Grabbed, Hooks, Listed, Rows, Small, fitted, gradients, is_same, trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpframe import seeding
+from dpframe.data import permutation
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
+from dpframe.trainer.placement import DTYPES, process_settings_restored
 
 # Precision
 
@@ -32,12 +38,85 @@ class Typed(Small):
         ("64", torch.float64, torch.float64, torch.float64),
         ("bf16", torch.float32, torch.float32, torch.bfloat16),
         ("fp16", torch.float32, torch.float32, torch.float16),
+        ("bf16-true", torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        ("16-true", torch.float16, torch.float16, torch.float16),
     ],
 )
 def test_precision_decides_the_types(precision, rows, weights, output):
     one = fitted(Typed(), precision=precision, max_epochs=8)
     assert one.task.types == (rows, weights, output)
     assert one.metrics["val/loss"] < 0.5  # of 3: it learns
+
+
+class Tokens(Small):
+    """Integers in, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.05, momentum=0.9))
+        layers = nn.Embedding(5, 4), nn.Flatten(), nn.BatchNorm1d(12), nn.Dropout(0.2)
+        self.net = nn.Sequential(*layers, nn.Linear(12, 1))
+
+
+class Words(Rows):
+    def __init__(self) -> None:
+        super().__init__(20, batch_size=8)
+        for part in (self.train, self.held_out):
+            x, y = part.tensors
+            part.tensors = x.abs().mul(3).long().clamp(max=4), y
+
+
+def by_hand(precision: torch.dtype) -> tuple[dict[str, Tensor], float]:
+    """Torch alone; the mean of the last epoch's losses, over rows in 64 bits."""
+    seeding.seed_everything(0)
+    task, data = Tokens().to(precision), Words()
+    x, y = data.train.tensors
+    optimizer = torch.optim.SGD(task.parameters(), lr=0.05, momentum=0.9, fused=True)
+    for epoch in range(2):
+        total = 0.0
+        seeding.reseed(seeding.mix(0, 0, epoch))
+        for rows in permutation(len(x), seed=0, epoch=epoch).split(data.batch_size):
+            optimizer.zero_grad()
+            loss = (task.net(x[rows])[:, 0] - y[rows].to(precision)).square().mean()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * len(rows)
+    return task.state_dict(), total / len(x)
+
+
+def trained(strategy: Any, precision: str, make: Any, **given: Any) -> tuple[dict, float]:
+    data = Words() if make is Tokens else Rows()
+    one = fitted(make=make, data=data, strategy=strategy, precision=precision, **given)
+    assert one.update.scaler is None
+    return one.task.state_dict(), one.metrics["train/loss"]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_a_true_half_is_torchs_own_loop_to_the_bit_and_goes_on_to_the_bit(precision):
+    weights, mean = trained(CPU(), precision, Tokens)
+    wanted, loss = by_hand(DTYPES[precision])
+    assert is_same(weights, wanted) and mean == loss
+    assert {w.dtype for w in weights.values()} == {DTYPES[precision], torch.int64}
+    half = fitted(make=Tokens, data=Words(), precision=precision, max_epochs=1).state_dict()
+    assert is_same(trained(CPU(), precision, Tokens, resume=half)[0], weights)
+
+
+@pytest.mark.parametrize("kind", [DataParallel, DDP])
+def test_a_true_half_differs_between_numbers_of_replicas_by_its_rounding_alone(kind):
+    one, several = (on(s, trained, "bf16-true", Small) for s in (CPU(), kind(2, "cpu")))
+    assert several[1] == pytest.approx(one[1], rel=0.01)
+    torch.testing.assert_close(several[0], one[0], rtol=0.02, atol=0.02)
+
+
+def test_float32_products_have_the_precision_that_is_set_and_a_sweeps_next_run_has_the_default():
+    before = torch.get_float32_matmul_precision()
+    with process_settings_restored():
+        one = trainer(matmul_precision="medium")
+        assert torch.get_float32_matmul_precision() == "medium"
+        trainer()
+        assert torch.get_float32_matmul_precision() == "medium"  # as the program has it
+        one.prepare()
+        assert one.fingerprint["trainer.matmul_precision"] == "medium"
+    assert torch.get_float32_matmul_precision() == before == "highest"
 
 
 def test_fp16_scales_the_loss_and_the_optimiser_sees_it_unscaled():
@@ -157,7 +236,8 @@ def test_deterministic_refuses_kernels_that_are_not():
 
 
 def compiled_and_plain() -> tuple[list[dict[str, Tensor]], int, int]:
-    runs = [fitted(compile=on, max_steps=3) for on in (True, False)]
+    options = {"mode": "default", "dynamic": False, "fullgraph": True}
+    runs = [fitted(compile=given, max_steps=3) for given in (options, False)]
     counters = torch._dynamo.utils.counters
     breaks = sum(counters["graph_break"].values())
     return [run.state_dict()["task"] for run in runs], counters["stats"]["unique_graphs"], breaks

@@ -294,10 +294,19 @@ def test_an_optimiser_whose_step_needs_a_closure_is_refused_before_anything_begi
 @pytest.mark.parametrize(
     "given, said",
     [
-        ({"precision": "fp8"}, "trainer.precision=fp8 is not one of 32, 64, bf16, fp16"),
+        ({"precision": "fp8"}, "trainer.precision=fp8 is not one of 32, 64, bf16, fp16, bf16-true"),
+        ({"matmul_precision": "hi"}, "trainer.matmul_precision=hi is not one of highest, high, me"),
         ({"compile": "fast"}, "trainer.compile=fast is not one of default, reduce-overhead"),
         ({"compile": {"mode": "reduce"}}, "trainer.compile.mode=reduce is not one of default"),
-        ({"compile": {"mod": 1}}, "trainer.compile={'mod': 1} is not a mode"),
+        (
+            {"compile": {"mod": 1}},
+            "trainer.compile.mod is not an option of torch.compile",
+        ),
+        ({"compile": {"mode": "default", "dynamic": 1}}, "trainer.compile.dynamic=1 is not one of"),
+        (
+            {"compile": {"fullgraph": True}},
+            "trainer.compile.fullgraph=true but trainer.compile",
+        ),
         ({"scheduler_every": "day"}, "trainer.scheduler_every=day is not one of epoch, step"),
         ({"accumulate": 0}, "trainer.accumulate=0 is out of range; use 1 or more"),
         ({"clip_norm": 0.0}, "trainer.clip_norm=0.0 is out of range; use more than 0"),
@@ -367,6 +376,7 @@ def test_a_metric_that_counts_for_itself_is_refused_on_several_replicas(kind):
         ("reduce-overhead", "reduce-overhead"),
         ({"mode": None}, None),
         ({"mode": "max-autotune"}, "max-autotune"),
+        ({"mode": True, "dynamic": False}, "default"),
     ],
 )
 def test_compile_is_a_switch_or_a_mode_of_torch_compile(value, mode):

@@ -26,7 +26,7 @@ usage: dpframe recipe=NAME [key=value …] [options]       (python -m dpframe do
 KEYS = """\
 keys people set most
   trainer.max_epochs=100 trainer.max_steps=1000 trainer.gpus=4|[0,1,3]
-  trainer.precision=32|64|bf16|fp16 trainer.accumulate=2 trainer.clip_norm=1.0
+  trainer.precision=32|64|bf16|fp16|bf16-true|16-true trainer.accumulate=2 trainer.clip_norm=1.0
   data.batch_size=512 data.workers=4 task.optimizer.lr=0.01 seed=1
   checkpoint=FILE resume=last|DIR|FILE hydra.run.dir=DIR
 """

@@ -31,6 +31,7 @@ from dpframe.strategies import Strategy, launch, ranks
 from dpframe.strategies.launch import RankFailed
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
+from dpframe.trainer.placement import process_settings_restored
 from dpframe.trainer.progress import Progress
 
 log = logging.getLogger("dpframe")
@@ -112,7 +113,7 @@ def _again(job: Composed, directory: str) -> tuple[Composed, str]:
 @output.goes_on_unread()
 @exits_told()
 def _work(job: Composed) -> dict[str, Any]:
-    with interruption.watched(job.settings.trainer.hang_seconds):
+    with interruption.watched(job.settings.trainer.hang_seconds), process_settings_restored():
         make = partial(build, trust=trust_of(job))
         strategy = make(job.config["strategy"], "strategy", Strategy)
         interruption.look()

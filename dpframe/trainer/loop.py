@@ -441,7 +441,7 @@ class Trainer:
         self.update = Update(task, strategy, settings, self.precision.scaler)
         step, mode = TrainStep(task, self.precision.autocast), settings.compile_mode
         if mode is not None:
-            step.compile(mode=mode)
+            step.compile(**{**settings.compile_options, "mode": mode})
         self.step = strategy.wrap(step, training=True)
         self._forward = self.step
         self._backward = self.update.backward

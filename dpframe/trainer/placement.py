@@ -1,5 +1,7 @@
 """Where a task is trained: its device and precision, its convolutions' layout, and CPU threads."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -14,13 +16,17 @@ MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 CHANNELS_LAST = "channels_last"
 
 
+DTYPES = {"64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 class Precision:
-    """Plain 32 and 64 bits, or autocast in bf16 and fp16."""
+    """Weights, buffers and inputs in one type, which `dtype` is; or autocast over 32 bits."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
-        self.dtype = torch.float64 if name == "64" else None
-        half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
+        self.dtype = DTYPES.get(name)  # None: what the task and its data have
+        half = AUTOCAST.get(name)
         self.autocast: Autocast | None = None
         if half is not None:
             self.autocast = partial(torch.autocast, device.type, dtype=half)
@@ -36,6 +42,8 @@ def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> s
     all layers from the first convolution on are in that layout, and batches need no conversion.
     """
     task.to(precision.device, precision.dtype)
+    if settings.matmul_precision is not None:
+        torch.set_float32_matmul_precision(settings.matmul_precision)
     parameters = sum(parameter.numel() for parameter in task.parameters())
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -45,6 +53,20 @@ def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> s
     for weight in weights:
         weight.data = weight.data.to(memory_format=MEMORY_FORMATS[weight.dim()])
     return CHANNELS_LAST if weights else ""
+
+
+@contextmanager
+def process_settings_restored() -> Iterator[None]:
+    """What a run sets for all of its process is not the next run's in a sweep."""
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        torch.use_deterministic_algorithms(is_deterministic)
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
 
 def explain(error: BaseException, layout: str) -> None:

@@ -24,6 +24,7 @@ Fingerprint = dict[str, Any]
 """By the key or the name that a user knows; plain values, which a checkpoint can hold."""
 DECIDING = (
     "precision",
+    "matmul_precision",
     "accumulate",
     "clip_norm",
     "clip_value",

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dpframe.errors import UserError, not_one_of
+from dpframe.errors import UserError, not_one_of, suggestion
 
 CHOICES = {
-    "precision": ("32", "64", "bf16", "fp16"),
+    "precision": ("32", "64", "bf16", "fp16", "bf16-true", "16-true"),
+    "matmul_precision": ("highest", "high", "medium"),
     "accelerator": ("auto", "cpu", "cuda"),
     "scheduler_every": ("epoch", "step"),
     "on_nonfinite": ("stop", "skip"),
@@ -34,6 +35,7 @@ POSITIVE = (
 )
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs")
+COMPILE_OPTIONS: dict[str, Any] = {"mode": None, "dynamic": None, "fullgraph": False}
 
 
 @dataclass
@@ -44,6 +46,7 @@ class TrainerSettings:
     gpus: Any = None  # a count, a list of ids, or None
     accelerator: str = "auto"
     precision: str = "32"
+    matmul_precision: str | None = None
     accumulate: int = 1
     clip_norm: float | None = None
     clip_value: float | None = None
@@ -56,7 +59,7 @@ class TrainerSettings:
     limit_train_batches: int | None = None
     limit_eval_batches: int | None = None
     deterministic: bool = False
-    compile: Any = False  # or True, a mode of torch.compile, or {"mode": ...}
+    compile: Any = False  # or True, a mode of torch.compile, or a dict of COMPILE_OPTIONS
     data_on_device: Any = "auto"  # or True, or False
     lean: bool = True
     channels_last: bool = False
@@ -71,7 +74,7 @@ class TrainerSettings:
     def __post_init__(self) -> None:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
-            if value not in choices:
+            if value not in choices and value != getattr(TrainerSettings, key):
                 raise not_one_of(f"trainer.{key}", value, choices)
         for key, least in LEAST.items():
             value = getattr(self, key)
@@ -96,21 +99,39 @@ class TrainerSettings:
     @property
     def compile_mode(self) -> str | None:
         """The mode of torch.compile; None: nothing is compiled."""
-        mode = self.compile["mode"] if isinstance(self.compile, dict) else self.compile
+        mode = self.compile_options["mode"]
         return "default" if mode is True else mode or None
+
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """What torch.compile takes, but for a mode that is true or false."""
+        given = self.compile if isinstance(self.compile, dict) else {"mode": self.compile}
+        return COMPILE_OPTIONS | given
 
     def are_done(self, epochs: int, steps: int) -> bool:
         counts = (epochs, self.max_epochs), (steps, self.max_steps)
         return any(limit is not None and count >= limit for count, limit in counts)
 
     def _check_compile(self) -> None:
-        value, key = self.compile, "trainer.compile"
-        if isinstance(value, dict):
-            if set(value) != {"mode"}:
-                raise UserError(f"{key}={value} is not a mode; use {key}.mode=reduce-overhead")
-            value, key = value["mode"], f"{key}.mode"
-        if value is not None and not isinstance(value, bool) and value not in COMPILE_MODES:
-            raise not_one_of(key, value, COMPILE_MODES)
+        key, is_group = "trainer.compile", isinstance(self.compile, dict)
+        for name in self.compile if is_group else ():
+            if name not in COMPILE_OPTIONS:
+                near = suggestion(name, COMPILE_OPTIONS)
+                raise UserError(f"{key}.{name} is not an option of torch.compile here; {near}")
+        options = self.compile_options
+        mode = options.pop("mode")
+        if mode is not None and not isinstance(mode, bool) and mode not in COMPILE_MODES:
+            raise not_one_of(f"{key}.mode" if is_group else key, mode, COMPILE_MODES)
+        for name, value in options.items():
+            if not isinstance(value, bool) and value is not COMPILE_OPTIONS[name]:
+                choices = ("true", "false", "null") if name == "dynamic" else ("true", "false")
+                raise not_one_of(f"{key}.{name}", value, choices)
+            if self.compile_mode is None and value is not COMPILE_OPTIONS[name]:
+                shown = str(value).lower()
+                raise UserError(
+                    f"{key}.{name}={shown} but {key}.mode is null, so nothing is compiled; set "
+                    f"{key}.mode=default"
+                )
 
     def _check_gpus(self) -> None:
         if self.gpus == 0 and type(self.gpus) is int:
