@@ -2,15 +2,16 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dpframe.errors import UserError
+from dpframe.errors import UserError, suggestion
 from dpframe.metrics import described, is_number
 from dpframe.parameters import grouped, optimizer_over
 
@@ -22,21 +23,69 @@ READ_AT_ONCE = {"cpu"}  # devices whose numbers can be read without waiting for 
 Autocast = Callable[[], AbstractContextManager]
 
 
+class Job(Protocol):
+    """What a Task can ask while it is trained: a Trainer's Progress, and its Strategy."""
+
+    global_step: int
+    epoch: int
+
+
+class Placed(Protocol):
+    device: torch.device
+    rank: int
+
+
+class Attached:
+    """Where a task is trained. It belongs to the Trainer: a copy of the task shares it."""
+
+    def __init__(self, progress: Job | None = None, strategy: Placed | None = None) -> None:
+        self.progress = progress
+        self.strategy = strategy
+
+    def __deepcopy__(self, memo: dict) -> "Attached":
+        return self
+
+    def __reduce__(self) -> tuple:  # in a file or another process there is no such Trainer
+        return Attached, ()
+
+
+class Readable:
+    """A property that a task of its own may set to something else, e.g. `self.rank = 8`."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+        self.__doc__ = read.__doc__
+
+    def __get__(self, task: Any, kind: type) -> Any:
+        return self if task is None else self.read(task)
+
+
 class Task(nn.Module):
-    """Override `training_step`; the rest has a default. Steps return what they measured."""
+    """Override `training_step`; the rest has a default. Steps return what they measured.
+
+    A task may also have methods with the names of a callback's hooks, e.g. `on_epoch_start(self,
+    trainer)`: they are called before the callbacks'.
+    """
 
     steps_per_epoch = 0  # all three set by the Trainer before configure_optimizer
     total_steps = 0
     scheduler_steps = 0  # how often its scheduler will be stepped
+    optimizer_names: Sequence[str] = ()  # set after it, where there are several
+    attached = Attached()  # by the Trainer
 
     def __init__(
         self,
         net: nn.Module | None = None,
-        optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+        optimizer: Callable[..., Optimizer] | None = None,
         scheduler: Callable[..., LRScheduler] | None = None,
+        *,
+        optimizers: Mapping[str, Callable[..., Optimizer]] | None = None,
+        schedulers: Mapping[str, Callable[..., LRScheduler]] | None = None,
     ) -> None:
+        """`optimizers`, and `schedulers` for some of them, are named as the submodules are whose
+        weights they update."""
         super().__init__()
-        if isinstance(optimizer, torch.optim.Optimizer):
+        if any(isinstance(made, Optimizer) for made in (optimizer, *(optimizers or {}).values())):
             raise UserError(
                 f"{type(self).__name__} was given an optimizer; pass what makes one, e.g. "
                 "functools.partial(torch.optim.SGD, lr=0.1): it is made once the weights are placed"
@@ -45,8 +94,34 @@ class Task(nn.Module):
             self.net = net
         self.make_optimizer = optimizer
         self.make_scheduler = scheduler
+        self.make_optimizers = dict(optimizers or {})
+        self.make_schedulers = dict(schedulers or {})
 
-    def training_step(self, batch: Any) -> Output:
+    @Readable
+    def global_step(self) -> int:
+        """How many steps are done."""
+        return self.attached.progress.global_step if self.attached.progress else 0
+
+    @Readable
+    def epoch(self) -> int:
+        """How many whole epochs are done."""
+        return self.attached.progress.epoch if self.attached.progress else 0
+
+    @Readable
+    def device(self) -> torch.device:
+        """Where the weights are. Under data_parallel with several GPUs, in a step: the batch's."""
+        weight = next(self.parameters(), None)
+        if weight is not None:
+            return weight.device
+        return self.attached.strategy.device if self.attached.strategy else torch.device("cpu")
+
+    @Readable
+    def rank(self) -> int:
+        """The number of this process."""
+        return self.attached.strategy.rank if self.attached.strategy else 0
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Output:
+        """Takes a batch; with several optimizers also `turn`, the name of the one to train."""
         raise UserError(
             f"{type(self).__name__} has no training_step; a Task that is fitted needs one"
         )
@@ -71,22 +146,53 @@ class Task(nn.Module):
         """Turns the exact means of a pass into what is reported, e.g. the root of a mean."""
         return means
 
+    def turns(self) -> Sequence[str]:
+        """The optimizers that train on this step's batches, by name and one after the other.
+
+        The default is all of them, in the order of `configure_optimizer`. Every process has to
+        return the same: let it follow from `self.global_step` and `self.epoch`.
+        """
+        return self.optimizer_names
+
     def configure_optimizer(self) -> Any:
-        """The optimizer, or (optimizer, scheduler)."""
+        """The optimizer, or (optimizer, scheduler), or a dict with one of these by name."""
         name = type(self).__name__
         if hasattr(self, "configure_optimizers"):
             raise UserError(
                 f"{name}.configure_optimizers is never called; rename it to configure_optimizer, "
                 f"and {RETURNS_OPTIMIZER}"
             )
+        if self.make_optimizers:
+            return self._made_by_name()
         if self.make_optimizer is None:
             raise UserError(
                 f"{name} has no optimizer; set task.optimizer or write configure_optimizer"
             )
         optimizer = optimizer_over(self.make_optimizer, self._named())
-        if self.make_scheduler is None:
-            return optimizer
-        return optimizer, self.make_scheduler(optimizer, **self._known_lengths(self.make_scheduler))
+        return self._scheduled(optimizer, self.make_scheduler)
+
+    def _made_by_name(self) -> dict[str, Any]:
+        parts = dict(self.named_children())
+        for name in (*self.make_optimizers, *self.make_schedulers):
+            if name not in parts:
+                raise UserError(
+                    f"task.optimizers.{name} is to update the weights of {type(self).__name__}."
+                    f"{name}, which is no submodule; {suggestion(name, parts)}"
+                )
+        if unused := self.make_schedulers.keys() - self.make_optimizers.keys():
+            name = min(unused)
+            raise UserError(f"task.schedulers.{name} has no task.optimizers.{name}; set both")
+        made = {}
+        for name, make in self.make_optimizers.items():
+            own = [pair for pair in self._named() if pair[0].startswith(f"{name}.")]
+            optimizer = optimizer_over(make, own, key=f"task.optimizers.{name}.groups")
+            made[name] = self._scheduled(optimizer, self.make_schedulers.get(name))
+        return made
+
+    def _scheduled(self, optimizer: Optimizer, make: Callable[..., LRScheduler] | None) -> Any:
+        return (
+            optimizer if make is None else (optimizer, make(optimizer, **self._known_lengths(make)))
+        )
 
     def parameter_groups(self, groups: Mapping[str, Any]) -> list[dict[str, Any]]:
         """For a `configure_optimizer` of the task's own: what `task.optimizer.groups` does."""
@@ -133,10 +239,11 @@ class Nothing(torch.autograd.Function):
 class TrainStep(nn.Module):
     """What a strategy wraps: one forward of the task, its loss scaled to its part of the step."""
 
-    def __init__(self, task: Task, autocast: Autocast | None = None) -> None:
+    def __init__(self, task: Task, autocast: Autocast | None = None, turn: str = "") -> None:
         super().__init__()
         self.task = task
         self.autocast = autocast
+        self.turn = (turn,) if turn else ()
         self.has_sparse = has_sparse(task)
 
     def forward(self, share: tuple[Any, int], of: float) -> tuple[Tensor, list[Measured]]:
@@ -147,10 +254,10 @@ class TrainStep(nn.Module):
         """
         batch, rows = share
         if self.autocast is None:
-            output = self.task.training_step(batch)
+            output = self.task.training_step(batch, *self.turn)
         else:
             with self.autocast():
-                output = self.task.training_step(batch)
+                output = self.task.training_step(batch, *self.turn)
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
@@ -209,40 +316,93 @@ class EvalStep(nn.Module):
         return [measured for part in results for measured in part]
 
 
-def optimizer_of(task: Task) -> tuple[torch.optim.Optimizer, Any]:
-    """Its optimizer, and its scheduler or None."""
+class Made(NamedTuple):
+    optimizer: Optimizer
+    scheduler: Any  # or None
+    needs_closure: bool
+
+
+def optimizers_of(task: Task) -> dict[str, Made]:
+    """The task's optimizers by their names; one alone has the name ""."""
     returned = task.configure_optimizer()
-    is_pair = isinstance(returned, tuple) and len(returned) == 2
-    optimizer, scheduler = returned if is_pair else (returned, None)
-    is_other = isinstance(scheduler, torch.optim.Optimizer | type)
+    if not isinstance(returned, dict):
+        return {"": _made(returned, returned, task)}
+    named = {name: _made(part, returned, task) for name, part in returned.items()}
+    owners: dict[int, str] = {}
+    for name, made in named.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UserError(
+                f"{_method(task)} named an optimizer {name!r}; use a name such as generator"
+            )
+        for weight in updated_by(made.optimizer):
+            if owners.setdefault(id(weight), name) != name:
+                raise UserError(
+                    f"{_method(task)}: the optimizers {owners[id(weight)]} and {name} have a "
+                    "weight in common; give each weight to one of them"
+                )
+    if not named:
+        raise UserError(f"{_method(task)} returned an empty dict; {RETURNS_OPTIMIZER}")
+    return named
+
+
+def updated_by(optimizer: Optimizer) -> list[Any]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _made(part: Any, returned: Any, task: Task) -> Made:
+    is_pair = isinstance(part, tuple) and len(part) == 2
+    optimizer, scheduler = part if is_pair else (part, None)
+    is_other = isinstance(scheduler, Optimizer | type)
     is_scheduler = scheduler is None or all(
         callable(getattr(scheduler, method, None))
         for method in ("step", "state_dict", "load_state_dict")
     )
-    if not isinstance(optimizer, torch.optim.Optimizer) or is_other or not is_scheduler:
-        method = f"{type(task).__name__}.configure_optimizer"
-        raise UserError(f"{method} returned {_kind(returned)}; {RETURNS_OPTIMIZER}")
+    if not isinstance(optimizer, Optimizer) or is_other or not is_scheduler:
+        raise UserError(f"{_method(task)} returned {_kind(returned)}; {RETURNS_OPTIMIZER}")
+    # Of the class: a scheduler has wrapped the optimizer's own step, which then shows its self.
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = [
         parameter.name
-        # Of the class: a scheduler has wrapped the optimizer's own, which then shows its self.
-        for parameter in list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+        for parameter in parameters
         if parameter.default is parameter.empty
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if required:
+    if required not in ([], ["closure"]):
         raise UserError(
             f"{type(optimizer).__name__}.step needs a {required[0]}, and dpframe calls it without; "
             "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
         )
-    return optimizer, scheduler
+    return Made(optimizer, scheduler, bool(required))
 
 
-RETURNS_OPTIMIZER = "return one optimizer, or (optimizer, scheduler)"
+def check_signature(task: Task, turns: Sequence[str]) -> None:
+    """Refuses a training_step that can't be called as the Trainer calls it."""
+    called = ("batch", "turn") if any(turns) else ("batch",)
+    try:
+        inspect.signature(task.training_step).bind(*called)
+    except TypeError:
+        takes = ", ".join(inspect.signature(task.training_step).parameters)
+        why = f", as there are the optimizers {', '.join(turns)}" if any(turns) else ""
+        raise UserError(
+            f"{type(task).__name__}.training_step takes ({takes}) and is called with "
+            f"({', '.join(called)}){why}; write training_step(self, {', '.join(called)})"
+        ) from None
+
+
+RETURNS_OPTIMIZER = (
+    "return one optimizer, (optimizer, scheduler), or a dict with one of these for each name"
+)
+
+
+def _method(task: Task) -> str:
+    return f"{type(task).__name__}.configure_optimizer"
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name!r}: {type(v).__name__}' for name, v in value.items())}}}"
     kinds = [type(part).__name__ for part in value] if isinstance(value, list | tuple) else []
     if isinstance(value, tuple):
         return f"({', '.join(kinds)})"
@@ -310,6 +470,14 @@ def detached(output: Output) -> Output:
         name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
         for name, value in output.items()
     }
+
+
+def prefixed(measured: list[Measured], turn: str) -> list[Measured]:
+    """What a turn measured, as `<turn>/loss` and so on; a weight stays one."""
+    return [
+        (rows, {name if name == "weight" else f"{turn}/{name}": v for name, v in output.items()})
+        for rows, output in measured
+    ]
 
 
 def cloned(measured: list[Measured]) -> list[Measured]:

@@ -28,12 +28,17 @@ from dpframe.strategies.data_parallel import DataParallel
 
 # Hooks
 
+BATCH = ["on_batch_start", "on_batch_end"]
+STEP = [*BATCH, "on_before_step", "on_step_end"]
+VALIDATION = ["on_validation_start", *["on_validation_batch_end"] * 2, "on_validation_end"]
+
 
 @pytest.mark.parametrize(
     "settings, steps",
     [
-        ({"validate_every_steps": 1}, ["on_step_end", "on_validation_end"] * 2),
-        ({}, ["on_step_end", "on_step_end", "on_validation_end"]),
+        ({"validate_every_steps": 1}, [*STEP, *VALIDATION] * 2),
+        ({}, [*STEP, *STEP, *VALIDATION]),
+        ({"accumulate": 2}, [*BATCH, *BATCH, *STEP[2:], *VALIDATION]),
     ],
 )
 def test_hooks_come_in_the_order_that_is_documented(settings, steps):
@@ -54,8 +59,13 @@ def test_each_other_mode_has_its_own_hook(mode):
     hooks = Hooks()
     one = trainer(callbacks=[hooks])
     getattr(one, mode)()
-    ends = {"validate": "on_validation_end", "test": "on_test_end", "predict": "on_predict_end"}
-    assert hooks.seen == [(ends[mode], 0)]
+    batches = ["on_validation_batch_end"] * 5
+    hooks_of_mode = {
+        "validate": ["on_validation_start", *batches, "on_validation_end"],
+        "test": ["on_test_end"],
+        "predict": ["on_predict_end"],
+    }
+    assert hooks.seen == [(name, 0) for name in hooks_of_mode[mode]]
     assert one.mode == mode
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dpframe import Trainer, UserError
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 
 SECONDS = 40
 
@@ -47,6 +48,16 @@ def freeze(trainer: Trainer) -> None:
     trainer.task.net[0].bias.requires_grad_(trainer.global_step < 2)
 
 
+class ThawingInItsStep(Small):
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.05))
+        self.net[0].requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        self.net[0].requires_grad_(self.global_step == 2)
+        return super().training_step(batch)
+
+
 class Thawing(Small):
     """Its optimiser is ready for what is frozen yet."""
 
@@ -60,7 +71,7 @@ class Thawing(Small):
 
 LACKS = (
     "no gradient in this step on rank {{rank}}: {names}; the ranks can't share theirs; set {static}"
-    "strategy.find_unused_parameters=true where a step may leave out or freeze parameters"
+    "strategy.find_unused_parameters=true where a step may leave out parameters"
 )
 UNUSED = LACKS.format(names="net.3.weight, net.3.bias", static="")
 # A task, settings of the trainer, options of ddp, and what is said in the third step.
@@ -73,34 +84,37 @@ CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] 
         {"static_graph": True},
         LACKS.format(names="net.3.weight, net.3.bias", static="strategy.static_graph=false "),
     ),
-    "frozen in between": (
-        Small,
-        {"callbacks": [Hooks(on_step_end=freeze)]},
+    "thawed within a step": (
+        ThawingInItsStep,
         {},
-        LACKS.format(names="net.0.bias", static=""),
+        {},
+        "thawed within this step: net.0.weight, net.0.bias; the ranks don't share these gradients; "
+        "set requires_grad in a hook, e.g. on_epoch_start, not in training_step",
     ),
-    "thawed in between": (
+}
+# A task and settings, trained alike on all ranks though what is frozen changes.
+CHANGING: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "frozen in between": (Small, {"callbacks": [Hooks(on_step_end=freeze)]}),
+    "thawed in between": (Thawing, {"callbacks": [Hooks(on_step_end=thaw)]}),
+    "thawed under accumulation": (
         Thawing,
-        {"callbacks": [Hooks(on_step_end=thaw)]},
-        {},
-        "frozen when DDP began and trained now: net.0.weight, net.0.bias; the ranks don't share "
-        "these gradients; leave requires_grad=True from the start, with lr=0 until then, or use "
-        "strategy=data_parallel",
+        {"callbacks": [Hooks(on_step_end=thaw)], "accumulate": 2},
     ),
 }
 
 
 def outcome(strategy: DDP, name: str) -> Any:
     """What it was refused with, and the updates made; the weights of each rank where it was not."""
-    make, settings, options, _ = CASES[name]
-    before = dict(strategy.options)
-    strategy.options |= options
+    make, settings, options, _ = CASES[name] if name in CASES else (*CHANGING[name], {}, "")
+    before = dict(getattr(strategy, "options", {}))
+    strategy.options = before | options
     updates: list[int] = []
     callbacks = [
         Hooks(on_step_end=lambda trainer: updates.append(trainer.global_step)),
         *settings.get("callbacks", ()),
     ]
     settings = {**settings, "callbacks": callbacks, "precision": "64", "max_steps": 3}
+    torch.manual_seed(0)
     try:
         one = fitted(make(), Rows(30, 5, val=False), strategy=strategy, **settings)
     except UserError as error:
@@ -111,13 +125,13 @@ def outcome(strategy: DDP, name: str) -> Any:
 
 
 def all_of_them(strategy: DDP) -> list[dict[str, Any]]:
-    found = {name: outcome(strategy, name) for name in CASES}
+    found = {name: outcome(strategy, name) for name in (*CASES, *CHANGING)}
     strategy.options["find_unused_parameters"] = True
     found |= {f"{name}, found": outcome(strategy, name) for name in ALLOWED}
     return strategy.gather(found)
 
 
-ALLOWED = ["unused at the last step", "unused in an update's last batch", "frozen in between"]
+ALLOWED = ["unused at the last step", "unused in an update's last batch"]
 
 
 @once
@@ -135,6 +149,14 @@ def test_gradients_that_would_not_be_shared_are_told_before_their_update(name):
 def test_what_find_unused_parameters_allows_is_trained_alike_on_all_ranks(name):
     first, second = by_ranks()[0][f"{name}, found"]
     assert all((mine == other).all() for mine, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_weights_that_are_thawed_or_frozen_in_between_are_trained_as_on_one_replica(name):
+    (alone,) = outcome(CPU(), name)
+    for weights in by_ranks()[0][name]:
+        for mine, other in zip(weights, alone, strict=True):
+            assert abs(mine - other).max() < 1e-12
 
 
 def apart(strategy: DDP, refused: Path) -> None:

@@ -89,6 +89,15 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^recipe +boston",
     ),
+    "dpframe --config-dir mine recipe=gan callbacks.checkpoint.monitor=val/score "
+    "trainer.clip_norm.critic=1.0 task.optimizers.critic.lr=0.002": (
+        "trainer.max_epochs=2",
+        r"^epoch 2/2  step 14  train/critic/loss .*train/generator/loss",
+    ),
+    "dpframe --config-dir mine recipe=boston +callbacks.sam._target_=mine.sam.SAM": (
+        "trainer.max_epochs=2",
+        r"^recipe +boston",
+    ),
     "dpframe --config-dir mine recipe=boston logger=json_lines": (
         "trainer.max_epochs=2",
         r"^recipe +boston",

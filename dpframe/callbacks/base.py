@@ -2,14 +2,21 @@
 
     on_fit_start
     for epoch:   on_epoch_start
-        for step:   forward, backward, optimizer.step()   on_step_end
-                    validation, every n steps             on_validation_end
-        validation, every n epochs                        on_validation_end
+        for step:
+            for batch:   on_batch_start   forward, backward   on_batch_end
+            on_before_step   clipping, optimizer.step()
+            on_step_end
+            validation, every n steps
+        validation, every n epochs:
+            on_validation_start   for batch: on_validation_batch_end   on_validation_end
         on_epoch_end
     on_fit_end / on_exception
 
 Within a hook, callbacks run in the order of the config; those with `reads_metrics` come after them,
-and those with `runs_last` last.
+and those with `runs_last` last. A Task may have methods with these names and the same arguments:
+they come first. With several optimizers, the batches up to `on_before_step` come once for each of
+them. `on_save` and `on_load` come with each checkpoint that is made, and with the one that a run
+resumes from.
 `on_validation_end`, `on_test_end` and `on_predict_end` also end the modes of those names.
 Hooks run in every process; only the one where `trainer.strategy.is_main` may print and write.
 """
@@ -20,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from dpframe.errors import UserError, suggestion
 
 if TYPE_CHECKING:
+    from dpframe.data import Batch
     from dpframe.trainer import Predictions, Trainer
 
 
@@ -33,8 +41,28 @@ class Callback:
 
     def on_epoch_start(self, trainer: "Trainer") -> None: ...
 
+    def on_batch_start(self, trainer: "Trainer", batch: "Batch") -> None:
+        """`batch.shares` are those of this process's replicas, on their devices."""
+
+    def on_batch_end(
+        self, trainer: "Trainer", batch: "Batch", outputs: list[dict[str, Any]]
+    ) -> None:
+        """`outputs` is what training_step returned for each share, without gradients."""
+
+    def on_before_step(self, trainer: "Trainer") -> None:
+        """The whole job's gradients are in the weights of `trainer.update.optimizer`, not clipped.
+
+        `trainer.recompute()` computes them again, at the weights as they are now.
+        """
+
     def on_step_end(self, trainer: "Trainer") -> None:
         """`trainer.global_step` updates are done. The hot path: read no tensor here."""
+
+    def on_validation_start(self, trainer: "Trainer") -> None: ...
+
+    def on_validation_batch_end(
+        self, trainer: "Trainer", batch: "Batch", outputs: list[dict[str, Any]]
+    ) -> None: ...
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         """`trainer.metrics` holds the new val/ numbers."""
@@ -51,6 +79,12 @@ class Callback:
     def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
         """On the main process alone: the others have no predictions."""
 
+    def on_save(self, trainer: "Trainer", state: dict[str, Any]) -> None:
+        """`state` is what a checkpoint will hold: numbers, text, tensors, lists and dicts."""
+
+    def on_load(self, trainer: "Trainer", state: dict[str, Any]) -> None:
+        """A run resumes, and all of `state` is restored."""
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of this callback: numbers, text, tensors, lists and dicts."""
         return {}
@@ -61,14 +95,19 @@ class Callback:
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 
 
-def hooks_of(callbacks: Iterable[Callback]) -> dict[str, list[Callable[..., None]]]:
-    """By hook, the methods of all callbacks; a misspelt hook is refused."""
-    callbacks = list(callbacks)
-    for kind in map(type, callbacks):
+def hooks_of(parts: Iterable[object]) -> dict[str, list[Callable[..., None]]]:
+    """By hook, the methods of a task and its callbacks; a misspelt hook is refused."""
+    hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
+    for part in parts:
+        kind = type(part)
         for name in dir(kind):
-            if name.startswith("on_") and name not in HOOKS and callable(getattr(kind, name)):
+            method = getattr(kind, name) if name.startswith("on_") else None
+            if not callable(method) or method is getattr(Callback, name, None):
+                continue
+            if name not in HOOKS:
                 raise UserError(
                     f"{kind.__name__}.{name} is no hook and would never be called; "
                     f"{suggestion(name, HOOKS)}"
                 )
-    return {name: [getattr(callback, name) for callback in callbacks] for name in HOOKS}
+            hooks[name].append(getattr(part, name))
+    return hooks

@@ -63,6 +63,11 @@ class Batch(NamedTuple):
     rows: int
 
 
+def placed(batch: Batch, moved: Any) -> Batch:
+    """The batch with the shares that a strategy's `to_device` returned: one, or a list of them."""
+    return batch._replace(shares=[moved] if isinstance(moved, Share) else moved)
+
+
 def split(rows: Sequence, replicas: int) -> list[Sequence]:
     """Contiguous shares as torch.chunk makes them (30 on 4: 8 8 8 6); the last may be empty."""
     size = -(-len(rows) // replicas)

@@ -107,6 +107,14 @@ class Strategy:
             return shares[0]
         return Share(move(shares[0].batch, self.device, self.dtype), shares[0].rows)
 
+    def begin_step(self, module: nn.Module) -> nn.Module:
+        """Before the gradients of a step: the wrapped module that computes them.
+
+        There is one for each optimizer of a task. A strategy that keeps account of the weights may
+        have to wrap again, where some were frozen or thawed since.
+        """
+        return module
+
     def grad_sync(self, is_last: bool) -> None:
         """Before each micro-batch under accumulation: only the last one's gradients are shared."""
 

@@ -54,14 +54,10 @@ class DDP(Strategy):
         }
         self.sync_batchnorm = sync_batchnorm
         self.timeout_seconds = timeout_seconds
-        self.module: Any = None
+        self.wrapped: dict[nn.Module, Wrapped] = {}  # by what `wrap` was given
+        self.current: Wrapped | None = None  # the one whose gradients are computed
         self.owns_group = False
-        self._shared: dict[str, Tensor] = {}  # parameters by name, as they were wrapped
-        self._frozen: dict[str, Tensor] = {}
-        self._is_first_update = True
         self._unsynced = ExitStack()  # holds `no_sync` while gradients are only accumulated
-        self._hooks: list[Any] = []  # on weights, once there is accumulation
-        self._arrived: set[str] = set()  # whose gradients came in the last backward
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun started them already."""
@@ -114,6 +110,11 @@ class DDP(Strategy):
         )
 
     @property
+    def module(self) -> Any:
+        """The DistributedDataParallel that computes the gradients now, e.g. for a hook on it."""
+        return self.current and self.current.module
+
+    @property
     def devices(self) -> list[str]:
         return self.names
 
@@ -127,27 +128,32 @@ class DDP(Strategy):
                     "CPU version; set it to false"
                 )
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        self.module = DistributedDataParallel(module, **self.options)
-        named = list(module.named_parameters())
-        self._shared = {name: weight for name, weight in named if weight.requires_grad}
-        self._frozen = {name: weight for name, weight in named if not weight.requires_grad}
-        self._let_go()
-        self._is_first_update = True
-        return self.module
+        if module in self.wrapped:
+            self.wrapped.pop(module).let_go()
+        self._unsynced.close()
+        self.current = Wrapped(DistributedDataParallel(module, **self.options))
+        self.wrapped[module] = self.current
+        return self.current.module
 
     def shares(self, rows: Sequence) -> list[Sequence]:
         return [split(rows, self.world_size)[self.rank]]
 
+    def begin_step(self, module: Any) -> nn.Module:
+        """A reducer knows the weights that were trained when it was made: others need another."""
+        inner = getattr(module, "module", None)
+        if inner in self.wrapped:  # else a subclass has wrapped it otherwise
+            self.current = self.wrapped[inner]
+            if self.current.is_outdated():
+                return self.wrap(inner, training=True)
+        return module
+
     def grad_sync(self, is_last: bool) -> None:
+        assert self.current is not None
         self._unsynced.close()
         if not is_last and not self.options["static_graph"]:
             # Torch counts the backwards of a static graph: its gradients are shared each time.
-            self._unsynced.enter_context(self.module.no_sync())
-        if not self._hooks:
-            for name, weight in self._shared.items():
-                note = partial(_note, self._arrived, name)
-                self._hooks.append(weight.register_post_accumulate_grad_hook(note))
-        self._arrived.clear()
+            self._unsynced.enter_context(self.current.module.no_sync())
+        self.current.note_arrivals()
 
     def check_skips(self, accumulate: int) -> None:
         """Torch's reducer keeps which parameters those backwards used, and nothing resets that."""
@@ -160,39 +166,36 @@ class DDP(Strategy):
 
     def check_gradients(self) -> None:
         """Torch tells at the next forward, when each rank has made an update of its own."""
-        if self.module is None:
+        now = self.current
+        if now is None:
             return
-        thawed = [name for name, weight in self._frozen.items() if weight.requires_grad]
+        thawed = [name for name, weight in now.frozen.items() if weight.requires_grad]
         if thawed and self.world_size > 1:
             raise UserError(
-                f"frozen when {self.name} began and trained now: {_listed(thawed)}; the ranks "
-                "don't share these gradients; leave requires_grad=True from the start, with lr=0 "
-                "until then, or use strategy=data_parallel"
+                f"thawed within this step: {_listed(thawed)}; the ranks don't share these "
+                "gradients; set requires_grad in a hook, e.g. on_epoch_start, not in training_step"
             )
         if self.options["find_unused_parameters"]:
             return
-        if self._hooks:  # under accumulation the gradients of an earlier batch may be there
-            lacking = [name for name in self._shared if name not in self._arrived]
-        else:
-            lacking = [name for name, weight in self._shared.items() if weight.grad is None]
-        if lacking and self._is_first_update and self.options["static_graph"]:
+        lacking = now.lacking()
+        if lacking and now.is_first_update and self.options["static_graph"]:
             for name in lacking:  # torch leaves them out from then on
-                del self._shared[name]
+                del now.shared[name]
         elif lacking:
             static = "strategy.static_graph=false " * self.options["static_graph"]
             raise UserError(
                 f"no gradient in this step on rank {self.rank}: {_listed(lacking)}; the ranks "
                 f"can't share theirs; set {static}strategy.find_unused_parameters=true where a "
-                "step may leave out or freeze parameters"
+                "step may leave out parameters"
             )
-        self._is_first_update = False
+        now.is_first_update = False
 
     @torch.no_grad()
     def weight_sync(self, is_read: bool) -> None:
         """The weights are the same on all ranks. The buffers (running statistics) are each rank's
         own since its last forward: the main one's count."""
-        if is_read and self.module is not None:
-            for buffer in self.module.buffers():
+        if is_read and self.current is not None:
+            for buffer in self.current.module.buffers():
                 dist.broadcast(buffer, src=0)
 
     def reduce(self, tensor: Tensor) -> Tensor:
@@ -215,21 +218,57 @@ class DDP(Strategy):
         dist.broadcast_object_list(values)
         return values[0]
 
-    def _let_go(self) -> None:
-        self._unsynced.close()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
     def close(self) -> None:
-        self._let_go()
-        if self.module is not None:
-            # The reducer goes first: were it the last to hold the process group, its destructor
-            # would join gloo's thread under the GIL, for which that thread may be waiting.
-            self.module.logger = self.module.reducer = None
+        self._unsynced.close()
+        for wrapped in self.wrapped.values():
+            wrapped.let_go()
+        self.wrapped.clear()
+        self.current = None
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group = False
+
+
+class Wrapped:
+    """A module in DistributedDataParallel, and the weights whose gradients the ranks share."""
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        named = list(module.module.named_parameters())
+        self.shared = {name: weight for name, weight in named if weight.requires_grad}
+        self.frozen = {name: weight for name, weight in named if not weight.requires_grad}
+        self.is_first_update = True
+        self._trained = list(self.shared.values())
+        self._hooks: list[Any] = []  # on weights, once there is accumulation
+        self._arrived: set[str] = set()  # whose gradients came in the last backward
+
+    def is_outdated(self) -> bool:
+        """Whether weights were thawed or frozen since."""
+        for weight in self._trained:
+            if not weight.requires_grad:
+                return True
+        return any(weight.requires_grad for weight in self.frozen.values())
+
+    def note_arrivals(self) -> None:
+        if not self._hooks:
+            for name, weight in self.shared.items():
+                note = partial(_note, self._arrived, name)
+                self._hooks.append(weight.register_post_accumulate_grad_hook(note))
+        self._arrived.clear()
+
+    def lacking(self) -> list[str]:
+        """The weights that got no gradient in the last backward."""
+        if self._hooks:  # under accumulation the gradients of an earlier batch may be there
+            return [name for name in self.shared if name not in self._arrived]
+        return [name for name, weight in self.shared.items() if weight.grad is None]
+
+    def let_go(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        # The reducer goes first: were it the last to hold the process group, its destructor
+        # would join gloo's thread under the GIL, for which that thread may be waiting.
+        self.module.logger = self.module.reducer = None
 
 
 def _note(arrived: set[str], name: str, weight: Tensor) -> None:

@@ -2,19 +2,22 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, lean, seeding
 from dpframe.data import DataModule, move, permutation
 from dpframe.metrics import Means
-from dpframe.task import Task, detached, optimizer_of
+from dpframe.task import Attached, Task, detached, optimizers_of, prefixed, updated_by
 from dpframe.testing.course import Course, why_not
 from dpframe.trainer.evaluation import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.update import of_turn
 
 Log = dict[str, list[tuple[int, float]]]
 """By name, the points of a curve: a step, and the number that was logged."""
@@ -79,10 +82,13 @@ def trained(course: Course, way: Way | None = None) -> Curve:
     by_step = settings.scheduler_every == "step"
     task.steps_per_epoch, task.total_steps = per_epoch, per_epoch * course.epochs
     task.scheduler_steps = task.total_steps if by_step else course.epochs
+    at = SimpleNamespace(global_step=0, epoch=0)
+    task.attached = Attached(at)
     lean.prepare()
-    optimizer, scheduler = optimizer_of(task)
-    update = lean.step_of(optimizer)
-    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    optimizers = optimizers_of(task)
+    task.optimizer_names = tuple(filter(None, optimizers))
+    updates = {name: lean.step_of(made.optimizer) for name, made in optimizers.items()}
+    norms = dict.fromkeys(optimizers, float("nan"))
     log: Log = {}
     everything: Outputs = []
     step = 0
@@ -97,30 +103,42 @@ def trained(course: Course, way: Way | None = None) -> Curve:
         for batches in _updates(course, data, len(train), epoch):
             step += 1
             parts = way(batches) if way else [(rows, 1.0) for rows in batches]
-            outputs = [task.training_step(_batch(data, train, rows)) for rows, _ in parts]
-            window = [(len(rows), detached(o)) for (rows, _), o in zip(parts, outputs, strict=True)]
-            factors = [factor for _, factor in parts]
-            if way is None:
-                weights = [float(output.get("weight", rows)) for rows, output in window]
-                factors = [weight / sum(weights) for weight in weights]
-            optimizer.zero_grad()
-            for output, factor in zip(outputs, factors, strict=True):
-                (output["loss"] * factor).backward()
-            norm = _clip(task, settings)
-            update()
-            if scheduler is not None and by_step and not is_plateau:
-                scheduler.step()
-            whole += window
-            rate = float(optimizer.param_groups[0]["lr"])
-            add("step", {**task.summarize(means(window)), "lr": rate, "grad_norm": norm})
+            measured: Outputs = []
+            for turn in task.turns() or ("",):
+                inputs = (_batch(data, train, rows) for rows, _ in parts)
+                outputs = [task.training_step(batch, *filter(None, [turn])) for batch in inputs]
+                pairs = zip(parts, outputs, strict=True)
+                window = [(len(rows), detached(output)) for (rows, _), output in pairs]
+                factors = [factor for _, factor in parts]
+                if way is None:
+                    weights = [float(output.get("weight", rows)) for rows, output in window]
+                    factors = [weight / sum(weights) for weight in weights]
+                task.zero_grad()
+                for output, factor in zip(outputs, factors, strict=True):
+                    (output["loss"] * factor).backward()
+                optimizer, scheduler, _ = optimizers[turn]
+                norms[turn] = _clip(optimizer, turn, settings)
+                updates[turn]()
+                if scheduler is not None and by_step and not _is_plateau(scheduler):
+                    scheduler.step()
+                measured += prefixed(window, turn) if turn else window
+            whole += measured
+            at.global_step = step
+            rates = {
+                n: float(made.optimizer.param_groups[0]["lr"]) for n, made in optimizers.items()
+            }
+            logged = {**_by_turn("lr", rates), **_by_turn("grad_norm", norms)}
+            add("step", {**task.summarize(means(measured)), **logged})
         everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
             add("val", task.summarize(means(_validated(task, data, course.batch_size))))
-        if is_plateau:
-            scheduler.step(log[settings.plateau_monitor][-1][1])
-        elif scheduler is not None and not by_step:
-            scheduler.step()
+        at.epoch = epoch + 1
+        for _, scheduler, _ in optimizers.values():
+            if _is_plateau(scheduler):
+                scheduler.step(log[settings.plateau_monitor][-1][1])
+            elif scheduler is not None and not by_step:
+                scheduler.step()
     return Curve(log, weights_of(task), roundings(everything))
 
 
@@ -137,15 +155,24 @@ def _updates(course: Course, data: DataModule, rows: int, epoch: int) -> list[li
     return [batches[start : start + every] for start in range(0, len(batches), every)]
 
 
-def _clip(task: Task, settings: TrainerSettings) -> float:
+def _is_plateau(scheduler: Any) -> bool:
+    return isinstance(scheduler, ReduceLROnPlateau)
+
+
+def _by_turn(what: str, numbers: dict[str, float]) -> dict[str, float]:
+    return {f"{what}/{turn}" if turn else what: number for turn, number in numbers.items()}
+
+
+def _clip(optimizer: Optimizer, turn: str, settings: TrainerSettings) -> float:
     """The gradients, as the settings say; returns their norm before that."""
-    gradients = [p.grad for p in task.parameters() if p.grad is not None]
+    gradients = [p.grad for p in updated_by(optimizer) if p.grad is not None]
     norm = float(sum(gradient.square().sum() for gradient in gradients)) ** 0.5
+    clip_norm, clip_value = of_turn(turn, settings.clip_norm, settings.clip_value)
     for gradient in gradients:
-        if settings.clip_norm is not None:
-            gradient.mul_(min(1.0, settings.clip_norm / (norm + 1e-6)))
-        if settings.clip_value is not None:
-            gradient.clamp_(-settings.clip_value, settings.clip_value)
+        if clip_norm is not None:
+            gradient.mul_(min(1.0, clip_norm / (norm + 1e-6)))
+        if clip_value is not None:
+            gradient.clamp_(-clip_value, clip_value)
     return norm
 
 

@@ -1,7 +1,7 @@
 """Validation, test and prediction: every row once, whatever the strategy."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpframe import checkpoint, files, seeding
-from dpframe.data import Loader
+from dpframe.data import Batch, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Failure, Interrupted, UserError
 from dpframe.heartbeat import beat
@@ -42,7 +42,9 @@ class Evaluation:
         autocast: Autocast | None,
         limit_batches: int | None,
         interruption: Interruption | None = None,
+        after_batch: Callable[[Batch, list[Any]], None] | None = None,
     ) -> None:
+        self.after_batch = after_batch
         self.task = task
         self.kind = kind
         self.loader = loader
@@ -88,7 +90,11 @@ class Evaluation:
         random_state = seeding.random_state() if may_look else {}
         for done, batch in enumerate(self.read(limit=self.limit_batches), 1):
             beat()
-            yield batch.rows, module(to_device(batch.shares))
+            shares = to_device(batch.shares)
+            outputs = module(shares)
+            yield batch.rows, outputs
+            if self.after_batch is not None:
+                self.after_batch(placed(batch, shares), [output for _, output in outputs])
             if done >= look_at:
                 look_at = self._look(done, random_state)
 

@@ -3,8 +3,11 @@
 import atexit
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -12,16 +15,24 @@ import torch
 
 from dpframe import checkpoint, seeding
 from dpframe.callbacks.base import Callback, hooks_of
-from dpframe.data import Batch, DataModule, Loader
+from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
-from dpframe.errors import UserError
+from dpframe.errors import UserError, suggestion
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.single import auto
-from dpframe.task import Measured, Task, TrainStep, cloned, refuse_stateful_metrics
+from dpframe.task import (
+    Attached,
+    Measured,
+    Task,
+    TrainStep,
+    cloned,
+    prefixed,
+    refuse_stateful_metrics,
+)
 from dpframe.trainer.evaluation import Evaluation, Predictions, means_over
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
@@ -31,7 +42,7 @@ from dpframe.trainer.progress import Lookout, Progress
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.resume import changes_since, fingerprint, named, refusing
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
-from dpframe.trainer.update import Update
+from dpframe.trainer.update import Update, each_of, states_of, updates_of
 
 log = logging.getLogger("dpframe")
 
@@ -40,13 +51,11 @@ class Trainer:
     """Trains a task on data where the strategy says. `metrics` holds the newest of each name."""
 
     feed: Feed  # all of these once `prepare` has run
-    update: Update
-    step: torch.nn.Module  # what the strategy made of the TrainStep
+    updates: dict[str, Update]  # by the optimizers' names; one alone has the name ""
+    update: Update  # the one whose turn it is
+    batches: list[Batch]  # of the step at hand
     validation: Evaluation | None = None
     profile: Profile | None = None
-    _forward: Callable[..., tuple[torch.Tensor, list[Measured]]]
-    _backward: Callable[[torch.Tensor], None]
-    _step: Callable[..., None]
     _owns_strategy: bool
     _look_at: int
     _logged_at: float
@@ -93,7 +102,8 @@ class Trainer:
         beat()
         data.setup()
         beat()
-        self.hooks = hooks_of(self.callbacks)
+        task.attached = Attached(self.progress, self.strategy)
+        self.hooks = hooks_of([task, *self.callbacks])
 
     def __enter__(self) -> Self:
         return self
@@ -142,6 +152,7 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "validate"
+        self._call("on_validation_start")
         self.metrics.update(self._evaluation("val").means())
         self._call("on_validation_end")
         return self.metrics
@@ -233,17 +244,33 @@ class Trainer:
     # ---- the heart
 
     def _train_epoch(self) -> None:
-        progress = self.progress
+        strategy, progress = self.strategy, self.progress
         # Each process draws its own, e.g. for dropout. Between epochs there is nothing to save.
         if progress.batches_done == 0:
-            seeding.reseed(seeding.mix(self.seed, self.strategy.rank, progress.epoch))
-        if not (self.step.training and self.task.training):
-            self.step.train()
+            seeding.reseed(seeding.mix(self.seed, strategy.rank, progress.epoch))
+        if not (self.update.module.training and self.task.training):
+            self._train()
         self._call("on_epoch_start")
         for batches in self._steps():
-            self.train_step(batches)
-            step = progress.global_step
-            if step % self._log_every == 0:
+            self.batches = batches
+            is_logged = (progress.global_step + 1) % self._log_every == 0
+            for update in self._only or self._taking_turns():
+                measured = self.gradients(batches, update)
+                if measured is None:  # the loss was not finite
+                    update.skip()
+                    progress.skipped_steps += 1
+                    continue
+                self.means.add(prefixed(measured, update.name) if update.name else measured)
+                for before_step in self.hooks["on_before_step"]:
+                    before_step(self)
+                closure = self._closure(measured) if update.needs_closure else None
+                update.step(closure, wants_norm=is_logged)
+            strategy.weight_sync(is_read=False)
+            progress.global_step = step = progress.global_step + 1
+            progress.batches_done += len(batches)
+            for batch in batches:
+                progress.rows_seen += batch.rows
+            if is_logged:
                 self._log_step()
             for hook in self.hooks["on_step_end"]:
                 hook(self)
@@ -256,9 +283,15 @@ class Trainer:
                 break
         self._end_epoch()
 
-    def train_step(self, batches: list[Batch]) -> None:
-        """One optimizer update, from `trainer.accumulate` global batches."""
-        strategy, update, progress = self.strategy, self.update, self.progress
+    def gradients(self, batches: list[Batch], update: Update) -> list[Measured] | None:
+        """Leaves the gradient of the exact mean over the batches' rows in the weights.
+
+        Returns what the steps measured, or None if the step is to be left out.
+        """
+        strategy, progress = self.strategy, self.progress
+        module = strategy.begin_step(update.module)
+        if module is not update.module:
+            update.run(module)
         if self._records:
             torch.compiler.cudagraph_mark_step_begin()
         rows = 0
@@ -271,25 +304,55 @@ class Trainer:
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
             beat()
-            loss, measured = self._forward(self._to_device(batch.shares), of)
+            shares = self._to_device(batch.shares)
+            for batch_start in self.hooks["on_batch_start"]:
+                batch_start(self, placed(batch, shares))
+            loss, measured = update.forward(shares, of)
             if self._records:  # the next step writes over what this one returned
                 measured = cloned(measured)
             weights += update.weights_of(measured)
             if self.guard.refuses(measured, progress, index):
-                update.skip()
-                progress.skipped_steps += 1
-                break
-            self._backward(loss)
+                return None
+            update.backward(loss)
             all_measured += measured
-        else:
-            strategy.check_gradients()
-            self.means.add(all_measured)
-            wants_norm = (progress.global_step + 1) % self._log_every == 0
-            self._step(rows, weights, wants_norm=wants_norm)
-        strategy.weight_sync(is_read=False)
-        progress.global_step += 1
-        progress.batches_done += len(batches)
-        progress.rows_seen += rows
+            for batch_end in self.hooks["on_batch_end"]:
+                batch_end(self, placed(batch, shares), [output for _, output in measured])
+        strategy.check_gradients()
+        if weights or update.scaler is not None:
+            update.complete(rows, weights)
+        return all_measured
+
+    def recompute(self) -> list[Measured] | None:
+        """In `on_before_step`: computes the gradients of this step's batches again, at the weights
+        as they are now, and returns what the steps measured."""
+        self.update.clear()
+        return self.gradients(self.batches, self.update)
+
+    def _taking_turns(self) -> Iterator[Update]:
+        """The optimizers that train on the step's batches, each with the gradients to itself."""
+        for name in self.task.turns():
+            if name not in self.updates:
+                raise UserError(
+                    f"{type(self.task).__name__}.turns returned {name!r}, which is no optimizer; "
+                    f"{suggestion(str(name), self.updates)}"
+                )
+            self.update = self.updates[name]
+            with self.update.alone():
+                yield self.update
+
+    def _closure(self, measured: list[Measured]) -> Callable[[], torch.Tensor]:
+        """For an optimizer such as LBFGS: the loss of the gradients that are there, then of new
+        ones."""
+        known = [measured]
+
+        def closure() -> torch.Tensor:
+            losses = known.pop() if known else self.recompute() or []
+            pairs = [(float(o["loss"]), float(o.get("weight", rows))) for rows, o in losses]
+            sums = [sum(loss * weight for loss, weight in pairs), sum(w for _, w in pairs)]
+            total, weight = self.strategy.tally(sums)
+            return torch.tensor(total / weight if weight else math.nan)
+
+        return closure
 
     def _steps(self) -> Iterator[list[Batch]]:
         """The rest of the epoch's batches, as many at a time as make one optimizer update."""
@@ -314,15 +377,22 @@ class Trainer:
         now, rows = time.perf_counter(), self.progress.rows_seen
         rate = (rows - self._logged_rows) / (now - self._logged_at)
         self._logged_at, self._logged_rows = now, rows
-        norm, lr = float(self.update.grad_norm), self.update.learning_rate
-        scalars = {**means, "lr": lr, "grad_norm": norm, "samples_per_second": rate}
+        norms = self._by_update("grad_norm", lambda update: float(update.grad_norm))
+        scalars = {**means, **self._learning_rates(), **norms, "samples_per_second": rate}
         self._log({f"step/{name}": value for name, value in scalars.items()})
+
+    def _learning_rates(self) -> dict[str, float]:
+        return self._by_update("lr", lambda update: update.learning_rate)
+
+    def _by_update(self, what: str, read: Callable[[Update], float]) -> dict[str, float]:
+        """`lr`, or with several optimizers `lr/generator` and so on."""
+        return {f"{what}/{n}" if n else what: read(update) for n, update in self.updates.items()}
 
     def _end_epoch(self) -> None:
         """Changes nothing before its validation is over: a run that ends in it validates again."""
         progress, settings = self.progress, self.settings
         self.guard.read()
-        learning_rate = self.update.learning_rate
+        rates = self._learning_rates()
         is_whole = not self.should_stop or progress.batches_done == self.feed.batches_per_epoch
         if self.lookout.done != progress.global_step:
             self._look()
@@ -351,9 +421,10 @@ class Trainer:
             self._call("on_validation_end")
         if is_whole:
             is_stale = self.validation is not None and self.is_extra_validation
-            self.update.end_epoch(self.metrics, is_stale=is_stale)
-        at = {"progress/lr": learning_rate, "progress/epoch": float(progress.epoch)}
-        self._log({**measured, **validated, **at})
+            for update in self.updates.values():
+                update.end_epoch(self.metrics, is_stale=is_stale)
+        at = {f"progress/{name}": rate for name, rate in rates.items()}
+        self._log({**measured, **validated, **at, "progress/epoch": float(progress.epoch)})
         self._read_clock()
         progress.ended_step = progress.global_step
         self._call("on_epoch_end")
@@ -373,10 +444,15 @@ class Trainer:
         if self.progress.validated_step == self.progress.global_step:
             return {}
         self.strategy.weight_sync(is_read=True)
+        self._call("on_validation_start")
         means = self._evaluate(*others)
-        self.step.train()
+        self._train()
         self.progress.validated_step = self.progress.global_step
         return means
+
+    def _train(self) -> None:
+        for update in self.updates.values():
+            update.module.train()
 
     def _catch_up(self) -> None:
         """What was still to do after the step of the checkpoint that this run resumes from."""
@@ -438,18 +514,25 @@ class Trainer:
         )
         task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
         task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
-        self.update = Update(task, strategy, settings, self.precision.scaler)
-        step, mode = TrainStep(task, self.precision.autocast), settings.compile_mode
-        if mode is not None:
-            step.compile(**{**settings.compile_options, "mode": mode})
-        self.step = strategy.wrap(step, training=True)
-        self._forward = self.step
-        self._backward = self.update.backward
-        self._step = self.update.step
+        self.updates = updates_of(task, strategy, settings, self.precision.scaler)
+        if task.optimizer_names and self.validation and not task.has_own("validation_step"):
+            raise UserError(
+                f"{type(task).__name__} has several optimizers, and training_step wants the name "
+                "of one; write validation_step, or return None from val_dataset"
+            )
+        mode = settings.compile_mode
+        for update in self.updates.values():
+            step = TrainStep(task, self.precision.autocast, update.name)
+            if mode is not None:
+                step.compile(**{**settings.compile_options, "mode": mode})
+            with update.alone() if update.name else nullcontext():
+                update.run(strategy.wrap(step, training=True))
+        self.update = next(iter(self.updates.values()))
+        self._only = () if self.update.name else (self.update,)
         self.means = means_over(strategy)
         self.guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
         self.fingerprint = fingerprint(
-            task, self.data, feed, self.update, settings, self.run, self.seed
+            task, self.data, feed, self.updates, settings, self.run, self.seed
         )
         is_cuda = strategy.device.type == "cuda"
         self._records = is_cuda and mode in CUDA_GRAPH_MODES
@@ -495,7 +578,17 @@ class Trainer:
             autocast=self.precision.autocast,
             limit_batches=self.settings.limit_eval_batches,
             interruption=self.interruption,
+            after_batch=self._after_batch() if kind == "val" else None,
         )
+
+    def _after_batch(self) -> Callable[..., None] | None:
+        hooks = self.hooks["on_validation_batch_end"]
+
+        def after_batch(batch: Batch, outputs: list[Any]) -> None:
+            for hook in hooks:
+                hook(self, batch, outputs)
+
+        return after_batch if hooks else None
 
     def _reopen(self, state: dict[str, Any]) -> None:
         """Continues the run's curves, and says from where."""
@@ -511,9 +604,11 @@ class Trainer:
     def _time_parts(self, profile: Profile) -> None:
         timed = profile.timed
         self._read = profile.timed_batches(self._read)
-        self._forward = timed("forward", self._forward)
-        self._backward = timed("backward", self._backward)
-        self._step = timed("optimizer", self._step)
+        for update in self.updates.values():
+            update.timed = partial(timed, "forward")
+            update.run(update.module)
+            update.backward = timed("backward", update.backward)
+            update.step = timed("optimizer", update.step)  # type: ignore[method-assign]
         if self.validation is not None:
             self._evaluate = timed("validation", self._evaluate)
         self._write = timed("logging", self._write)
@@ -548,12 +643,14 @@ class Trainer:
         here = (seeding.random_state(), self.means.state_dict()) if progress.batches_done else None
         everywhere = [] if here is None else strategy.gather(here)
         logged_step, logged = self.report.last
-        return {
+        state: dict[str, Any] = {
             "recipe": self.run.recipe,
             "fingerprint": json.dumps(self.fingerprint),
             "task": self.task.state_dict(),
-            **self.update.state_dict(),
-            "strategy": {strategy.name: strategy.state_dict(self.update.optimizer)},
+            **states_of(self.updates),
+            "strategy": {
+                strategy.name: each_of(self.updates, lambda u: strategy.state_dict(u.optimizer))
+            },
             "progress": {
                 **progress.state_dict(),
                 # A stream's last step does not tell that it is the last: a resumed run finds out.
@@ -565,6 +662,8 @@ class Trainer:
             "callbacks": {n: callback.state_dict() for n, callback in named(self.callbacks)},
             "random": [random for random, _ in everywhere],
         }
+        self._call("on_save", state)
+        return state
 
     def _load_state_dict(self, state: dict[str, Any], *, anyway: bool) -> None:
         """Refuses a state of another run unless `anyway`; what differs is told when it begins."""
@@ -574,9 +673,11 @@ class Trainer:
         checkpoint.load_task(self.task, state)
         with refusing(state):
             before = json.loads(state["fingerprint"])
-            self.update.load_state_dict(state, before, self.fingerprint)
             of_strategy = state.get("strategy", {}).get(strategy.name, {})
-            strategy.load_state_dict(of_strategy, self.update.optimizer)
+            for name, update in self.updates.items():
+                update.load_state_dict(state, before, self.fingerprint)
+                kept = of_strategy.get(name, {}) if name else of_strategy
+                strategy.load_state_dict(kept, update.optimizer)
             progress.load_state_dict(state["progress"])
             means = state["progress"]["means"]
             means = [means] if isinstance(means, dict) else means  # an earlier version's
@@ -599,6 +700,7 @@ class Trainer:
             batch_size = int(before["data.batch_size"])
             progress.batches_done = progress.batches_done * batch_size // self.data.batch_size
         self._changes = changes
+        self._call("on_load", state)
 
 
 def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None:

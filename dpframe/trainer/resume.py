@@ -18,7 +18,7 @@ from dpframe.task import Task
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.report import Run
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.update import Update
+from dpframe.trainer.update import Update, each_of
 
 Fingerprint = dict[str, Any]
 """By the key or the name that a user knows; plain values, which a checkpoint can hold."""
@@ -38,7 +38,7 @@ def fingerprint(
     task: Task,
     data: DataModule,
     feed: Feed,
-    update: Update,
+    updates: dict[str, Update],
     settings: TrainerSettings,
     run: Run,
     seed: int,
@@ -46,10 +46,12 @@ def fingerprint(
     facts = of_config(run.config, run.public)
     facts.pop("data.workers", None)  # only whether there are any decides
     if "task" not in run.config:
-        facts |= _leaves({"optimizer": update.optimizer.defaults})
-    facts |= {f"trainer.{name}": getattr(settings, name) for name in DECIDING}
+        optimizers = each_of(updates, lambda update: update.optimizer.defaults)
+        facts |= _leaves({"optimizer" if "" in updates else "optimizers": optimizers})
+    facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
     facts |= {"seed": seed, "data.batch_size": data.batch_size, "data.shuffle": data.shuffle}
-    facts |= update.kinds()
+    for update in updates.values():
+        facts |= update.kinds()
     if hasattr(feed.dataset, "__len__"):
         facts["rows to train on"] = len(feed.dataset)
     if not is_tensors(feed.dataset):  # workers draw other random numbers than the main process

@@ -27,8 +27,6 @@ LEAST = {
 }
 POSITIVE = (
     "max_seconds",
-    "clip_norm",
-    "clip_value",
     "hang_seconds",
     "grace_seconds",
     "data_timeout_seconds",
@@ -48,8 +46,8 @@ class TrainerSettings:
     precision: str = "32"
     matmul_precision: str | None = None
     accumulate: int = 1
-    clip_norm: float | None = None
-    clip_value: float | None = None
+    clip_norm: Any = None  # a number, or one by the name of an optimizer
+    clip_value: Any = None
     scheduler_every: str = "epoch"
     plateau_monitor: str = "val/loss"
     validate_every_epochs: int = 1
@@ -84,6 +82,7 @@ class TrainerSettings:
             value = getattr(self, key)
             if value is not None and not value > 0:  # NaN is not
                 raise UserError(f"trainer.{key}={value} is out of range; use more than 0")
+        self._check_clipping()
         if self.data_on_device != "auto" and not isinstance(self.data_on_device, bool):
             raise not_one_of(
                 "trainer.data_on_device", self.data_on_device, ("auto", "true", "false")
@@ -111,6 +110,16 @@ class TrainerSettings:
     def are_done(self, epochs: int, steps: int) -> bool:
         counts = (epochs, self.max_epochs), (steps, self.max_steps)
         return any(limit is not None and count >= limit for count, limit in counts)
+
+    def _check_clipping(self) -> None:
+        for key in ("clip_norm", "clip_value"):
+            value = getattr(self, key)
+            limits = value if isinstance(value, dict) else {"": value}
+            for name, limit in limits.items():
+                is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+                if limit is not None and not (is_number and limit > 0):
+                    where = f"trainer.{key}.{name}".rstrip(".")
+                    raise UserError(f"{where}={limit} is out of range; use a number above 0")
 
     def _check_compile(self) -> None:
         key, is_group = "trainer.compile", isinstance(self.compile, dict)

@@ -1,6 +1,7 @@
 """An optimizer update: scaling, clipping, the fused step, and the learning rate's schedule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,34 +15,48 @@ from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.strategies.base import Strategy
-from dpframe.task import Measured, Task, has_sparse, optimizer_of
+from dpframe.task import (
+    Made,
+    Measured,
+    Task,
+    check_signature,
+    has_sparse,
+    optimizers_of,
+    updated_by,
+)
 from dpframe.trainer.placement import align
 from dpframe.trainer.settings import TrainerSettings
 
+STATES = ("optimizer", "scheduler", "scaler")
 FUSED_DEVICES = ("cpu", "cuda")
 FUSED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Update:
+    """One optimizer of a task and all that its step needs; `name` is "" where there is no other.
+
+    `module` is the task's training step as the strategy has wrapped it, for this optimizer.
+    """
+
+    module: nn.Module
+    forward: Callable[..., tuple[Tensor, list[Measured]]]
+
     def __init__(
         self,
+        name: str,
+        made: Made,
         task: Task,
         strategy: Strategy,
         settings: TrainerSettings,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        self.name = name
         self.strategy = strategy
         self.settings = settings
         self.scaler = scaler
+        self.optimizer, self.scheduler, self.needs_closure = made
         self.parameters = list(task.parameters())  # one that is frozen may thaw later
-        if not any(parameter.requires_grad for parameter in self.parameters):
-            raise UserError(f"{type(task).__name__} has no parameter to train")
-        if settings.lean and settings.compile_mode is None:
-            lean.prepare()
-        self.optimizer, self.scheduler = optimizer_of(task)
-        updated = {
-            id(weight) for group in self.optimizer.param_groups for weight in group["params"]
-        }
+        updated = {id(weight) for weight in updated_by(self.optimizer)}
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
         is_fused = fuse(self.optimizer, task)
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
@@ -51,16 +66,50 @@ class Update:
             and not self.is_plateau
             and settings.scheduler_every == "step"
         )
+        self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
+        if self.needs_closure:
+            self._refuse_with_closure()
         self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
         self.backward: Callable[[Tensor], Any] = Tensor.backward
         if scaler is not None:
             self.backward = lambda loss: scaler.scale(loss).backward()
         self.grad_norm: Tensor | float = float("nan")
+        self.timed: Callable[[Any], Any] = lambda module: module  # unless there is a profile
         self.is_weighted: bool | None = None  # whether steps return a weight, after the first one
 
     @property
     def learning_rate(self) -> float:
         return float(self.optimizer.param_groups[0]["lr"])
+
+    def run(self, module: nn.Module) -> None:
+        """`module` computes the loss of this optimizer from now on."""
+        self.module, self.forward = module, self.timed(module)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Inside, no weights but those of this one of several optimizers get gradients."""
+        frozen = [weight for weight in self._others if weight.requires_grad]
+        for weight in frozen:
+            weight.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for weight in frozen:
+                weight.requires_grad_(True)
+
+    def _refuse_with_closure(self) -> None:
+        """Each call of the closure makes new gradients, neither clipped nor scaled."""
+        kind, settings = type(self.optimizer).__name__, self.settings
+        for key, value, use in (
+            ("clip_norm", self.clip_norm, "null"),
+            ("clip_value", self.clip_value, "null"),
+            ("precision", self.scaler and settings.precision, "bf16 or 32"),
+        ):
+            if value is not None:
+                raise UserError(
+                    f"trainer.{key}={value} can't be had with {kind}, which computes the gradients "
+                    f"of a step several times; use trainer.{key}={use}, or another optimizer"
+                )
 
     def weights_of(self, measured: list[Measured]) -> list[Any]:
         """Each share's weight; none where steps return no weight."""
@@ -82,39 +131,45 @@ class Update:
                 return
         raise UserError(SOMETIMES_WEIGHTED)
 
-    def step(self, rows: int, weights: list[Any], *, wants_norm: bool) -> None:
-        """Steps by the gradient of the exact mean over the step's rows, or weights."""
-        settings = self.settings
+    def complete(self, rows: int, weights: list[Any]) -> None:
+        """Makes of what the backwards left the gradient of the exact mean over rows, or weights."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if weights:
             self._reweigh(rows, weights)
-        if settings.clip_norm is not None:
-            self.grad_norm = clip_grad_norm_(self._updated(), settings.clip_norm)
+
+    def step(self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool) -> None:
+        """`closure` computes the gradients again, for an optimizer that needs that."""
+        if self.clip_norm is not None:
+            self.grad_norm = clip_grad_norm_(self._updated(), self.clip_norm)
         elif wants_norm:
             self.grad_norm = get_total_norm([weight.grad for weight in self._updated()])
-        if settings.clip_value is not None:
-            clip_grad_value_(self._updated(), settings.clip_value)
+        if self.clip_value is not None:
+            clip_grad_value_(self._updated(), self.clip_value)
         if self._awaits_momenta:
             self._awaits_momenta = _unfuse_late(self.optimizer)
-        if self.scaler is None:
+        if closure is not None:
+            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
+        elif self.scaler is None:
             self._step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None  # what zero_grad does, without its profiling
-        for parameter in self._others:
-            parameter.grad = None
+        self.clear()
         if self.schedules_steps:
             self.scheduler.step()
 
-    def skip(self) -> None:
-        """What a step that is left out still does."""
-        self.optimizer.zero_grad()
+    def clear(self) -> None:
+        """What zero_grad does, without its profiling, and for weights that the optimizer lacks."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
         for parameter in self._others:
             parameter.grad = None
+
+    def skip(self) -> None:
+        """What a step that is left out still does."""
+        self.clear()
         if self.schedules_steps:
             self.scheduler.step()
 
@@ -156,26 +211,26 @@ class Update:
         share its memory, and what it leaves out is zero.
         """
         weights: list[Any] = []
-        for group in self.optimizer.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None and weight.grad.is_sparse:
-                    weight.grad = weight.grad.coalesce()
-                    values = weight.grad.values()
-                    weight = values.detach()
-                    weight.grad = values
-                if weight.grad is not None:
-                    weights.append(weight)
+        for weight in updated_by(self.optimizer):
+            if weight.grad is not None and weight.grad.is_sparse:
+                weight.grad = weight.grad.coalesce()
+                values = weight.grad.values()
+                weight = values.detach()
+                weight.grad = values
+            if weight.grad is not None:
+                weights.append(weight)
         return weights
 
     def kinds(self) -> dict[str, str | None]:
+        whose = self.name and f"{self.name}'s "
         return {
-            "optimizer": type(self.optimizer).__name__,
-            "scheduler": self.scheduler and type(self.scheduler).__name__,
-            "scheduler's steps": getattr(self.scheduler, "total_steps", None),
+            f"{whose}optimizer": type(self.optimizer).__name__,
+            f"{whose}scheduler": self.scheduler and type(self.scheduler).__name__,
+            f"{whose}scheduler's steps": getattr(self.scheduler, "total_steps", None),
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {
+        return {  # of the names STATES
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),
@@ -185,27 +240,35 @@ class Update:
         self, state: dict[str, Any], there: dict[str, Any], here: dict[str, Any]
     ) -> None:
         """What is of another kind than in `there` starts from its beginning."""
-        is_same = {name: there[name] == kind for name, kind in self.kinds().items()}
+        has_optimizer, has_scheduler, has_length = (
+            there.get(name) == kind for name, kind in self.kinds().items()
+        )
         defaults = dict(self.optimizer.defaults)
-        if is_same["optimizer"]:
-            self.optimizer.load_state_dict(state["optimizer"])
+        if has_optimizer:
+            saved = self._own(state["optimizer"])
+            self.optimizer.load_state_dict(saved)
             if there.get("trainer.precision") == here["trainer.precision"]:
-                self._keep_types(state["optimizer"])
+                self._keep_types(saved)
             align(self.optimizer)
-        if self.scheduler is not None and is_same["scheduler"] and is_same["scheduler's steps"]:
-            self.scheduler.load_state_dict(state["scheduler"])
-        if self.scaler is not None and state["scaler"] is not None:
-            self.scaler.load_state_dict(state["scaler"])
+        if self.scheduler is not None and has_scheduler and has_length:
+            self.scheduler.load_state_dict(self._own(state["scheduler"]))
+        scaler = self._own(state["scaler"]) if has_optimizer else None
+        if self.scaler is not None and scaler is not None:
+            self.scaler.load_state_dict(scaler)
+        key_of_mine = f"optimizers.{self.name}" if self.name else "optimizer"
         for name, value in defaults.items():
             if any(
-                key.endswith(f"optimizer.{name}") and there.get(key) != here.get(key)
+                key.endswith(f"{key_of_mine}.{name}") and there.get(key) != here.get(key)
                 for key in {*there, *here}
             ):
                 self._set(name, value)
 
+    def _own(self, states: dict[str, Any]) -> Any:
+        return states[self.name] if self.name else states
+
     def _keep_types(self, saved: dict[str, Any]) -> None:
         """Torch converts what it loads to its weight's type, even NAdam's product of momenta."""
-        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        weights = updated_by(self.optimizer)
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for weight, number in zip(weights, numbers, strict=True):
             kept = self.optimizer.state.get(weight, {})
@@ -225,6 +288,52 @@ class Update:
                 group["initial_lr"] = value
             if getattr(self.scheduler, "base_lrs", None):
                 self.scheduler.base_lrs[index] = value
+
+
+def updates_of(
+    task: Task,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    scaler: torch.amp.GradScaler | None,
+) -> dict[str, Update]:
+    """By the optimizers' names."""
+    if not any(parameter.requires_grad for parameter in task.parameters()):
+        raise UserError(f"{type(task).__name__} has no parameter to train")
+    if settings.lean and settings.compile_mode is None:
+        lean.prepare()
+    optimizers = optimizers_of(task)
+    for key in ("clip_norm", "clip_value"):
+        limits = getattr(settings, key)
+        for name in limits if isinstance(limits, dict) else ():
+            if name not in optimizers:
+                raise UserError(
+                    f"trainer.{key}.{name}: there is no such optimizer; "
+                    f"{suggestion(name, filter(None, optimizers))}"
+                )
+    check_signature(task, list(optimizers))
+    task.optimizer_names = tuple(filter(None, optimizers))
+    return {
+        name: Update(name, made, task, strategy, settings, scaler)
+        for name, made in optimizers.items()
+    }
+
+
+def each_of(updates: dict[str, Update], read: Callable[[Update], Any]) -> Any:
+    """The value of the only update, or of several a dict by their names."""
+    values = {name: read(update) for name, update in updates.items()}
+    return values.get("", values)  # one alone has no name
+
+
+def states_of(updates: dict[str, Update]) -> dict[str, Any]:
+    states = {name: update.state_dict() for name, update in updates.items()}
+    if "" in states:
+        return states[""]
+    return {part: {name: states[name][part] for name in states} for part in STATES}
+
+
+def of_turn(name: str, *settings: Any) -> list[Any]:
+    """The settings' values for the optimizer of this name."""
+    return [value.get(name) if isinstance(value, dict) else value for value in settings]
 
 
 def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
