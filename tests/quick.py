@@ -18,6 +18,8 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_what_can_take_no_turns_is_refused_in_one_line",
+    "test_a_task_may_call_something_else_its_rank",
     "test_the_users_own_choice_stands",
     "test_one_cycle_is_told_how_often_it_will_be_stepped_and_comes_to_its_end",
     "test_a_weight_with_a_gradient_is_refused",
