@@ -37,6 +37,8 @@ OWNERS = {
     "torch.distributed": [f"strategies.{n}" for n in ("ddp", "launch", "ranks")],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],
+    "wandb": ["loggers.wandb"],
+    "mlflow": ["loggers.mlflow"],
     "rich": ["callbacks.progress"],
 }
 FILES = sorted(

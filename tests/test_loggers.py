@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+from attempted import attempted
 from forked import fresh
 from small import fitted
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
@@ -318,6 +319,19 @@ def test_a_logger_that_failed_is_not_called_again_and_training_goes_on(method, c
     assert fitted(loggers=[Failing()]).global_step == 10
     assert calls[-1] == method and calls.count(method) == 1
     assert caplog.messages == ["Failing stopped: ValueError: broken; training goes on without it"]
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_package_that_is_not_installed_is_one_line(tmp_path, package):
+    (run,) = fresh(attempted_without, package, folder=tmp_path)
+    line = f"logger={package} needs the package {package}: pip install 'dpframe[{package}]'"
+    assert (run.code, run.err) == (2, f"dpframe: {line}\n")
+    assert run.files == []
+
+
+def attempted_without(package):
+    sys.modules[package] = None
+    return attempted([["recipe=boston", f"logger={package}"]])
 
 
 # What is imported

@@ -2,6 +2,7 @@
 
 import io
 import wave
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from tensorboard.util.tensor_util import make_ndarray
 from dpframe import Logger, UserError
 from dpframe.loggers import media
 from dpframe.loggers.csv import CSV
-from dpframe.loggers.tensorboard import TensorBoard, png
+from dpframe.loggers.formats import png
+from dpframe.loggers.tensorboard import TensorBoard
 
 WHITE = torch.ones(3, 2, 4)
 PLUGINS = ("images", "audio", "histograms", "text", "scalars")
@@ -123,7 +125,7 @@ def values(accumulator, tag):
 
 def test_what_a_hook_logs_is_read_back_once_after_a_resume(tmp_path):
     show, saved = Hooks(on_step_end=show_all), {}
-    keep = Hooks(on_epoch_end=lambda t: saved.update({t.epoch: t.state_dict()}))
+    keep = Hooks(on_epoch_end=lambda t: saved.update({t.epoch: deepcopy(t.state_dict())}))
     fitted(callbacks=[show, keep], loggers=[TensorBoard(), CSV()], directory=tmp_path)
     fitted(callbacks=[show], loggers=[TensorBoard(), CSV()], directory=tmp_path, resume=saved[1])
     read = shown(tmp_path)

@@ -1,6 +1,12 @@
 """The simplest logger: it writes nothing. Override what differs."""
 
+import importlib.util
+import re
+from pathlib import Path
 from typing import Any
+
+from dpframe import files
+from dpframe.errors import UserError
 
 Scalar = float | int | str | bool
 
@@ -53,3 +59,23 @@ class Logger:
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         """The run is over, with its final metrics."""
+
+
+def require(package: str) -> None:
+    """Refuses a logger, before a run begins, whose package is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise UserError(
+            f"logger={package} needs the package {package}: pip install 'dpframe[{package}]'"
+        )
+
+
+def read_id(path: Path) -> str:
+    """The id by which a service knows the run, so that a resumed one goes on under it; or ''."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return text if re.fullmatch(r"[0-9A-Za-z_-]{1,64}", text) else ""
+
+
+def write_id(path: Path, text: str) -> str:
+    with files.whole(path) as part:
+        part.write_text(text)
+    return text

@@ -4,16 +4,15 @@ A table or a text that is logged gets a file of its own, e.g. tables/val_worst-s
 """
 
 import csv
-import io
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from dpframe import files
 from dpframe.errors import UserError
 from dpframe.loggers.base import Logger, Scalar
+from dpframe.loggers.formats import file_name, table_text
 
 NAME = r"[\w +=@,-][\w.+=@, -]*"  # nothing that leads to another folder
 
@@ -56,10 +55,10 @@ class CSV(Logger):
         self._last_step = step
 
     def text(self, name: str, text: str, *, step: int) -> None:
-        self._write_file("texts", name, step, "txt", text)
+        self._write_file("texts", file_name(name, step, "txt"), text)
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
-        self._write_file("tables", name, step, "csv", _text([columns, *rows]))
+        self._write_file("tables", file_name(name, step, "csv"), table_text([columns, *rows]))
 
     def flush(self) -> None:
         if not self._rows:
@@ -68,7 +67,7 @@ class CSV(Logger):
         added = [name for name in names if name not in self._columns]
         if added:
             self._widen(added)
-        *rows, last = [_text([[row.get(n, "") for n in self._columns]]) for row in self._rows]
+        *rows, last = [table_text([[row.get(n, "") for n in self._columns]]) for row in self._rows]
         text, tail = "".join(rows).encode(), last.encode()
         with open(self._path, "ab") as file:
             file.write(text + tail)
@@ -87,9 +86,8 @@ class CSV(Logger):
             self.log(missing, step=self._last_step)
         self.flush()
 
-    def _write_file(self, folder: str, name: str, step: int, suffix: str, text: str) -> None:
-        stem = re.sub(r"[^\w+=@,-]", "_", name)
-        path = self._path.parent / folder / f"{stem}-step{step}.{suffix}"
+    def _write_file(self, folder: str, name: str, text: str) -> None:
+        path = self._path.parent / folder / name
         path.parent.mkdir(exist_ok=True)
         with files.whole(path) as part:
             part.write_text(text, encoding="utf-8", newline="")
@@ -118,7 +116,7 @@ class CSV(Logger):
     def _replace(self, rows: list[list[str]]) -> None:
         """Leaves the new table or the old one, whenever the process dies."""
         with files.whole(self._path) as part:
-            part.write_text(_text([self._columns, *rows]), encoding="utf-8", newline="")
+            part.write_text(table_text([self._columns, *rows]), encoding="utf-8", newline="")
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
@@ -126,9 +124,3 @@ def _read(path: Path) -> tuple[list[str], list[list[str]]]:
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
     rows = list(csv.reader(whole.splitlines()))
     return (rows[0], rows[1:]) if rows else ([], [])
-
-
-def _text(rows: Iterable[Iterable[Any]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()

@@ -4,7 +4,6 @@ It builds the records itself from TensorBoard's protobuf classes, which import i
 writer imports in 160 ms and keeps what was logged in memory for up to two minutes; `writer` is one.
 """
 
-import io
 import math
 import os
 import re
@@ -13,8 +12,6 @@ import socket
 import struct
 import textwrap
 import time
-import wave
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +34,13 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
 
 from dpframe.errors import UserError
 from dpframe.loggers.base import Logger, Scalar
+from dpframe.loggers.formats import drawn, png, wav
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 PATTERN = "events.out.tfevents.[0-9]*"
 BINS = 64  # of a histogram
-PNG_COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's number for grey, RGB and RGBA, by the channels
 
 
 class TensorBoard(Logger):
@@ -100,10 +97,9 @@ class TensorBoard(Logger):
         self._add_image(name, png(pixels), *pixels.shape, step=step)
 
     def figure(self, name: str, figure: Any, *, step: int) -> None:
-        file = io.BytesIO()
-        figure.savefig(file, format="png")
-        width, height = struct.unpack(">II", file.getvalue()[16:24])  # as PNG's header says
-        self._add_image(name, file.getvalue(), height, width, 4, step=step)
+        encoded = drawn(figure)
+        width, height = struct.unpack(">II", encoded[16:24])  # as PNG's header says
+        self._add_image(name, encoded, height, width, 4, step=step)
 
     def histogram(self, name: str, values: Any, *, step: int) -> None:
         import numpy as np
@@ -121,17 +117,11 @@ class TensorBoard(Logger):
 
     def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
         length, channels = samples.shape
-        file = io.BytesIO()
-        with wave.open(file, "wb") as sound:
-            sound.setnchannels(channels)
-            sound.setsampwidth(2)
-            sound.setframerate(sample_rate)
-            sound.writeframes(samples.astype("<i2").tobytes())
         audio = Summary.Audio(
             sample_rate=sample_rate,
             num_channels=channels,
             length_frames=length,
-            encoded_audio_string=file.getvalue(),
+            encoded_audio_string=wav(samples, sample_rate),
             content_type="audio/wav",
         )
         self._add_value(Summary.Value(tag=name, audio=audio), step=step)
@@ -245,18 +235,6 @@ def _text_value(tag: str, plugin: str, content: bytes) -> Summary.Value:
 
 def _cell(value: Any) -> str:
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", " ")
-
-
-def png(pixels: Any) -> bytes:
-    """[height, width, channels] of uint8 as a PNG file."""
-    height, width, channels = pixels.shape
-    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # 0: the row is not filtered
-    header = struct.pack(">IIBBBBB", width, height, 8, PNG_COLOURS[channels], 0, 0, 0)
-    parts = ((b"IHDR", header), (b"IDAT", zlib.compress(rows)), (b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-        for kind, data in parts
-    )
 
 
 def _hparams_value(tag: str, data: HParamsPluginData) -> Summary.Value:

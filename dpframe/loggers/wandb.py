@@ -1,0 +1,99 @@
+"""Weights & Biases: in the run directory, or sent to its server with `mode: online`."""
+
+import secrets
+import shlex
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from dpframe.errors import not_one_of
+from dpframe.loggers.base import Logger, Scalar, read_id, require, write_id
+from dpframe.loggers.formats import drawn, wav
+
+MODES = ("offline", "online")
+BINS = 64  # of a histogram
+
+
+class WandB(Logger):
+    """`run` is the wandb.Run, for what the methods here don't do.
+
+    Weights & Biases takes no step twice: what a resumed run logs again is left out there.
+    """
+
+    needs_directory = True
+
+    def __init__(
+        self, *, mode: str = "offline", project: str | None = None, name: str | None = None
+    ) -> None:
+        if mode not in MODES:
+            raise not_one_of("logger.wandb.mode", mode, MODES)
+        require("wandb")
+        self.mode = mode
+        self.project = project
+        self.name = name
+        self.run: Any = None
+
+    def open(
+        self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
+    ) -> None:
+        import wandb
+
+        path = Path(run_dir) / "wandb-id.txt"
+        self.run = wandb.init(
+            dir=run_dir,
+            mode=self.mode,  # type: ignore[arg-type]
+            project=self.project or str(hparams.get("recipe", "dpframe")),
+            name=self.name or Path(run_dir).resolve().name,
+            id=read_id(path) or write_id(path, secrets.token_hex(4)),
+            resume="allow" if self.mode == "online" else None,
+            config=hparams,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off"),
+        )
+
+    def log(self, scalars: dict[str, float], *, step: int) -> None:
+        self.run.log(scalars, step=step)
+
+    def image(self, name: str, pixels: Any, *, step: int) -> None:
+        import wandb
+
+        self.run.log({name: wandb.Image(pixels)}, step=step)
+
+    def figure(self, name: str, figure: Any, *, step: int) -> None:
+        self._log_file("Image", name, "figure.png", drawn(figure), step=step)
+
+    def histogram(self, name: str, values: Any, *, step: int) -> None:
+        import numpy as np
+        import wandb
+
+        if values.size:
+            counts = np.histogram(values, BINS)
+            self.run.log({name: wandb.Histogram(np_histogram=counts)}, step=step)
+
+    def text(self, name: str, text: str, *, step: int) -> None:
+        self.table(name, ["text"], [[text]], step=step)
+
+    def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
+        self._log_file("Audio", name, "sound.wav", wav(samples, sample_rate), step=step)
+
+    def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
+        import wandb
+
+        table = wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)
+        self.run.log({name: table}, step=step)
+
+    def dashboard(self, run_dir: str) -> str:
+        offline = f"wandb sync {shlex.quote(run_dir)}/wandb/offline-run-*"
+        return self.run.url or "" if self.mode == "online" else offline
+
+    def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
+        self.run.summary.update(metrics)
+        self.run.finish(exit_code=0 if succeeded else 1)
+
+    def _log_file(self, kind: str, name: str, file: str, content: bytes, *, step: int) -> None:
+        import wandb
+
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / file
+            path.write_bytes(content)
+            self.run.log({name: getattr(wandb, kind)(str(path))}, step=step)
