@@ -1,0 +1,96 @@
+"""Freezes a part of the weights, and thaws it later."""
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from dpframe.callbacks.base import Callback
+from dpframe.errors import UserError
+from dpframe.parameters import Patterns, matching
+
+if TYPE_CHECKING:
+    from dpframe.trainer import Trainer
+
+log = logging.getLogger("dpframe")
+
+
+class Freeze(Callback):
+    """Freezes what `patterns` match until so many epochs or steps are done; null: to the end.
+
+    The running statistics of frozen norms stay as they are, unless `freeze_statistics` is false.
+    Several of these callbacks thaw in stages: what two of them match is frozen until both thaw it.
+    """
+
+    def __init__(
+        self,
+        patterns: Patterns | None = None,
+        thaw_at_epoch: int | None = None,
+        thaw_at_step: int | None = None,
+        freeze_statistics: bool = True,
+    ) -> None:
+        for key, value in (("thaw_at_epoch", thaw_at_epoch), ("thaw_at_step", thaw_at_step)):
+            if value is not None and value < 1:
+                raise UserError(f"callbacks.freeze.{key}={value}; set 1 or more, or null")
+        self.patterns = patterns
+        self.thaw_at_epoch = thaw_at_epoch
+        self.thaw_at_step = thaw_at_step
+        self.freeze_statistics = freeze_statistics
+        self.matched: list[Tensor] = []  # parameters and buffers
+        self.is_over = False
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        task = trainer.task
+        if not self.patterns:
+            raise UserError(
+                "callbacks.freeze.patterns is not set; name what to freeze, e.g. net.backbone"
+            )
+        named = [
+            *task.named_parameters(remove_duplicate=False),
+            *task.named_buffers(remove_duplicate=False),
+        ]
+        self.matched = matching(named, self.patterns, key="callbacks.freeze.patterns")
+        self.is_over = self._is_over(trainer)
+        self._apply(trainer)
+        if not any(weight.requires_grad for weight in task.parameters()):
+            raise UserError(
+                f"callbacks.freeze.patterns={self.patterns} leaves nothing to train; leave out a "
+                "part, e.g. patterns=['*','!net.head']"
+            )
+
+    def on_epoch_start(self, trainer: "Trainer") -> None:
+        self._thaw_if_due(trainer)
+        self._apply(trainer)  # the Trainer puts all modules into training mode
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        if trainer.global_step == self.thaw_at_step:
+            self._thaw_if_due(trainer)
+            self._apply(trainer)
+
+    def on_validation_end(self, trainer: "Trainer") -> None:
+        if trainer.mode == "fit":
+            self._apply(trainer)
+
+    def _is_over(self, trainer: "Trainer") -> bool:
+        """A fact of how far training has come, so that a resumed run is in the same stage."""
+        ends = (trainer.epoch, self.thaw_at_epoch), (trainer.global_step, self.thaw_at_step)
+        return any(end is not None and done >= end for done, end in ends)
+
+    def _thaw_if_due(self, trainer: "Trainer") -> None:
+        if not self.is_over and self._is_over(trainer):
+            self.is_over = True
+            if trainer.strategy.is_main:
+                log.info("step %s: %s is thawed", trainer.global_step, self.patterns)
+
+    def _apply(self, trainer: "Trainer") -> None:
+        others = [c for c in trainer.callbacks if isinstance(c, Freeze) and not c.is_over]
+        frozen = {id(tensor) for freeze in others for tensor in freeze.matched}
+        for tensor in self.matched:
+            if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+                tensor.requires_grad_(id(tensor) not in frozen)
+        still = {id(t) for f in others if f.freeze_statistics for t in f.matched}
+        mine = {id(tensor) for tensor in self.matched}
+        for module in trainer.task.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if name == "running_mean" and id(buffer) in mine:
+                    module.train(id(buffer) not in still)
