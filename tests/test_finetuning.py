@@ -8,7 +8,7 @@ import pytest
 import torch
 from forked import on
 from recorded import once, weights, weights_apart
-from small import Rows, fitted, is_same, trainer
+from small import Rows, fitted
 from torch import Tensor, nn
 
 from dpframe import Callback, Strategy, Task, UserError
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
         lambda epoch, step: step >= 7,
     ),
 }
-SETTINGS: dict[str, Any] = {"max_epochs": 4, "precision": "64", "log_every": 1}
+SETTINGS: dict[str, Any] = {"max_epochs": 4, "precision": "64", "validate_every_steps": 3}
 ROWS = partial(Rows, 18)
 
 
