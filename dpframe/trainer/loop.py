@@ -33,6 +33,7 @@ from dpframe.task import (
     prefixed,
     refuse_stateful_metrics,
 )
+from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.evaluation import Evaluation, Predictions, means_over
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
@@ -520,6 +521,7 @@ class Trainer:
                 f"{type(task).__name__} has several optimizers, and training_step wants the name "
                 "of one; write validation_step, or return None from val_dataset"
             )
+        self.recomputed = drop_activations(task, settings.checkpoint_activations)
         mode = settings.compile_mode
         for update in self.updates.values():
             step = TrainStep(task, self.precision.autocast, update.name)
@@ -561,6 +563,8 @@ class Trainer:
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
             log.info("trainer.compile.mode=%s: the first step may take minutes to compile", mode)
+        if self.recomputed and self.strategy.is_main:
+            log.info("computed again in the backward: %s", ", ".join(self.recomputed))
         self.profile = Profile() if self.settings.profile else None
         if self.profile is not None:
             self._time_parts(self.profile)

@@ -58,6 +58,7 @@ class TrainerSettings:
     limit_eval_batches: int | None = None
     deterministic: bool = False
     compile: Any = False  # or True, a mode of torch.compile, or a dict of COMPILE_OPTIONS
+    checkpoint_activations: Any = None  # or True, a pattern of modules' names, or a list of these
     data_on_device: Any = "auto"  # or True, or False
     lean: bool = True
     channels_last: bool = False
@@ -88,6 +89,7 @@ class TrainerSettings:
                 "trainer.data_on_device", self.data_on_device, ("auto", "true", "false")
             )
         self._check_compile()
+        self._check_activations()
         self._check_gpus()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
             raise UserError(
@@ -141,6 +143,15 @@ class TrainerSettings:
                     f"{key}.{name}={shown} but {key}.mode is null, so nothing is compiled; set "
                     f"{key}.mode=default"
                 )
+
+    def _check_activations(self) -> None:
+        value = self.checkpoint_activations
+        patterns = value if isinstance(value, list | tuple) else [value]
+        if not (value is None or isinstance(value, bool) or all(type(p) is str for p in patterns)):
+            raise UserError(
+                f"trainer.checkpoint_activations={value} is neither true, null nor names of "
+                "modules; use e.g. trainer.checkpoint_activations=[net.layers.*]"
+            )
 
     def _check_gpus(self) -> None:
         if self.gpus == 0 and type(self.gpus) is int:

@@ -1,0 +1,164 @@
+"""Activations that are computed again: the same numbers to the bit, less memory, the same names."""
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from forked import on
+from small import SGD, Rows, Small, fitted, is_same, trainer
+from torch import Tensor, nn
+
+from dpframe import Strategy, TrainerSettings, UserError
+from dpframe.plan.measure import measure
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
+from dpframe.trainer.activations import KEY, Recomputed, drop_activations
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """Random numbers, running statistics, a keyword: what a second forward could get wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        layers = (
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.GELU(),
+            nn.Dropout(0.3),
+            nn.Linear(4 * WIDTH, WIDTH),
+        )
+        self.mlp = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        return x + scale * self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.last(x)
+
+
+class Deep(Small):
+    def __init__(self, make: Callable[[], nn.Module] = Net) -> None:
+        super().__init__(partial(SGD, lr=0.005, momentum=0.9))
+        self.net = make()
+
+
+BLOCKS = ["net.blocks.0", "net.blocks.1", "net.blocks.2"]
+
+
+def trained(strategy: Strategy, **given: Any) -> dict[str, Any]:
+    data = Rows(24, batch_size=8)
+    one = fitted(make=Deep, data=data, strategy=strategy, precision="64", **given)
+    return {"task": dict(one.task.state_dict()), "metrics": one.metrics}
+
+
+def both(strategy: Strategy) -> list[dict[str, Any]]:
+    return [trained(strategy, checkpoint_activations=choice) for choice in (None, True)]
+
+
+@pytest.mark.parametrize("strategy", [CPU(), DataParallel(2, "cpu"), DDP(2, "cpu")])
+def test_numbers_names_and_running_statistics_are_those_of_activations_that_are_kept(strategy):
+    kept, again = on(strategy, both)
+    assert is_same(again, kept)
+
+
+def test_it_resumes_to_the_bit_with_or_without():
+    whole = trained(CPU(), checkpoint_activations=True)
+    half = partial(fitted, make=Deep, data=Rows(24, batch_size=8), precision="64", max_epochs=1)
+    for first, then in ((True, None), (None, True)):
+        state = half(checkpoint_activations=first).state_dict()
+        assert is_same(trained(CPU(), checkpoint_activations=then, resume=state), whole)
+
+
+def test_a_block_keeps_its_inputs_alone():
+    def bytes_of(row: int, **given: Any) -> float:
+        settings = TrainerSettings(max_epochs=1, threads=1, **given)
+        task, data = Deep(partial(Net, 6)), Rows(24, batch_size=8)
+        return measure(
+            task, data, settings, accelerator="cpu", seed=0, steps=1
+        ).costs.activations.at(row)
+
+    kept, again = bytes_of(8), bytes_of(8, checkpoint_activations=True)
+    # x and y, each block's input, the last layer's, and the error; and each block's random state.
+    assert again <= 8 * 4 * (3 + 1 + 7 * WIDTH + 1) + 100
+    assert kept > 4 * again
+
+
+@pytest.mark.parametrize(
+    "choice, names",
+    [
+        (True, BLOCKS),
+        ("net.blocks", BLOCKS),
+        (["net.blocks.*"], BLOCKS),
+        (["net.blocks.[01]", "net.last"], [*BLOCKS[:2], "net.last"]),
+        (["*.mlp"], [f"{name}.mlp" for name in BLOCKS]),
+        (False, []),
+        (None, []),
+    ],
+)
+def test_patterns_choose_the_outermost_modules_and_only_the_last_choice_counts(choice, names):
+    task = Deep()
+    drop_activations(task, ["net"])
+    assert drop_activations(task, choice) == names
+    changed = [name for name, module in task.named_modules() if isinstance(module, Recomputed)]
+    assert sorted(changed) == sorted(names)
+    assert all(type(block).__name__ == "Block" for block in task.net.blocks)
+    assert is_same(copy.deepcopy(task).state_dict(), task.state_dict())
+
+
+def stages(*, deep: bool) -> nn.Module:
+    """Blocks in lists of lists, as torchvision's ResNets have them; or layers in lists."""
+    parts = [nn.Sequential(Block(), Block()) if deep else nn.Sequential(nn.Linear(1, 1))]
+    return nn.Sequential(nn.Linear(3, 3), *parts)
+
+
+def test_true_are_blocks_in_lists_and_in_lists_of_lists():
+    assert drop_activations(Deep(partial(stages, deep=True)), True) == ["net.1.0", "net.1.1"]
+    assert drop_activations(Deep(partial(stages, deep=False)), True) == ["net.1"]
+
+
+@pytest.mark.parametrize(
+    "make, choice, said",
+    [
+        (Deep, ["net.block.*"], "=net.block.* matches no module of Deep; did you mean net.blocks?"),
+        (Deep, "zz", "=zz matches no module of Deep; there is, e.g., net"),
+        (
+            Small,
+            True,
+            "=true finds no blocks in Small: no module that is made of others lies in a ",
+        ),
+    ],
+)
+def test_what_chooses_nothing_is_refused_before_training(make, choice, said):
+    with pytest.raises(UserError) as caught:
+        trainer(make(), checkpoint_activations=choice).prepare()
+    assert str(caught.value).startswith(KEY + said)
+    with pytest.raises(UserError, match=f"{KEY}=3 is neither true, null nor names of modules"):
+        TrainerSettings(checkpoint_activations=3)
+
+
+def test_nothing_is_computed_twice_without_a_gradient():
+    task = Deep()
+    drop_activations(task, True)
+    calls: list[int] = []
+    task.net.blocks[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    with torch.no_grad():
+        task.net(torch.randn(4, 3))
+    assert len(calls) == 1
+    task.net(torch.randn(4, 3)).sum().backward()
+    assert len(calls) == 3
