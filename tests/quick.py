@@ -18,6 +18,8 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_nothing_is_computed_twice_without_a_gradient",
+    "test_true_are_blocks_in_lists_and_in_lists_of_lists",
     "test_what_can_take_no_turns_is_refused_in_one_line",
     "test_a_task_may_call_something_else_its_rank",
     "test_the_users_own_choice_stands",
