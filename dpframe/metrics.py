@@ -40,9 +40,12 @@ class Means:
         self._reduced: Sums | None = None  # the totals over all processes, until more is added
 
     def add(self, measured: Iterable[tuple[int, dict[str, Any]]]) -> None:
-        """One (rows, output) a replica; an output with a `weight` counts that instead of rows."""
+        """One (rows, output) a replica; an output with a `weight` counts that instead of rows.
+
+        Every process calls it as often, e.g. with nothing where it had no row of a batch."""
+        self._reduced = None
         for rows, output in measured:
-            self._kept.append((output, output.get("weight", rows) if rows else 0))
+            self._kept.append((output, output.get("weight", rows)))
 
     def reset(self) -> None:
         self._kept.clear()
@@ -90,7 +93,6 @@ class Means:
             return
         columns = _columns(self._kept)
         self._kept.clear()
-        self._reduced = None
         for name, column in columns.items():
             for sums in (self._window, self._totals):
                 # One after the other: from Python 3.12 on `sum` compensates for rounding, so its
@@ -102,9 +104,9 @@ class Means:
                 sums[name] = total, whole
 
     def _everywhere(self, several: list["Means"], local: list[Sums]) -> list[Sums]:
-        """Over all processes, by one all-reduce. All of them make it or none: each has added
-        something in each step."""
-        if self._reduce is None or not any(local):
+        """Over all processes, by one all-reduce. All of them make it or none, whatever they have
+        measured themselves."""
+        if self._reduce is None or not several:
             return [dict(sorted(sums.items())) for sums in local]
         both = list(zip(several, local, strict=True))
         while True:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dpframe.data import Share
 from dpframe.errors import UserError, suggestion
 from dpframe.metrics import described, is_number
 from dpframe.parameters import grouped, optimizer_over
@@ -222,18 +223,19 @@ def has_sparse(module: nn.Module) -> bool:
 
 
 class Nothing(torch.autograd.Function):
-    """A loss of 0 without a gradient: 0 times the gradient of a NaN would be NaN.
+    """A loss of 0 that depends on these tensors, and gives none of them a gradient: 0 times the
+    gradient of a NaN would be NaN.
 
     The whole backward still runs, so that no other rank waits for a collective in it.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor) -> Tensor:
-        return torch.zeros_like(loss)
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return tensors[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:  # type: ignore[override]
-        return None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class TrainStep(nn.Module):
@@ -246,13 +248,15 @@ class TrainStep(nn.Module):
         self.turn = (turn,) if turn else ()
         self.has_sparse = has_sparse(task)
 
-    def forward(self, share: tuple[Any, int], of: float) -> tuple[Tensor, list[Measured]]:
+    def forward(self, share: Share, of: float) -> tuple[Tensor, list[Measured]]:
         """A share has `rows` of the step's rows; `of` is all rows over the replicas averaged over.
 
-        A replica whose share is empty is lent one row and has rows=0: it takes part in every
-        collective and adds exactly nothing. So does a share of weight 0, even if its mean is NaN.
+        A replica without a row takes part in every collective of the backward and adds exactly
+        nothing. So does a share of weight 0, even if its mean is NaN.
         """
-        batch, rows = share
+        batch, rows, _ = share
+        if not rows:
+            return self._nothing(*filter(_is_trained, self.task.parameters())), []
         if self.autocast is None:
             output = self.task.training_step(batch, *self.turn)
         else:
@@ -261,15 +265,17 @@ class TrainStep(nn.Module):
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
-        if (is_weighted or not rows) and is_nothing(rows, output):
-            loss = Nothing.apply(loss)
-            if self.has_sparse:
-                loss = loss + self._no_rows()
+        if is_weighted and is_nothing(output):
+            loss = self._nothing(loss)
         elif is_weighted or rows != of:
-            loss = loss * (weight / of if rows else 0.0)
+            loss = loss * (weight / of)
         return loss, [(rows, detached(output))]
 
-    def _no_rows(self) -> Any:
+    def _nothing(self, *tensors: Tensor) -> Tensor:
+        loss = Nothing.apply(*tensors)
+        return loss + self._sparse_nothing() if self.has_sparse else loss
+
+    def _sparse_nothing(self) -> Any:
         """Sparse gradients without an entry: DDP's all-reduce can't do with a missing one."""
         return sum(
             nn.functional.embedding(
@@ -299,8 +305,10 @@ class EvalStep(nn.Module):
         self.step = step
         self.autocast = autocast
 
-    def forward(self, share: tuple[Any, int]) -> list[tuple[int, Any]]:
-        batch, rows = share
+    def forward(self, share: Share) -> list[tuple[int, Any]]:
+        batch, rows, _ = share
+        if not rows:
+            return []
         step = getattr(self.task, self.step)
         if self.autocast is None:
             output = step(batch)
@@ -410,12 +418,12 @@ def _kind(value: Any) -> str:
 
 
 def refuse_stateful_metrics(task: Task, replicas: int, where: str) -> None:
-    """A metric that adds up by itself knows neither lent rows nor the other replicas."""
+    """A metric that adds up by itself does not know the other replicas."""
     for name, module in task.named_modules() if replicas > 1 else ():
         if any(kind.__module__.split(".")[0] == "torchmetrics" for kind in type(module).__mro__):
             raise UserError(
                 f"{type(task).__name__}.{name} is a {type(module).__name__} of torchmetrics, which "
-                f"would count rows that are lent to the {replicas} replicas of {where}; return "
+                f"would know the rows of one of the {replicas} replicas of {where}; return "
                 "numbers from the step, their means are exact, or use trainer.gpus=1"
             )
 
@@ -439,15 +447,18 @@ def _check_evaluated(output: Any, task: Task, step: str) -> None:
             raise UserError(f"{name} returned {key!r} {described(value)}")
 
 
-def is_nothing(rows: int, output: Output) -> bool:
-    """Whether a loss is NaN and counts nothing: a lent row's, or a mean over weights of 0.
+def is_nothing(output: Output) -> bool:
+    """Whether a loss is NaN and counts nothing: a mean over weights of 0.
 
     False where that is known on the GPU alone, and in torch.compile.
     """
     if torch.compiler.is_compiling() or output["loss"].device.type not in READ_AT_ONCE:
         return False
-    is_counted = rows and output.get("weight", True)
-    return not is_counted and not math.isfinite(output["loss"].item())
+    return not output.get("weight", True) and not math.isfinite(output["loss"].item())
+
+
+def _is_trained(parameter: Tensor) -> bool:
+    return parameter.requires_grad
 
 
 def _exact_weight(weight: Any, task: Task) -> Tensor | float:

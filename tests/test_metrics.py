@@ -37,7 +37,6 @@ NAN, ONE = torch.tensor(math.nan), torch.tensor(1.0)
         # The mean of the means of three replicas would be 35.8.
         ([measured(share) for share in (SQUARES[:4], SQUARES[4:8], SQUARES[8:])], {"loss": 28.5}),
         ([(2, {"loss": ONE, "weight": 6 * ONE}), (8, {"loss": 5 * ONE, "weight": 2})], {"loss": 2}),
-        ([(3, {"loss": 2 * ONE}), (0, {"loss": NAN})], {"loss": 2}),  # a lent row
         ([(2, {"loss": NAN, "weight": 0 * ONE})], {}),
         ([(2, {"loss": NAN, "weight": 0 * ONE}), (2, {"loss": 3, "weight": 2})], {"loss": 3}),
         ([(1, {"loss": 1.0}), (3, {"loss": 5.0, "mae": 2.0})], {"loss": 4, "mae": 2}),

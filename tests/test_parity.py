@@ -185,6 +185,11 @@ CASES = {
         partial(SGD, lr=0.01),
         settings={"max_epochs": 10, "accumulate": 2, "log_every": 1},
     ),
+    "few_rows_accumulated": boston(
+        partial(Adam, lr=0.01),
+        data=partial(BostonData, batch_size=3),  # on four ranks 1 1 1 0
+        settings={"max_epochs": 1, "max_steps": 20, "accumulate": 3, "log_every": 4},
+    ),
     "lenet": Case(
         lambda o, s: LeNet(o, s),
         LeNetData,

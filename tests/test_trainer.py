@@ -352,7 +352,7 @@ class Top5(Accuracy):
 
 @pytest.mark.parametrize("kind", [Accuracy, Top5])
 def test_a_metric_that_counts_for_itself_is_refused_on_several_replicas(kind):
-    """It would count a lent row, and know the rows of its own replica alone."""
+    """It would know the rows of its own replica alone."""
 
     def counting() -> Small:
         task = Small()
@@ -362,8 +362,8 @@ def test_a_metric_that_counts_for_itself_is_refused_on_several_replicas(kind):
     with pytest.raises(UserError) as caught:
         trainer(counting(), strategy=DataParallel(3, "cpu"))
     assert str(caught.value) == (
-        f"Small.metrics.accuracy is a {kind.__name__} of torchmetrics, which would count rows that "
-        "are lent to the 3 replicas of DataParallel; return numbers from the step, their means are "
+        f"Small.metrics.accuracy is a {kind.__name__} of torchmetrics, which would know the rows "
+        "of one of the 3 replicas of DataParallel; return numbers from the step, their means are "
         "exact, or use trainer.gpus=1"
     )
     assert trainer(counting()).task.metrics

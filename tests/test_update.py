@@ -299,7 +299,7 @@ def test_a_validation_of_weight_0_says_so():
 
 
 def test_a_run_that_never_has_a_weight_of_0_divides_by_it_on_no_number_of_replicas():
-    """A share may have none where its batch has: it is like a lent row."""
+    """A share may have none where its batch has."""
     runs = []
     for replicas in (1, 2):
         strategy, data = DataParallel(replicas, "cpu"), Masked(MASK[4:])

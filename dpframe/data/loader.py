@@ -19,7 +19,7 @@ Shares = Callable[[Sequence], list[Sequence]]
 Place = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """Where data that is tensors is kept: they go in, and come out there."""
 Plan = Iterator[tuple[list[tuple[Tensor, int]], int]]
-"""Of each batch the row numbers of each local share, the rows that count, and all its rows."""
+"""Of each batch the row numbers of each local share, how many they are, and all its rows."""
 
 
 class Loader:
@@ -100,7 +100,7 @@ class Loader:
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
         for shares, total in plan:
-            yield Batch([Share(read(rows), n) for rows, n in shares], total)
+            yield Batch([Share(read(rows) if n else None, n, total) for rows, n in shares], total)
 
     def _plan(self, epoch: int, skip: int, limit: int | None) -> Plan:
         """An epoch's batches as row numbers, cut into local shares."""
@@ -109,11 +109,8 @@ class Loader:
         if self.device.type != "cpu":
             batches = iter(copied(batches, self.device))
         for rows in islice(batches, skip, limit):
-            # A replica with no row is lent the batch's first, with weight zero, so that all
-            # replicas take part in every collective.
             shares: list[Any] = self._shares(rows)  # type: ignore[arg-type]
-            local = [(share, n) if (n := share.numel()) else (rows[:1], 0) for share in shares]
-            yield local, rows.numel()
+            yield [(share, share.numel()) for share in shares], rows.numel()
 
     def _requests(
         self, epoch: int, skip: int, limit: int | None, seed: int
@@ -122,8 +119,9 @@ class Loader:
 
         It is the share's, whatever a worker read before, so a resumed run draws the same."""
         for batch, (shares, _) in enumerate(self._plan(epoch, skip, limit), skip):
-            for share, (rows, _) in enumerate(shares):
-                yield seeding.mix(seed, batch, share), rows.tolist()
+            for share, (rows, n) in enumerate(shares):
+                if n:
+                    yield seeding.mix(seed, batch, share), rows.tolist()
 
     def _streamed(self, stream: "_Stream", epoch: int, worker_seed: int) -> Iterator[Batch]:
         stream.begin(self.seed, epoch)
@@ -132,7 +130,7 @@ class Loader:
         else:
             answers = iter(partial(next, self._processes.read(repeat(()), worker_seed)), None)
         for shares, total in answers:
-            yield Batch([Share(*share) for share in shares], total)
+            yield Batch([Share(batch, n, total) for batch, n in shares], total)
 
 
 def copied(batches: Iterable[Tensor], device: torch.device) -> Sequence[Tensor]:
@@ -205,6 +203,6 @@ class _Stream:
     def _local(self, batch: list, first: int) -> list[tuple[Any, int]]:
         numbers = self._shares(range(first, first + len(batch)))
         return [
-            (self._rows.combine(share or batch[:1], rows or [first]), len(share))
+            (self._rows.combine(share, rows) if share else None, len(share))
             for share, rows in zip(map(list, self._shares(batch)), numbers, strict=True)
         ]

@@ -50,10 +50,12 @@ class DataModule:
 
 
 class Share(NamedTuple):
-    """One replica's part of a global batch; `rows` is 0 for a replica that was lent a row."""
+    """One replica's part of a global batch of `total` rows. A replica that gets none of them has
+    Share(None, 0, total): nothing is read for it, and no step of a task is called."""
 
     batch: Any
     rows: int
+    total: int = 0
 
 
 class Batch(NamedTuple):

@@ -105,7 +105,7 @@ class Strategy:
         """What the wrapped module is called with."""
         if self.dtype is None and self.device.type == "cpu":
             return shares[0]
-        return Share(move(shares[0].batch, self.device, self.dtype), shares[0].rows)
+        return shares[0]._replace(batch=move(shares[0].batch, self.device, self.dtype))
 
     def begin_step(self, module: nn.Module) -> nn.Module:
         """Before the gradients of a step: the wrapped module that computes them.

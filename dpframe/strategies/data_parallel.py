@@ -32,9 +32,8 @@ class DataParallel(Strategy):
         return split(rows, self.replicas)
 
     def to_device(self, shares: list[Share]) -> list[Share]:
-        # A replica without a row has nobody to wait for it here, so it is left out.
         return [
-            Share(move(share.batch, place, self.dtype), share.rows)
+            share._replace(batch=move(share.batch, place, self.dtype))
             for share, place in zip(shares, self.places, strict=True)
             if share.rows
         ]

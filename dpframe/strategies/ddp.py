@@ -132,6 +132,8 @@ class DDP(Strategy):
             self.wrapped.pop(module).let_go()
         self._unsynced.close()
         self.current = Wrapped(DistributedDataParallel(module, **self.options))
+        if self.sync_batchnorm or self.options["static_graph"]:
+            self.current.module.register_forward_pre_hook(self._look_at_rows)
         self.wrapped[module] = self.current
         return self.current.module
 
@@ -179,6 +181,8 @@ class DDP(Strategy):
             return
         lacking = now.lacking()
         if lacking and now.is_first_update and self.options["static_graph"]:
+            now.left_out = lacking
+            self._refuse_few_rows(now)
             for name in lacking:  # torch leaves them out from then on
                 del now.shared[name]
         elif lacking:
@@ -189,6 +193,26 @@ class DDP(Strategy):
                 "step may leave out parameters"
             )
         now.is_first_update = False
+
+    def _look_at_rows(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        assert self.current is not None
+        self.current.rows = inputs[0].total
+        self._refuse_few_rows(self.current)
+
+    def _refuse_few_rows(self, now: "Wrapped") -> None:
+        """On all ranks, where one without a row can't do as the others: in a forward with
+        collectives, or in a static graph that leaves out parameters."""
+        if len(split(range(now.rows), self.world_size)[-1]):
+            return
+        if self.sync_batchnorm or now.left_out:
+            setting, why = "sync_batchnorm", ""
+            if not self.sync_batchnorm:
+                setting, why = "static_graph", f", and without a gradient {_listed(now.left_out)}"
+            raise UserError(
+                f"strategy.{setting}=true with a batch of {now.rows} rows on {self.world_size} "
+                f"ranks, of which the last has none{why}; use strategy.{setting}=false, fewer "
+                "ranks, or a data.batch_size that leaves every rank a row of each batch"
+            )
 
     @torch.no_grad()
     def weight_sync(self, is_read: bool) -> None:
@@ -238,6 +262,8 @@ class Wrapped:
         self.shared = {name: weight for name, weight in named if weight.requires_grad}
         self.frozen = {name: weight for name, weight in named if not weight.requires_grad}
         self.is_first_update = True
+        self.left_out: list[str] = []  # weights, by a static graph
+        self.rows = 0  # of the last batch, where that matters
         self._trained = list(self.shared.values())
         self._hooks: list[Any] = []  # on weights, once there is accumulation
         self._arrived: set[str] = set()  # whose gradients came in the last backward
@@ -259,6 +285,8 @@ class Wrapped:
     def lacking(self) -> list[str]:
         """The weights that got no gradient in the last backward."""
         if self._hooks:  # under accumulation the gradients of an earlier batch may be there
+            if not self._arrived:  # of a share without rows, or of weight 0: it leaves out nothing
+                return []
             return [name for name in self.shared if name not in self._arrived]
         return [name for name, weight in self.shared.items() if weight.grad is None]
 

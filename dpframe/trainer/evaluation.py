@@ -75,7 +75,7 @@ class Evaluation:
         """Every row's output in the order of the data set, on the main process; None elsewhere."""
         name = f"{type(self.task).__name__}.{STEPS[self.kind]}"
         here = [
-            [by_rows(output, rows, f"{name} returned") for rows, output in part if rows]
+            [by_rows(output, rows, f"{name} returned") for rows, output in part]
             for _, part in self._batches()
         ]
         everywhere = self.strategy.gather(here)

@@ -49,8 +49,8 @@ class LossGuard:
             self._unread.append(losses)
             return False
         is_bad = False
-        for rows, output in measured:
-            if not math.isfinite(output["loss"].item()) and not is_nothing(rows, output):
+        for _, output in measured:
+            if not math.isfinite(output["loss"].item()) and not is_nothing(output):
                 is_bad = True
         if not self._skips:
             if is_bad:
@@ -63,9 +63,9 @@ class LossGuard:
     def read(self) -> None:
         """Checks the deferred losses; waits for the device once."""
         unread, self._unread = self._unread, []
-        if not unread:
-            return
         losses = [output["loss"] for batch in unread for _, output in batch.measured]
+        if not losses:
+            return
         device = losses[0].device  # replicas have one each
         if bool(torch.stack([loss.double().to(device) for loss in losses]).isfinite().all()):
             return
@@ -83,9 +83,9 @@ class LossGuard:
     def _described(self, losses: Losses) -> str:
         shares = self._shares_of(losses)
         bad = []
-        for index, (rows, output) in enumerate(losses.measured):
+        for index, (_, output) in enumerate(losses.measured):
             loss = output["loss"].item()
-            if not math.isfinite(loss) and not is_nothing(rows, output):
+            if not math.isfinite(loss) and not is_nothing(output):
                 listed = f", rows {_listed(shares[index])}" if shares else ""
                 where = self._where(index, len(losses.measured))
                 bad.append(f"{loss}{where}{listed}")
@@ -102,7 +102,7 @@ class LossGuard:
             return []
         rows = next(islice(self._order.epoch(losses.epoch), losses.batch_index, None))
         shares: list[Any] = self._strategy.shares(rows)
-        return [(share if len(share) else rows[:1]).tolist() for share in shares]
+        return [share.tolist() for share in shares]
 
 
 def _listed(rows: Sequence[int]) -> str:

@@ -319,7 +319,7 @@ class Trainer:
             for batch_end in self.hooks["on_batch_end"]:
                 batch_end(self, placed(batch, shares), [output for _, output in measured])
         strategy.check_gradients()
-        if weights or update.scaler is not None:
+        if update.is_weighted or update.scaler is not None:
             update.complete(rows, weights)
         return all_measured
 

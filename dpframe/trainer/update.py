@@ -112,30 +112,26 @@ class Update:
                 )
 
     def weights_of(self, measured: list[Measured]) -> list[Any]:
-        """Each share's weight; none where steps return no weight."""
+        """Each share's weight; none where steps return no weight.
+
+        The processes agree once, after the first batch; a later batch that differs is refused in
+        the process that has it."""
+        if self.is_weighted is None:
+            here = {"weight" in output for _, output in measured}
+            several = self.strategy.tally([float(True in here), float(False in here)])
+            if 0.0 not in several:
+                raise UserError(SOMETIMES_WEIGHTED)
+            self.is_weighted = several[0] > 0
         for _, output in measured:
             if ("weight" in output) is not self.is_weighted:
-                self._agree_on_weights(measured)
-        if not self.is_weighted:
-            return []
-        return [output["weight"] if rows else 0.0 for rows, output in measured]
-
-    def _agree_on_weights(self, measured: list[Measured]) -> None:
-        """The processes agree once, after the first batch; a later batch that differs is refused
-        in the process that has it."""
-        here = {"weight" in output for _, output in measured}
-        if self.is_weighted is None:
-            several = self.strategy.tally([float(True in here), float(False in here)])
-            if 0.0 in several:
-                self.is_weighted = here == {True}
-                return
-        raise UserError(SOMETIMES_WEIGHTED)
+                raise UserError(SOMETIMES_WEIGHTED)
+        return [output["weight"] for _, output in measured] if self.is_weighted else []
 
     def complete(self, rows: int, weights: list[Any]) -> None:
         """Makes of what the backwards left the gradient of the exact mean over rows, or weights."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        if weights:
+        if self.is_weighted:
             self._reweigh(rows, weights)
 
     def step(self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool) -> None:
