@@ -81,6 +81,7 @@ SLOW_FILES = {
     "restarts",
     "run",
     "samplers",
+    "task",
 }
 
 

@@ -187,7 +187,6 @@ CASES = {
     ),
     "few_rows_accumulated": boston(
         partial(Adam, lr=0.01),
-        data=partial(BostonData, batch_size=3),  # on four ranks 1 1 1 0
         settings={"max_epochs": 1, "max_steps": 20, "accumulate": 3, "log_every": 4},
     ),
     "lenet": Case(
@@ -198,6 +197,7 @@ CASES = {
         settings={"max_epochs": 1, "log_every": 10},
     ),
 }
+CASES["few_rows_accumulated"].data = partial(BostonData, batch_size=3)  # on four ranks 1 1 1 0
 CASES["accumulation_with_a_tail"].data = partial(BostonData, batch_size=50)  # 8 x 50 and 4 rows
 
 # Running them

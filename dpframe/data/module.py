@@ -66,8 +66,10 @@ class Batch(NamedTuple):
 
 
 def placed(batch: Batch, moved: Any) -> Batch:
-    """The batch with the shares that a strategy's `to_device` returned: one, or a list of them."""
-    return batch._replace(shares=[moved] if isinstance(moved, Share) else moved)
+    """The batch with the shares that a strategy's `to_device` returned, one or a list of them, but
+    for those without rows."""
+    shares = [moved] if isinstance(moved, Share) else moved
+    return batch._replace(shares=[share for share in shares if share.rows])
 
 
 def split(rows: Sequence, replicas: int) -> list[Sequence]:

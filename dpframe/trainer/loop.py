@@ -318,6 +318,8 @@ class Trainer:
             all_measured += measured
             for batch_end in self.hooks["on_batch_end"]:
                 batch_end(self, placed(batch, shares), [output for _, output in measured])
+        if not all_measured:  # no row of these batches is this process's
+            update.fill_gradients()
         strategy.check_gradients()
         if update.is_weighted or update.scaler is not None:
             update.complete(rows, weights)

@@ -194,8 +194,12 @@ class Update:
         factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing moves nothing
         for weight in self._updated():
             weight.grad.mul_(factor.to(weight.grad))
+        self.fill_gradients()
+
+    def fill_gradients(self) -> None:
+        """Makes them 0 where there are none at all: of shares without rows, or that count nothing
+        and are NaN. They are a step's like any other, e.g. for a momentum."""
         if all(_is_missing(parameter.grad) for parameter in self.parameters):
-            # Each share counted nothing and was NaN. The gradients are 0, as of a finite one.
             for parameter in self.parameters:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
