@@ -41,6 +41,7 @@ TESTS = {
     "test_an_optimiser_of_the_users_own_keeps_its_step",
     "test_a_name_has_the_letters_that_are_allowed",
     "test_an_unknown_check_is_refused",
+    "test_batch_size_order_and_tail_are_those_of_the_loader",
     "test_another_mode_of_wandb_is_refused",
     "test_each_line_of_a_message_says_whose_it_is",
     "test_hooks_come_in_the_order_that_is_documented",

@@ -73,6 +73,7 @@ SHOWN = {
         r"^strategy +Half on 2 x cpu$",
     ),
     "dpframe --config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
+    "dpframe --config-dir mine recipe=ready": ("", r"^step +batch 40 = 1 replica x 40$"),
     "dpframe --config-dir mine recipe=boston strategy=nightly strategy.hour=23": (
         "trainer.max_epochs=2",
         r"^every night at 23 o'clock, on c\w+",

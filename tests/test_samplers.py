@@ -1,7 +1,8 @@
 """Training in a user's own order and on streams equals the loop by hand, on every strategy."""
 
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import hand_written
@@ -11,7 +12,7 @@ from forked import on
 from recorded import Recorder, logs_apart, once, weights, weights_apart
 from test_data import ALL, EPOCHS, ROWS, SAMPLERS, SEED, Drawn, order_by_hand
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings
 from dpframe.strategies.data_parallel import DataParallel
@@ -94,12 +95,14 @@ class Data(DataModule):
         super().__init__(BATCH_SIZE, workers)
         self.source = source
 
-    def train_dataset(self) -> Dataset:
+    def train_dataset(self) -> Any:
         if self.source in STREAMS:
             return STREAMS[self.source]()
-        return TensorDataset(
+        rows = TensorDataset(
             *(torch.stack(column) for column in zip(*map(row_of, ALL), strict=True))
         )
+        name = self.source.removeprefix("ready_")
+        return self.source != name and LOADERS[name](rows) or rows
 
     def val_dataset(self) -> Dataset | None:
         return self.train_dataset() if self.source in STREAMS else None
@@ -110,7 +113,35 @@ class Data(DataModule):
         return SAMPLERS[self.source]() if self.source in SAMPLERS else None
 
 
+def told_to_begin(worker: int) -> None:
+    os.environ["BEGAN"] = "1"
+
+
+def stacked(rows: list) -> list[Tensor]:
+    assert (get_worker_info() is None) or os.environ["BEGAN"]
+    return [torch.stack(column) for column in zip(*rows, strict=True)]
+
+
+LOADERS: dict[str, Callable[[Dataset], DataLoader]] = {  # each in the order of a sampler
+    "backwards": lambda rows: DataLoader(rows, sampler=SAMPLERS["backwards"](), batch_size=5),
+    "weighted": lambda rows: DataLoader(
+        rows,
+        sampler=SAMPLERS["weighted"](),
+        batch_size=5,
+        num_workers=1,
+        collate_fn=stacked,
+        worker_init_fn=told_to_begin,
+        prefetch_factor=3,
+    ),
+    "told_the_epoch": lambda rows: DataLoader(
+        rows, sampler=SAMPLERS["told_the_epoch"](), batch_size=5, collate_fn=stacked
+    ),
+    "lists": lambda rows: DataLoader(rows, batch_sampler=SAMPLERS["lists"]()),
+}
+
+
 RUNS = [
+    *((f"ready_{name}", 3) for name in LOADERS),  # a loader has workers of its own
     *((name, 0) for name in [*TRAINED, "by_the_system"]),
     *((name, workers) for name in STREAMS for workers in (0, 1)),
 ]
@@ -178,6 +209,14 @@ def assert_equal(mine: dict[str, Any], wanted: dict[str, Any]) -> None:
 def test_training_in_the_order_of_a_sampler_equals_the_hand_written_loop(where):
     for name in TRAINED:
         assert_equal(results(where)[name, 0], by_hand(order_by_hand(name), 1, has_val=False))
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_training_on_a_ready_data_loader_equals_the_hand_written_loop(where):
+    for name in LOADERS:
+        assert_equal(
+            results(where)[f"ready_{name}", 3], by_hand(order_by_hand(name), 1, has_val=False)
+        )
 
 
 @pytest.mark.parametrize("where", WHERE)

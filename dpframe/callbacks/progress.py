@@ -168,7 +168,7 @@ def banner(trainer: "Trainer") -> str:
 
 
 def _batch(trainer: "Trainer") -> str:
-    batch, replicas = trainer.data.batch_size, trainer.strategy.replicas
+    batch, replicas = trainer.feed.source.batch_size, trainer.strategy.replicas
     shares = [len(share) for share in split(range(batch), replicas)]
     if len(set(shares)) == 1:
         text = f"{replicas} replica{'s' if replicas > 1 else ''} x {shares[0]}"

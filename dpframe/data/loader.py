@@ -1,6 +1,6 @@
 """The Loader: an epoch's global batches, each as the shares of this process's replicas."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, islice, repeat
 from typing import Any
@@ -45,11 +45,17 @@ class Loader:
         agree: Agree = lambda value: value,
         timeout_seconds: float = 0.0,
         place: Place = lambda tensors: tensors,
+        drop_last: bool = False,
+        told: str = "train_sampler returned",
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         """By `rank`, each process's workers draw random numbers of their own; `timeout_seconds` is
-        how long to wait for a worker, 0: without end."""
+        how long to wait for a worker, 0: without end. `options` are those of a DataLoader."""
         rows = Rows(dataset, collate)
-        self.order = order_of(dataset, batch_size, shuffle, seed, sampler, agree)
+        self.order = order_of(
+            dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, told=told
+        )
+        self.batch_size = batch_size
         self.seed = seed
         self.rank = rank
         self.device = torch.device("cpu")  # where the data is: all of it, if that is a GPU
@@ -70,15 +76,16 @@ class Loader:
             self._read = partial(_read, rows, pin_memory)
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or workers.processes > 0
-        self._stream = _Stream(rows, batch_size, shares) if rows.is_stream else None
+        self._stream = _Stream(rows, batch_size, shares, drop_last) if rows.is_stream else None
         self._processes: Processes | None = None
         if self.workers.processes:
+            starts_afresh = {"persistent_workers": False} if rows.is_stream else {}
             self._processes = Processes(
                 self._stream.answer if self._stream else partial(_answer, rows),
                 self.workers.processes,
-                is_persistent=not rows.is_stream,
                 timeout_seconds=timeout_seconds,
                 pin_memory=pin_memory,
+                **{"persistent_workers": True} | dict(options or {}) | starts_afresh,
             )
 
     @property
@@ -166,8 +173,9 @@ class _Stream:
     One worker at most: a stream that shards itself by worker then gives all of its rows.
     """
 
-    def __init__(self, rows: Rows, batch_size: int, shares: Shares) -> None:
+    def __init__(self, rows: Rows, batch_size: int, shares: Shares, drop_last: bool) -> None:
         self._rows = rows
+        self._drop_last = drop_last
         self._batch_size = batch_size
         self._shares = shares
         self._seed = (0, 0)
@@ -190,7 +198,7 @@ class _Stream:
         for first in count(step=self._batch_size):
             with seeding.seeded(*self._seed, first):
                 batch = self._read(stream, first)
-            if not batch:
+            if not batch or (self._drop_last and len(batch) < self._batch_size):
                 return
             yield self._local(batch, first), len(batch)
 

@@ -16,16 +16,24 @@ Agree = Callable[[Any], Any]
 
 
 def order_of(
-    dataset: Any, batch_size: int, shuffle: bool, seed: int, sampler: Iterable | None, agree: Agree
+    dataset: Any,
+    batch_size: int,
+    shuffle: bool,
+    seed: int,
+    sampler: Iterable | None,
+    agree: Agree,
+    *,
+    drop_last: bool = False,
+    told: str = "train_sampler returned",
 ) -> "Order | SamplerOrder | None":
-    """None for a stream, whose order nobody knows."""
+    """None for a stream, whose order nobody knows. `told` begins the errors about the sampler."""
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise UserError("an IterableDataset has its own order; return None from train_sampler")
         return None
     if sampler is not None:
-        return SamplerOrder(sampler, batch_size, len(dataset), seed, agree)
-    return Order(len(dataset), batch_size, shuffle=shuffle, seed=seed)
+        return SamplerOrder(sampler, batch_size, len(dataset), seed, agree, told=told)
+    return Order(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
 def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
@@ -37,15 +45,18 @@ def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
 class Order:
     """The global batches of each epoch, as row numbers."""
 
-    def __init__(self, rows: int, batch_size: int, *, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, rows: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool = False
+    ) -> None:
         self._rows = rows
+        self._end = rows - rows % batch_size if drop_last else rows
         self._batch_size = batch_size
         self._seed = seed
         self._shuffle = shuffle
 
     @property
     def batches(self) -> int:
-        return -(-self._rows // self._batch_size)
+        return -(-self._end // self._batch_size)
 
     def epoch(self, epoch: int) -> Iterator[Tensor]:
         if self._shuffle:
@@ -53,7 +64,7 @@ class Order:
         else:
             rows = torch.arange(self._rows)
         # Not `rows.split`, which makes millions of tensors at once of a large data set.
-        for start in range(0, self._rows, self._batch_size):
+        for start in range(0, self._end, self._batch_size):
             yield rows[start : start + self._batch_size]
 
 
@@ -67,14 +78,17 @@ class SamplerOrder:
         rows: int,
         seed: int,
         agree: Agree = lambda value: value,
+        *,
+        told: str = "train_sampler returned",
     ) -> None:
         self._sampler = sampler
         self._batch_size = batch_size
         self._rows = rows
         self._seed = seed
         self._agree = agree
+        self._told = told
         self._drawn: tuple[int, list[Tensor]] = (-1, [])  # the last epoch, and its batches
-        _check_length(sampler)
+        _check_length(sampler, told)
 
     @cached_property
     def batches(self) -> int:
@@ -91,8 +105,10 @@ class SamplerOrder:
         return self._drawn[1]
 
     def _draw(self, epoch: int) -> list[Any]:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
+        samplers: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
         with seeding.seeded(self._seed, epoch):
             return list(self._sampler)
 
@@ -101,7 +117,7 @@ class SamplerOrder:
         # other means: the main process's draw is the one that is used.
         drawn = self._agree(self._draw(epoch))
         if not drawn:
-            raise UserError(f"train_sampler returned a {type(self._sampler).__name__} of no rows")
+            raise UserError(f"{self._told} a {type(self._sampler).__name__} of no rows")
         if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
             batches = [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
         else:
@@ -109,22 +125,23 @@ class SamplerOrder:
             batches = list(rows.split(self._batch_size))
         for row in (int(row) for batch in batches for row in batch.aminmax()):
             if not -self._rows <= row < self._rows:
-                raise UserError(f"train_sampler drew row {row} of a data set of {self._rows} rows")
+                what = f"{self._told} a {type(self._sampler).__name__}"
+                raise UserError(f"{what} that drew row {row} of a data set of {self._rows} rows")
         return [batch % self._rows for batch in batches]
 
 
-def _check_length(sampler: Any) -> None:
+def _check_length(sampler: Any, told: str) -> None:
     if isinstance(sampler, DistributedSampler) or isinstance(
         getattr(sampler, "sampler", None), DistributedSampler
     ):
         raise UserError(
-            "train_sampler returned a DistributedSampler, which pads and splits by itself; "
+            f"{told} a DistributedSampler, which pads and splits by itself; "
             "return the plain sampler: the strategy splits each global batch exactly"
         )
     try:
         len(sampler)
     except TypeError:
         raise UserError(
-            f"train_sampler returned a {type(sampler).__name__} without __len__: an endless "
+            f"{told} a {type(sampler).__name__} without __len__: an endless "
             "order can't be split exactly; give it a length"
         ) from None

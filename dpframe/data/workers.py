@@ -104,11 +104,11 @@ class Processes:
         answer: Callable[..., Any],
         count: int,
         *,
-        is_persistent: bool = True,
         timeout_seconds: float = 0.0,
-        pin_memory: bool = False,
+        worker_init_fn: Callable[[int], Any] | None = None,
+        **options: Any,
     ) -> None:
-        """Workers that are not persistent start afresh each epoch. No timeout is 0."""
+        """No timeout is 0; `options` are those of a DataLoader."""
         interruption.share_sockets()
         self._timeout_seconds = timeout_seconds
         self._pids = torch.zeros(count, dtype=torch.int64).share_memory_()
@@ -124,11 +124,10 @@ class Processes:
             sampler=self._requests,
             batch_size=None,
             num_workers=count,
-            persistent_workers=is_persistent,
             collate_fn=unchanged,
-            pin_memory=pin_memory,
             generator=self._generator,
-            worker_init_fn=partial(_begin, self._pids, stacks),
+            worker_init_fn=partial(_begin, self._pids, stacks, worker_init_fn),
+            **options,
         )
 
     def read(self, requests: Iterable[tuple], seed: int) -> Iterator[Any]:
@@ -250,11 +249,18 @@ class _Answers(Dataset):
             self._is_reading[info.id] = False
 
 
-def _begin(pids: Tensor, stacks: connection.Connection, number: int) -> None:
+def _begin(
+    pids: Tensor,
+    stacks: connection.Connection,
+    worker_init_fn: Callable[[int], Any] | None,
+    number: int,
+) -> None:
     """In a worker, first. faulthandler's handler is C: it works wherever the worker hangs."""
     interruption.leave_to_parent()
     pids[number] = os.getpid()
     faulthandler.register(heartbeat.STACK, file=stacks, all_threads=False)  # type: ignore[arg-type]
+    if worker_init_fn is not None:
+        worker_init_fn(number)
 
 
 def unchanged(value: Any) -> Any:

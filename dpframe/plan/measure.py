@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from dpframe import interruption, seeding
 from dpframe.data import DataModule
 from dpframe.data.module import leaves
+from dpframe.data.source import Source
 from dpframe.errors import UserError
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
 from dpframe.strategies.base import Strategy
@@ -74,7 +75,7 @@ def measure(
 
     def fit(probe: Probe, rows: list[int]) -> Trainer:
         probe.open()
-        sampled = Sampled(data, feed.dataset, batches, rows)
+        sampled = Sampled(feed.source, batches, rows)
         kept = _settings(settings, steps=len(rows))
         trainer = Trainer(task, sampled, strategy=probe, settings=kept, seed=seed)
         trainer.fit()
@@ -121,18 +122,16 @@ def measure(
 
 
 class Sampled(DataModule):
-    """Rows of another DataModule, in batches of the sizes to measure.
+    """Rows of another data set, in batches of the sizes to measure.
 
     There is one batch more than training takes: an epoch that doesn't end calls no schedule, and
     a schedule may refuse more steps than its training has.
     """
 
-    def __init__(
-        self, data: DataModule, dataset: Dataset, batches: list[Tensor], sizes: list[int]
-    ) -> None:
+    def __init__(self, source: Source, batches: list[Tensor], sizes: list[int]) -> None:
         super().__init__(max(sizes))
-        self.dataset = dataset
-        self.collate = data.collate  # type: ignore[method-assign]
+        self.dataset = source.dataset
+        self.collate = source.collate  # type: ignore[method-assign,assignment]
         longest = cycle(batch.tolist() for batch in batches if len(batch) >= max(sizes))
         self.batches = [next(longest)[:rows] for rows in [*sizes, max(sizes)]]
 

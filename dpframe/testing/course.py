@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dpframe import seeding
 from dpframe.data import DataModule
+from dpframe.data.source import Source
 from dpframe.task import Task
 from dpframe.trainer.settings import TrainerSettings
 
@@ -257,6 +258,9 @@ class FirstRows(DataModule):
             dataset = make()
             if dataset is None:
                 return None
+            if isinstance(dataset, DataLoader):
+                source = Source.of(dataset, self.data, "the DataModule", trains=False)
+                dataset, self.collate = source.dataset, source.collate  # type: ignore[method-assign,assignment]
             if isinstance(dataset, IterableDataset):
                 first = list(islice(dataset, rows))
             else:

@@ -704,7 +704,9 @@ class Trainer:
                 seeding.seed_everything(seeding.mix(self.seed, rank, progress.global_step))
             # As many rows of the epoch are skipped as were read, or a part of a batch less.
             batch_size = int(before["data.batch_size"])
-            progress.batches_done = progress.batches_done * batch_size // self.data.batch_size
+            progress.batches_done = (
+                progress.batches_done * batch_size // self.feed.source.batch_size
+            )
         self._changes = changes
         self._call("on_load", state)
 

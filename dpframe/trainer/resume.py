@@ -43,13 +43,14 @@ def fingerprint(
     run: Run,
     seed: int,
 ) -> Fingerprint:
+    source = feed.source
     facts = of_config(run.config, run.public)
     facts.pop("data.workers", None)  # only whether there are any decides
     if "task" not in run.config:
         optimizers = each_of(updates, lambda update: update.optimizer.defaults)
         facts |= _leaves({"optimizer" if "" in updates else "optimizers": optimizers})
     facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
-    facts |= {"seed": seed, "data.batch_size": data.batch_size, "data.shuffle": data.shuffle}
+    facts |= {"seed": seed, "data.batch_size": source.batch_size, "data.shuffle": source.shuffle}
     for update in updates.values():
         facts |= update.kinds()
     if hasattr(feed.dataset, "__len__"):

@@ -1,0 +1,95 @@
+"""A source: a data set and how it is read, by its DataModule or by a ready DataLoader."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from dpframe.data.module import DataModule
+from dpframe.errors import UserError
+
+
+@dataclass(frozen=True)
+class Source:
+    dataset: Any
+    batch_size: int  # global: rows over all replicas
+    shuffle: bool
+    sampler: Iterable | None
+    workers: int | str
+    collate: Callable[[list], Any]
+    drop_last: bool = False
+    told: str = "train_sampler returned"  # begins the errors about the sampler
+    timeout_seconds: float = 0.0  # 0: trainer.data_timeout_seconds
+    options: dict[str, Any] = field(default_factory=dict)  # of the DataLoader that has the workers
+
+    @classmethod
+    def of(cls, given: Any, data: DataModule, method: str, *, trains: bool) -> "Source":
+        """Of what the DataModule's `method` returned; only training shuffles."""
+        if isinstance(given, DataLoader):
+            return _of_loader(given, data, method, trains=trains)
+        if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face
+            names = ", ".join(map(str, given))
+            raise UserError(f"{method} returned a {type(given).__name__} of {names}; return one")
+        sampler = data.train_sampler(given) if trains else None
+        shuffle = trains and data.shuffle
+        return cls(given, data.batch_size, shuffle, sampler, data.workers, data.collate)
+
+
+def _of_loader(given: DataLoader, data: DataModule, method: str, *, trains: bool) -> Source:
+    """Its batch is the global one. Its order is kept, but for a plain shuffle: that is ours, by the
+    seed and the epoch, and evaluations read in the order of the data set instead."""
+    told = f"{method} returned a DataLoader with"
+    _check(given, told)
+    if trains and data.train_sampler(given.dataset) is not None:
+        raise UserError(f"{told} an order of its own, and train_sampler another; keep one of them")
+    is_plain = _is_shuffle(given.sampler) or type(given.sampler) is SequentialSampler
+    is_plain = (is_plain and given.batch_size is not None) or isinstance(
+        given.dataset, IterableDataset
+    )
+    batch_size: Any = given.batch_size
+    if batch_size is None:
+        batch_size = getattr(given.batch_sampler, "batch_size", data.batch_size)
+    collate = given.collate_fn
+    return Source(
+        given.dataset,
+        batch_size,
+        trains and _is_shuffle(given.sampler),
+        None if is_plain else given.batch_sampler,
+        given.num_workers,
+        data.collate if collate is default_collate else collate,
+        given.drop_last,
+        told,
+        given.timeout,
+        {
+            "worker_init_fn": given.worker_init_fn,
+            "prefetch_factor": given.prefetch_factor,
+            "persistent_workers": given.persistent_workers,
+        },
+    )
+
+
+def _check(given: DataLoader, told: str) -> None:
+    """Refuses what can't be kept."""
+    if given.batch_sampler is None and given.batch_size is None:
+        what = "batch_size=None, so nobody knows its rows; give it the global batch_size"
+    elif given.multiprocessing_context is not None:
+        what = "a multiprocessing_context, which dpframe chooses itself; leave it out"
+    elif type(given) is not DataLoader:
+        what = f"a way of its own, {type(given).__name__}; return a torch.utils.data.DataLoader"
+    else:
+        return
+    raise UserError(f"{told} {what}")
+
+
+def _is_shuffle(sampler: Any) -> bool:
+    """Whether any permutation of all rows would do as well."""
+    if type(sampler) is not RandomSampler or sampler.replacement or sampler.generator is not None:
+        return False
+    return sampler.num_samples == len(sampler.data_source)  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""A ready DataLoader, and the data sets of other libraries, are read as a DataModule's own are."""
+
+from typing import Any
+
+import pytest
+import torch
+from small import Rows, Small, Stream, fitted, is_same, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+
+from dpframe import DataModule, Trainer, UserError
+from dpframe.data import permutation
+from dpframe.data.source import Source
+from dpframe.trainer.feed import evaluated
+
+NUMBERS = TensorDataset(torch.arange(10.0))
+
+
+class Ready(DataModule):
+    """All its data sets are one DataLoader."""
+
+    def __init__(self, loader: Any, sampler: Any = None) -> None:
+        super().__init__(batch_size=7, workers=3)
+        self.loader, self.sampler = loader, sampler
+
+    def train_dataset(self) -> Any:
+        return self.loader
+
+    val_dataset = predict_dataset = train_dataset
+
+    def train_sampler(self, dataset: Any) -> Any:
+        return self.sampler
+
+
+def source_of(loader: Any, *, trains: bool = True) -> Source:
+    return Source.of(loader, Ready(loader), "Ready.train_dataset()", trains=trains)
+
+
+def batches_of(loader: DataLoader, *, trains: bool) -> list[list[float]]:
+    """Of the first epoch."""
+    made = trainer(data=Ready(loader))
+    made.prepare()
+    evaluation = evaluated("predict", made.data, made.strategy, made.settings, seed=0)
+    read = (made.feed.train if trains else evaluation).epoch(0)
+    return [batch.shares[0].batch[0].tolist() for batch in read]
+
+
+def test_batch_size_order_and_tail_are_those_of_the_loader():
+    in_order = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    shuffled = permutation(10, seed=0, epoch=0).tolist()
+    for options, trained, evaluated_ in [
+        ({}, in_order, in_order),
+        ({"drop_last": True}, in_order[:2], in_order[:2]),
+        ({"shuffle": True}, [shuffled[:4], shuffled[4:8], shuffled[8:]], in_order),
+    ]:
+        loader = DataLoader(NUMBERS, 4, **options)
+        assert batches_of(loader, trains=True) == trained
+        assert batches_of(loader, trains=False) == evaluated_
+
+
+def test_a_shuffle_by_a_generator_or_of_some_rows_is_the_samplers_own():
+    for sampler in (
+        RandomSampler(NUMBERS, generator=torch.Generator()),
+        RandomSampler(NUMBERS, num_samples=3),
+        RandomSampler(NUMBERS, replacement=True),
+    ):
+        source = source_of(DataLoader(NUMBERS, 4, sampler=sampler))
+        assert not source.shuffle and source.sampler.sampler is sampler
+
+
+def test_what_the_workers_are_told_is_kept():
+    def begin(worker: int) -> None: ...
+
+    loader = DataLoader(
+        NUMBERS, 4, num_workers=2, worker_init_fn=begin, persistent_workers=True, timeout=9
+    )
+    source = source_of(loader)
+    assert (source.workers, source.timeout_seconds) == (2, 9)
+    assert source.options == {
+        "worker_init_fn": begin,
+        "prefetch_factor": 2,
+        "persistent_workers": True,
+    }
+
+
+class Own(DataLoader):
+    def __iter__(self) -> Any:
+        return iter([])
+
+
+REFUSED = {
+    "each row alone": (DataLoader(NUMBERS, None), "batch_size=None, so nobody knows its rows"),
+    "its own context": (
+        DataLoader(NUMBERS, 2, num_workers=1, multiprocessing_context="fork"),
+        "a multiprocessing_context, which dpframe chooses itself; leave it out",
+    ),
+    "its own class": (Own(NUMBERS), "a way of its own, Own; return a torch.utils.data.DataLoader"),
+    "divided": (
+        DataLoader(NUMBERS, 2, sampler=DistributedSampler(NUMBERS, 2, 0)),
+        "a DistributedSampler, which pads and splits by itself; return the plain sampler",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_kept_of_a_loader_is_refused_in_one_line(name):
+    loader, reason = REFUSED[name]
+    with pytest.raises(UserError) as caught:
+        trainer(data=Ready(loader)).prepare()
+    line = str(caught.value)
+    assert line.startswith(f"Ready.train_dataset() returned a DataLoader with {reason}"), line
+
+
+def test_a_sampler_beside_a_loader_is_refused():
+    with pytest.raises(UserError, match="train_sampler another; keep one of them"):
+        trainer(data=Ready(DataLoader(NUMBERS, 2), sampler=[[0]])).prepare()
+
+
+def test_a_loader_trains_and_resumes_as_the_same_data_set_by_itself():
+    class Loaded(Rows):
+        def train_dataset(self) -> Any:
+            return DataLoader(self.train, batch_size=4, shuffle=True)
+
+    mine, wanted = fitted(data=Loaded(batch_size=9)), fitted(data=Rows())
+    assert is_same(mine.task.state_dict(), wanted.task.state_dict())
+    assert mine.fingerprint["data.batch_size"] == 4
+    assert "batches and order by its DataLoader" in mine.feed.train.how
+
+
+def test_a_loader_over_a_stream_has_its_batches():
+    class Numbers(Small):
+        def predict_step(self, batch: Tensor) -> Tensor:
+            return batch
+
+    stream = Stream([float(n) for n in range(10)])
+    for drop_last, rows in ((False, 10), (True, 8)):
+        data = Ready(DataLoader(stream, 4, drop_last=drop_last, num_workers=1))
+        predictions = Trainer(Numbers(), data).predict()
+        assert predictions is not None
+        assert predictions.joined().tolist() == list(range(rows))
