@@ -29,10 +29,12 @@ _HOME = {
     "Trainer": "dpframe.trainer",
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
+    "load": "dpframe.cli.load",
 }
 
 if TYPE_CHECKING:
     from dpframe.callbacks import Callback
+    from dpframe.cli.load import load
     from dpframe.data import DataModule
     from dpframe.errors import UserError
     from dpframe.loggers import Logger
@@ -51,6 +53,7 @@ __all__ = [
     "Trainer",
     "TrainerSettings",
     "UserError",
+    "load",
 ]
 
 

@@ -41,7 +41,7 @@ from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
 from dpframe.trainer.report import Report, Run
-from dpframe.trainer.resume import changes_since, fingerprint, named, refusing
+from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, started
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.update import Update, each_of, states_of, updates_of
 
@@ -121,11 +121,10 @@ class Trainer:
 
     # ---- the four modes
 
-    def fit(
-        self, resume: dict[str, Any] | None = None, *, resume_anyway: bool = False
-    ) -> dict[str, float]:
-        """Trains, from the checkpoint `resume` if there is one; `resume_anyway`: even from one of
-        a run that differs from this one."""
+    def fit(self, resume: Start = None, *, resume_anyway: bool = False) -> dict[str, float]:
+        """Trains, from the checkpoint `resume` if there is one: a file, the state of one, or "last"
+        for the newest in the run's directory. `resume_anyway`: even from one of a run that differs
+        from this one."""
         self._refuse_closed()
         if self.mode != "fit":
             self.prepare(resume, resume_anyway=resume_anyway)
@@ -501,10 +500,10 @@ class Trainer:
                 "call this before, or make another Trainer"
             )
 
-    def prepare(self, state: dict[str, Any] | None = None, *, resume_anyway: bool = False) -> None:
+    def prepare(self, resume: Start = None, *, resume_anyway: bool = False) -> None:
         """Builds all that `fit` needs, or refuses: nothing is written, no hook is called."""
         self.mode = "fit"
-        self._resumed = state
+        self._resumed = state = started(resume, self.run.directory)
         task, strategy, settings = self.task, self.strategy, self.settings
         if settings.on_nonfinite == "skip":
             strategy.check_skips(settings.accumulate)

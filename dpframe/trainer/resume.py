@@ -4,13 +4,16 @@ import hashlib
 import inspect
 import io
 import json
+import os
 import re
 import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from dpframe import checkpoint, files
 from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule, is_tensors
 from dpframe.errors import UserError
@@ -20,6 +23,8 @@ from dpframe.trainer.report import Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update, each_of
 
+Start = dict[str, Any] | str | os.PathLike[str] | None
+"""What a run resumes from: a checkpoint's state, its file, or `last`."""
 Fingerprint = dict[str, Any]
 """By the key or the name that a user knows; plain values, which a checkpoint can hold."""
 DECIDING = (
@@ -32,6 +37,22 @@ DECIDING = (
     "limit_train_batches",
 )
 NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
+
+
+def started(resume: Start, directory: str) -> dict[str, Any] | None:
+    """The state that a run resumes from."""
+    if resume is None or isinstance(resume, dict):
+        return resume
+    if resume != "last":
+        return checkpoint.load(Path(resume))
+    folder = Path(directory) / "checkpoints"
+    newest = files.newest_good(folder) if directory else None
+    if newest is None:
+        where = (
+            f"there is no whole checkpoint in {folder}" if directory else "this run has no files"
+        )
+        raise UserError(f"resume=last: {where}; pass a file, or run=Run(directory=…) of that run")
+    return checkpoint.load(newest)
 
 
 def fingerprint(

@@ -1,0 +1,92 @@
+"""`dpframe.load`: the trained task of a checkpoint, built from the config of its run."""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dpframe import checkpoint
+from dpframe.cli.build import build
+from dpframe.cli.resume import run_directory
+from dpframe.cli.trust import Trust
+from dpframe.errors import UserError
+from dpframe.task import Task
+from dpframe.trainer.placement import Precision
+
+BEST = ("best.ckpt", "last.ckpt")
+FROM_ENVIRONMENT = r"\$\{oc\.env:([^,{}]+)(?:,([^{}]*))?\}"
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    trusted_modules: Sequence[str] = (),
+) -> Task:
+    """The task with its trained weights, in evaluation mode.
+
+    `path` is a checkpoint, or a run's directory: of that the best checkpoint. Its config may be a
+    stranger's: it calls what any config may call, and what `trusted_modules` names.
+    """
+    file = _file(Path(path).expanduser())
+    config = _config(file)
+    node: Any = config.get("task")
+    settings = config.get("trainer")
+    inside = file.resolve()
+    closed = tuple(run_directory(each) or each.parent for each in (file.absolute(), inside))
+    trust = Trust(frozenset(trusted_modules), typed=frozenset(trusted_modules), closed=closed)
+    if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
+        trust = trust.within(trust.part(node["_target_"], "task", Task))
+    state = checkpoint.load(file)
+    task: Task = build(node, "task", Task, trust=trust)
+    name = settings.get("precision", "32") if isinstance(settings, Mapping) else "32"
+    task.to(device, Precision(str(name), torch.device("cpu")).dtype)
+    checkpoint.load_task(task, state)
+    return task.eval()
+
+
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    files = [path / "checkpoints" / name for name in BEST]
+    found = [file for file in files if file.is_file()]
+    if not found:
+        raise UserError(f"{path / 'checkpoints'} has no {' and no '.join(BEST)}; name a checkpoint")
+    return found[0]
+
+
+def _config(file: Path) -> dict[str, Any]:
+    path = (run_directory(file) or file.parent) / ".hydra" / "config.yaml"
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8", errors="surrogateescape"))
+    except (OSError, yaml.YAMLError) as error:
+        if not file.exists():
+            raise UserError(f"{file}: there is no such file") from None
+        why = error.strerror if isinstance(error, OSError) else str(error).replace("\n", " ")
+        raise UserError(
+            f"{path}: {why}; it says how the task of {file.name} is built: without it, build the "
+            "task in Python and call dpframe.checkpoint.load_task(task, checkpoint.load(file))"
+        ) from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} is no config; restore it from the run")
+    return _filled(config)
+
+
+def _filled(value: Any) -> Any:
+    """With what came from the environment, which no file of a run has."""
+    if isinstance(value, dict):
+        return {key: _filled(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_filled(part) for part in value]
+    return re.sub(FROM_ENVIRONMENT, _variable, value) if isinstance(value, str) else value
+
+
+def _variable(match: re.Match[str]) -> str:
+    value = os.environ.get(match[1], match[2])
+    if value is None:
+        raise UserError(f"the config reads {match[0]}, and {match[1]} is not set; set it")
+    return value
