@@ -26,6 +26,8 @@ WANTED = "return tensors, or lists, tuples and dicts of them"
 ALIKE = "return the same parts for all"
 
 
+AfterBatch = Callable[[Batch, list[Any]], None]
+"""Called with each batch, placed, and what the steps returned."""
 STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
@@ -42,9 +44,7 @@ class Evaluation:
         autocast: Autocast | None,
         limit_batches: int | None,
         interruption: Interruption | None = None,
-        after_batch: Callable[[Batch, list[Any]], None] | None = None,
     ) -> None:
-        self.after_batch = after_batch
         self.task = task
         self.kind = kind
         self.loader = loader
@@ -56,11 +56,11 @@ class Evaluation:
         self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
-    def means(self, *others: Means) -> dict[str, float]:
+    def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
         """The exact means over all rows, as `val/loss`, `val/mae` …; `others` are summed too."""
         self.sums.reset()
         seen = 0
-        for rows, measured in self._batches():
+        for rows, measured in self._batches(after_batch):
             self.sums.add(measured)
             seen += rows
         total = self.sums.total(*others)
@@ -81,7 +81,9 @@ class Evaluation:
         everywhere = self.strategy.gather(here)
         return collected(everywhere) if self.strategy.is_main else None
 
-    def _batches(self) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
+    def _batches(
+        self, after_batch: AfterBatch | None = None
+    ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         module, to_device = self.step, self.to_device
         module.eval()
         look_at = self.lookout.begin(0)
@@ -93,8 +95,8 @@ class Evaluation:
             shares = to_device(batch.shares)
             outputs = module(shares)
             yield batch.rows, outputs
-            if self.after_batch is not None:
-                self.after_batch(placed(batch, shares), [output for _, output in outputs])
+            if after_batch is not None:
+                after_batch(placed(batch, shares), [output for _, output in outputs])
             if done >= look_at:
                 look_at = self._look(done, random_state)
 

@@ -153,7 +153,7 @@ class Trainer:
         self._refuse_closed()
         self.mode = "validate"
         self._call("on_validation_start")
-        self.metrics.update(self._evaluation("val").means())
+        self.metrics.update(self._evaluation("val").means(after_batch=self._after_batch()))
         self._call("on_validation_end")
         return self.metrics
 
@@ -447,7 +447,7 @@ class Trainer:
             return {}
         self.strategy.weight_sync(is_read=True)
         self._call("on_validation_start")
-        means = self._evaluate(*others)
+        means = self._evaluate(*others, after_batch=self._after_batch())
         self._train()
         self.progress.validated_step = self.progress.global_step
         return means
@@ -583,7 +583,6 @@ class Trainer:
             autocast=self.precision.autocast,
             limit_batches=self.settings.limit_eval_batches,
             interruption=self.interruption,
-            after_batch=self._after_batch() if kind == "val" else None,
         )
 
     def _after_batch(self) -> Callable[..., None] | None:
