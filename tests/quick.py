@@ -18,6 +18,7 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_a_path_without_a_checkpoint_or_a_config_is_refused_in_one_line",
     "test_nothing_is_computed_twice_without_a_gradient",
     "test_true_are_blocks_in_lists_and_in_lists_of_lists",
     "test_what_can_take_no_turns_is_refused_in_one_line",
