@@ -126,6 +126,11 @@ class Means:
         return [{name: (next(rest), next(rest)) for name in one._names} for one in several]
 
 
+def pooled(several: Iterable[Means]) -> dict[str, float]:
+    """The means over all that several have added, after their `total` was read."""
+    return _divided(_joined([means._reduced or {} for means in several], counts=True))
+
+
 def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[float, float]]]:
     """By name, (value, weight) in order. Of weight 0 there is the name alone: a mean over nothing
     may be NaN."""
@@ -149,7 +154,7 @@ def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[flo
     return columns
 
 
-def _joined(several: list[dict[str, list[float]]], counts: bool) -> Sums:
+def _joined(several: list[Any], counts: bool) -> Sums:
     sums: Sums = {}
     for part in several:
         for name, (value, weight) in part.items():

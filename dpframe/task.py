@@ -297,13 +297,22 @@ class TrainStep(nn.Module):
 
 
 class EvalStep(nn.Module):
-    """One forward of `validation_step`, `test_step` or `predict_step`."""
+    """One forward of `validation_step`, `test_step` or `predict_step`.
 
-    def __init__(self, task: Task, step: str, autocast: Autocast | None = None) -> None:
+    A step with a parameter `name` gets the name of the data set; "" where there is one alone.
+    """
+
+    def __init__(
+        self, task: Task, step: str, autocast: Autocast | None = None, name: str = ""
+    ) -> None:
         super().__init__()
         self.task = task
+        if step == "test_step" and not task.has_own(step):
+            step = "validation_step"
         self.step = step
         self.autocast = autocast
+        takes_name = "name" in inspect.signature(getattr(task, step)).parameters
+        self.named = {"name": name} if takes_name else {}
 
     def forward(self, share: Share) -> list[tuple[int, Any]]:
         batch, rows, _ = share
@@ -311,10 +320,10 @@ class EvalStep(nn.Module):
             return []
         step = getattr(self.task, self.step)
         if self.autocast is None:
-            output = step(batch)
+            output = step(batch, **self.named)
         else:
             with self.autocast():
-                output = step(batch)
+                output = step(batch, **self.named)
         if self.step != "predict_step":  # whose output is checked where it is joined
             _check_evaluated(output, self.task, self.step)
         return [(rows, output)]

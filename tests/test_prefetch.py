@@ -278,7 +278,7 @@ def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_
 
     def loaded(data: DataModule, strategy: Strategy, data_on_device: Any) -> Loader:
         settings = TrainerSettings(data_on_device=data_on_device)
-        return evaluated("val", data, strategy, settings, seed=0)
+        return evaluated("val", data, strategy, settings, seed=0)[""]
 
     for data, strategy, line in (
         (OneByOne(), on_the_card(1), "the data set is not a plain TensorDataset"),

@@ -357,6 +357,28 @@ def test_a_recipe_without_a_curve_is_tried_for_its_rows_evaluation_checkpoint_an
     assert re.match(r"2 epochs of mine read row [\d ]+ 1 .*times", report["rows_once"].cause)
 
 
+class ByName(Small):
+    def validation_step(self, batch: Any, name: str) -> dict[str, Any]:
+        return self.training_step(batch) | {"weight": float(len(batch[0]) * len(name))}
+
+    def predict_step(self, batch: Any, name: str) -> torch.Tensor:
+        return self.net(batch[0]) + len(name)
+
+
+class SeveralSets(Table):
+    def val_dataset(self) -> Any:
+        return {"clean": self.held_out, "of_others": torch.utils.data.Subset(self.held_out, [3, 1])}
+
+    predict_dataset = val_dataset
+
+
+def test_each_of_several_sets_is_tried():
+    recipe = Recipe("mine", ByName, SeveralSets)
+    only = ["metrics", "evaluation", "predict_order"]
+    report = check_strategy(DataParallel, recipe=recipe, only=only, **TWO)
+    assert all("mine" in report[name].compared for name in only[:2])
+
+
 # Settings and data that are part of the maths
 
 

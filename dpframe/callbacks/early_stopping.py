@@ -39,7 +39,7 @@ class EarlyStopping(Callback):
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         is_whole = trainer.progress.batches_done == 0
-        if is_whole and not (self.monitor.is_of_validation and trainer.feed.validation is not None):
+        if is_whole and not (self.monitor.is_of_validation and trainer.feed.validation):
             self._judge(trainer)
 
     def _judge(self, trainer: "Trainer") -> None:

@@ -229,8 +229,10 @@ def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
         log.warning("trainer.limit_eval_batches=%s: no more batches are read", limit)
     if settings.mode == "predict":
         predictions = trainer.predict()
-        if predictions is not None:
-            print(f"predictions  {predictions.save(Path(path))}")
+        several = predictions if isinstance(predictions, dict) else {"": predictions}
+        for each in several.values():
+            if each is not None:
+                print(f"predictions  {each.save(Path(path))}")
         return
     if settings.checkpoint is None:
         log.warning("no checkpoint=FILE: these are the numbers of untrained weights")

@@ -8,6 +8,7 @@ from dpframe.data.module import Share as Share
 from dpframe.data.module import is_tensors as is_tensors
 from dpframe.data.module import move as move
 from dpframe.data.module import placed as placed
+from dpframe.data.module import sets_of as sets_of
 from dpframe.data.module import split as split
 from dpframe.data.module import tensors_of as tensors_of
 from dpframe.data.order import permutation as permutation

@@ -32,13 +32,14 @@ class DataModule:
     def train_dataset(self) -> Dataset | None:
         return None
 
-    def val_dataset(self) -> Dataset | None:
+    def val_dataset(self) -> Dataset | dict[str, Any] | None:
+        """One data set, or several by their names; so are the other two."""
         return None
 
-    def test_dataset(self) -> Dataset | None:
+    def test_dataset(self) -> Dataset | dict[str, Any] | None:
         return None
 
-    def predict_dataset(self) -> Dataset | None:
+    def predict_dataset(self) -> Dataset | dict[str, Any] | None:
         return self.test_dataset()
 
     def train_sampler(self, dataset: Dataset) -> Iterable | None:
@@ -47,6 +48,11 @@ class DataModule:
 
     def collate(self, rows: list) -> Any:
         return default_collate(rows)
+
+
+def sets_of(returned: Any) -> dict[str, Any]:
+    """What a DataModule's method returned, by the data sets' names; one alone has the name ""."""
+    return returned if isinstance(returned, dict) else {"": returned}
 
 
 class Share(NamedTuple):

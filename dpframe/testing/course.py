@@ -12,7 +12,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dpframe import seeding
-from dpframe.data import DataModule
+from dpframe.data import DataModule, sets_of
 from dpframe.data.source import Source
 from dpframe.task import Task
 from dpframe.trainer.settings import TrainerSettings
@@ -246,29 +246,33 @@ class FirstRows(DataModule):
     def train_dataset(self) -> Dataset | None:
         return self.train
 
-    def val_dataset(self) -> Dataset | None:
+    def val_dataset(self) -> Any:
         return self.held_out
 
-    def predict_dataset(self) -> Dataset | None:
+    def predict_dataset(self) -> Any:
         return self._first(self.data.predict_dataset, HELD_OUT_ROWS)
 
-    def _first(self, make: Callable[[], Any], rows: int, size: int = 1) -> Dataset | None:
+    def _first(self, make: Callable[[], Any], rows: int, size: int = 1) -> Any:
         """The first rows, in whole batches of `size` if there are that many."""
         with seeding.seeded(self.course.recipe.seed):  # random augmentation is the same everywhere
-            dataset = make()
-            if dataset is None:
+            returned = make()
+            if returned is None:
                 return None
-            if isinstance(dataset, DataLoader):
-                source = Source.of(dataset, self.data, "the DataModule", trains=False)
-                dataset, self.collate = source.dataset, source.collate  # type: ignore[method-assign,assignment]
-            if isinstance(dataset, IterableDataset):
-                first = list(islice(dataset, rows))
-            else:
-                first = [dataset[row] for row in range(min(rows, len(dataset)))]
-            first = first[: len(first) // size * size or None]
-            if type(dataset) is TensorDataset and not self.course.is_even:
-                return TensorDataset(*dataset[: len(first)])  # read without Python, as in a run
-            return Frozen(first)
+            first = {n: self._of(each, rows, size) for n, each in sets_of(returned).items()}
+            return first if isinstance(returned, dict) else first[""]
+
+    def _of(self, dataset: Any, rows: int, size: int) -> Dataset:
+        if isinstance(dataset, DataLoader):
+            source = Source.of(dataset, self.data, "the DataModule", trains=False)
+            dataset, self.collate = source.dataset, source.collate  # type: ignore[method-assign,assignment]
+        if isinstance(dataset, IterableDataset):
+            first = list(islice(dataset, rows))
+        else:
+            first = [dataset[row] for row in range(min(rows, len(dataset)))]
+        first = first[: len(first) // size * size or None]
+        if type(dataset) is TensorDataset and not self.course.is_even:
+            return TensorDataset(*dataset[: len(first)])  # read without Python, as in a run
+        return Frozen(first)
 
 
 class Frozen(Dataset):

@@ -127,7 +127,10 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
         if data.predict_dataset() is not None:
             trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
             predictions = trainer.predict()
-            results.predicted = None if predictions is None else predictions.joined()
+            if isinstance(predictions, dict):
+                results.predicted = {name: each.joined() for name, each in predictions.items()}
+            elif predictions is not None:
+                results.predicted = predictions.joined()
     return results
 
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, lean, seeding
-from dpframe.data import DataModule, move, permutation
+from dpframe.data import DataModule, move, permutation, sets_of
 from dpframe.metrics import Means
-from dpframe.task import Attached, Task, detached, optimizers_of, prefixed, updated_by
+from dpframe.task import Attached, EvalStep, Task, detached, optimizers_of, prefixed, updated_by
 from dpframe.testing.course import Course, why_not
 from dpframe.trainer.evaluation import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
@@ -132,7 +132,7 @@ def trained(course: Course, way: Way | None = None) -> Curve:
         everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
-            add("val", task.summarize(means(_validated(task, data, course.batch_size))))
+            add("val", _summarized(task, _validated(task, data, course.batch_size)))
         at.epoch = epoch + 1
         for _, scheduler, _ in optimizers.values():
             if _is_plateau(scheduler):
@@ -192,17 +192,41 @@ def evaluated(
     dtype = torch.float32 if in_half else torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
         whole, parts = (_validated(task, data, size, dtype) for size in (course.batch_size, 3))
-    log = {f"val/{name}": [(step, v)] for name, v in task.summarize(means(whole)).items()}
-    return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
+    log = {f"val/{name}": [(step, v)] for name, v in _summarized(task, whole).items()}
+    return Curve(log, {}, roundings(_named(whole))), _unlike(_named(whole), _named(parts))
 
 
 @torch.no_grad()
-def _validated(task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64) -> Outputs:
+def _validated(
+    task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
+) -> dict[str, Outputs]:
+    """By the name of the data set; of all rows by ""."""
     task.to(dtype).eval()
-    held_out: Any = data.val_dataset()
+    by_name: dict[str, Outputs] = {"": []}
+    for name, held_out in sets_of(data.val_dataset()).items():
+        step = EvalStep(task, "validation_step", name=name)
+        outputs: Outputs = []
+        for rows in torch.arange(len(held_out)).split(size):
+            outputs += step((_batch(data, held_out, rows, dtype), len(rows)))
+        by_name[""] += outputs
+        if name:
+            by_name[name] = outputs
+    return by_name
+
+
+def _summarized(task: Task, by_name: dict[str, Outputs]) -> dict[str, float]:
+    return {
+        f"{name}/{key}" if name else key: value
+        for name, outputs in by_name.items()
+        for key, value in task.summarize(means(outputs)).items()
+    }
+
+
+def _named(by_name: dict[str, Outputs]) -> Outputs:
     return [
-        (len(rows), detached(task.validation_step(_batch(data, held_out, rows, dtype))))
-        for rows in torch.arange(len(held_out)).split(size)
+        output
+        for name, outputs in by_name.items()
+        for output in (prefixed(outputs, name) if name else outputs)
     ]
 
 
@@ -210,14 +234,15 @@ def _validated(task: Task, data: Any, size: int, dtype: torch.dtype = torch.floa
 def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
     """Of whole batches of `size`, joined; without weights, those of the task as it was made."""
     task, data = _restored(course, weights)
-    dataset: Any = data.predict_dataset()
+    by_name = {}
     with seeding.seeded(seed):
-        return join(
-            [
-                by_rows(task.predict_step(_batch(data, dataset, rows)), len(rows), "it returned")
-                for rows in torch.arange(len(dataset)).split(size)
-            ]
-        )
+        for name, dataset in sets_of(data.predict_dataset()).items():
+            step = EvalStep(task, "predict_step", name=name)
+            parts: Outputs = []
+            for rows in torch.arange(len(dataset)).split(size):
+                parts += step((_batch(data, dataset, rows), len(rows)))
+            by_name[name] = join([by_rows(part, rows, "it returned") for rows, part in parts])
+    return by_name.get("", by_name)
 
 
 def _restored(course: Course, weights: Weights) -> tuple[Task, Any]:

@@ -15,7 +15,7 @@ from dpframe.data.prefetch import prefetched
 from dpframe.errors import Failure, Interrupted, UserError
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
-from dpframe.metrics import Means
+from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
 from dpframe.trainer.feed import local_devices
@@ -41,23 +41,27 @@ class Evaluation:
         loader: Loader,
         strategy: Strategy,
         *,
+        name: str = "",
         autocast: Autocast | None,
         limit_batches: int | None,
         interruption: Interruption | None = None,
     ) -> None:
         self.task = task
         self.kind = kind
+        self.name = name
+        self.prefix = f"{kind}/{name}" if name else kind
         self.loader = loader
         self.read, self.to_device = prefetched(loader, strategy.to_device, local_devices(strategy))
         self.strategy = strategy
         self.limit_batches = limit_batches
-        self.step = strategy.wrap(EvalStep(task, STEPS[kind], autocast), training=False)
+        self.step = strategy.wrap(EvalStep(task, STEPS[kind], autocast, name), training=False)
         self.sums = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
     def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
-        """The exact means over all rows, as `val/loss`, `val/mae` …; `others` are summed too."""
+        """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`;
+        `others` are summed too."""
         self.sums.reset()
         seen = 0
         for rows, measured in self._batches(after_batch):
@@ -66,9 +70,9 @@ class Evaluation:
         total = self.sums.total(*others)
         if not total:
             why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
-            raise UserError(f"{self.kind}: {why if seen else 'the data set gave no rows'}")
+            raise UserError(f"{self.prefix}: {why if seen else 'the data set gave no rows'}")
         means = self.task.summarize(total)
-        return {f"{self.kind}/{name}": value for name, value in means.items()}
+        return {f"{self.prefix}/{name}": value for name, value in means.items()}
 
     @torch.no_grad()
     def predictions(self) -> "Predictions | None":
@@ -79,7 +83,7 @@ class Evaluation:
             for _, part in self._batches()
         ]
         everywhere = self.strategy.gather(here)
-        return collected(everywhere) if self.strategy.is_main else None
+        return collected(everywhere, self.name) if self.strategy.is_main else None
 
     def _batches(
         self, after_batch: AfterBatch | None = None
@@ -108,6 +112,25 @@ class Evaluation:
             raise
 
 
+def means_of(
+    evaluations: dict[str, Evaluation], *others: Means, after_batch: AfterBatch | None = None
+) -> dict[str, float]:
+    """The means of each data set by itself; and, where they have names, over the rows of all."""
+    if set(evaluations) == {""}:
+        return evaluations[""].means(*others, after_batch=after_batch)
+    random_state = seeding.random_state()
+    means: dict[str, float] = {}
+    try:
+        for evaluation in evaluations.values():
+            means |= evaluation.means(*others, after_batch=after_batch)
+    except Interrupted:  # a resumed run draws all of it again
+        seeding.restore_random_state(random_state)
+        raise
+    total = pooled([evaluation.sums for evaluation in evaluations.values()])
+    over_all = evaluation.task.summarize(total)
+    return means | {f"{evaluation.kind}/{name}": value for name, value in over_all.items()}
+
+
 def means_over(strategy: Strategy) -> Means:
     def agree(names: list[str]) -> list[str]:
         return strategy.share(sorted(set().union(*strategy.gather(names))))
@@ -119,8 +142,9 @@ class Predictions:
     """`batches` holds, for each global batch, what each replica returned, in replica order: every
     tensor has a first dimension of rows, every list an entry a row."""
 
-    def __init__(self, batches: list[list[Any]]) -> None:
+    def __init__(self, batches: list[list[Any]], name: str = "") -> None:
         self.batches = batches
+        self.name = name  # of the data set, where there are several
 
     def joined(self) -> Any:
         """One value over all rows: a tensor, or a tuple or dict of them; a list with an entry a
@@ -128,12 +152,14 @@ class Predictions:
         return join(list(chain.from_iterable(self.batches)))
 
     def save(self, directory: Path) -> Path:
-        """`predictions.csv` for numbers in rows and columns, else `predictions.pt`."""
+        """`predictions.csv` for numbers in rows and columns, else `predictions.pt`; the data set's
+        name follows, where there are several."""
         joined = self.joined()
         table = as_table(joined)
         if table is None:
             _refuse_objects(joined)
-        path = directory / ("predictions.pt" if table is None else "predictions.csv")
+        stem = f"predictions-{self.name}" if self.name else "predictions"
+        path = directory / f"{stem}.{'pt' if table is None else 'csv'}"
         try:
             directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
             with files.whole(path) as part:
@@ -197,12 +223,12 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
-def collected(processes: list[list[list[Any]]]) -> Predictions:
+def collected(processes: list[list[list[Any]]], name: str = "") -> Predictions:
     """Joins the processes' batches: each batch gets the outputs of all replicas, in their order."""
     batches = [list(chain.from_iterable(parts)) for parts in zip(*processes, strict=True)]
     if not batches:
         raise UserError("predict: the data set gave no rows")
-    return Predictions(batches)
+    return Predictions(batches, name)
 
 
 def join(parts: list[Any]) -> Any:

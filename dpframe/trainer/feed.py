@@ -1,5 +1,6 @@
 """What a run reads: the loader of each data set, and how long training will be."""
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from dpframe.data import DataModule, Loader, Rows
+from dpframe.data import DataModule, Loader, Rows, sets_of
 from dpframe.data.prefetch import keep_on
 from dpframe.data.source import Source
 from dpframe.data.workers import Workers, cores_per_rank, measured
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.settings import TrainerSettings
+
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a data set: it is part of metrics' and files' names
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Feed:
 
     source: Source  # what training reads
     train: Loader
-    validation: Loader | None
+    validation: dict[str, Loader]  # by the data set's name; one alone has the name ""
     batches_per_epoch: int | None  # None: unknown, of a stream
     steps_per_epoch: int  # 0 where that is unknown
     total_steps: int  # 0 where that is unknown
@@ -31,7 +34,7 @@ class Feed:
     def of(
         cls, data: DataModule, strategy: Strategy, settings: TrainerSettings, *, seed: int
     ) -> "Feed":
-        source = _source("train", data)
+        source = _sources("train", data)[""]
         train = _loader(source, strategy, settings, seed=seed)
         has_validation = data.val_dataset() is not None
         batches = train.batches
@@ -42,7 +45,7 @@ class Feed:
         return cls(
             source,
             train,
-            evaluated("val", data, strategy, settings, seed=seed) if has_validation else None,
+            evaluated("val", data, strategy, settings, seed=seed) if has_validation else {},
             batches,
             steps,
             min((end for end in ends if end), default=0),
@@ -61,9 +64,12 @@ class Feed:
 
 def evaluated(
     kind: str, data: DataModule, strategy: Strategy, settings: TrainerSettings, *, seed: int
-) -> Loader:
-    """The loader of the `val`, `test` or `predict` data set."""
-    return _loader(_source(kind, data), strategy, settings, seed=seed)
+) -> dict[str, Loader]:
+    """The loader of each `val`, `test` or `predict` data set by its name."""
+    return {
+        name: _loader(source, strategy, settings, seed=seed)
+        for name, source in _sources(kind, data).items()
+    }
 
 
 def local_devices(strategy: Strategy) -> list[torch.device]:
@@ -73,22 +79,34 @@ def local_devices(strategy: Strategy) -> list[torch.device]:
     return [torch.device(name) for name in dict.fromkeys(strategy.devices)]
 
 
-def _source(kind: str, data: DataModule) -> Source:
+def _sources(kind: str, data: DataModule) -> dict[str, Source]:
+    """The data sets by their names; one alone has the name ""."""
     methods = {
         "train": data.train_dataset,
         "val": data.val_dataset,
         "test": data.test_dataset,
         "predict": data.predict_dataset,
     }
-    returned = methods[kind]()
-    name = f"{type(data).__name__}.{methods[kind].__name__}()"
-    if returned is None:
-        raise UserError(f"{name} returned None; return a data set")
-    source = Source.of(returned, data, name, trains=kind == "train")
-    if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
-        hint = "return None for no validation" if kind == "val" else "it needs at least one"
-        raise UserError(f"{name} has no rows; {hint}")
-    return source
+    returned: Any = methods[kind]()
+    method = f"{type(data).__name__}.{methods[kind].__name__}()"
+    is_dict = isinstance(returned, dict) and kind != "train"
+    if is_dict and not returned:
+        raise UserError(f"{method} returned an empty dict; return a data set for each name")
+    sources = {}
+    for name, dataset in (sets_of(returned) if is_dict else {"": returned}).items():
+        told = f"{method}[{name!r}]" if is_dict else method
+        if is_dict and not (isinstance(name, str) and NAME.fullmatch(name)):
+            raise UserError(
+                f"{method} has a data set named {name!r}; use letters, digits, _ and -, e.g. clean"
+            )
+        if dataset is None:
+            raise UserError(f"{told} returned None; return a data set")
+        sources[name] = source = Source.of(dataset, data, told, trains=kind == "train")
+        if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
+            is_alone = kind == "val" and not is_dict
+            hint = "return None for no validation" if is_alone else "it needs at least one"
+            raise UserError(f"{told} has no rows; {hint}")
+    return sources
 
 
 def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, seed: int) -> Loader:

@@ -34,7 +34,7 @@ from dpframe.task import (
     refuse_stateful_metrics,
 )
 from dpframe.trainer.activations import drop_activations
-from dpframe.trainer.evaluation import Evaluation, Predictions, means_over
+from dpframe.trainer.evaluation import Evaluation, Predictions, means_of, means_over
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.placement import Precision, explain, place
@@ -55,7 +55,7 @@ class Trainer:
     updates: dict[str, Update]  # by the optimizers' names; one alone has the name ""
     update: Update  # the one whose turn it is
     batches: list[Batch]  # of the step at hand
-    validation: Evaluation | None = None
+    validation: dict[str, Evaluation]  # by the data set's name; empty without validation
     profile: Profile | None = None
     _owns_strategy: bool
     _look_at: int
@@ -153,24 +153,30 @@ class Trainer:
         self._refuse_closed()
         self.mode = "validate"
         self._call("on_validation_start")
-        self.metrics.update(self._evaluation("val").means(after_batch=self._after_batch()))
+        means = means_of(self._evaluations("val"), after_batch=self._after_batch())
+        self.metrics.update(means)
         self._call("on_validation_end")
         return self.metrics
 
     def test(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "test"
-        self.metrics.update(self._evaluation("test").means())
+        self.metrics.update(means_of(self._evaluations("test")))
         self._call("on_test_end")
         return self.metrics
 
-    def predict(self) -> Predictions | None:
+    def predict(self) -> Any:
+        """The Predictions, by the data sets' names where there are several; None on processes but
+        the main one."""
         self._refuse_closed()
         self.mode = "predict"
-        predictions = self._evaluation("predict").predictions()
-        if predictions is not None:
-            self._call("on_predict_end", predictions)
-        return predictions
+        by_name: dict[str, Predictions] = {}
+        for name, evaluation in self._evaluations("predict").items():
+            predictions = evaluation.predictions()
+            if predictions is not None:
+                by_name[name] = predictions
+                self._call("on_predict_end", predictions)
+        return by_name.get("", by_name or None)
 
     # ---- how far it has come
 
@@ -404,7 +410,7 @@ class Trainer:
         every = self._validates_steps
         self.is_extra_validation = not (is_due or (every and progress.global_step % every == 0))
         validated: dict[str, float] = {}
-        if self.validation is not None and (is_last or is_due):
+        if self.validation and (is_last or is_due):
             random_state = None if is_whole else seeding.random_state()
             validated = self._measure_validation(self.means)
             if random_state is not None:  # a resumed run draws as if this one had not ended
@@ -422,7 +428,7 @@ class Trainer:
         if validated:
             self._call("on_validation_end")
         if is_whole:
-            is_stale = self.validation is not None and self.is_extra_validation
+            is_stale = bool(self.validation) and self.is_extra_validation
             for update in self.updates.values():
                 update.end_epoch(self.metrics, is_stale=is_stale)
         at = {f"progress/{name}": rate for name, rate in rates.items()}
@@ -508,9 +514,10 @@ class Trainer:
         if settings.on_nonfinite == "skip":
             strategy.check_skips(settings.accumulate)
         self.feed = feed = Feed.of(self.data, strategy, settings, seed=self.seed)
-        if feed.validation is not None:
-            self.validation = self._evaluation("val", feed.validation)
-            self._evaluate = self.validation.means
+        self.validation = {}
+        if feed.validation:
+            self.validation = self._evaluations("val", feed.validation)
+            self._evaluate: Callable[..., Any] = partial(means_of, self.validation)
         self._read, self._to_device = prefetched(
             feed.train, strategy.to_device, local_devices(strategy)
         )
@@ -574,16 +581,25 @@ class Trainer:
         self._logged_rows = self.progress.rows_seen
         self._look_at = self.lookout.begin(self.progress.global_step)
 
-    def _evaluation(self, kind: str, loader: Loader | None = None) -> Evaluation:
-        return Evaluation(
-            self.task,
-            kind,
-            loader or evaluated(kind, self.data, self.strategy, self.settings, seed=self.seed),
-            self.strategy,
-            autocast=self.precision.autocast,
-            limit_batches=self.settings.limit_eval_batches,
-            interruption=self.interruption,
-        )
+    def _evaluations(
+        self, kind: str, loaders: dict[str, Loader] | None = None
+    ) -> dict[str, Evaluation]:
+        """One for each data set, by its name."""
+        if loaders is None:
+            loaders = evaluated(kind, self.data, self.strategy, self.settings, seed=self.seed)
+        return {
+            name: Evaluation(
+                self.task,
+                kind,
+                loader,
+                self.strategy,
+                name=name,
+                autocast=self.precision.autocast,
+                limit_batches=self.settings.limit_eval_batches,
+                interruption=self.interruption,
+            )
+            for name, loader in loaders.items()
+        }
 
     def _after_batch(self) -> Callable[..., None] | None:
         hooks = self.hooks["on_validation_batch_end"]
@@ -613,7 +629,7 @@ class Trainer:
             update.run(update.module)
             update.backward = timed("backward", update.backward)
             update.step = timed("optimizer", update.step)  # type: ignore[method-assign]
-        if self.validation is not None:
+        if self.validation:
             self._evaluate = timed("validation", self._evaluate)
         self._write = timed("logging", self._write)
         for hooks in self.hooks.values():

@@ -1,0 +1,166 @@
+"""Validation as it is asked for: several sets by name, how often, how much of them, and before."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from forked import on
+from small import Hooks, Listed, Rows, Small, Stream, fitted, is_same, trainer
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
+from dpframe import Strategy, Trainer, UserError
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+
+STRATEGIES = [Strategy(), DataParallel(3, "cpu"), DDP(2, "cpu"), DDP(3, "cpu")]
+each_strategy = pytest.mark.parametrize(
+    "strategy", STRATEGIES, ids=["cpu-1", "data_parallel-3", "ddp-2", "ddp-3"]
+)
+
+
+# Several sets
+
+
+class Told(Small):
+    """Its steps measure which data set they are told that the batch is of."""
+
+    def validation_step(self, batch: list[Tensor], name: str = "") -> dict[str, Any]:
+        return {**self.training_step(batch), "is_clean": float(name == "clean")}
+
+    def predict_step(self, batch: list[Tensor], name: str = "") -> Tensor:
+        return torch.stack([batch[1], torch.full_like(batch[1], float(name == "clean"))], dim=1)
+
+
+class Sets(Rows):
+    """7 clean rows as tensors and 3 noisy ones as a stream, in batches of 4."""
+
+    def __init__(self) -> None:
+        super().__init__(shuffle=False)
+
+    def val_dataset(self) -> Any:
+        x, y = self.held_out.tensors
+        noisy = TensorDataset(x[7:10], y[7:10] + 1)
+        return {"clean": TensorDataset(x[:7], y[:7]), "noisy": Stream(Listed(noisy))}
+
+    def test_dataset(self) -> Any:
+        return self.val_dataset()
+
+
+def history_on(strategy: Strategy) -> tuple[list[list[dict[str, float]]], bool]:
+    """The numbers of each validation in each process; and whether a run from the state within the
+    second epoch has the same ones, and the same weights."""
+    seen: list[tuple[int, dict[str, float]]] = []
+    states: list[Any] = []
+
+    def look(trainer: Trainer) -> None:
+        values = {k: v for k, v in trainer.metrics.items() if k.startswith("val/")}
+        seen.append((trainer.global_step, values))
+        if trainer.global_step == 6:
+            states.append(deepcopy(strategy.share(trainer.state_dict())))
+
+    def run(resume: Any = None) -> Trainer:
+        return fitted(
+            data=Sets(),
+            make=Told,
+            callbacks=[Hooks(on_validation_end=look)],
+            resume=resume,
+            strategy=strategy,
+            precision="64",
+            validate_every_steps=3,
+        )
+
+    whole = run()
+    before, seen[:] = seen[:], []
+    again = run(states[0])
+    after = [entry for entry in before if entry[0] > 6]
+    weights = is_same(whole.task.state_dict(), again.task.state_dict())
+    return strategy.gather(before), weights and is_same(seen, after)
+
+
+def by_hand() -> list[tuple[int, dict[str, float]]]:
+    made = trainer(data=Sets(), make=Told, precision="64")
+    net, data = made.task.net, made.data
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+    x, y = (tensor.double() for tensor in data.train.tensors)
+    clean = [tensor.double() for tensor in data.val_dataset()["clean"].tensors]
+    noisy = [torch.stack(part).double() for part in zip(*data.val_dataset()["noisy"], strict=True)]
+    both = [torch.cat(pair) for pair in zip(clean, noisy, strict=True)]
+    history = []
+    for step in range(1, 11):
+        rows = slice(4 * ((step - 1) % 5), 4 * ((step - 1) % 5) + 4)
+        optimizer.zero_grad()
+        (net(x[rows])[:, 0] - y[rows]).square().mean().backward()
+        optimizer.step()
+        if step in (3, 5, 6, 9, 10):
+            values = {"val/is_clean": 0.7, "val/clean/is_clean": 1.0, "val/noisy/is_clean": 0.0}
+            for name, (inputs, target) in (("clean/", clean), ("noisy/", noisy), ("", both)):
+                error = net(inputs)[:, 0].detach() - target
+                values[f"val/{name}loss"] = error.square().mean().item()
+                values[f"val/{name}mae"] = error.abs().mean().item()
+            history.append((step, values))
+    return history
+
+
+@each_strategy
+def test_each_set_has_the_means_that_a_loop_by_hand_has_and_all_rows_have_theirs(strategy):
+    everywhere, is_resumed = on(strategy, history_on)
+    for history in everywhere:
+        for (step, values), (wanted_step, wanted) in zip(history, by_hand(), strict=True):
+            assert step == wanted_step
+            assert values == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+    assert is_resumed
+
+
+def evaluations_on(strategy: Strategy) -> tuple[dict[str, float], dict[str, Any]]:
+    made = Trainer(Told(), Sets(), strategy=strategy)
+    hooks = Hooks()
+    predicted = Trainer(Told(), Sets(), strategy=strategy, callbacks=[hooks]).predict() or {}
+    return made.test(), {name: each.joined().tolist() for name, each in predicted.items()}
+
+
+@each_strategy
+def test_test_and_predict_take_each_set_in_turn(strategy):
+    tested, predicted = on(strategy, evaluations_on)
+    assert {name: value for name, value in tested.items() if name.endswith("is_clean")} == {
+        "test/clean/is_clean": 1.0,
+        "test/noisy/is_clean": 0.0,
+        "test/is_clean": pytest.approx(0.7, rel=1e-12),
+    }
+    y = Rows().held_out.tensors[1]
+    assert predicted == {
+        "clean": [[value, 1.0] for value in y[:7].tolist()],
+        "noisy": [[value, 0.0] for value in (y[7:10] + 1).tolist()],
+    }
+
+
+@pytest.mark.parametrize(
+    "returned, said",
+    [
+        ({}, "returned an empty dict; return a data set for each name"),
+        ({"a/b": Rows().train}, "has a data set named 'a/b'; use letters, digits, _ and -"),
+        ({"": Rows().train}, "has a data set named ''; use letters"),
+        ({1: Rows().train}, "has a data set named 1; use letters"),
+        ({"a": None}, "['a'] returned None; return a data set"),
+        ({"a": Listed([])}, "['a'] has no rows; it needs at least one"),
+    ],
+)
+def test_names_that_would_be_no_names_of_metrics_and_sets_without_rows_are_refused(returned, said):
+    class Odd(Rows):
+        def val_dataset(self) -> Any:
+            return returned
+
+    with pytest.raises(UserError) as caught:
+        Trainer(Small(), Odd()).validate()
+    assert str(caught.value).startswith("Odd.val_dataset()")
+    assert said in str(caught.value)
+
+
+def test_a_dict_to_train_on_is_refused():
+    class Odd(Rows):
+        def train_dataset(self) -> Any:
+            return {"clean": self.train}
+
+    with pytest.raises(UserError, match=r"train_dataset\(\) returned a dict of clean; return one"):
+        Trainer(Small(), Odd()).prepare()
