@@ -73,12 +73,10 @@ def optimizer_over(
     leaves out what has none.
     """
     named = list(named)
-    groups = getattr(make, "keywords", {}).get("groups")
-    if groups is None or not isinstance(make, partial):
+    groups = groups_of(make)
+    if groups is None:
         return make(list({id(tensor): tensor for _, tensor in named}.values()))
-    plain = {name: value for name, value in make.keywords.items() if name != "groups"}
-    make, where = type(make)(make.func, *make.args, **plain), vars(make)
-    vars(make).update(where)  # the key in the config of what `build` has made
+    make = _without_groups(make)
     optimizer = make(grouped(named, groups, key=key))
     for name, group in groups.items():
         options = {option: value for option, value in (group or {}).items() if option != "match"}
@@ -90,6 +88,22 @@ def optimizer_over(
             )
         make([named[0][1]], **options)  # an optimizer checks the values of its own arguments alone
     return optimizer
+
+
+def groups_of(make: Any) -> Any:
+    """The `groups` of a partial, which may be one of a partial; None: it has none."""
+    if not isinstance(make, partial):
+        return None
+    return make.keywords.get("groups", groups_of(make.func))
+
+
+def _without_groups(make: Any) -> Any:
+    if not isinstance(make, partial):
+        return make
+    keywords = {name: value for name, value in make.keywords.items() if name != "groups"}
+    plain = type(make)(_without_groups(make.func), *make.args, **keywords)
+    vars(plain).update(vars(make))  # the key in the config of what `build` has made
+    return plain
 
 
 def _matches(name: str, tensor: Tensor, pattern: str) -> bool:

@@ -191,9 +191,17 @@ class Task(nn.Module):
         return made
 
     def _scheduled(self, optimizer: Optimizer, make: Callable[..., LRScheduler] | None) -> Any:
-        return (
-            optimizer if make is None else (optimizer, make(optimizer, **self._known_lengths(make)))
-        )
+        if make is None:
+            return optimizer
+        rates = {group["lr"] for group in optimizer.param_groups}
+        scheduler = make(optimizer, **self._known_lengths(make))
+        groups = optimizer.param_groups
+        if len(rates) > 1 and len({group.get("initial_lr", group["lr"]) for group in groups}) == 1:
+            raise UserError(
+                f"{type(scheduler).__name__} gives all groups of {type(optimizer).__name__} one "
+                f"learning rate; pass it a list of {len(groups)} rates, or leave lr out of groups"
+            )
+        return optimizer, scheduler
 
     def parameter_groups(self, groups: Mapping[str, Any]) -> list[dict[str, Any]]:
         """For a `configure_optimizer` of the task's own: what `task.optimizer.groups` does."""

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from forked import on
-from recorded import once, weights, weights_apart
-from small import Rows, fitted
+from recorded import Recorder, once, weights, weights_apart
+from small import Rows, fitted, trainer
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 from dpframe import Callback, Strategy, Task, UserError
 from dpframe.callbacks.freeze import Freeze
@@ -147,6 +148,28 @@ def test_frozen_and_thawed_weights_are_those_by_hand_and_resume_to_the_bit(place
     mine, apart = on_place(place)[name]
     assert weights_apart(mine, by_hand(name)) < EXACT
     assert apart == []
+
+
+def test_rates_are_logged_by_group_and_a_changed_one_goes_on_in_proportion():
+    """Its own schedule halves each rate after every epoch."""
+
+    def run(resume: Any = None, rate: float = 0.03, **own: float) -> dict[str, float]:
+        groups = {**GROUPS, "backbone": {**GROUPS["backbone"], **own}}
+        recorder = Recorder()
+        task = Tuned(partial(AdamW, lr=rate, groups=groups))
+        task.make_scheduler = partial(StepLR, step_size=1, gamma=0.5)
+        one = trainer(task, ROWS(), callbacks=[saved], loggers=[recorder], max_epochs=2)
+        one.fit(resume, resume_anyway=True)
+        *_, (_, last) = recorder.log_
+        return {name: rate for name, rate in last.items() if "/lr" in name}
+
+    saved = Saved()
+    rates = {"progress/lr": 0.015, "progress/lr/backbone": 0.0015}
+    assert run() == pytest.approx(rates)
+    state = saved.states[6]  # in the second epoch
+    assert run(deepcopy(state), rate=0.3) == pytest.approx({**rates, "progress/lr": 0.15})
+    assert run(deepcopy(state), weight_decay=0.2) == pytest.approx(rates)
+    assert run(state, lr=0.03) == pytest.approx({**rates, "progress/lr/backbone": 0.015})
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ import pytest
 import torch
 from small import Small
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.swa_utils import SWALR
 
 from dpframe import UserError
 from dpframe.cli.build import build, check
@@ -136,3 +138,21 @@ def test_groups_are_of_optimizers_alone_and_may_be_misspelt():
     step = {"_target_": "torch.optim.lr_scheduler.StepLR", "_partial_": True, "step_size": 1}
     line = said(check, {**step, "groups": {}}, "task.scheduler")
     assert line.startswith("task.scheduler.groups: StepLR takes no such argument; ")
+
+
+def test_a_schedule_that_would_make_the_rates_of_groups_equal_is_refused():
+    groups = {"a": {"match": "net.head", "lr": 0.01}}
+    make = partial(torch.optim.SGD, lr=0.1, groups=groups)
+    task = Tuned(make)
+    task.make_scheduler = partial(OneCycleLR, max_lr=0.1, total_steps=9)
+    assert said(task.configure_optimizer) == (
+        "OneCycleLR gives all groups of SGD one learning rate; pass it a list of 2 rates, or leave "
+        "lr out of groups"
+    )
+    for scheduler in (
+        partial(OneCycleLR, max_lr=[0.1, 0.01], total_steps=9),
+        partial(LambdaLR, lr_lambda=lambda step: step / 9),
+        partial(SWALR, swa_lr=0.01),
+    ):
+        task.make_scheduler = scheduler
+        task.configure_optimizer()

@@ -387,7 +387,8 @@ def test_a_run_that_ended_and_is_extended_ends_as_one_long_run(monitor, first):
     whole, counted = run()
     short, _ = run(**first)
     again, counted_again = run(deepcopy(short.state_dict()))
-    assert again.update.learning_rate == whole.update.learning_rate < 0.05
+    rates = again.update.learning_rates()
+    assert rates == whole.update.learning_rates() and rates[""] < 0.05
     assert is_same(again.task.state_dict(), whole.task.state_dict())
     assert counted_again.state_dict() == counted.state_dict()
     assert is_same(again.metrics, whole.metrics)

@@ -271,7 +271,7 @@ def test_a_configure_optimizers_that_nobody_would_call_is_refused():
         "Lightnings.configure_optimizers is never called; "
         f"rename it to configure_optimizer, and {RETURN}"
     )
-    assert fitted(Both()).update.learning_rate == 0.07
+    assert fitted(Both()).update.learning_rates() == {"": 0.07}
 
 
 class NeedsMore(torch.optim.SGD):

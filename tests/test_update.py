@@ -501,4 +501,4 @@ def test_a_task_may_make_its_own_optimizer_and_scheduler():
             return optimizer, StepLR(optimizer, self.steps_per_epoch, gamma=0.1)
 
     one = fitted(Own(), scheduler_every="step", max_epochs=1)
-    assert one.update.learning_rate == pytest.approx(0.05)
+    assert one.update.learning_rates()[""] == pytest.approx(0.05)

@@ -385,16 +385,20 @@ class Trainer:
         now, rows = time.perf_counter(), self.progress.rows_seen
         rate = (rows - self._logged_rows) / (now - self._logged_at)
         self._logged_at, self._logged_rows = now, rows
-        norms = self._by_update("grad_norm", lambda update: float(update.grad_norm))
+        norms = {
+            "/".join(filter(None, ("grad_norm", name))): float(update.grad_norm)
+            for name, update in self.updates.items()
+        }
         scalars = {**means, **self._learning_rates(), **norms, "samples_per_second": rate}
         self._log({f"step/{name}": value for name, value in scalars.items()})
 
     def _learning_rates(self) -> dict[str, float]:
-        return self._by_update("lr", lambda update: update.learning_rate)
-
-    def _by_update(self, what: str, read: Callable[[Update], float]) -> dict[str, float]:
-        """`lr`, or with several optimizers `lr/generator` and so on."""
-        return {f"{what}/{n}" if n else what: read(update) for n, update in self.updates.items()}
+        """`lr`, and by the names of optimizers and groups, e.g. `lr/generator/backbone`."""
+        return {
+            "/".join(filter(None, ("lr", name, group))): rate
+            for name, update in self.updates.items()
+            for group, rate in update.learning_rates().items()
+        }
 
     def _end_epoch(self) -> None:
         """Changes nothing before its validation is over: a run that ends in it validates again."""

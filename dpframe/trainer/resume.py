@@ -10,6 +10,7 @@ import sys
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from dpframe import checkpoint, files
 from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule, is_tensors
 from dpframe.errors import UserError
+from dpframe.parameters import groups_of
 from dpframe.task import Task
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.report import Run
@@ -68,7 +70,7 @@ def fingerprint(
     facts = of_config(run.config, run.public)
     facts.pop("data.workers", None)  # only whether there are any decides
     if "task" not in run.config:
-        optimizers = each_of(updates, lambda update: update.optimizer.defaults)
+        optimizers = each_of(updates, partial(_options, task))
         facts |= _leaves({"optimizer" if "" in updates else "optimizers": optimizers})
     facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
     facts |= {"seed": seed, "data.batch_size": source.batch_size, "data.shuffle": source.shuffle}
@@ -79,6 +81,11 @@ def fingerprint(
     if not is_tensors(feed.dataset):  # workers draw other random numbers than the main process
         facts["data.workers > 0"] = feed.train.workers.draws_apart
     return facts | of_code(task, data)
+
+
+def _options(task: Task, update: Update) -> dict[str, Any]:
+    make = task.make_optimizers.get(update.name, task.make_optimizer)
+    return {**update.optimizer.defaults, "groups": groups_of(make) or {}}
 
 
 def of_config(config: Mapping[str, Any], public: Mapping[str, Any] | None = None) -> Fingerprint:

@@ -1,5 +1,6 @@
 """An optimizer update: scaling, clipping, the fused step, and the learning rate's schedule."""
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,9 +78,11 @@ class Update:
         self.timed: Callable[[Any], Any] = lambda module: module  # unless there is a profile
         self.is_weighted: bool | None = None  # whether steps return a weight, after the first one
 
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
+    def learning_rates(self) -> dict[str, float]:
+        """That of the first group has no name; groups that have one are told by it."""
+        groups = self.optimizer.param_groups
+        named = {str(group["name"]): float(group["lr"]) for group in groups if "name" in group}
+        return {"": float(groups[0]["lr"]), **named}
 
     def run(self, module: nn.Module) -> None:
         """`module` computes the loss of this optimizer from now on."""
@@ -243,7 +246,10 @@ class Update:
         has_optimizer, has_scheduler, has_length = (
             there.get(name) == kind for name, kind in self.kinds().items()
         )
-        defaults = dict(self.optimizer.defaults)
+        options = [
+            {**group, "lr": group.get("initial_lr", group["lr"])}
+            for group in self.optimizer.param_groups
+        ]
         if has_optimizer:
             saved = self._own(state["optimizer"])
             self.optimizer.load_state_dict(saved)
@@ -255,13 +261,22 @@ class Update:
         scaler = self._own(state["scaler"]) if has_optimizer else None
         if self.scaler is not None and scaler is not None:
             self.scaler.load_state_dict(scaler)
-        key_of_mine = f"optimizers.{self.name}" if self.name else "optimizer"
-        for name, value in defaults.items():
-            if any(
-                key.endswith(f"{key_of_mine}.{name}") and there.get(key) != here.get(key)
-                for key in {*there, *here}
-            ):
-                self._set(name, value)
+        mine = f"optimizers.{self.name}" if self.name else "optimizer"
+        key = re.compile(rf"{mine}\.(groups\.(?P<group>[^.]+)\.)?(?P<option>\w+)$")
+        found = {match[0]: match for match in map(key.search, {*there, *here}) if match}
+        changed = {
+            (match["group"], match["option"])
+            for match in found.values()
+            if there.get(match.string) != here.get(match.string)
+        }
+        for index, group in enumerate(self.optimizer.param_groups):
+            has_own_rate = f"{mine}.groups.{group.get('name')}.lr" in found
+            whose = group["name"] if has_own_rate else None
+            for option in self.optimizer.defaults:
+                if option == "lr" and (whose, "lr") in changed:
+                    self._set_rate(index, options[index]["lr"])
+                elif option != "lr" and any(name == option for _, name in changed):
+                    group[option] = options[index][option]
 
     def _own(self, states: dict[str, Any]) -> Any:
         return states[self.name] if self.name else states
@@ -276,18 +291,14 @@ class Update:
                 if isinstance(value, Tensor) and value.dtype != kept[name].dtype:
                     kept[name] = value.to(kept[name].device)
 
-    def _set(self, name: str, value: Any) -> None:
-        """A changed setting of the optimizer; a schedule continues in proportion to the rate."""
-        for index, group in enumerate(self.optimizer.param_groups):
-            if name != "lr":
-                group[name] = value
-                continue
-            factor = value / group.get("initial_lr", group["lr"])
-            group["lr"] = group["lr"] * factor
-            if "initial_lr" in group:
-                group["initial_lr"] = value
-            if getattr(self.scheduler, "base_lrs", None):
-                self.scheduler.base_lrs[index] = value
+    def _set_rate(self, index: int, rate: float) -> None:
+        """A changed learning rate of a group; a schedule continues in proportion to it."""
+        group = self.optimizer.param_groups[index]
+        group["lr"] = group["lr"] * (rate / group.get("initial_lr", group["lr"]))
+        if "initial_lr" in group:
+            group["initial_lr"] = rate
+        if getattr(self.scheduler, "base_lrs", None):
+            self.scheduler.base_lrs[index] = rate
 
 
 def updates_of(
