@@ -124,7 +124,14 @@ def values(accumulator, tag):
 
 
 def test_what_a_hook_logs_is_read_back_once_after_a_resume(tmp_path):
-    show, saved = Hooks(on_step_end=show_all), {}
+    saved = {}
+    show = Hooks(
+        on_step_end=show_all,
+        # Of the first epoch's end, the checkpoint's step, is logged once: before the checkpoint.
+        on_validation_end=lambda t: t.log_text("epoch", str(t.epoch)),
+        # And this twice: after the checkpoint, and again by the resumed run.
+        on_epoch_start=lambda t: t.log_text("begun", str(t.epoch)),
+    )
     keep = Hooks(on_epoch_end=lambda t: saved.update({t.epoch: deepcopy(t.state_dict())}))
     fitted(callbacks=[show, keep], loggers=[TensorBoard(), CSV()], directory=tmp_path)
     fitted(callbacks=[show], loggers=[TensorBoard(), CSV()], directory=tmp_path, resume=saved[1])
@@ -142,6 +149,8 @@ def test_what_a_hook_logs_is_read_back_once_after_a_resume(tmp_path):
         3: b"step *3*",
         8: b"step *8*",
     }
+    assert {s: text.item() for s, text in values(read, "epoch").items()} == {5: b"1", 10: b"2"}
+    assert {s: text.item() for s, text in values(read, "begun").items()} == {0: b"0", 5: b"1"}
     assert values(read, "val/worst")[8].item().decode().splitlines() == [
         "| row | guess |",
         "| --- | --- |",
@@ -173,10 +182,11 @@ def test_a_figure_of_matplotlibs_is_shown_and_closed(tmp_path):
 def test_files_of_steps_that_come_again_are_dropped(tmp_path):
     logger = CSV()
     logger.open(str(tmp_path), config="", hparams={}, purge_step=None)
-    for step in (3, 8):
+    for step in (3, 8, 9):
         logger.text("../said", "…", step=step)
     logger.open(str(tmp_path), config="", hparams={}, purge_step=8)
-    assert [path.name for path in tmp_path.rglob("*.txt")] == ["___said-step3.txt"]
+    kept = sorted(path.name for path in tmp_path.rglob("*.txt"))
+    assert kept == ["___said-step3.txt", "___said-step8.txt"]
 
 
 def test_a_logger_that_can_not_is_one_warning(caplog):

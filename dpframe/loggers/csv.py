@@ -93,11 +93,12 @@ class CSV(Logger):
             part.write_text(text, encoding="utf-8", newline="")
 
     def _drop_files(self, purge_step: int) -> None:
-        """Those that a resumed run writes again."""
+        """Those that a resumed run writes again; those of its first step may be older than its
+        checkpoint, which knows numbers alone."""
         folders = (self._path.parent / name for name in ("tables", "texts"))
         for path in [path for folder in folders for path in folder.glob("*-step*.*")]:
             step = path.stem.rpartition("-step")[2]
-            if step.isdecimal() and int(step) >= purge_step:
+            if step.isdecimal() and int(step) > purge_step:
                 path.unlink()
 
     def _continue_table(self, purge_step: int | None) -> None:

@@ -12,9 +12,12 @@ import socket
 import struct
 import textwrap
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -51,6 +54,7 @@ class TensorBoard(Logger):
         self._logged: set[str] = set()
         self._charted: set[str] = set()
         self._last_step = 0
+        self._kept: set[tuple[str, int | None]] = set()  # names and step, of before a resume
         self._path: Path | None = None
         self._writer: SummaryWriter | None = None
 
@@ -77,6 +81,8 @@ class TensorBoard(Logger):
             # The HPARAMS tab takes the first start and end that it reads, but the run is not over,
             # and may have other limits now.
             replace(path, b"_hparams_/session_", b"_replaced/session_")
+        kept = media_at(purge_step, sorted(directory.glob(PATTERN))) if purge_step else []
+        self._kept = {(value.tag, purge_step) for value in kept}
         self._last_step = purge_step or 0
         self._begin_file(directory)
         if purge_step is not None:
@@ -84,6 +90,7 @@ class TensorBoard(Logger):
             # this run may have no first one.
             self._add(session_log=SessionLog(status=SessionLog.START))
             self._add(session_log=SessionLog(status=SessionLog.START))
+            self._add(summary=Summary(value=kept))
         self._add(summary=Summary(value=[_config(config), _session_start(hparams)]))
         self.flush()
 
@@ -163,7 +170,8 @@ class TensorBoard(Logger):
 
     def _add_value(self, value: Summary.Value, *, step: int) -> None:
         self._last_step = step
-        self._add(summary=Summary(value=[value]))
+        if (value.tag, step) not in self._kept:
+            self._add(summary=Summary(value=[value]))
 
     def _add_image(
         self, name: str, encoded: bytes, height: int, width: int, channels: int, *, step: int
@@ -275,6 +283,27 @@ def replace(path: Path, old: bytes, new: bytes) -> None:
                 file.seek(start + 12)
                 file.write(record + checksum(record))
             start = file.seek(start + 12 + length + 4)
+
+
+def media_at(step: int, paths: Iterable[Path]) -> list[Summary.Value]:
+    """More than scalars of one step. The numbers of a resumed run's first step are in its
+    checkpoint, and are logged again; these are not."""
+    values: dict[str, Summary.Value] = {}
+    for path in paths:
+        data, start = path.read_bytes(), 0
+        while start + 12 <= len(data):
+            end = start + 12 + struct.unpack_from("<Q", data, start)[0]
+            with suppress(DecodeError):  # of a killed process there may be half a record
+                event = Event.FromString(data[start + 12 : end])
+                if event.step == step:
+                    values |= {value.tag: value for value in event.summary.value}
+            start = end + 4
+    return [value for value in values.values() if is_media(value)]
+
+
+def is_media(value: Summary.Value) -> bool:
+    is_text = value.metadata.plugin_data.plugin_name == "text" and value.tag != "config"
+    return is_text or value.WhichOneof("value") in ("image", "histo", "audio")
 
 
 def checksum(data: bytes) -> bytes:
