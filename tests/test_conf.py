@@ -91,6 +91,14 @@ def test_a_node_lists_every_option_of_its_class_with_its_default(group, option):
         assert differ == {}, f"{node['_target_']}: the file and the class have other defaults"
 
 
+def test_callbacks_and_loggers_that_are_listed_are_all_there():
+    listed = ["early_stopping", "histograms", "confusion_matrix"]
+    words = [f"callbacks=[{','.join(listed)}]", "logger=[wandb,csv]"]
+    config = composed(["recipe=boston", *words]).config
+    assert {*listed, "checkpoint", "progress"} == {k for k, v in config["callbacks"].items() if v}
+    assert config["logger"].keys() == {"wandb", "csv"}
+
+
 def test_a_strategy_takes_the_trainers_keys():
     for option in (option for group, option in OPTIONS if group == "strategy"):
         node = OmegaConf.load(CONF / "strategy" / f"{option}.yaml")

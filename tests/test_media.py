@@ -7,16 +7,23 @@ from copy import deepcopy
 import numpy as np
 import pytest
 import torch
+from forked import on
 from PIL import Image
-from small import Hooks, fitted
+from small import Hooks, Rows, Small, fitted
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
 from dpframe import Logger, UserError
+from dpframe.callbacks.confusion_matrix import ConfusionMatrix
+from dpframe.callbacks.histograms import Histograms
+from dpframe.callbacks.sample_predictions import SamplePredictions, named
 from dpframe.loggers import media
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.formats import png
 from dpframe.loggers.tensorboard import TensorBoard
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU
 
 WHITE = torch.ones(3, 2, 4)
 PLUGINS = ("images", "audio", "histograms", "text", "scalars")
@@ -217,3 +224,141 @@ def test_the_writer_is_pytorchs_and_the_curves_go_on_beside_it(tmp_path):
     assert values(read.Reload(), "train/loss") == {1: 1.0, 2: 2.0}
     assert values(read, "theirs").keys() == {1}
     assert len(list(tmp_path.glob("events*"))) == 3
+
+
+# Callbacks to switch on
+
+
+class Kept(Logger):
+    """Remembers what it gets: (form, name, step) and the value."""
+
+    def __init__(self):
+        self.shown = {}
+
+    def keep(self, form, name, value, step):
+        assert (form, name, step) not in self.shown
+        self.shown[form, name, step] = value
+
+    def image(self, name, pixels, *, step):
+        self.keep("image", name, pixels.tolist(), step)
+
+    def histogram(self, name, values, *, step):
+        self.keep("histogram", name, values.tolist(), step)
+
+    def table(self, name, columns, rows, *, step):
+        self.keep("table", name, (columns, rows), step)
+
+
+def test_histograms_are_of_the_weights_and_gradients_of_an_update():
+    kept = Kept()
+    run = fitted(callbacks=[Histograms(every_n_steps=4)], loggers=[kept], max_epochs=1)
+    names = [name for name, _ in run.task.named_parameters()]
+    parts = ("weights", "gradients")
+    expected = {(f"{part}/{name}", s) for part in parts for name in names for s in (0, 4)}
+    assert {(name, step) for _, name, step in kept.shown} == expected
+    before, gradient = (
+        torch.tensor(kept.shown["histogram", f"{part}/net.3.bias", 4]) for part in parts
+    )
+    assert torch.equal(run.task.net[3].bias.detach(), before - 0.05 * gradient)
+
+
+class Classes(Small):
+    """Two classes, by the sign of the sum; what it predicts is random, too."""
+
+    def training_step(self, batch):
+        x, labels = batch
+        logits = torch.cat([self.net(x), -self.net(x)], dim=1)
+        return {"loss": torch.nn.functional.cross_entropy(logits, labels)}
+
+    def predict_step(self, batch):
+        torch.rand(3)
+        score = self.net(batch[0])
+        return torch.cat([score, -score], dim=1)
+
+
+class Labelled(Rows):
+    def __init__(self, **options):
+        super().__init__(10, batch_size=7, **options)
+        for rows in (self.train, self.held_out):
+            rows.tensors = rows.tensors[0], (rows.tensors[1] > 0).long()
+
+
+def classified(strategy, callbacks, dropout=0.0, **settings):
+    kept = Kept()
+    run = fitted(
+        make=lambda: Classes(dropout=dropout),
+        data=Labelled(),
+        callbacks=callbacks,
+        loggers=[kept],
+        strategy=strategy,
+        precision="64",
+        **settings,
+    )
+    return kept.shown, {name: value.tolist() for name, value in run.task.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "strategy", [DataParallel(3, "cpu"), DDP(4, "cpu")], ids=["data_parallel", "ddp"]
+)
+def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
+    callbacks = [ConfusionMatrix(), SamplePredictions(rows=8)]
+    shown, weights = on(strategy, classified, callbacks)
+    same, _ = on(CPU(), classified, callbacks)
+    forms = {("table", "val/confusion"), ("image", "val/confusion"), ("table", "val/samples")}
+    assert shown.keys() == {(*form, step) for form in forms for step in (2, 4)}
+    assert shown == same
+    columns, rows = shown["table", "val/samples", 4]
+    assert columns == ["batch_0", "batch_1", "predicted"]
+    x, labels = Labelled().held_out.tensors
+    assert [label for _, label, _ in rows] == labels[:8].tolist()
+    task = Classes()
+    task.load_state_dict({name: torch.tensor(value) for name, value in weights.items()})
+    task.double()
+    scores = task.predict_step([x.double()])
+    assert [first for _, _, first in rows] == [
+        " ".join(str(round(number, 4)) for number in row) for row in scores[:8].tolist()
+    ]
+    counts = [[0, 0], [0, 0]]
+    for label, guess in zip(labels.tolist(), scores.argmax(1).tolist(), strict=True):
+        counts[label][guess] += 1
+    columns, rows = shown["table", "val/confusion", 4]
+    assert rows == [["0", *counts[0]], ["1", *counts[1]]]
+    (cell,) = np.asarray(shown["image", "val/confusion", 4])[0, 0]
+    assert cell == round(255 * counts[0][0] / sum(counts[0]))
+
+
+def test_callbacks_that_predict_change_no_random_number_of_training():
+    callbacks = [ConfusionMatrix(), SamplePredictions()]
+    within_epochs = {"dropout": 0.1, "validate_every_steps": 1}
+    with_them = classified(CPU(), callbacks, **within_epochs)
+    assert with_them[1] == classified(CPU(), [], **within_epochs)[1]
+
+
+def test_a_task_that_has_no_classes_has_no_confusion_matrix():
+    with pytest.raises(UserError, match=r"got labels of torch.float32 \(4,\) and predictions of t"):
+        fitted(callbacks=[ConfusionMatrix()])
+
+
+@pytest.mark.parametrize(
+    "batch, names",
+    [
+        ([torch.ones(2, 3), ["a", "b"]], ["x_0", "x_1"]),
+        ({"ids": (torch.ones(2), torch.tensor(3)), "text": ["a"]}, ["x_ids_0", "x_text"]),
+        (torch.ones(2), ["x"]),
+    ],
+)
+def test_the_parts_of_a_batch_have_names(batch, names):
+    assert [name for name, _ in named("x", batch)] == names
+
+
+def test_predicted_pictures_are_a_grid_from_black_to_white():
+    class Pictures(Small):
+        def predict_step(self, batch):
+            return batch[0].reshape(-1, 3, 1, 1).expand(-1, 3, 2, 2)
+
+    kept = Kept()
+    fitted(make=Pictures, callbacks=[SamplePredictions(rows=4)], loggers=[kept], max_epochs=1)
+    pixels = np.array(kept.shown["image", "val/samples/predicted", 5])
+    assert pixels.shape == (4, 4, 3)
+    assert (pixels.min(), pixels.max()) == (0, 255)
+    assert kept.shown["table", "val/samples", 5][0] == ["batch_0", "batch_1"]

@@ -1,0 +1,36 @@
+"""Histograms of the weights and their gradients."""
+
+from typing import TYPE_CHECKING
+
+from dpframe.callbacks.base import Callback
+from dpframe.errors import UserError
+
+if TYPE_CHECKING:
+    from dpframe.trainer import Trainer
+
+
+class Histograms(Callback):
+    """Before every n-th update, of what it is about to change: `weights/net.0.weight` and
+    `gradients/net.0.weight`."""
+
+    def __init__(
+        self, every_n_steps: int = 100, weights: bool = True, gradients: bool = True
+    ) -> None:
+        if every_n_steps < 1:
+            raise UserError(f"callbacks.histograms.every_n_steps={every_n_steps}; set 1 or more")
+        self.every_n_steps = every_n_steps
+        self.weights = weights
+        self.gradients = gradients
+
+    def on_before_step(self, trainer: "Trainer") -> None:
+        if trainer.global_step % self.every_n_steps or not trainer.loggers:
+            return
+        groups = trainer.update.optimizer.param_groups
+        trained = {id(parameter) for group in groups for parameter in group["params"]}
+        for name, parameter in trainer.task.named_parameters():
+            if id(parameter) in trained and parameter.requires_grad:
+                if self.weights:
+                    trainer.log_histogram(f"weights/{name}", parameter)
+                if self.gradients and parameter.grad is not None:
+                    gradient = parameter.grad.to_dense()
+                    trainer.log_histogram(f"gradients/{name}", gradient)
