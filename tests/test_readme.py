@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -133,7 +134,8 @@ def test_the_python_that_the_readme_shows_trains(written):
 def test_every_command_that_is_shown_composes(written):
     shown = {line: refused(page).get(line) for page in PAGES for line in commands_of(page)}
     lines = [
-        [word.split(",")[0] if is_sweep(word) else word for word in line.split()] for line in shown
+        [word.split(",")[0] if is_sweep(word) else word for word in shlex.split(line)]
+        for line in shown
     ]
     lines = [[w.replace("…", "1") for w in line if w != "-m"] + ["-c", "job"] for line in lines]
     for (line, refusal), run in zip(shown.items(), attempts(lines, written), strict=True):
