@@ -108,7 +108,7 @@ def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
 def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """`save`, of what is known to be plain."""
     kept = "; the one before it is kept" if path.exists() else ""
-    if name := _first_nan(state):
+    if name := _first_nan(state.get("task", {})):
         raise Failure(f"{name} is no longer a number, so {path} is not written{kept}")
     try:
         for attempts_left in reversed(range(5)):
@@ -174,7 +174,8 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     except Exception as error:
         cause = (str(error).splitlines() or [type(error).__name__])[0]
         return f"can't be read: {cause.partition('. ')[0][:160]}", {}
-    if not isinstance(state, dict) or not isinstance(state.get("task"), dict):
+    weights = [state.get("task"), state.get("averaged", {})] if isinstance(state, dict) else [None]
+    if not all(isinstance(part, dict) for part in weights):
         return "is not a dpframe checkpoint", {}
     if type(state.get("format")) is not int:
         return "is not a dpframe checkpoint", {}
@@ -184,13 +185,15 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     return bombs.in_state(state, path.stat().st_size), state
 
 
-def load_task(task: torch.nn.Module, state: dict[str, Any]) -> None:
+def load_task(task: torch.nn.Module, state: dict[str, Any], *, is_resumed: bool = False) -> None:
+    """Where the weights were averaged, their average; a run resumes with the weights themselves."""
     what = f"checkpoint={state['file']}" if "file" in state else "the checkpoint"
-    if mismatch := _first_mismatch(task.state_dict(), state["task"]):
+    part = "averaged" if "averaged" in state and not is_resumed else "task"
+    if mismatch := _first_mismatch(task.state_dict(), state[part]):
         raise UserError(f"{what} does not fit this recipe's {type(task).__name__}: {mismatch}")
-    if name := _first_nan(state):
+    if name := _first_nan(state[part]):
         raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
-    task.load_state_dict(state["task"])
+    task.load_state_dict(state[part])
 
 
 def _first_mismatch(wanted: dict[str, Any], saved: dict[str, Any]) -> str:
@@ -208,9 +211,9 @@ def _form(value: Any) -> str:
     return f"size {tuple(value.shape)}" if is_tensor else f"type {type(value).__name__}"
 
 
-def _first_nan(state: dict[str, Any]) -> str:
+def _first_nan(weights: dict[str, Any]) -> str:
     """An infinity may be meant, e.g. in a mask."""
-    for name, value in state.get("task", {}).items():
+    for name, value in weights.items():
         if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
             return name
     return ""

@@ -64,6 +64,7 @@ TESTS = {
     "test_the_seed_decides_all_three_generators_whatever_was_drawn_before",
     "test_two_callbacks_of_one_class_keep_their_own_states",
     "test_what_is_no_number_with_a_name_is_not_logged",
+    "test_what_can_not_be_averaged_is_one_line",
     "test_what_can_not_be_frozen_is_one_line",
     "test_what_is_known_are_layers_optimisers_schedulers_and_a_list_of_functions",
     "test_without_files_no_directory_is_needed_or_named",

@@ -8,11 +8,14 @@ import pytest
 import torch
 from forked import on
 from recorded import Recorder, once, weights, weights_apart
-from small import Rows, fitted, trainer
+from small import Hooks, Rows, Streamed, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from dpframe import Callback, Strategy, Task, UserError
+from dpframe import Callback, Strategy, Task, UserError, checkpoint
+from dpframe.callbacks.averages import EMA, SWA
+from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.freeze import Freeze
 from dpframe.data import permutation
 from dpframe.strategies.data_parallel import DataParallel
@@ -48,6 +51,10 @@ def norm_alone() -> Freeze:
     return Freeze("net.backbone.1")
 
 
+def always(epoch: int, step: int) -> bool:
+    return True
+
+
 # An epoch has five steps. The optimizer, the callbacks, and when the linear layer is trained.
 CASES: dict[str, tuple[Any, Any, Any]] = {
     "frozen": (AdamW, lambda: [Freeze("net.backbone")], lambda epoch, step: False),
@@ -61,13 +68,22 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
         lambda: [Freeze("*backbone*", thaw_at_step=7), Freeze(["*", "!*0*", "!net.head"])],
         lambda epoch, step: step >= 7,
     ),
+    "ema": (AdamW, lambda: [EMA(0.9), norm_alone()], always),
+    "swa": (SGD, lambda: [norm_alone(), SWA(start_epoch=1)], always),
+    "swa by steps": (AdamW, lambda: [SWA(1, every_n_steps=3), norm_alone()], always),
+}
+AVERAGES: dict[str, tuple[Any, Any]] = {  # torch's own, and after which steps it is updated
+    "ema": (get_ema_multi_avg_fn(0.9), range(1, 21)),
+    "swa": (None, (10, 15, 20)),
+    "swa by steps": (None, (6, 9, 12, 15, 18)),
 }
 SETTINGS: dict[str, Any] = {"max_epochs": 4, "precision": "64", "validate_every_steps": 3}
 ROWS = partial(Rows, 18)
 
 
 @once
-def by_hand(name: str) -> dict[str, Any]:
+def by_hand(name: str) -> tuple[dict[str, Any], float]:
+    """The weights that the task has after training, and their loss on what is held out."""
     make, _, is_trained = CASES[name]
     torch.manual_seed(0)
     task = Tuned(make).double()
@@ -82,6 +98,8 @@ def by_hand(name: str) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(groups, lr=0.03, weight_decay=0.1)
     else:
         optimizer = make(task.parameters())
+    update, steps = AVERAGES.get(name, (None, ()))
+    average = AveragedModel(task, multi_avg_fn=update)
     x, y = (column.double() for column in ROWS().train.tensors)
     step = 0
     for epoch in range(4):
@@ -93,7 +111,11 @@ def by_hand(name: str) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-    return weights(task)
+            if step in steps:
+                average.update_parameters(task)
+    done = average.module if name in AVERAGES else task
+    held_out = [column.double() for column in ROWS().held_out.tensors]
+    return weights(done), done.eval().training_step(held_out)["loss"].item()
 
 
 class Saved(Callback):
@@ -109,26 +131,29 @@ class Saved(Callback):
 
 
 def tuned(strategy: Strategy, name: str, *more: Callback, **settings: Any) -> Any:
+    """The weights and the loss at the end, and what a checkpoint would hold of the weights."""
     make, callbacks, _ = CASES[name]
-    return fitted(
+    one = fitted(
         make=partial(Tuned, make),
         data=ROWS(),
         strategy=strategy,
         callbacks=[*callbacks(), *more],
         **{**SETTINGS, **settings},
-    ).task
+    )
+    state = {key: deepcopy(one.state_dict().get(key)) for key in ("task", "averaged", "optimizer")}
+    return weights(one.task), one.metrics["val/loss"], state
 
 
-def with_resumes(strategy: Strategy, name: str) -> tuple[dict[str, Any], list[int]]:
-    """The weights, and the steps from which a resume ends with others."""
+def with_resumes(strategy: Strategy, name: str) -> tuple[dict[str, Any], float, list[int]]:
+    """The weights and the loss, and the steps from which a resume ends with others."""
     saved = Saved()
-    whole = weights(tuned(strategy, name, saved))
+    whole = tuned(strategy, name, saved)
     apart = [
         step
         for step in (6, 7, 9, 10)
-        if weights_apart(weights(tuned(strategy, name, resume=saved.states[step - 1])), whole)
+        if not is_same(tuned(strategy, name, resume=saved.states[step - 1])[1:], whole[1:])
     ]
-    return whole, apart
+    return *whole[:2], apart
 
 
 def all_of_them(strategy: Strategy) -> dict[str, Any]:
@@ -144,9 +169,10 @@ def on_place(place: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("place", ["cpu", "data_parallel-3", "ddp-2"])
-def test_frozen_and_thawed_weights_are_those_by_hand_and_resume_to_the_bit(place, name):
-    mine, apart = on_place(place)[name]
-    assert weights_apart(mine, by_hand(name)) < EXACT
+def test_frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit(place, name):
+    mine, loss, apart = on_place(place)[name]
+    assert weights_apart(mine, by_hand(name)[0]) < EXACT
+    assert loss == pytest.approx(by_hand(name)[1], rel=EXACT)
     assert apart == []
 
 
@@ -187,3 +213,60 @@ def test_what_can_not_be_frozen_is_one_line(freeze, line):
     with pytest.raises(UserError) as caught:
         fitted(Tuned(SGD), callbacks=[freeze()])
     assert str(caught.value) == f"callbacks.freeze{line}"
+
+
+def test_a_checkpoint_gives_the_average_to_all_but_a_resume(tmp_path):
+    one = fitted(Tuned(SGD), ROWS(), callbacks=[EMA(0.9), Checkpoint()], directory=tmp_path)
+    state = checkpoint.load(tmp_path / "checkpoints" / "best.ckpt")
+    best = trainer(Tuned(SGD), ROWS())
+    checkpoint.load_task(best.task, state)
+    assert best.test()["test/loss"] == pytest.approx(one.metrics["val/loss"])  # the last is best
+    assert is_same(best.task.state_dict(), one.task.state_dict())  # as it is after training
+    resumed = trainer(Tuned(SGD), ROWS(), max_epochs=3)
+    resumed.prepare(state)  # without the callback, too
+    assert is_same(dict(resumed.task.state_dict()), state["task"])
+    assert not is_same(state["task"], state["averaged"])
+
+
+@pytest.mark.parametrize("average", [EMA(0.9), SWA(0)])
+def test_running_statistics_are_those_of_training_or_averaged_with_the_weights(average):
+    whole = []
+
+    def note(trainer):
+        state = {name: value.clone() for name, value in trainer.task.state_dict().items()}
+        whole.append(state["net.backbone.1.running_mean"])
+
+    one = fitted(Tuned(SGD), ROWS(), callbacks=[average, Hooks(on_epoch_end=note)])
+    mean = one.task.net.backbone[1].running_mean
+    torch.testing.assert_close(mean, whole[-1] if isinstance(average, EMA) else sum(whole) / 2)
+
+
+def test_a_validation_that_fails_leaves_the_weights_of_training():
+    def fail(trainer, *_):
+        raise KeyboardInterrupt
+
+    seen = []
+    hooks = Hooks(on_step_end=lambda t: seen.append(weights(t.task)), on_validation_end=fail)
+    one = trainer(Tuned(SGD), ROWS(), callbacks=[hooks, EMA(0.9)])
+    with pytest.raises(KeyboardInterrupt):
+        one.fit()
+    assert weights_apart(weights(one.task), seen[-1]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "settings", "line"),
+    [
+        (lambda: [EMA(), SWA()], {}, "callbacks: EMA and SWA would be one too many; leave one"),
+        (lambda: [EMA(1.0)], {}, "callbacks.ema.decay=1.0; set 0 or more, and less than 1"),
+        (lambda: [SWA(every_n_steps=0)], {}, "callbacks.swa.every_n_steps=0; set 1 or more"),
+        (lambda: [SWA()], {"data": Streamed()}, "callbacks.swa: nothing tells when an epoch of a "
+            "stream is about to end; set callbacks.swa.every_n_steps"),
+        (lambda: [EMA()], {"precision": "bf16-true"}, "callbacks.ema: an average of weights that "
+            "are torch.bfloat16 would lose its small steps; use trainer.precision=bf16, whose "
+            "weights are float32"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_averaged_is_one_line(callbacks, settings, line):
+    with pytest.raises(UserError) as caught:
+        fitted(Tuned(SGD), callbacks=callbacks(), **settings)
+    assert str(caught.value) == line

@@ -694,7 +694,7 @@ class Trainer:
         strategy, progress = self.strategy, self.progress
         rank, world_size = strategy.rank, strategy.world_size
         changes = changes_since(state, self.fingerprint, anyway=anyway)
-        checkpoint.load_task(self.task, state)
+        checkpoint.load_task(self.task, state, is_resumed=True)
         with refusing(state):
             before = json.loads(state["fingerprint"])
             of_strategy = state.get("strategy", {}).get(strategy.name, {})

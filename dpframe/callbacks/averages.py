@@ -1,0 +1,202 @@
+"""Averages of the weights over training: an exponential one, or that of the last epochs."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from dpframe import checkpoint
+from dpframe.callbacks.base import Callback
+from dpframe.errors import UserError
+
+if TYPE_CHECKING:
+    from dpframe.trainer import Trainer
+
+MultiAverage = Callable[[list[Tensor], list[Tensor], int], None]
+"""Of torch: takes the averages, the new values, and how many were averaged before."""
+HALVES = (torch.float16, torch.bfloat16)
+
+
+class Average(Callback):
+    """Training goes on with the weights; validations, and the task after training, have their
+    average. A checkpoint holds it as `averaged`, which all but a resume load."""
+
+    key: str  # in the config, for the errors
+    has_buffers = False  # whether running statistics are averaged, too
+
+    def __init__(self) -> None:
+        self.count = 0  # how many were averaged
+        self.tensors: list[Tensor] = []  # of the task
+        self.averages: list[Tensor] = []  # or, while these are in the task, what was there before
+        self.is_in = False
+
+    def make_update(self) -> MultiAverage:
+        raise NotImplementedError
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        kinds = [type(c).__name__ for c in trainer.callbacks if isinstance(c, Average)]
+        if len(kinds) > 1:
+            raise UserError(f"callbacks: {' and '.join(kinds)} would be one too many; leave one")
+        if self.is_in:  # a second fit goes on with the weights
+            self._swap()
+        if self._find(trainer):
+            self.count = 0
+
+    def on_validation_start(self, trainer: "Trainer") -> None:
+        if trainer.mode == "fit" and self.count:
+            self._swap()
+            trainer.strategy.weight_sync(is_read=True)  # running statistics are each rank's own
+
+    def on_validation_end(self, trainer: "Trainer") -> None:
+        if trainer.mode == "fit" and self.is_in:
+            self._swap()
+
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        if self.count and not self.is_in:
+            self._swap()
+            trainer.strategy.weight_sync(is_read=True)
+
+    def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        if self.is_in:
+            self._swap()
+
+    def on_save(self, trainer: "Trainer", state: dict[str, Any]) -> None:
+        if self.count:
+            with self._swapped():
+                other = trainer.task.state_dict()
+            weights = state["task"]
+            state["task"], state["averaged"] = (other, weights) if self.is_in else (weights, other)
+
+    @torch.no_grad()
+    def on_load(self, trainer: "Trainer", state: dict[str, Any]) -> None:
+        self._find(trainer)
+        if "averaged" not in state:
+            self.count = 0
+        if not self.count:  # the run, or its callback of this kind, had averaged nothing
+            return
+        buffers = [(buffer, buffer.clone()) for buffer in trainer.task.buffers()]
+        with self._swapped():
+            checkpoint.load_task(trainer.task, state)
+        for buffer, value in buffers:
+            buffer.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        count = state.get("count")
+        if type(count) is not int or count < 0:
+            raise UserError(
+                f"resume: {self.key} has averaged {str(count)[:200]} times; use another checkpoint"
+            )
+        self.count = count
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Takes the weights as they are now into the average."""
+        if not self.count:
+            for average, tensor in zip(self.averages, self.tensors, strict=True):
+                average.copy_(tensor)
+        for kind in {tensor.dtype for tensor in self.tensors} if self.count else ():
+            pairs = zip(self.averages, self.tensors, strict=True)
+            of_kind = [(average, tensor) for average, tensor in pairs if tensor.dtype == kind]
+            averages, tensors = map(list, zip(*of_kind, strict=True))
+            self.make_update()(averages, tensors, self.count)
+        self.count += 1
+
+    def _find(self, trainer: "Trainer") -> bool:
+        """Whether these are other weights than before."""
+        task = trainer.task
+        tensors = [*task.parameters(), *(task.buffers() if self.has_buffers else ())]
+        tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
+        for tensor in tensors:
+            if tensor.dtype in HALVES:
+                raise UserError(
+                    f"{self.key}: an average of weights that are {tensor.dtype} would lose its "
+                    "small steps; use trainer.precision=bf16, whose weights are float32"
+                )
+        if [*map(id, tensors)] == [*map(id, self.tensors)]:
+            return False
+        self.tensors, self.averages = tensors, [tensor.detach().clone() for tensor in tensors]
+        return True
+
+    def _swap(self) -> None:
+        """Exchanges memory, not numbers."""
+        for tensor, average in zip(self.tensors, self.averages, strict=True):
+            tensor.data, average.data = average.data, tensor.data
+        self.is_in = not self.is_in
+
+    @contextmanager
+    def _swapped(self) -> Iterator[None]:
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+
+class EMA(Average):
+    """An exponential average: of each step's weights, 1 - `decay` comes in."""
+
+    key = "callbacks.ema"
+
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise UserError(f"{self.key}.decay={decay}; set 0 or more, and less than 1")
+        _refuse_less_than_1(self.key, every_n_steps)
+        self.decay = decay
+        self.every_n_steps = every_n_steps
+
+    def make_update(self) -> MultiAverage:
+        return get_ema_multi_avg_fn(self.decay)
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        if trainer.global_step % self.every_n_steps == 0:
+            self.add()
+
+
+class SWA(Average):
+    """Stochastic weight averaging: the mean of the weights at the ends of epochs, once
+    `start_epoch` epochs are done; or of every `every_n_steps` steps from then on.
+
+    Running statistics are averaged, too.
+    """
+
+    key = "callbacks.swa"
+    has_buffers = True
+
+    def __init__(self, start_epoch: int = 10, every_n_steps: int | None = None) -> None:
+        super().__init__()
+        _refuse_less_than_1(self.key, every_n_steps)
+        self.start_epoch = start_epoch
+        self.every_n_steps = every_n_steps
+
+    def make_update(self) -> MultiAverage:
+        return get_swa_multi_avg_fn()
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        super().on_fit_start(trainer)
+        if self.every_n_steps is None and trainer.feed.batches_per_epoch is None:
+            raise UserError(
+                f"{self.key}: nothing tells when an epoch of a stream is about to end; set "
+                f"{self.key}.every_n_steps"
+            )
+
+    def on_step_end(self, trainer: "Trainer") -> None:
+        if trainer.epoch < self.start_epoch:
+            return
+        if self.every_n_steps is not None:
+            is_due = trainer.global_step % self.every_n_steps == 0
+        else:  # before the epoch's validation, which comes before on_epoch_end
+            is_due = trainer.progress.batches_done == trainer.feed.batches_per_epoch
+        if is_due:
+            self.add()
+
+
+def _refuse_less_than_1(key: str, every_n_steps: int | None) -> None:
+    if every_n_steps is not None and every_n_steps < 1:
+        raise UserError(f"{key}.every_n_steps={every_n_steps}; set 1 or more")
