@@ -222,6 +222,7 @@ def test_a_checkpoint_gives_the_average_to_all_but_a_resume(tmp_path):
     checkpoint.load_task(best.task, state)
     assert best.test()["test/loss"] == pytest.approx(one.metrics["val/loss"])  # the last is best
     assert is_same(best.task.state_dict(), one.task.state_dict())  # as it is after training
+    assert is_same(one.state_dict()["averaged"], dict(one.task.state_dict()))
     resumed = trainer(Tuned(SGD), ROWS(), max_epochs=3)
     resumed.prepare(state)  # without the callback, too
     assert is_same(dict(resumed.task.state_dict()), state["task"])
@@ -236,7 +237,10 @@ def test_running_statistics_are_those_of_training_or_averaged_with_the_weights(a
         state = {name: value.clone() for name, value in trainer.task.state_dict().items()}
         whole.append(state["net.backbone.1.running_mean"])
 
-    one = fitted(Tuned(SGD), ROWS(), callbacks=[average, Hooks(on_epoch_end=note)])
+    saved = Saved()
+    one = fitted(Tuned(SGD), ROWS(), callbacks=[average, saved, Hooks(on_epoch_end=note)])
+    again = fitted(Tuned(SGD), ROWS(), callbacks=[type(average)()], resume=saved.states[6])
+    assert is_same(again.state_dict()["task"], one.state_dict()["task"])
     mean = one.task.net.backbone[1].running_mean
     torch.testing.assert_close(mean, whole[-1] if isinstance(average, EMA) else sum(whole) / 2)
 
