@@ -434,17 +434,6 @@ def _kind(value: Any) -> str:
     return f"[{', '.join(kinds)}]" if isinstance(value, list) else f"a {type(value).__name__}"
 
 
-def refuse_stateful_metrics(task: Task, replicas: int, where: str) -> None:
-    """A metric that adds up by itself does not know the other replicas."""
-    for name, module in task.named_modules() if replicas > 1 else ():
-        if any(kind.__module__.split(".")[0] == "torchmetrics" for kind in type(module).__mro__):
-            raise UserError(
-                f"{type(task).__name__}.{name} is a {type(module).__name__} of torchmetrics, which "
-                f"would know the rows of one of the {replicas} replicas of {where}; return "
-                "numbers from the step, their means are exact, or use trainer.gpus=1"
-            )
-
-
 def loss_of(output: Any, task: Task) -> Tensor:
     """The loss in a training step's output."""
     loss = output.get("loss") if isinstance(output, dict) else None

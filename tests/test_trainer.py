@@ -6,11 +6,9 @@ import pytest
 import torch
 from recorded import Recorder, logs_apart
 from small import Clock, Hooks, Rows, Small, fitted, gradients, trainer
-from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from dpframe import Callback, Logger, Task, TrainerSettings, UserError
-from dpframe.strategies.data_parallel import DataParallel
 
 # The four modes
 
@@ -337,36 +335,6 @@ def test_an_optimiser_in_place_of_what_makes_one_is_refused_in_one_line() -> Non
     net = torch.nn.Linear(1, 1)
     with pytest.raises(UserError, match="was given an optimizer; pass what makes one"):
         Task(net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
-
-
-class Accuracy(nn.Module):
-    """As torchmetrics' own: it adds up what it is called with."""
-
-
-Accuracy.__module__ = "torchmetrics.classification.accuracy"
-
-
-class Top5(Accuracy):
-    pass
-
-
-@pytest.mark.parametrize("kind", [Accuracy, Top5])
-def test_a_metric_that_counts_for_itself_is_refused_on_several_replicas(kind):
-    """It would know the rows of its own replica alone."""
-
-    def counting() -> Small:
-        task = Small()
-        task.metrics = nn.ModuleDict({"accuracy": kind()})
-        return task
-
-    with pytest.raises(UserError) as caught:
-        trainer(counting(), strategy=DataParallel(3, "cpu"))
-    assert str(caught.value) == (
-        f"Small.metrics.accuracy is a {kind.__name__} of torchmetrics, which would know the rows "
-        "of one of the 3 replicas of DataParallel; return numbers from the step, their means are "
-        "exact, or use trainer.gpus=1"
-    )
-    assert trainer(counting()).task.metrics
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ class Strategy:
     averaged_over = 1  # gradients come out of backward divided by this many replicas
     launches_ranks = False  # and so can start them again
     uses_gpus = True  # where there are any
+    runs_copies = False  # of the task: what a step sets on it is lost
     is_set_up = False
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
 

@@ -19,6 +19,7 @@ class DataParallel(Strategy):
         self.places = self.choose_devices(default=None)
         self.replicas = len(self.places)
         self.device = self.places[0]
+        self.runs_copies = self.replicas > 1 and self.device.type != "cpu"
         announce(self.places, self.accelerator, kind="virtual replicas")
 
     @property

@@ -1,7 +1,7 @@
 """Validation, test and prediction: every row once, whatever the strategy."""
 
 import csv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
 from dpframe.trainer.feed import local_devices
 from dpframe.trainer.progress import Lookout
+from dpframe.trainer.task_metrics import TaskMetrics
 
 CELLS = (int, float, str, bool)
 WANTED = "return tensors, or lists, tuples and dicts of them"
@@ -44,6 +45,7 @@ class Evaluation:
         name: str = "",
         autocast: Autocast | None,
         limit_batches: int | None,
+        task_metrics: TaskMetrics,
         interruption: Interruption | None = None,
     ) -> None:
         self.task = task
@@ -54,14 +56,20 @@ class Evaluation:
         self.read, self.to_device = prefetched(loader, strategy.to_device, local_devices(strategy))
         self.strategy = strategy
         self.limit_batches = limit_batches
+        self.task_metrics = task_metrics
         self.step = strategy.wrap(EvalStep(task, STEPS[kind], autocast, name), training=False)
         self.sums = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
     def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
-        """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`;
-        `others` are summed too."""
+        """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`, and
+        the task's metrics; `others` are summed too."""
+        with self.task_metrics.apart(is_part=self.name != ""):
+            means = self._means(others, after_batch)
+            return means | self.task_metrics.results(self.prefix, means)
+
+    def _means(self, others: Iterable[Means], after_batch: AfterBatch | None) -> dict[str, float]:
         self.sums.reset()
         seen = 0
         for rows, measured in self._batches(after_batch):
@@ -118,17 +126,20 @@ def means_of(
     """The means of each data set by itself; and, where they have names, over the rows of all."""
     if set(evaluations) == {""}:
         return evaluations[""].means(*others, after_batch=after_batch)
+    first = next(iter(evaluations.values()))
     random_state = seeding.random_state()
     means: dict[str, float] = {}
-    try:
-        for evaluation in evaluations.values():
-            means |= evaluation.means(*others, after_batch=after_batch)
-    except Interrupted:  # a resumed run draws all of it again
-        seeding.restore_random_state(random_state)
-        raise
-    total = pooled([evaluation.sums for evaluation in evaluations.values()])
-    over_all = evaluation.task.summarize(total)
-    return means | {f"{evaluation.kind}/{name}": value for name, value in over_all.items()}
+    with first.task_metrics.apart():
+        try:
+            for evaluation in evaluations.values():
+                means |= evaluation.means(*others, after_batch=after_batch)
+        except Interrupted:  # a resumed run draws all of it again
+            seeding.restore_random_state(random_state)
+            raise
+        total = pooled([evaluation.sums for evaluation in evaluations.values()])
+        over_all = first.task.summarize(total)
+        means |= {f"{first.kind}/{name}": value for name, value in over_all.items()}
+        return means | first.task_metrics.results(first.kind, means)
 
 
 def means_over(strategy: Strategy) -> Means:

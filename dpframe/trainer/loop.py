@@ -24,15 +24,7 @@ from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.single import auto
-from dpframe.task import (
-    Attached,
-    Measured,
-    Task,
-    TrainStep,
-    cloned,
-    prefixed,
-    refuse_stateful_metrics,
-)
+from dpframe.task import Attached, Measured, Task, TrainStep, cloned, prefixed
 from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.evaluation import Evaluation, Predictions, means_of, means_over
 from dpframe.trainer.feed import Feed, evaluated, local_devices
@@ -43,6 +35,7 @@ from dpframe.trainer.progress import Lookout, Progress
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, started
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
+from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.update import Update, each_of, states_of, updates_of
 
 log = logging.getLogger("dpframe")
@@ -96,10 +89,10 @@ class Trainer:
         self.stop_reason = ""
         if self.settings.deterministic:
             seeding.refuse_nondeterminism(self.strategy.device)
-        refuse_stateful_metrics(task, self.strategy.replicas, self.strategy.name)
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
         self.layout = place(task, self.precision, self.settings)
+        self.task_metrics = TaskMetrics(task, self.strategy)
         beat()
         data.setup()
         beat()
@@ -210,7 +203,7 @@ class Trainer:
         """
         numbers = numbers_of(scalars)
         self.metrics.update(numbers)
-        if self.mode == "fit":
+        if self.report.is_open:
             self._log(numbers)
 
     # ---- more than scalars, to every logger that can; in other processes these do nothing
@@ -334,7 +327,8 @@ class Trainer:
         """In `on_before_step`: computes the gradients of this step's batches again, at the weights
         as they are now, and returns what the steps measured."""
         self.update.clear()
-        return self.gradients(self.batches, self.update)
+        with self.task_metrics.apart():  # they have counted these rows
+            return self.gradients(self.batches, self.update)
 
     def _taking_turns(self) -> Iterator[Update]:
         """The optimizers that train on the step's batches, each with the gradients to itself."""
@@ -422,12 +416,14 @@ class Trainer:
         total = self.means.total()
         means = self.task.summarize(total) if total else {}
         measured = {f"train/{name}": value for name, value in means.items()}
+        measured |= self.task_metrics.results("train", measured)
         if not total:  # every step was left out: the epoch before must not stand in for this one
             self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
         self.metrics.update(measured | validated)
         if is_whole:
             progress.epoch, progress.batches_done = epochs, 0
             self.means.reset()
+            self.task_metrics.reset()
         self.should_stop = is_last
         if validated:
             self._call("on_validation_end")
@@ -488,6 +484,8 @@ class Trainer:
 
     def _log(self, scalars: dict[str, float]) -> None:
         self._write(scalars, step=self.progress.global_step)
+        while self.task_metrics.tables:
+            self.log_table(*self.task_metrics.tables.pop(0))
 
     # ---- set up, once
 
@@ -544,6 +542,7 @@ class Trainer:
         self.update = next(iter(self.updates.values()))
         self._only = () if self.update.name else (self.update,)
         self.means = means_over(strategy)
+        self.task_metrics.reset()
         self.guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
         self.fingerprint = fingerprint(
             task, self.data, feed, self.updates, settings, self.run, self.seed
@@ -600,6 +599,7 @@ class Trainer:
                 name=name,
                 autocast=self.precision.autocast,
                 limit_batches=self.settings.limit_eval_batches,
+                task_metrics=self.task_metrics,
                 interruption=self.interruption,
             )
             for name, loader in loaders.items()
@@ -664,8 +664,10 @@ class Trainer:
         strategy, progress = self.strategy, self.progress
         strategy.weight_sync(is_read=True)
         # Random numbers and sums start again with each epoch: only within one is there a state.
-        here = (seeding.random_state(), self.means.state_dict()) if progress.batches_done else None
-        everywhere = [] if here is None else strategy.gather(here)
+        everywhere: list[tuple] = []
+        if progress.batches_done:
+            sums = self.means.state_dict(), self.task_metrics.state_dict()
+            everywhere = strategy.gather((seeding.random_state(), *sums))
         logged_step, logged = self.report.last
         state: dict[str, Any] = {
             "recipe": self.run.recipe,
@@ -679,12 +681,13 @@ class Trainer:
                 **progress.state_dict(),
                 # A stream's last step does not tell that it is the last: a resumed run finds out.
                 **({"validated_step": -1} if self.is_extra_validation else {}),
-                "means": [means for _, means in everywhere],
+                "means": [means for _, means, _ in everywhere],
+                "task_metrics": [metrics for _, _, metrics in everywhere],
                 "logged": dict(logged) if logged_step == progress.global_step else {},
             },
             "metrics": dict(self.metrics),
             "callbacks": {n: callback.state_dict() for n, callback in named(self.callbacks)},
-            "random": [random for random, _ in everywhere],
+            "random": [random for random, _, _ in everywhere],
         }
         self._call("on_save", state)
         return state
@@ -706,6 +709,8 @@ class Trainer:
             means = state["progress"]["means"]
             means = [means] if isinstance(means, dict) else means  # an earlier version's
             self.means.load_state_dict(means, rank=rank, world_size=world_size)
+            of_metrics = state["progress"].get("task_metrics", [])
+            self.task_metrics.load_state_dict(of_metrics, rank=rank, world_size=world_size)
             self.metrics = dict(state["metrics"])
             for name, value in state["progress"]["logged"].items():
                 if type(value) not in (int, float):

@@ -31,10 +31,12 @@ class Report:
     def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
         self.loggers = list(loggers)
         self.run = run
+        self.is_open = False  # only training is logged
         self._flushed_at = 0.0
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
 
     def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:
+        self.is_open = True
         if not self.loggers:
             return
         run = self.run
@@ -56,7 +58,7 @@ class Report:
         """More than a scalar; `form` is the Logger's method for it."""
         from dpframe.loggers import media
 
-        if self.loggers:
+        if self.is_open and self.loggers:
             value = media.FORMS[form](name, *values)
             parts = value if isinstance(value, tuple) else (value,)
             self._each(lambda logger: getattr(logger, form)(name, *parts, step=step))

@@ -1,0 +1,256 @@
+"""The torchmetrics that a task holds: a state for each pass, and results over all processes."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe.errors import UserError
+from dpframe.metrics import is_number
+from dpframe.strategies.base import Strategy
+
+LONGEST = 100  # of a row that becomes numbers, and of the sides of a matrix that becomes a table
+log = logging.getLogger("dpframe")
+States = dict[str, Any]
+"""Of one process: the states of each metric, and the compute groups of each collection."""
+Table = tuple[str, list[str], list[list[Any]]]
+"""Its name, its columns and its rows."""
+
+
+class TaskMetrics:
+    """Found in a task's modules, updated by its steps, reset for each pass, computed at its end.
+
+    torchmetrics by itself gathers states where each process calls `compute` of the same metrics.
+    Here a process may have updated others than the next one, or none: the main process gets the
+    states of all and computes.
+    """
+
+    def __init__(self, task: nn.Module, strategy: Strategy) -> None:
+        self._task = type(task).__name__
+        self._strategy = strategy
+        self.tables: list[Table] = []  # results that are still to be logged
+        self._metrics: dict[str, Any] = {}
+        self._collections: dict[str, Any] = {}
+        self._outermost: dict[str, Any] = {}
+        self._within: dict[str, set[str]] = {}  # by outermost one, the metrics that it is made of
+        self._earlier: list[States] = []  # of this pass, e.g. from processes before a resume
+        self._restored: set[str] = set()
+        self._told: set[str] = set()
+        if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
+            self._find(task, torchmetrics.Metric, torchmetrics.MetricCollection)
+        if self._metrics and strategy.runs_copies:
+            name, metric = next(iter(self._metrics.items()))
+            raise UserError(
+                f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, and "
+                f"{strategy.name} runs steps on copies of the task, whose updates are lost; "
+                "use strategy=ddp, or trainer.gpus=1"
+            )
+
+    def _find(self, task: nn.Module, metric: Any, collection: Any) -> None:
+        for name, module in task.named_modules():
+            if isinstance(module, metric):
+                self._metrics[name] = module
+                module.distributed_available_fn = _never  # so that it waits for no other process
+                module.compute_with_cache = False  # what a step computes is of its process alone
+                if module.dtype.itemsize < 4:  # with the weights, e.g. by trainer.precision=16-true
+                    module.to(torch.float32)  # a sum in 16 bits soon stays the same
+            elif isinstance(module, collection):
+                self._collections[name] = module
+            else:
+                continue
+            owner = next((one for one in self._outermost if name.startswith(f"{one}.")), name)
+            self._outermost.setdefault(owner, module)
+            self._within.setdefault(owner, set()).add(name)
+
+    @contextmanager
+    def apart(self, *, is_part: bool = False) -> Iterator[None]:
+        """A pass of its own, e.g. a validation: the states of the one around it come back.
+
+        One that `is_part` of it, e.g. the first of several data sets, counts there, too.
+        """
+        before = self._remembered()
+        earlier, restored = self._earlier, self._restored
+        self.reset()
+        try:
+            yield
+            if is_part:
+                earlier = [*earlier, *self.state_dict()]
+        finally:
+            self._put_back(before)
+            self._earlier, self._restored = earlier, restored
+
+    def reset(self) -> None:
+        for metric in self._metrics.values():
+            metric.reset()
+        self._earlier, self._restored = [], set()
+
+    @torch.no_grad()
+    def results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
+        """By name, e.g. `val/f1`, the numbers of all that were updated; the same in all processes.
+
+        Matrices become `tables`. `means` are the other numbers of the pass, by their names.
+        """
+        if not self._metrics:
+            return {}
+        if self._strategy.world_size == 1 and not self._earlier:
+            computed = self._computed(self._here())
+        else:
+            everywhere = list(chain.from_iterable(self._strategy.gather(self.state_dict())))
+            computed = self._merged(everywhere) if self._strategy.is_main else []
+        numbers: dict[str, float] = {}
+        for name, value in computed:
+            name = f"{kind}/{name}"
+            if name in means or name in numbers:
+                other = "of another one" if name in numbers else "in what its step returns"
+                raise UserError(
+                    f"{name} is the result of a metric of {self._task}, and {other}; rename one of "
+                    "them, e.g. by MetricCollection(..., prefix='top5_')"
+                )
+            if isinstance(value, float):
+                numbers[name] = value
+            else:
+                self._show(name, value)
+        return self._strategy.share(numbers)
+
+    def state_dict(self) -> list[States]:
+        """Of this process, on the CPU."""
+        return [_copied(self._here(), "cpu"), *self._earlier] if self._metrics else []
+
+    def load_state_dict(self, states: list[list[States]], *, rank: int, world_size: int) -> None:
+        """From those of all processes. If there were more or fewer of them, the main process takes
+        all into account."""
+        if len(states) != world_size:
+            self._earlier = list(chain.from_iterable(states)) if rank == 0 else []
+        elif states[rank]:
+            here, *self._earlier = states[rank]
+            for name in self._metrics.keys() & here.keys():
+                _restore(self._metrics[name], name, here[name])
+                self._restored.add(name)
+
+    def _here(self) -> States:
+        """Of those that were updated in this pass."""
+        states: States = {
+            name: metric.metric_state
+            for name, metric in self._metrics.items()
+            if metric.update_called or name in self._restored
+        }
+        for name, collection in self._collections.items():
+            if states.keys() & self._within.get(name, set()):
+                states[name] = sorted(map(sorted, collection.compute_groups.values()))
+        return states
+
+    def _computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
+        """Each result by its name: a float where it is a number."""
+        names = set(updated)
+        return [
+            result
+            for name, module in self._outermost.items()
+            if names & self._within[name]
+            for result in _flat("" if name in self._collections else name, module.compute())
+        ]
+
+    def _merged(self, everywhere: list[States]) -> list[tuple[str, Any]]:
+        """The results over all these states; those of this process are as they were."""
+        names = dict.fromkeys(chain.from_iterable(everywhere))
+        before = self._remembered()
+        for name in names:
+            several = [states[name] for states in everywhere if name in states]
+            if name in self._metrics:
+                _merge(self._metrics[name], several)
+            elif any(groups != several[0] for groups in several):
+                raise UserError(
+                    f"{self._task}.{name} has metrics with the same states on some processes and "
+                    "other states on others; use MetricCollection(..., compute_groups=False)"
+                )
+        with warnings.catch_warnings():  # of metrics that only other processes have updated
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+            computed = self._computed(names)
+        self._put_back(before)
+        return computed
+
+    def _remembered(self) -> dict[str, dict[str, Any]]:
+        """All attributes of each metric, which makes new ones at a reset, and empties its lists."""
+        return {
+            name: {key: v[:] if isinstance(v, list) else v for key, v in vars(metric).items()}
+            for name, metric in self._metrics.items()
+        }
+
+    def _put_back(self, remembered: dict[str, dict[str, Any]]) -> None:
+        for name, attributes in remembered.items():
+            vars(self._metrics[name]).update(attributes)
+
+    def _show(self, name: str, value: Any) -> None:
+        is_matrix = isinstance(value, Tensor) and value.ndim == 2
+        if is_matrix and max(value.shape) <= LONGEST:
+            columns = ["row", *map(str, range(value.shape[1]))]
+            rows = [[row, *cells] for row, cells in enumerate(value.tolist())]
+            self.tables.append((name, columns, rows))
+        elif name not in self._told:
+            self._told.add(name)
+            has_shape = isinstance(value, Tensor)
+            what = f"of shape {tuple(value.shape)}" if has_shape else f"a {type(value).__name__}"
+            log.warning("%s is not logged: the metric's result is %s, and no number", name, what)
+
+
+def _never() -> bool:
+    return False
+
+
+def _merge(metric: Any, everywhere: list[dict[str, Any]]) -> None:
+    """Gives the metric the states that torchmetrics makes of those of several processes."""
+    gathered: dict[int, list[Any]] = {}
+    for name, state in metric.metric_state.items():
+        values = [states[name] for states in everywhere]
+        if isinstance(state, list):
+            values = list(chain.from_iterable(values))
+        if values:
+            # torchmetrics asks for what the processes have of each tensor: this one stands for it.
+            tensor = torch.empty(0)
+            gathered[id(tensor)] = _copied(values, metric.device)
+            setattr(metric, name, [tensor] if isinstance(state, list) else tensor)
+
+    def gather(tensor: Tensor, group: Any = None) -> list[Any]:
+        return gathered.get(id(tensor), [tensor])
+
+    metric.sync(dist_sync_fn=gather, distributed_available=lambda: True)
+    merged = metric.metric_state
+    metric.unsync()
+    for name, state in merged.items():
+        setattr(metric, name, state)
+
+
+def _restore(metric: Any, name: str, states: dict[str, Any]) -> None:
+    now = metric.metric_state
+    kinds = {key: list if isinstance(state, list) else Tensor for key, state in now.items()}
+    if states.keys() != kinds.keys() or not all(isinstance(states[k], kinds[k]) for k in kinds):
+        raise ValueError(f"the states of {name} are {str(states)[:200]}")
+    for key, state in _copied(states, metric.device).items():
+        setattr(metric, key, state)
+
+
+def _copied(value: Any, device: torch.device | str) -> Any:
+    """The next update may write over what it is given."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(part, device) for key, part in value.items()}
+    return [_copied(part, device) for part in value] if isinstance(value, list) else value
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """`f1`, `f1/key` of a dict, `f1_0` of a row; what is not numbers, as it is."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _flat(f"{name}/{key}" if name else str(key), part)
+    elif is_number(value):
+        yield name, float(value)
+    elif isinstance(value, Tensor) and value.ndim == 1 and len(value) <= LONGEST:
+        yield from ((f"{name}_{index}", number) for index, number in enumerate(value.tolist()))
+    else:
+        yield name, value
