@@ -248,6 +248,18 @@ def test_a_stream_of_unknown_length_is_refused():
         measured(data=Streamed(batch_size=4))
 
 
+def test_several_optimizers_are_refused():
+    class Two(small.Small):
+        def configure_optimizer(self):
+            return {"a": small.Adam(self.net[0].parameters()), "b": small.Adam([self.net[3].bias])}
+
+        def training_step(self, batch, turn):
+            return super().training_step(batch)
+
+    with pytest.raises(UserError, match="with one optimizer, and Two has several: a, b$"):
+        measured(Two)
+
+
 # ---- what is printed
 
 

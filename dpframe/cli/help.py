@@ -40,6 +40,7 @@ examples
   dpframe mode=test checkpoint=outputs/boston/…/checkpoints/best.ckpt
   dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
   dpframe recipe=boston mode=plan plan.bandwidth=1.25e9            (what would 4096 replicas bring?)
+  dpframe recipe=lenet mode=tune                     (the largest batch that fits, a learning rate)
 
 options
   -h, --help              this page

@@ -21,7 +21,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.shuffle",
     "data.workers",
 )
-OF_FIT = ("callbacks", "logger", "plan", "trainer.max_epochs", "trainer.max_steps", LIMIT)
+OF_FIT = ("callbacks", "logger", "plan", "tune", "trainer.max_epochs", "trainer.max_steps", LIMIT)
 DECIDING = ("task", "data", "seed", "trainer.precision")
 
 

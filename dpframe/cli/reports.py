@@ -1,4 +1,4 @@
-"""`mode=verify` and `mode=plan`: reports that train nothing to keep."""
+"""`mode=verify`, `mode=plan` and `mode=tune`: reports that train nothing to keep."""
 
 import json
 import sys
@@ -18,9 +18,11 @@ from dpframe.cli.directory import Directory
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import UserError, printable
+from dpframe.plan.curve import svg
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Link, predictions
-from dpframe.plan.report import Plan
+from dpframe.plan.report import Plan, Tuning, counted
+from dpframe.plan.tune import Tuner
 from dpframe.strategies import Strategy, ranks
 from dpframe.task import Task
 
@@ -56,6 +58,22 @@ def planned(job: Composed) -> dict[str, Any]:
     lines = [{**each._asdict(), "efficiency": each.efficiency} for each in plan.predictions]
     _show(str(plan), {"plan": lines}, job)
     return {"metrics": {}}
+
+
+def tuned(job: Composed) -> dict[str, Any]:
+    """Prints the largest batch that fits, a learning rate, and the overrides to type."""
+    _refuse_checkpoint(job, "begins each trial with fresh weights")
+    if ranks.are_several():
+        raise UserError("mode=tune measures one replica in one process; start it without torchrun")
+    tuning = tuning_of(job)
+    texts = {}
+    if tuning.rates is not None and tuning.rates.points:
+        texts["lr.svg"] = svg(tuning.rates.points, tuning.rates.best, tuning.title)
+    _show(str(tuning), {"tune": tuning.summary()}, job, texts)
+    return {"metrics": {}}
+
+
+MODES = {"verify": verified, "plan": planned, "tune": tuned}
 
 
 def recipe_of(job: Composed) -> "Recipe":
@@ -103,6 +121,51 @@ def plan_of(job: Composed) -> Plan:
     return Plan(title, measured, link, settings.plan.least_gain, lines)
 
 
+def tuning_of(job: Composed) -> Tuning:
+    settings, trust = job.settings, trust_of(job)
+    wanted = build(job.config["strategy"], "strategy", Strategy, trust=trust)
+    replicas = replicas_of(wanted)
+
+    def make_task() -> Task:
+        seeding.seed_everything(settings.seed)
+        return build(job.config["task"], "task", Task, trust=trust)
+
+    data = build(job.config["data"], "data", DataModule, trust=trust)
+    tuner = Tuner(
+        make_task,
+        data,
+        settings.trainer,
+        settings.tune,
+        accelerator=settings.trainer.accelerator if wanted.uses_gpus else "cpu",
+        replicas=replicas,
+        seed=settings.seed,
+    )
+    title = (
+        f"tune {settings.recipe}: {counted(replicas, 'replica')} of {wanted.name}, measured on one "
+        f"on {tuner.device}, trainer.precision={settings.trainer.precision}"
+    )
+    find = settings.tune.find
+    return Tuning(
+        title,
+        tuner.limit,
+        settings.tune.max_batch_size,
+        tuner.batch_size() if "batch_size" in find else None,
+        tuner.learning_rate() if "lr" in find else None,
+        has_key="lr" in (job.config["task"].get("optimizer") or {}),
+    )
+
+
+def replicas_of(strategy: Strategy) -> int:
+    """How many there would be; none is started."""
+    if strategy.launches_ranks:
+        return len(strategy.choose_devices(default=None))
+    strategy.open()
+    try:
+        return strategy.replicas
+    finally:
+        strategy.shut()
+
+
 def _refuse_checkpoint(job: Composed, why: str) -> None:
     settings = job.settings
     if settings.checkpoint is not None:
@@ -111,13 +174,18 @@ def _refuse_checkpoint(job: Composed, why: str) -> None:
         )
 
 
-def _show(text: str, summary: dict[str, Any] | None, job: Composed) -> None:
-    """Writes a report only into a directory that was given."""
+def _show(
+    text: str, summary: dict[str, Any] | None, job: Composed, texts: Mapping[str, str] | None = None
+) -> None:
+    """Writes a report, and `texts` by the names of their files, only into a directory that was
+    given."""
     print(printable(text), flush=True)
     if job.is_run_dir_given:
         directory = Directory(Path(job.run_dir), is_given=True)
         path = Path(directory.make(job.notes))
         (path / f"{job.settings.mode}.txt").write_text(f"{text}\n", encoding="utf-8")
+        for name, content in (texts or {}).items():
+            (path / name).write_text(content, encoding="utf-8")
         if summary is not None:
             lines = json.dumps({"recipe": job.settings.recipe} | summary, indent=2)
             (path / "summary.json").write_text(f"{lines}\n", encoding="utf-8")

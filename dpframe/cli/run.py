@@ -43,10 +43,10 @@ def run(job: Composed) -> dict[str, Any]:
     interruption.allow(job.settings.trainer.grace_seconds)
     with exits_told():  # in a module that it imports
         trust = check_targets(job)
-    if job.settings.mode in ("verify", "plan"):
+    if job.settings.mode in ("verify", "plan", "tune"):
         from dpframe.cli import reports
 
-        return (reports.verified if job.settings.mode == "verify" else reports.planned)(job)
+        return reports.MODES[job.settings.mode](job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     try:
         return _launched(strategy, job)

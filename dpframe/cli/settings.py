@@ -10,13 +10,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.errors import UserError, not_one_of, suggestion
-from dpframe.plan.settings import PlanSettings
+from dpframe.plan.settings import PlanSettings, TuneSettings
 from dpframe.trainer.settings import TrainerSettings
 
-MODES = ("fit", "validate", "test", "predict", "verify", "plan")
+MODES = ("fit", "validate", "test", "predict", "verify", "plan", "tune")
 EVALUATIONS = ("validate", "test", "predict")
 PARTS = ("task", "data", "strategy")
-TYPED = {"trainer": TrainerSettings, "plan": PlanSettings}
+TYPED = {"trainer": TrainerSettings, "plan": PlanSettings, "tune": TuneSettings}
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 
 
@@ -28,6 +28,7 @@ class RunSettings:
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
+    tune: TuneSettings = field(default_factory=TuneSettings)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     mode: str = "fit"

@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import cycle, islice, pairwise
+from itertools import chain, cycle, islice, pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -76,8 +76,14 @@ def measure(
     def fit(probe: Probe, rows: list[int]) -> Trainer:
         probe.open()
         sampled = Sampled(feed.source, batches, rows)
-        kept = _settings(settings, steps=len(rows))
+        kept = short(settings, steps=len(rows))
         trainer = Trainer(task, sampled, strategy=probe, settings=kept, seed=seed)
+        trainer.prepare()
+        if len(trainer.updates) > 1:
+            raise UserError(
+                "mode=plan times the parts of a step with one optimizer, and "
+                f"{type(task).__name__} has several: {', '.join(trainer.updates)}"
+            )
         trainer.fit()
         return trainer
 
@@ -142,7 +148,8 @@ class Sampled(DataModule):
         return self.batches
 
 
-def _settings(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
+def short(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
+    """Of a training of some steps that logs nothing."""
     return replace(
         settings,
         accumulate=1,
@@ -167,10 +174,11 @@ class Probe(Strategy):
     def setup(self) -> None:
         super().setup()
         self.times: list[Times] = []
-        self.held: list[int] = []  # bytes that each step kept
+        self.held: list[int] = []  # bytes that each step kept, at most
+        self._most = 0
         self.tries: list[tuple[float, dict[Tensor, float]]] = []
         self.arrived: dict[Tensor, float] = {}  # when each gradient was there
-        self.laps = [_now(self.device)]
+        self.laps = [now(self.device)]
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
@@ -204,9 +212,9 @@ class Probe(Strategy):
             began = self.laps[2]  # the backward
             self.tries.append((seconds[2], {p: at - began for p, at in self.arrived.items()}))
         if self.kept is not None:
-            lasting = {tensor.untyped_storage().data_ptr() for tensor in self.lasting}
-            self.held.append(sum(s.nbytes() for at, s in self.kept.items() if at not in lasting))
-            self.kept.clear()
+            self._count()
+            self.held.append(self._most)
+            self._most = 0
         if self.device.type == "cuda":
             self.peak = torch.cuda.max_memory_allocated()
         self.laps, self.arrived = self.laps[-1:], {}
@@ -222,23 +230,41 @@ class Probe(Strategy):
             for parameter in sorted(self.trained, key=lambda parameter: when[parameter])
         ]
 
+    def _count(self) -> None:
+        """What was kept for a backward that is over by now; several optimizers have one each."""
+        assert self.kept is not None
+        lasting = {tensor.untyped_storage().data_ptr() for tensor in self.lasting}
+        here = sum(s.nbytes() for at, s in self.kept.items() if at not in lasting)
+        self._most = max(self._most, here)
+        self.kept.clear()
+
     def _begin(self, batch: Any) -> None:
         self._lap()
+        if self.kept:
+            self._count()
         for tensor in _tensors(batch) if self.kept is not None else ():
             self.keep(tensor)
 
     def _arrive(self, parameter: Tensor) -> None:
-        self.arrived[parameter] = _now(self.device)
+        self.arrived[parameter] = now(self.device)
 
     def _lap(self) -> None:
-        self.laps.append(_now(self.device))
+        self.laps.append(now(self.device))
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """On a GPU (not tried on one) it waits for all that was asked of the device before."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
+
+
+def lasting_bytes(trainer: Trainer) -> int:
+    """Of what is there between two steps, and of the gradients."""
+    parameters = list(trainer.task.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    states = [_tensors(update.optimizer.state) for update in trainer.updates.values()]
+    return _bytes(chain(parameters, trained, trainer.task.buffers(), *states))
 
 
 def _tensors(nest: Any) -> Iterator[Tensor]:

@@ -1,9 +1,11 @@
-"""A plan as text: what was measured, what is assumed, and a line for each number of replicas."""
+"""A plan and a tuning as text: what was measured, what is assumed, and what follows from it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from dpframe.plan.curve import chart
 from dpframe.plan.measure import Measured
 from dpframe.plan.model import Link, Prediction, stops_paying
+from dpframe.plan.tune import Rates, Trial
 
 
 class Plan(NamedTuple):
@@ -16,6 +18,33 @@ class Plan(NamedTuple):
     def __str__(self) -> str:
         notes = [*_measured(self.measured), _memory(self.measured), *_assumed(self)]
         return "\n".join([self.title, *notes, "", *_table(self.predictions), "", verdict(self)])
+
+
+class Tuning(NamedTuple):
+    title: str
+    limit: float | None  # bytes a replica
+    max_batch_size: int
+    batch: tuple[int, list[Trial]] | None  # the largest that fits, and how it was found
+    rates: Rates | None
+    has_key: bool  # task.optimizer.lr
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        if self.batch is not None:
+            lines += _trials(*self.batch, self.limit, self.max_batch_size)
+        if self.rates is not None:
+            lines += _rates(self.rates, self.has_key)
+        return "\n".join(lines)
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.batch is not None:
+            size, trials = self.batch
+            found |= {"batch_size": size, "trials": [trial._asdict() for trial in trials]}
+        if self.rates is not None:
+            points = [list(point) for point in self.rates.points]
+            found |= {"lr": self.rates.best and _rounded(self.rates.best), "losses": points}
+        return found
 
 
 def verdict(plan: Plan) -> str:
@@ -87,6 +116,43 @@ def _table(predictions: list[Prediction]) -> list[str]:
     cells = [[name, *column] for name, column in columns.items()]
     widths = [max(map(len, column)) for column in cells]
     return ["  ".join(map(str.rjust, row, widths)) for row in zip(*cells, strict=True)]
+
+
+def _trials(found: int, trials: list[Trial], limit: float | None, max_batch_size: int) -> list[str]:
+    bound = "" if limit is None else f" {size(limit)} (tune.memory)"
+    cells = [("rows a replica", "memory", "rows a second", "")]
+    for trial in trials:
+        used = "out of memory" if trial.bytes is None else size(trial.bytes)
+        speed = f"{trial.rows_per_second:,.0f}" if trial.rows_per_second else ""
+        cells.append((f"{trial.rows}", used, speed, "" if trial.fits else f"more than{bound}"))
+    rows = [
+        f"{rows:>14}  {used:>13}  {speed:>13}  {note}".rstrip() for rows, used, speed, note in cells
+    ]
+    if not found:
+        return [*rows, "not even one row fits"]
+    why = "the largest batch that fits"
+    if found == max_batch_size:
+        why = "fits; tune.max_batch_size is the largest that is tried"
+    elif all(trial.fits for trial in trials):
+        why = "fits: all rows to train on"
+    return [*rows, f"data.batch_size={found}    {why}"]
+
+
+def _rates(rates: Rates, has_key: bool) -> list[str]:
+    if rates.best is None:
+        return ["", "no learning rate from tune.min_lr to tune.max_lr makes the loss fall"]
+    key = "task.optimizer.lr=" if has_key else "learning rate "
+    last = rates.points[-1].rate
+    where = f"where the loss falls fastest, of {rates.points[0].rate:.3g} to {last:.3g}"
+    return [
+        "",
+        *chart(rates.points, rates.best),
+        f"{key}{_rounded(rates.best):g}    {where}, {rates.batch_size} rows a step",
+    ]
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.2g}")
 
 
 def size(count: float) -> str:

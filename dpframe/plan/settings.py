@@ -1,8 +1,10 @@
-"""What `plan.*` may be; conf/config.yaml explains each key."""
+"""What `plan.*` and `tune.*` may be; conf/config.yaml explains each key."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from dpframe.errors import UserError
+from dpframe.errors import UserError, not_one_of
+
+FOUND = ("batch_size", "lr")
 
 
 @dataclass
@@ -23,3 +25,27 @@ class PlanSettings:
         ):
             if not is_sane:
                 raise UserError(f"plan.{key}={getattr(self, key)} is out of range; use {wanted}")
+
+
+@dataclass
+class TuneSettings:
+    find: list[str] = field(default_factory=lambda: list(FOUND))
+    memory: float | None = None  # bytes
+    max_batch_size: int = 8192
+    steps: int = 100
+    min_lr: float = 1e-6
+    max_lr: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in self.find:
+            if name not in FOUND:
+                raise not_one_of("tune.find", name, FOUND)
+        for key, is_sane, wanted in (  # NaN is not sane
+            ("memory", self.memory is None or self.memory > 0, "more than 0 bytes, or null"),
+            ("max_batch_size", self.max_batch_size >= 1, "1 or more"),
+            ("steps", self.steps >= 10, "10 or more"),
+            ("min_lr", self.min_lr > 0, "more than 0"),
+            ("max_lr", self.max_lr > self.min_lr, "more than tune.min_lr"),
+        ):
+            if not is_sane:
+                raise UserError(f"tune.{key}={getattr(self, key)} is out of range; use {wanted}")

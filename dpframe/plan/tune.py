@@ -1,0 +1,242 @@
+"""The largest batch that fits in memory, and a learning rate: short trainings on one replica."""
+
+import gc
+import math
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from dpframe import seeding
+from dpframe.callbacks.base import Callback
+from dpframe.data import DataModule
+from dpframe.errors import Failure, UserError
+from dpframe.plan.curve import Point, smoothed
+from dpframe.plan.measure import Probe, Sampled, lasting_bytes, now, short
+from dpframe.plan.settings import TuneSettings
+from dpframe.task import Task
+from dpframe.trainer import Trainer
+from dpframe.trainer.feed import Feed
+from dpframe.trainer.settings import TrainerSettings
+
+STEPS = 3  # of a trial; the first makes the optimizer's state
+EXACT = 64  # the search ends where one part in so many is still unknown
+RECENT, DIVERGED = 5, 4.0  # so many losses of so many times the smallest: the test ends
+PART_OF_MACHINE = 4  # on the CPU, all replicas take at most one part in so many of its memory
+CPU_ERRORS = ("can't allocate memory", "not enough memory")  # torch has no type for them
+
+
+class Trial(NamedTuple):
+    """What a share of so many rows takes; no bytes where the device ran out of them."""
+
+    rows: int
+    bytes: int | None
+    rows_per_second: float
+    fits: bool
+
+
+class Rates(NamedTuple):
+    """The losses of a training whose learning rate grows, and where they fall fastest."""
+
+    points: list[Point]
+    batch_size: int
+    best: float | None
+
+
+class Tuner:
+    """`make_task` makes a fresh task for each trial; all begin alike."""
+
+    def __init__(
+        self,
+        make_task: Callable[[], Task],
+        data: DataModule,
+        settings: TrainerSettings,
+        tune: TuneSettings,
+        *,
+        accelerator: str,
+        replicas: int,
+        seed: int,
+    ) -> None:
+        self.make_task, self.settings, self.tune = make_task, settings, tune
+        self.replicas, self.seed = replicas, seed
+        self.make_probe = partial(Steps, accelerator=accelerator)
+        probe = self.make_probe()
+        probe.open()
+        self.device = probe.device
+        data.setup()
+        feed = Feed.of(data, probe, settings, seed=seed)
+        if feed.train.order is None:
+            raise UserError(
+                f"mode=tune: {type(data).__name__}.train_dataset() is a stream, of which no batch "
+                "can be drawn twice; tune with a data set that has a length"
+            )
+        self.source = feed.source
+        self.batches: list[Tensor] = list(feed.train.order.epoch(0))
+        self.limit = tune.memory
+        if self.limit is None and self.device.type == "cpu":
+            self.limit = _machine_bytes() / PART_OF_MACHINE / replicas
+
+    def batch_size(self) -> tuple[int, list[Trial]]:
+        """The largest global batch that fits, and the trials in their order."""
+        trials: list[Trial] = []
+
+        def fits(rows: int) -> bool:
+            trials.append(self._trial(rows))
+            return trials[-1].fits
+
+        most = min(sum(map(len, self.batches)), self.tune.max_batch_size)
+        share = -(-most // self.replicas)
+        found = largest(fits, -(-max(map(len, self.batches)) // self.replicas), share)
+        return min(found * self.replicas, most), trials
+
+    def learning_rate(self) -> Rates:
+        """By the global batch and accumulation of the config, on one replica: the same maths."""
+        steps, accumulate = self.tune.steps, self.settings.accumulate
+        growth = (self.tune.max_lr / self.tune.min_lr) ** (1 / (steps - 1))
+        sweep = Sweep([self.tune.min_lr * growth**step for step in range(steps)])
+        size = max(map(len, self.batches))
+        settings = replace(
+            short(self.settings, steps=steps), accumulate=accumulate, on_nonfinite="skip"
+        )
+        sizes = [size] * (steps * accumulate)
+        if self._fit(self.make_probe(), self.batches, sizes, settings, sweep) is None:
+            raise Failure(
+                f"mode=tune: a batch of {size} rows does not fit {self.device}, on which learning "
+                "rates are tried; use a smaller data.batch_size and a larger trainer.accumulate"
+            )
+        return Rates(sweep.points, size * accumulate, steepest(sweep.points))
+
+    def _trial(self, rows: int) -> Trial:
+        probe, settings = self.make_probe(), short(self.settings, steps=STEPS)
+        counts = self.device.type == "cpu"
+        probe.kept = {} if counts else None
+        everything = [torch.cat(self.batches)]
+        with saved_tensors_hooks(probe.keep, lambda tensor: tensor):
+            trainer = self._fit(probe, everything, [rows] * STEPS, settings)
+        if trainer is None:
+            return Trial(rows, None, 0.0, fits=False)
+        used = probe.peak or 0
+        if counts:
+            used = lasting_bytes(trainer) + max(probe.held)
+        seconds = min(end - start for start, end in pairwise(probe.ends))
+        return Trial(rows, used, rows / seconds, fits=self.limit is None or used <= self.limit)
+
+    def _fit(
+        self,
+        probe: "Steps",
+        batches: list[Tensor],
+        sizes: list[int],
+        settings: TrainerSettings,
+        *callbacks: Callback,
+    ) -> Trainer | None:
+        """None: there was not enough memory."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        probe.open()
+        sampled = Sampled(self.source, batches, sizes)
+        with seeding.seeded(self.seed):
+            try:
+                trainer = Trainer(
+                    self.make_task(),
+                    sampled,
+                    strategy=probe,
+                    settings=settings,
+                    callbacks=callbacks,
+                    seed=self.seed,
+                )
+                trainer.fit()
+                return trainer
+            except (RuntimeError, MemoryError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+        return None
+
+
+class Steps(Probe):
+    """Notes when each step ended."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.ends: list[float] = []
+
+    def weight_sync(self, is_read: bool) -> None:
+        super().weight_sync(is_read)
+        if not is_read:
+            self.ends.append(now(self.device))
+
+
+class Sweep(Callback):
+    """Trains each step at the next of `rates`, until the loss has grown out of proportion.
+
+    Groups of parameters keep the proportions of their learning rates.
+    """
+
+    def __init__(self, rates: list[float]) -> None:
+        self.rates = rates
+        self.points: list[Point] = []
+
+    def on_fit_start(self, trainer: Trainer) -> None:
+        if len(trainer.updates) > 1:
+            raise UserError(
+                f"mode=tune finds one learning rate, and {type(trainer.task).__name__} has several "
+                f"optimizers: {', '.join(trainer.updates)}; use tune.find=[batch_size]"
+            )
+        groups = trainer.update.optimizer.param_groups
+        rates = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        self.parts = [rate / rates[0] if rates[0] else 1.0 for rate in rates]
+        self._set(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        loss = trainer.means.window().get("loss", math.inf)  # none if the step was left out
+        if math.isfinite(loss):
+            self.points.append(Point(self.rates[len(self.points)], loss))
+        losses = [point.loss for point in smoothed(self.points)] or [loss]
+        recent = [point.loss for point in self.points[-RECENT:]] or [loss]
+        bound = min(losses) + (DIVERGED - 1) * abs(min(losses))
+        if not math.isfinite(loss) or min(recent) > bound:
+            trainer.stop("the loss grows")
+        elif len(self.points) < len(self.rates):
+            self._set(trainer)
+
+    def _set(self, trainer: Trainer) -> None:
+        rate = self.rates[len(self.points)]
+        for group, part in zip(trainer.update.optimizer.param_groups, self.parts, strict=True):
+            group["lr"] = rate * part
+
+
+def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
+    """The largest number up to `most` that fits, to one part in 64: by doubling, then bisection."""
+    good, bad, size = 0, 0, min(first, most)
+    while True:
+        if fits(size):
+            good = size
+        else:
+            bad = size
+        if good == most or (bad and bad - good <= max(1, good // EXACT)):
+            return good
+        size = (good + bad) // 2 if bad else min(2 * good, most)
+
+
+def steepest(points: list[Point]) -> float | None:
+    """The learning rate at which the loss falls fastest, before its minimum; None: nowhere."""
+    losses = [point.loss for point in smoothed(points)]
+    end = losses.index(min(losses)) if losses else 0
+    falls = [(losses[at + 1] - losses[at - 1], at) for at in range(1, end)]
+    fall, at = min(falls, default=(0.0, 0))
+    return points[at].rate if fall < 0 else None
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    is_told = any(text in str(error) for text in CPU_ERRORS)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_told
+
+
+def _machine_bytes() -> float:
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -1,0 +1,261 @@
+"""mode=tune: the searches against known answers, and what the command prints and writes."""
+
+import json
+import math
+import xml.etree.ElementTree as ET
+from functools import partial
+
+import command
+import pytest
+import torch
+from small import SGD, Adam, Rows, Small, Streamed, fitted
+from torch import nn
+
+from dpframe import Task, TrainerSettings, UserError
+from dpframe.cli.compose import composed
+from dpframe.cli.reports import replicas_of, tuned
+from dpframe.errors import Failure
+from dpframe.plan.curve import Point, chart, smoothed, svg
+from dpframe.plan.settings import TuneSettings
+from dpframe.plan.tune import Tuner, largest, steepest
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+
+# ---- the searches
+
+
+@pytest.mark.parametrize("bound", [0, 1, 2, 31, 32, 100, 4000, 9999])
+@pytest.mark.parametrize("first", [1, 32, 5000])
+def test_doubling_and_bisection_end_one_part_in_64_below_what_fits(bound, first):
+    tried: list[int] = []
+
+    def fits(size: int) -> bool:
+        tried.append(size)
+        return size <= bound
+
+    found = largest(fits, first, 6000)
+    true = min(bound, 6000)
+    assert true - max(0, true // 64 - 1) <= found <= true
+    assert len(tried) <= 2 * math.log2(6000) and max(tried) <= max(first, 2 * true + 1)
+    assert len(set(tried)) == len(tried) and 0 not in tried
+
+
+def falling(at: int, count: int = 60) -> list[Point]:
+    return [Point(10 ** (n / 10), 1 / (1 + math.exp((n - at) / 3))) for n in range(count)]
+
+
+def test_the_steepest_point_is_not_shifted_by_smoothing():
+    assert steepest(falling(23)) == falling(23)[23].rate
+    assert [p.loss for p in smoothed([Point(1, x) for x in (1.0, 5.0, 3.0)])] == [1.0, 3.0, 3.0]
+    rises = [*falling(23)[:40], *(Point(10 ** (n / 10), n) for n in range(40, 60))]
+    assert steepest(rises) == falling(23)[23].rate
+    assert steepest([]) is steepest([Point(n, float(n)) for n in range(1, 20)]) is None
+
+
+# ---- the trials
+
+
+def tuner(make=Small, data=None, *, replicas=1, settings=None, **tune) -> Tuner:
+    return Tuner(
+        make,
+        data or Rows(),
+        TrainerSettings(threads=1, **(settings or {})),
+        TuneSettings(**tune),
+        accelerator="cpu",
+        replicas=replicas,
+        seed=0,
+    )
+
+
+NUMBERS = 3 * 8 + 8 + 8 + 1  # of Small
+LASTING = 4 * (2 * NUMBERS + 2 * NUMBERS + 4)  # with gradients, Adam's moments and four counts
+A_ROW = 4 * (3 + 1 + 8 + 1)  # x, y, the ReLU's output and the error
+
+
+@pytest.mark.parametrize("rows, replicas", [(10, 1), (7, 1), (3, 2), (4, 8)])
+def test_the_largest_batch_is_the_one_whose_memory_is_the_limit(rows, replicas):
+    limit = LASTING + rows * A_ROW
+    size, trials = tuner(lambda: Small(Adam), replicas=replicas, memory=limit).batch_size()
+    assert size == min(rows * replicas, 20)
+    assert all(trial.bytes == LASTING + trial.rows * A_ROW for trial in trials)
+    assert tuner(memory=1.0).batch_size()[0] == 0
+
+
+def test_an_optimizer_a_turn_is_counted():
+    both = tuner(lambda: Small(Adam), memory=1e9).batch_size()[1]
+
+    class Two(Small):
+        def configure_optimizer(self):
+            first, second = list(self.parameters())[:2], list(self.parameters())[2:]
+            return {"a": Adam(first), "b": Adam(second)}
+
+        def training_step(self, batch, turn):
+            return super().training_step(batch)
+
+    turns = tuner(Two, memory=1e9)
+    assert [t.bytes for t in turns.batch_size()[1]] == [trial.bytes for trial in both]
+    with pytest.raises(UserError, match="and Two has several optimizers: a, b; use tune.find="):
+        turns.learning_rate()
+
+
+class Big(Small):
+    """Its device has room for seven rows."""
+
+    error: Exception = torch.OutOfMemoryError("CUDA out of memory")
+
+    def training_step(self, batch):
+        if len(batch[0]) > 7:
+            raise self.error
+        return super().training_step(batch)
+
+
+def test_what_the_device_has_no_room_for_ends_no_search():
+    size, trials = tuner(Big).batch_size()
+    assert size == 7 and {trial.bytes is None for trial in trials if not trial.fits} == {True}
+    Big.error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")
+    assert tuner(Big).batch_size()[0] == 7
+    with pytest.raises(Failure, match="a batch of 8 rows does not fit cpu, on which learning rate"):
+        tuner(Big, Rows(batch_size=8)).learning_rate()
+    Big.error = RuntimeError("another one")
+    with pytest.raises(RuntimeError, match="another one"):
+        tuner(Big).batch_size()
+
+
+def test_batches_stay_below_the_largest_that_may_be_tried():
+    assert tuner(max_batch_size=6).batch_size()[0] == 6
+    assert tuner(max_batch_size=7, replicas=2).batch_size()[0] == 7
+
+
+class Valley(Task):
+    """Gradient descent on 2 w^2 + 8 v^2 ends where it begins at a rate of 1/8, and beyond."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(2, 1, bias=False), SGD)
+        with torch.no_grad():
+            self.net.weight.fill_(1.0)
+
+    def training_step(self, batch):
+        weights = self.net.weight[0]
+        return {
+            "loss": 2 * weights[0] ** 2 + 8 * weights[1] ** 2 + 0 * self.net(batch[0][:, :2]).sum()
+        }
+
+
+def test_a_learning_rate_is_found_that_learns_and_the_test_ends_where_the_loss_grows():
+    rates = tuner(Valley, settings={"accumulate": 2}).learning_rate()
+    assert rates.batch_size == 8 and rates.best is not None
+    assert 0.005 < rates.best < 0.125 < rates.points[-1].rate < 5
+    make = partial(Small, partial(torch.optim.SGD, lr=0.0))
+    given = {"scheduler_every": "step", "max_epochs": 1}
+    found = tuner(make, settings=given, max_lr=1e3).learning_rate()
+    assert found.best is not None
+    losses = {
+        lr: fitted(make=lambda r=lr: Small(partial(SGD, lr=r))).metrics["train/loss"]
+        for lr in (found.best / 100, found.best)
+    }
+    assert losses[found.best] < 0.5 * losses[found.best / 100]
+
+
+def test_a_loss_that_is_not_finite_ends_the_test_and_not_the_command():
+    class Cliff(Small):
+        def training_step(self, batch):
+            output = super().training_step(batch)
+            return {"loss": output["loss"] / (self.global_step < 30)}
+
+    assert len(tuner(Cliff).learning_rate().points) == 30
+
+
+def test_groups_keep_the_proportions_of_their_rates_and_each_trial_begins_alike():
+    made: list[Small] = []
+
+    class Grouped(Small):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+        def configure_optimizer(self):
+            body, head = self.net[0].parameters(), self.net[3].parameters()
+            return torch.optim.SGD([{"params": body}, {"params": head, "lr": 0.5}], lr=0.05)
+
+        def on_before_step(self, trainer):
+            rates = [group["lr"] for group in trainer.update.optimizer.param_groups]
+            assert rates[1] == pytest.approx(10 * rates[0])
+
+    before = torch.get_rng_state()
+    first, again = (tuner(Grouped, find=["lr"]).learning_rate() for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert first.points[0].rate == 1e-6 and len(made) == 2
+    make = tuner(Small, steps=20, max_lr=1e-3)
+    assert make.learning_rate().points[0] == make.learning_rate().points[0]
+
+
+def test_a_stream_is_refused():
+    with pytest.raises(UserError, match=r"Streamed.train_dataset\(\) is a stream, of which no bat"):
+        tuner(data=Streamed())
+
+
+def test_replicas_are_counted_without_starting_any():
+    assert replicas_of(DDP(5, "cpu")) == 5 and replicas_of(DataParallel(3, "cpu")) == 3
+
+
+# ---- what is printed and written
+
+
+def test_the_picture_has_each_point_and_the_rate_that_is_found():
+    points = falling(30)
+    root = ET.fromstring(svg(points, points[30].rate, "a <b> & c"))
+    lines = [line.attrib["points"].split() for line in root.findall("{*}polyline")]
+    assert [len(line) for line in lines] == [60, 60]
+    texts = [text.text for text in root.findall("{*}text")]
+    assert {"a <b> & c", "learning rate", "loss", "1", "1e+03"} <= set(texts)
+    drawn = chart(points, points[30].rate)
+    assert sum(line.count("*") for line in drawn) >= 55 and max(map(len, drawn)) <= 80
+    assert [line[10 + 32] for line in drawn[1:-1]].count("|") >= 7
+    assert chart(points[:1], None) and svg([Point(1, 1.0), Point(2, 1.0)], None, "")
+
+
+def test_a_setting_that_can_not_be_is_one_line_before_torch_is_there(tmp_path):
+    refused = {
+        "tune.memry=1": "did you mean tune.memory?",
+        "tune.find=[batch]": "tune.find=batch is not one of batch_size, lr; did you mean",
+        "tune.memory=0": "tune.memory=0.0 is out of range; use more than 0 bytes, or null",
+        "tune.max_batch_size=0": "tune.max_batch_size=0 is out of range; use 1 or more",
+        "tune.steps=9": "tune.steps=9 is out of range; use 10 or more",
+        "tune.min_lr=0": "tune.min_lr=0.0 is out of range; use more than 0",
+        "tune.max_lr=1e-9": "tune.max_lr=1e-09 is out of range; use more than tune.min_lr",
+    }
+    lines = [["recipe=boston", "mode=tune", override] for override in refused]
+    tried, heavy = command.cold_attempts(lines, tmp_path)
+    assert heavy == []
+    for attempt, said in zip(tried, refused.values(), strict=True):
+        assert (attempt.code, said in attempt.err) == (2, True), attempt
+        assert attempt.err.count("\n") == 1 and attempt.files == []
+
+
+def test_the_command_prints_what_to_type_and_leaves_nothing_but_where_it_is_told(tmp_path):
+    words = ["recipe=boston", "mode=tune", "strategy=ddp", "trainer.gpus=2", "tune.steps=20"]
+    kept = tmp_path / "kept"
+    plain, written = command.attempts([words, [*words, f"hydra.run.dir={kept}"]], tmp_path)
+    assert plain.code == written.code == 0 and plain.files == []
+    assert plain.out.startswith("tune boston: 2 replicas of DDP, measured on one on cpu")
+    typed = [line.split()[0] for line in plain.out.splitlines() if "=" in line.split("    ")[0]]
+    assert typed[1] == "data.batch_size=404" and typed[2].startswith("task.optimizer.lr=")
+    assert composed(["recipe=boston", *typed[1:]]).settings
+    summary = json.loads((kept / "summary.json").read_text())["tune"]
+    assert summary["batch_size"] == 404 and f"task.optimizer.lr={summary['lr']:g}" == typed[2]
+    assert (kept / "tune.txt").read_text() == written.out
+    assert ET.parse(kept / "lr.svg").getroot().tag.endswith("svg")
+
+
+def test_a_checkpoint_and_torchruns_ranks_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "a.ckpt").write_bytes(b"")
+    words = ["recipe=boston", "mode=tune", "strategy=cpu"]
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        UserError, match="checkpoint=a.ckpt: mode=tune begins each trial with fresh"
+    ):
+        tuned(composed([*words, "checkpoint=a.ckpt"]))
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="in one process; start it without torchrun"):
+        tuned(composed(words))
