@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -34,20 +35,42 @@ class Job(Protocol):
 class Placed(Protocol):
     device: torch.device
     rank: int
+    replicas: int
+    world_size: int
+
+    def gather_rows(self, x: Tensor, total: int) -> Tensor: ...
 
 
 class Attached:
     """Where a task is trained. It belongs to the Trainer: a copy of the task shares it."""
 
-    def __init__(self, progress: Job | None = None, strategy: Placed | None = None) -> None:
+    def __init__(
+        self,
+        progress: Job | None = None,
+        strategy: Placed | None = None,
+        *,
+        is_compiled: bool = False,
+    ) -> None:
         self.progress = progress
         self.strategy = strategy
+        self.is_compiled = is_compiled
 
     def __deepcopy__(self, memo: dict) -> "Attached":
         return self
 
     def __reduce__(self) -> tuple:  # in a file or another process there is no such Trainer
         return Attached, ()
+
+
+class Here(threading.local):
+    """The share that this thread's step computes: replicas may have a thread each."""
+
+    def __init__(self) -> None:
+        self.rows = 0  # outside of a step
+        self.total = 0
+
+
+HERE = Here()
 
 
 class Readable:
@@ -120,6 +143,33 @@ class Task(nn.Module):
     def rank(self) -> int:
         """The number of this process."""
         return self.attached.strategy.rank if self.attached.strategy else 0
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The whole batch's rows, in order, from those of this step's share. Gradients flow back to
+        the replicas that they came from.
+
+        The first dimension of `x` is the share's rows, or a multiple of them. Every replica has to
+        call it as often. Under accumulation the batch is one of `data.batch_size` rows."""
+        name = type(self).__name__
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"{name}.all_gather got a {type(x).__name__}; pass a tensor, and call it for each"
+            )
+        strategy = self.attached.strategy
+        if strategy is None:
+            return x
+        if self.attached.is_compiled and strategy.replicas > strategy.world_size:
+            raise UserError(
+                f"{name}.all_gather can't be compiled for several replicas in one process; use "
+                "strategy=ddp or trainer.compile.mode=null"
+            )
+        rows = HERE.rows
+        if rows and (not x.ndim or not len(x) or len(x) % rows):
+            raise UserError(
+                f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
+                "rows; make these rows, or a multiple of them, its first dimension"
+            )
+        return strategy.gather_rows(x, HERE.total if rows else 0)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Output:
         """Takes a batch; with several optimizers also `turn`, the name of the one to train."""
@@ -262,14 +312,16 @@ class TrainStep(nn.Module):
         A replica without a row takes part in every collective of the backward and adds exactly
         nothing. So does a share of weight 0, even if its mean is NaN.
         """
-        batch, rows, _ = share
+        batch, rows, HERE.total = share
         if not rows:
             return self._nothing(*filter(_is_trained, self.task.parameters())), []
+        HERE.rows = rows
         if self.autocast is None:
             output = self.task.training_step(batch, *self.turn)
         else:
             with self.autocast():
                 output = self.task.training_step(batch, *self.turn)
+        HERE.rows = 0
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = _exact_weight(output["weight"], self.task) if is_weighted else rows
@@ -323,15 +375,17 @@ class EvalStep(nn.Module):
         self.named = {"name": name} if takes_name else {}
 
     def forward(self, share: Share) -> list[tuple[int, Any]]:
-        batch, rows, _ = share
+        batch, rows, HERE.total = share
         if not rows:
             return []
+        HERE.rows = rows
         step = getattr(self.task, self.step)
         if self.autocast is None:
             output = step(batch, **self.named)
         else:
             with self.autocast():
                 output = step(batch, **self.named)
+        HERE.rows = 0
         if self.step != "predict_step":  # whose output is checked where it is joined
             _check_evaluated(output, self.task, self.step)
         return [(rows, output)]

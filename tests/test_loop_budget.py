@@ -45,7 +45,7 @@ class Looks(Small):
 def crossed(strategy: Strategy) -> list[str]:
     strategy.setup()
     try:
-        return fitted(Looks(), strategy=strategy, max_steps=1).task.crossed
+        return fitted(Looks(), strategy=strategy, max_steps=2).task.crossed  # the second's
     finally:
         strategy.close()
 

@@ -1,17 +1,19 @@
 """A step gets rows of its replica's share, and is not called where there is none."""
 
+import threading
 from collections import Counter
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from forked import on
+from forked import fresh, on
 from recorded import once, weights, weights_apart
-from small import Hooks, Listed, Small, Stream, fitted
+from small import Hooks, Listed, Rows, Small, Stream, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpframe import DataModule, Strategy, Task, UserError
+from dpframe import DataModule, Strategy, Task, Trainer, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -227,3 +229,286 @@ def test_what_needs_a_row_of_every_rank_is_refused_by_all_ranks_where_one_has_no
     for said in on(DDP(4, "cpu"), refused_on):
         for name, (*_, line) in FEW.items():
             assert said[name].startswith(f"strategy.{line} on 4 ranks, of which the last has none")
+
+
+# Rows of other replicas
+
+
+class Pairs(Task):
+    """Symmetric cross entropy of this share's rows against all rows, as CLIP has it. Some numbers
+    are drawn, some rows come twice, and the scale is learnt."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4))
+        self.other = nn.Linear(3, 4)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        x, y, number = batch
+        mine, other = self.net(x), self.other(y)
+        twice = self.all_gather(torch.stack([mine, other], 1).reshape(-1, 4))
+        target = (self.all_gather(number)[None] == number[:, None]).int().argmax(1)
+        return contrasted(mine, other, twice[::2], twice[1::2], target, self.scale)
+
+    def configure_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+
+def contrasted(
+    mine: Tensor, other: Tensor, all_mine: Tensor, all_other: Tensor, target: Tensor, scale: Tensor
+) -> dict[str, Tensor]:
+    there = nn.functional.cross_entropy(scale * mine @ all_other.T, target)
+    back = nn.functional.cross_entropy(scale * other @ all_mine.T, target)
+    return {"loss": (there + back) / 2}
+
+
+class Heavy(Pairs):
+    """Its mean is over weights, of which some shares have none, and shares one weight with all."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        x, y, number = batch
+        mine, all_other = self.net(x), self.all_gather(self.other(y))
+        weight = (number % 9 > 1).to(x.dtype)
+        losses = (mine @ all_other.T * self.scale).logsumexp(1) * weight
+        return {"loss": losses.sum() / weight.sum(), "weight": weight.sum()}
+
+
+PAIRS = 17
+
+
+class Columns(DataModule):
+    def train_dataset(self) -> Dataset:
+        draw = torch.Generator().manual_seed(1)
+        x, y = (torch.randn(PAIRS, 3, generator=draw) for _ in "xy")
+        return TensorDataset(x, y, torch.arange(PAIRS))
+
+    def val_dataset(self) -> Dataset:
+        return TensorDataset(*self.train_dataset()[:7])
+
+
+def by_hand(task: type[Pairs], size: int, accumulate: int) -> tuple[dict[str, Any], list[float]]:
+    """Torch alone, a batch at a time; and the loss of each epoch, and of the validation."""
+    torch.manual_seed(0)
+    net = task().double()
+    optimizer = net.configure_optimizer()
+    data = Columns(size)
+    columns = [c.double() if c.is_floating_point() else c for c in data.train_dataset().tensors]
+
+    def loss_of(rows: Tensor) -> tuple[Tensor, float]:
+        x, y, number = (column[rows] for column in columns)
+        mine, other = net.net(x), net.other(y)
+        if task is Pairs:
+            target = torch.arange(len(rows))
+            return contrasted(mine, other, mine, other, target, net.scale)["loss"], len(rows)
+        weight = (number % 9 > 1).double()
+        losses = (mine @ other.T * net.scale).logsumexp(1) * weight
+        return losses.sum(), float(weight.sum())
+
+    def mean_of(batches: list[Tensor]) -> Tensor:
+        parts = [loss_of(rows) for rows in batches]
+        whole = sum(weight for _, weight in parts)
+        return sum(loss * (weight if task is Pairs else 1) for loss, weight in parts) / whole
+
+    batches = list(torch.arange(PAIRS).split(size))
+    for _ in range(2):
+        for start in range(0, len(batches), accumulate):
+            optimizer.zero_grad()
+            mean_of(batches[start : start + accumulate]).backward()
+            optimizer.step()
+    return weights(net), [mean_of(list(torch.arange(7).split(size))).item()]
+
+
+GATHERED = [(size, accumulate) for size in (5, 8) for accumulate in (1, 3)]
+
+
+def gathered_on(strategy: Strategy) -> dict[Any, Any]:
+    results = {}
+    for task in (Pairs, Heavy):
+        for size, accumulate in GATHERED:
+            one = fitted(
+                make=task,
+                data=Columns(size, shuffle=False),
+                strategy=strategy,
+                accumulate=accumulate,
+                precision="64",
+            )
+            state = weights(one.task), [one.metrics["val/loss"]]
+            results[task, size, accumulate] = strategy.gather(state)
+    return results
+
+
+PLACES = {"cpu": CPU(), **{f"ddp-{n}": DDP(n, "cpu") for n in (2, 3, 4)}}
+PLACES |= {f"data_parallel-{n}": DataParallel(n, "cpu") for n in (2, 3, 4)}
+
+
+@once
+def gathered(place: str) -> dict[Any, Any]:
+    return on(PLACES[place], gathered_on)
+
+
+@pytest.mark.parametrize(("size", "accumulate"), GATHERED)
+@pytest.mark.parametrize("task", [Pairs, Heavy])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_loss_over_the_rows_of_all_replicas_is_the_one_of_one_process(
+    place, task, size, accumulate
+):
+    wanted, numbers = by_hand(task, size, accumulate)
+    for mine, reported in gathered(place)[task, size, accumulate]:
+        assert weights_apart(mine, wanted) <= EXACT
+        assert reported == pytest.approx(numbers, rel=EXACT)
+
+
+class Gathers(Small):
+    """Calls `gather` in each of its steps."""
+
+    def __init__(self, gather: Any) -> None:
+        super().__init__()
+        self.gather = gather
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        self.gather(self, batch[0])
+        return super().training_step(batch)
+
+
+def first_only(task: Task, x: Tensor) -> None:
+    task.steps = getattr(task, "steps", 0) + 1
+    if task.steps == 1:
+        task.all_gather(x)
+
+
+def but_first(task: Task, x: Tensor) -> None:
+    task.steps = getattr(task, "steps", 0) + 1
+    if task.steps > 1:
+        task.all_gather(x)
+
+
+ALONE = (
+    "has ended its step without the self.all_gather in which another one waits; call it as often "
+    "on all replicas, whatever their rows"
+)
+REFUSED = {
+    "a list": (
+        lambda task, x: task.all_gather([x]),
+        "Gathers.all_gather got a list; pass a tensor",
+    ),
+    "no rows": (
+        lambda task, x: task.all_gather(x.sum()),
+        "got a tensor of shape () for a share of 2",
+    ),
+    "some rows": (
+        lambda task, x: task.all_gather(x[1:]),
+        "got a tensor of shape (1, 3) for a share",
+    ),
+    "none of them": (lambda task, x: task.all_gather(x[:0]), "got a tensor of shape (0, 3) for a"),
+    "the first alone": (first_only, f"replica 1 {ALONE}"),
+    "all but the first": (but_first, f"replica 0 {ALONE}"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_can_not_be_gathered_are_refused(name):
+    gather, line = REFUSED[name]
+    with pytest.raises(UserError) as caught:
+        fitted(Gathers(gather), strategy=DataParallel(2, "cpu"))
+    assert line in str(caught.value)
+
+
+def test_a_strategy_of_several_replicas_that_can_not_gather_says_so():
+    class Plain(DataParallel):
+        gather_rows = Strategy.gather_rows
+
+    with pytest.raises(UserError) as caught:
+        fitted(Gathers(Task.all_gather), strategy=Plain(3, "cpu"))
+    assert str(caught.value) == (
+        "Plain can't gather the rows of its 3 replicas for self.all_gather: it has no gather_rows; "
+        "use strategy=ddp or strategy=data_parallel"
+    )
+
+
+def test_replicas_in_one_process_do_not_gather_in_compiled_steps():
+    one = trainer(Gathers(Task.all_gather), strategy=DataParallel(2, "cpu"), compile=True)
+    with pytest.raises(UserError, match="^Gathers.all_gather can't be compiled for several rep"):
+        one.validate()  # whose steps are not compiled
+
+
+def test_an_error_of_one_replica_ends_the_others_and_is_the_one_that_is_raised():
+    def fails(task: Task, x: Tensor) -> None:
+        task.all_gather(x)
+        task.steps = getattr(task, "steps", 0) + 1
+        if task.steps == 2:
+            raise ZeroDivisionError("in the second replica")
+
+    with pytest.raises(ZeroDivisionError, match="^in the second replica$"):
+        fitted(Gathers(fails), strategy=DataParallel(3, "cpu"))
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+TYPES = (torch.bool, torch.uint8, torch.int16, torch.float16, torch.bfloat16, torch.complex64)
+
+
+def gathers_anything(strategy: Strategy) -> list[Any]:
+    """What a step gathers of each type, and what is said outside of a step."""
+    rows: list[Any] = []
+
+    def keep(task: Task, x: Tensor) -> None:
+        rows.append([task.all_gather(x > 0).tolist()])
+        for dtype in TYPES:
+            rows[-1].append(task.all_gather((9 * x.T).contiguous().T.to(dtype)).tolist())
+
+    one = fitted(Gathers(keep), Rows(20, 5), strategy=strategy, max_steps=1, max_epochs=1)
+    with pytest.raises(UserError) as caught:
+        one.task.all_gather(torch.ones(2))
+    return strategy.gather((rows, str(caught.value)))
+
+
+def test_any_type_of_rows_is_gathered_in_the_order_of_the_batch():
+    ranks = on(DDP(3, "cpu"), gathers_anything)
+    for rows, said in ranks:
+        assert rows == ranks[0][0]
+        assert said.startswith("self.all_gather was called outside of a step, where ranks have no")
+    one = trainer(data=Rows(20, 5))
+    one.prepare()
+    batch, *_ = one.feed.train.epoch()
+    x = batch.shares[0].batch[0]
+    wanted = [(x > 0).tolist(), *((9 * x).to(dtype).tolist() for dtype in TYPES)]
+    assert ranks[0][0][0] == wanted
+
+
+def resumed_on(strategy: Strategy) -> list[bool]:
+    """Whether a run ends to the bit as the process's first: a second one, and one that is resumed
+    within its second epoch."""
+
+    def run(resume: Any = None) -> Trainer:
+        keep = Hooks(on_step_end=lambda one: states.append(deepcopy(one.state_dict())))
+        given = {"make": Pairs, "data": Columns(5), "strategy": strategy, "callbacks": [keep]}
+        return fitted(**given, accumulate=2, max_epochs=3, resume=resume)
+
+    states: list[Any] = []
+    whole = run()
+    others = [run(), run(resume=strategy.share(states[2]))]
+    return strategy.gather(
+        [is_same(one.task.state_dict(), whole.task.state_dict()) for one in others]
+    )
+
+
+@pytest.mark.parametrize("place", ["data_parallel-4", "ddp-4"])
+def test_a_run_that_gathers_rows_ends_and_is_resumed_to_the_bit(place):
+    for is_same_to_the_bit in fresh(on, PLACES[place], resumed_on):
+        assert is_same_to_the_bit == [True, True]
+
+
+def test_replicas_take_turns_only_where_a_step_gathers():
+    """A first training step begins in a thread: nobody knows yet whether it gathers."""
+    threads: list[list[str]] = []
+
+    def look(task: Task, x: Tensor) -> None:
+        threads[-1].append(threading.current_thread().name)
+        if task.gathers:
+            task.all_gather(x)
+
+    for gathers in (False, True):
+        task = Gathers(look)
+        task.gathers = gathers
+        threads.append([])
+        fitted(task, Rows(8, 4, val=False), strategy=DataParallel(2, "cpu"), max_epochs=1)
+    assert threads == [["replica"] * 2 + ["MainThread"] * 2, ["replica"] * 4]

@@ -149,6 +149,18 @@ class Strategy:
         """The main process's value, on every process."""
         return value
 
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        """The rows of a batch of `total`, in order, from those of one share, for `Task.all_gather`.
+
+        Backward, what the replicas' losses give to a row adds up. Replicas without a row don't call
+        it. `total` is 0 outside of a step, where a single process returns `x`."""
+        if self.replicas > 1:
+            raise UserError(
+                f"{self.name} can't gather the rows of its {self.replicas} replicas for "
+                "self.all_gather: it has no gather_rows; use strategy=ddp or strategy=data_parallel"
+            )
+        return x
+
     def logger(self, loggers: list[Logger]) -> list[Logger]:
         """The loggers that write in this process: the main one's, and nobody else's."""
         return loggers if self.is_main else []

@@ -1,13 +1,17 @@
 """One process, N devices: each replica computes its own loss, autograd sums the gradients."""
 
-from collections.abc import Sequence
+import contextvars
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import parallel_apply, replicate
 
 from dpframe.data import Share, move, split
+from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import announce
 
@@ -39,19 +43,184 @@ class DataParallel(Strategy):
             if share.rows
         ]
 
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        if not total or SEAT.meeting is None:  # outside of a step, or the only share
+            return x
+        return torch.cat([rows.to(x.device) for rows in SEAT.meeting.exchange(x)])
+
 
 class Replicas(nn.Module):
-    """Calls the module once a share, on the share's device, and combines what comes back."""
+    """Calls the module once a share, on the share's device, and combines what comes back.
+
+    On the CPU the replicas run one after the other. Where the first one's step gathers rows, the
+    others begin beside it, each in a thread, and all of them take turns, one at a time.
+    """
 
     def __init__(self, module: Any, places: list[torch.device]) -> None:
         super().__init__()
         self.module = module
         self.places = places
+        self.gathers: bool | None = None  # None before the first pass
 
     def forward(self, shares: list[Share], *args: Any) -> Any:
-        if self.places[0].type == "cpu" or len(shares) == 1:
-            return self.module.combine([self.module(share, *args) for share in shares])
+        if len(shares) == 1:
+            SEAT.meeting = None
+            return self.module.combine([self.module(shares[0], *args)])
+        if self.places[0].type != "cpu":
+            return self._at_once(shares, args)
+        if self._needs_thread():
+            return Thread(partial(self.forward, shares, *args)).result()
+        with Meeting([partial(self.module, share, *args) for share in shares]) as meeting:
+            first = self.module(shares[0], *args)
+        rest = meeting.results() or [self.module(share, *args) for share in shares[1:]]
+        SEAT.meeting = None
+        if meeting.threads or self.gathers is None:
+            self.gathers = bool(meeting.threads)
+        return self.module.combine([first, *rest])
+
+    def _needs_thread(self) -> bool:
+        """Autograd adds up gradients in the order in which a thread has computed what they are of.
+
+        So that the last digits don't depend on what this thread has computed before, replicas that
+        take turns begin in new threads, the first one, too. Of a first pass nobody knows yet.
+        """
+        is_new = isinstance(threading.current_thread(), Thread)
+        return self.gathers is not False and torch.is_grad_enabled() and not is_new
+
+    def _at_once(self, shares: list[Share], args: tuple) -> Any:
         places = self.places[: len(shares)]
         copies = replicate(self.module, places, detach=not torch.is_grad_enabled())
-        inputs = [(share, *args) for share in shares]
-        return self.module.combine(parallel_apply(copies, inputs, devices=places))
+        steps = [partial(copy, share, *args) for copy, share in zip(copies, shares, strict=True)]
+        meeting = Meeting(steps, in_turn=False)
+        seats: Any = [partial(meeting.run, index) for index in range(len(shares))]
+        return self.module.combine(parallel_apply(seats, [() for _ in shares], devices=places))
+
+
+class Meeting:
+    """Where the replicas of one pass exchange rows; `steps` are their calls, by replica."""
+
+    def __init__(self, steps: Sequence[Callable[[], Any]], *, in_turn: bool = True) -> None:
+        self.steps = steps
+        self.threads: list[Thread] = []  # of all replicas but the first, if they take turns
+        self._in_turn = in_turn
+        self._turn: int | None = 0
+        self._exchanges: list[dict[int, Tensor]] = []  # each one's rows by replica
+        self._ended: set[int] = set()
+        self._error: BaseException | None = None
+        self._condition = threading.Condition()
+
+    def __enter__(self) -> "Meeting":
+        SEAT.meeting, SEAT.index = self, 0
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._leave(0, error)
+        for thread in self.threads:
+            thread.join()
+        if error is None and self._error is not None:
+            raise self._error
+
+    def run(self, index: int) -> Any:
+        """A replica's step, in a thread of its own."""
+        SEAT.meeting, SEAT.index = self, index
+        with self._condition:
+            self._condition.wait_for(lambda: self._may_run(index))
+        error: BaseException | None = self._error
+        try:
+            if error is not None:
+                raise error
+            return self.steps[index]()
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            self._leave(index, error)
+
+    def exchange(self, x: Tensor) -> list[Tensor]:
+        """What all replicas call this with, each for the same time."""
+        index = SEAT.index
+        with self._condition:
+            if self._in_turn and not self.threads:
+                if self._ended:
+                    raise _left_alone(0)
+                self.threads = [Thread(partial(self.run, i)) for i in range(1, len(self.steps))]
+                for thread in self.threads:
+                    thread.start()
+            rows = next((rows for rows in self._exchanges if index not in rows), None)
+            if rows is None:
+                self._exchanges.append(rows := {})
+            rows[index] = x
+            self._pass_on(index)
+            self._condition.wait_for(
+                lambda: (
+                    self._may_run(index)
+                    and (len(rows) == len(self.steps) or self._error or self._ended - rows.keys())
+                )
+            )
+        if self._error is not None:
+            raise self._error
+        if len(rows) < len(self.steps):
+            raise _left_alone(min(self._ended - rows.keys()))
+        return [rows[other] for other in range(len(self.steps))]
+
+    def results(self) -> list[Any]:
+        return [thread.value for thread in self.threads]
+
+    def _may_run(self, index: int) -> bool:
+        return not self._in_turn or self._turn == index or self._error is not None
+
+    def _leave(self, index: int, error: BaseException | None) -> None:
+        with self._condition:
+            self._ended.add(index)
+            self._error = self._error or error
+            self._pass_on(index)
+
+    def _pass_on(self, index: int) -> None:
+        """To the next replica that has not ended."""
+        count = len(self.steps)
+        following = [(index + step) % count for step in range(1, count + 1)]
+        self._turn = next((other for other in following if other not in self._ended), None)
+        self._condition.notify_all()
+
+
+def _left_alone(index: int) -> UserError:
+    return UserError(
+        f"replica {index} has ended its step without the self.all_gather in which another one "
+        "waits; call it as often on all replicas, whatever their rows"
+    )
+
+
+class Thread(threading.Thread):
+    """Calls with the context and the grad mode of the thread that made it, and keeps the value."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        super().__init__(name="replica")
+        self._call = call
+        self._context = contextvars.copy_context()
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._error: BaseException | None = None
+        self.value: Any = None
+
+    def run(self) -> None:
+        try:
+            with torch.set_grad_enabled(self._is_grad_enabled):
+                self.value = self._context.run(self._call)
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> Any:
+        self.start()
+        self.join()
+        if self._error is not None:
+            raise self._error
+        return self.value
+
+
+class Seat(threading.local):
+    """Which replica this thread computes."""
+
+    meeting: Meeting | None = None
+    index = 0
+
+
+SEAT = Seat()

@@ -57,6 +57,7 @@ class DDP(Strategy):
         self.wrapped: dict[nn.Module, Wrapped] = {}  # by what `wrap` was given
         self.current: Wrapped | None = None  # the one whose gradients are computed
         self.owns_group = False
+        self._groups: dict[int, dist.ProcessGroup] = {}  # of the first ranks, by how many
         self._unsynced = ExitStack()  # holds `no_sync` while gradients are only accumulated
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -242,15 +243,75 @@ class DDP(Strategy):
         dist.broadcast_object_list(values)
         return values[0]
 
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        if self.world_size == 1:
+            return x
+        if not total:
+            raise UserError(
+                "self.all_gather was called outside of a step, where ranks have no batch; call it "
+                "in a step (a strategy's to_device keeps its total by share._replace)"
+            )
+        size = -(-total // self.world_size)  # of a share; the last of those with rows may be less
+        count = -(-total // size)
+        if count == 1:
+            return x
+        each = len(x) // len(split(range(total), self.world_size)[self.rank])
+        return GatherRows.apply(x, each * size, each * total, self._first(count))
+
+    def _first(self, count: int) -> dist.ProcessGroup | None:
+        """The group of the first ranks, those with rows; None: all of them."""
+        if count == self.world_size:
+            return None
+        if count not in self._groups:
+            self._groups[count] = dist.new_group(
+                list(range(count)),
+                timeout=timedelta(seconds=self.timeout_seconds),
+                use_local_synchronization=True,  # the other ranks take no part
+            )
+        return self._groups[count]
+
     def close(self) -> None:
         self._unsynced.close()
         for wrapped in self.wrapped.values():
             wrapped.let_go()
         self.wrapped.clear()
         self.current = None
+        if dist.is_initialized():
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group = False
+
+
+class GatherRows(torch.autograd.Function):
+    """All ranks' rows, `size` of each but for the last. Backward, the sum of what all ranks' losses
+    give to this rank's rows. Like all gradients these are then averaged over the ranks, and the
+    losses are scaled by as much, so the result is the single process's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, total: int, group: Any) -> Tensor:
+        ctx.group = group
+        ctx.first, ctx.count = dist.get_rank(group) * size, len(x)
+        padding = x.new_zeros(size - len(x), *x.shape[1:])
+        padded = torch.cat([x, padding]) if len(padding) else x.contiguous()
+        ranks = dist.get_world_size(group)
+        gathered = x.new_empty(ranks * size, *x.shape[1:])
+        # As bytes, which every backend can send, whatever the type.
+        dist.all_gather(list(_bytes(gathered).chunk(ranks)), _bytes(padded), group=group)
+        return gathered[:total].clone() if total < len(gathered) else gathered
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[ctx.first : ctx.first + ctx.count], None, None, None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 class Wrapped:

@@ -96,7 +96,8 @@ class Trainer:
         beat()
         data.setup()
         beat()
-        task.attached = Attached(self.progress, self.strategy)
+        is_compiled = self.settings.compile_mode is not None
+        task.attached = Attached(self.progress, self.strategy, is_compiled=is_compiled)
         self.hooks = hooks_of([task, *self.callbacks])
 
     def __enter__(self) -> Self:
