@@ -96,6 +96,10 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^epoch 2/2  step 14  train/critic/loss .*train/generator/loss",
     ),
+    "dpframe --config-dir mine recipe=halves strategy=data_parallel trainer.gpus=3": (
+        "trainer.max_epochs=2",
+        r"^step +batch 64 = 22 \+ 22 \+ 20$",
+    ),
     "dpframe --config-dir mine recipe=boston +callbacks.sam._target_=mine.sam.SAM": (
         "trainer.max_epochs=2",
         r"^recipe +boston",
