@@ -24,6 +24,7 @@ _HOME = {
     "DataModule": "dpframe.data",
     "Logger": "dpframe.loggers",
     "Run": "dpframe.trainer",
+    "ShardedStream": "dpframe.data.stream",
     "Strategy": "dpframe.strategies",
     "Task": "dpframe.task",
     "Trainer": "dpframe.trainer",
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from dpframe.callbacks import Callback
     from dpframe.cli.load import load
     from dpframe.data import DataModule
+    from dpframe.data.stream import ShardedStream
     from dpframe.errors import UserError
     from dpframe.loggers import Logger
     from dpframe.strategies import Strategy
@@ -48,6 +50,7 @@ __all__ = [
     "DataModule",
     "Logger",
     "Run",
+    "ShardedStream",
     "Strategy",
     "Task",
     "Trainer",

@@ -18,6 +18,7 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_a_stream_that_can_not_be_divided_is_refused_in_one_line",
     "test_the_steepest_point_is_not_shifted_by_smoothing",
     "test_replicas_are_counted_without_starting_any",
     "test_a_metric_that_can_not_be_told_apart_or_counted_is_refused",

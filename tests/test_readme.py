@@ -75,6 +75,10 @@ SHOWN = {
     ),
     "dpframe --config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
     "dpframe --config-dir mine recipe=ready": ("", r"^step +batch 40 = 1 replica x 40$"),
+    "dpframe --config-dir mine recipe=shards strategy=ddp trainer.gpus=2": (
+        "trainer.accelerator=cpu",
+        r"^data +a stream of 8 shards, divided over 2 ranks x 2 workers: which rows meet",
+    ),
     "dpframe --config-dir mine recipe=boston strategy=nightly strategy.hour=23": (
         "trainer.max_epochs=2",
         r"^every night at 23 o'clock, on c\w+",

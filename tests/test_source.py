@@ -32,17 +32,19 @@ class Ready(DataModule):
         return self.sampler
 
 
-def source_of(loader: Any, *, trains: bool = True) -> Source:
-    return Source.of(loader, Ready(loader), "Ready.train_dataset()", trains=trains)
+def source_of(loader: Any) -> Source:
+    return Source.of(loader, Ready(loader), "Ready.train_dataset()", kind="train")
 
 
 def batches_of(loader: DataLoader, *, trains: bool) -> list[list[float]]:
     """Of the first epoch."""
     made = trainer(data=Ready(loader))
     made.prepare()
-    evaluation = evaluated("predict", made.data, made.strategy, made.settings, seed=0)
-    read = (made.feed.train if trains else evaluation).epoch(0)
-    return [batch.shares[0].batch[0].tolist() for batch in read]
+    read = made.feed.train
+    if not trains:
+        read = evaluated("predict", made.data, made.strategy, made.settings, seed=0)[""]
+    batches = read.epoch(0)
+    return [batch.shares[0].batch[0].tolist() for batch in batches]
 
 
 def test_batch_size_order_and_tail_are_those_of_the_loader():

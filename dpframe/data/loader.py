@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count, islice, repeat
+from itertools import chain, count, islice, repeat
 from typing import Any
 
 import torch
@@ -10,23 +10,25 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from dpframe import seeding
-from dpframe.data.module import Batch, Rows, Share, mapped, noted, tensors_of
+from dpframe.data.module import Batch, Rows, Share, Shares, mapped, tensors_of
 from dpframe.data.order import Agree, order_of
+from dpframe.data.stream import Division, Place, Reader, check
 from dpframe.data.workers import Processes, Workers
 
-Shares = Callable[[Sequence], list[Sequence]]
-"""A strategy's `shares`: a global batch's rows in, the shares of this process's replicas out."""
-Place = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+Keep = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """Where data that is tensors is kept: they go in, and come out there."""
+Tally = Callable[[list[float]], list[float]]
+"""A strategy's `tally`: this process's numbers in, their sums over the processes out."""
 Plan = Iterator[tuple[list[tuple[Tensor, int]], int]]
 """Of each batch the row numbers of each local share, how many they are, and all its rows."""
+KEPT = 4  # places in a stream: a batch is on its way to the GPU while others are used
 
 
 class Loader:
     """Yields an epoch's global batches in order, each as this process's shares.
 
     A data set that is tensors is read by index_select; any other row by row, here or by workers;
-    a stream in its own order, by at most one worker.
+    a stream in its own order, by at most one worker unless it is divided.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Loader:
         rank: int = 0,
         agree: Agree = lambda value: value,
         timeout_seconds: float = 0.0,
-        place: Place = lambda tensors: tensors,
+        place: Keep = lambda tensors: tensors,
+        division: Division | None = None,
+        tally: Tally = lambda numbers: numbers,
         drop_last: bool = False,
         told: str = "train_sampler returned",
         options: Mapping[str, Any] | None = None,
@@ -63,7 +67,10 @@ class Loader:
         self._shares = shares
         if not isinstance(workers, Workers):
             workers = Workers(workers, draws_apart=workers > 0)
-        if rows.is_stream and workers.processes > 1:
+        if division is not None:
+            self.how = division.described()
+            workers = workers._replace(processes=min(workers.processes, division.workers))
+        elif rows.is_stream and workers.processes > 1:
             workers = Workers(1, "each would read the whole stream", draws_apart=True)
         self.workers = Workers() if rows.are_tensors else workers
         if rows.are_tensors:
@@ -76,12 +83,20 @@ class Loader:
             self._read = partial(_read, rows, pin_memory)
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or workers.processes > 0
-        self._stream = _Stream(rows, batch_size, shares, drop_last) if rows.is_stream else None
+        self.division = division
+        self._tally = tally
+        self._drop_last = drop_last
+        self._reader: Reader | None = None
+        if rows.is_stream:
+            divided = division is not None
+            self._reader = Reader(rows, batch_size, shares, is_divided=divided, rank=rank)
+        self._places: dict[int, Place] = {}  # in the stream, by the batches before it
+        self._sought: Place | None = None
         self._processes: Processes | None = None
         if self.workers.processes:
             starts_afresh = {"persistent_workers": False} if rows.is_stream else {}
             self._processes = Processes(
-                self._stream.answer if self._stream else partial(_answer, rows),
+                self._reader.answer if self._reader else partial(_answer, rows),
                 self.workers.processes,
                 timeout_seconds=timeout_seconds,
                 pin_memory=pin_memory,
@@ -96,8 +111,8 @@ class Loader:
     def epoch(self, epoch: int = 0, *, skip: int = 0, limit: int | None = None) -> Iterator[Batch]:
         """The batches [skip, limit) of an epoch; only a stream reads the rows that it skips."""
         worker_seed = seeding.mix(self.seed, epoch, self.rank)
-        if self._stream is not None:
-            return islice(self._streamed(self._stream, epoch, worker_seed), skip, limit)
+        if self._reader is not None:
+            return self._streamed(self._reader, epoch, skip, limit, worker_seed)
         read = self._read
         if self._processes is not None:
             requests = self._requests(epoch, skip, limit, worker_seed)
@@ -130,14 +145,70 @@ class Loader:
                 if n:
                     yield seeding.mix(seed, batch, share), rows.tolist()
 
-    def _streamed(self, stream: "_Stream", epoch: int, worker_seed: int) -> Iterator[Batch]:
-        stream.begin(self.seed, epoch)
+    # ---- streams
+
+    def place(self, batches: int) -> Place | None:
+        """Where this process is in its stream after so many batches; None if their number tells.
+
+        Workers have read ahead: of each it is the place after its last batch among these.
+        """
+        reader = self._reader
+        if reader is None or not (reader.has_state or self.division):
+            return None
+        if self._processes is not None or self._sought is not None:
+            return self._sought or self._places.get(batches)
+        return {"turn": 0, "workers": [reader.position()]}
+
+    def seek(self, places: list[Any], ranks: int) -> None:
+        """The next epoch goes on where all ranks were. A stream that is not divided is at one place
+        for all of them, and one that is divided otherwise now is read again."""
+        if not places or None in places:
+            return
+        is_same = len(places) == ranks
+        place = places[self.rank if is_same else 0]
+        for position in place["workers"]:
+            check(position)
+        is_same &= 0 <= place["turn"] < len(place["workers"]) == max(1, self.workers.processes)
+        if self._reader is not None and (is_same or self.division is None):
+            self._sought = {"turn": 0, **place} if is_same else {**place, "turn": 0}
+
+    def _streamed(
+        self, reader: Reader, epoch: int, skip: int, limit: int | None, seed: int
+    ) -> Iterator[Batch]:
+        place = self._sought or reader.place(skip, max(1, self.workers.processes))
+        self._sought = None
+        self._places.clear()
+        reader.begin(self.seed, epoch, place["workers"])
         if self._processes is None:  # a DataLoader would add nothing but time
-            answers: Iterator[Any] = stream.batches()
+            answers = reader.batches()
         else:
-            answers = iter(partial(next, self._processes.read(repeat(()), worker_seed)), None)
-        for shares, total in answers:
+            answers = self._answers(self._processes, place, seed)
+        for batches in count(skip + 1):
+            if limit is not None and batches > limit:
+                return
+            shares, rows = next(answers, reader.nothing)
+            total = rows if self.division is None else int(self._tally([float(rows)])[0])
+            if not total or (self._drop_last and total < self.batch_size):
+                return
+            if self._processes is not None:
+                self._places.pop(batches - KEPT, None)
+                self._places[batches] = {**place, "workers": list(place["workers"])}
             yield Batch([Share(batch, n, total) for batch, n in shares], total)
+
+    def _answers(self, processes: Processes, place: Place, seed: int) -> Iterator[Any]:
+        """The workers' batches in turn, until all have ended; `place` moves with them."""
+        workers, turn = place["workers"], place["turn"]
+        requests = chain(repeat((False,), turn), repeat((True,)))
+        ended = 0
+        for answer in islice(processes.read(requests, seed), turn, None):
+            worker = place["turn"]
+            place["turn"] = (worker + 1) % len(workers)
+            ended = 0 if answer else ended + 1
+            if ended == len(workers):
+                return
+            if answer:
+                *batch, workers[worker] = answer
+                yield batch
 
 
 def copied(batches: Iterable[Tensor], device: torch.device) -> Sequence[Tensor]:
@@ -165,52 +236,3 @@ def _answer(rows: Rows, seed: int, numbers: list[int]) -> Any:
     """In a worker."""
     seeding.reseed(seed)
     return rows.read(numbers)
-
-
-class _Stream:
-    """Cuts a stream into global batches, of which each process keeps its shares.
-
-    One worker at most: a stream that shards itself by worker then gives all of its rows.
-    """
-
-    def __init__(self, rows: Rows, batch_size: int, shares: Shares, drop_last: bool) -> None:
-        self._rows = rows
-        self._drop_last = drop_last
-        self._batch_size = batch_size
-        self._shares = shares
-        self._seed = (0, 0)
-        self._opened: Iterator[Any] | None = None
-
-    def begin(self, seed: int, epoch: int) -> None:
-        self._seed = (seed, epoch)
-        if hasattr(self._rows.dataset, "set_epoch"):
-            self._rows.dataset.set_epoch(epoch)
-
-    def answer(self) -> Any:
-        """In a worker, which starts afresh each epoch: the next batch, or None."""
-        self._opened = self._opened or self.batches()
-        return next(self._opened, None)
-
-    def batches(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
-        # What the stream draws follows from the batch, so that all its readers read the same.
-        with seeding.seeded(*self._seed):
-            stream = iter(self._rows.dataset)
-        for first in count(step=self._batch_size):
-            with seeding.seeded(*self._seed, first):
-                batch = self._read(stream, first)
-            if not batch or (self._drop_last and len(batch) < self._batch_size):
-                return
-            yield self._local(batch, first), len(batch)
-
-    def _read(self, stream: Iterator, first: int) -> list:
-        batch: list = []
-        with noted(lambda: f"while reading row {first + len(batch)} of {self._rows.name}"):
-            batch.extend(islice(stream, self._batch_size))
-        return batch
-
-    def _local(self, batch: list, first: int) -> list[tuple[Any, int]]:
-        numbers = self._shares(range(first, first + len(batch)))
-        return [
-            (self._rows.combine(share, rows) if share else None, len(share))
-            for share, rows in zip(map(list, self._shares(batch)), numbers, strict=True)
-        ]

@@ -13,18 +13,28 @@ from dpframe.errors import UserError
 
 SHOWN = 10  # row numbers in an error
 HOW = "make all rows alike, or combine them in your DataModule's collate"
+Shares = Callable[[Sequence], list[Sequence]]
+"""A strategy's `shares`: a global batch's rows in, the shares of this process's replicas out."""
 
 
 class DataModule:
     """The data of a recipe. `batch_size` is global: what one micro-step sees over all replicas.
 
     `workers` is the number of processes that read for each rank; "auto" measures how many pay off.
+    `divide_streams` has each rank and worker read shards of its own, so the batches depend on them.
     """
 
-    def __init__(self, batch_size: int = 32, workers: int | str = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        batch_size: int = 32,
+        workers: int | str = 0,
+        shuffle: bool = True,
+        divide_streams: bool = False,
+    ) -> None:
         self.batch_size = batch_size
         self.workers = workers
         self.shuffle = shuffle
+        self.divide_streams = divide_streams
 
     def setup(self) -> None:
         """Reads what the data sets need; runs once in every process, before they are asked for."""

@@ -28,24 +28,36 @@ class Source:
     told: str = "train_sampler returned"  # begins the errors about the sampler
     timeout_seconds: float = 0.0  # 0: trainer.data_timeout_seconds
     options: dict[str, Any] = field(default_factory=dict)  # of the DataLoader that has the workers
+    is_divided: bool = False  # if it is a stream
 
     @classmethod
-    def of(cls, given: Any, data: DataModule, method: str, *, trains: bool) -> "Source":
-        """Of what the DataModule's `method` returned; only training shuffles."""
+    def of(cls, given: Any, data: DataModule, method: str, *, kind: str) -> "Source":
+        """Of what the DataModule's `method` returned; only `train` shuffles. A stream to `predict`
+        is not divided, since its rows have an order."""
+        trains = kind == "train"
         if isinstance(given, DataLoader):
-            return _of_loader(given, data, method, trains=trains)
+            return _of_loader(given, data, method, kind=kind)
         if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face
             names = ", ".join(map(str, given))
             raise UserError(f"{method} returned a {type(given).__name__} of {names}; return one")
         sampler = data.train_sampler(given) if trains else None
         shuffle = trains and data.shuffle
-        return cls(given, data.batch_size, shuffle, sampler, data.workers, data.collate)
+        return cls(
+            given,
+            data.batch_size,
+            shuffle,
+            sampler,
+            data.workers,
+            data.collate,
+            is_divided=data.divide_streams and kind != "predict",
+        )
 
 
-def _of_loader(given: DataLoader, data: DataModule, method: str, *, trains: bool) -> Source:
+def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -> Source:
     """Its batch is the global one. Its order is kept, but for a plain shuffle: that is ours, by the
     seed and the epoch, and evaluations read in the order of the data set instead."""
     told = f"{method} returned a DataLoader with"
+    trains = kind == "train"
     _check(given, told)
     if trains and data.train_sampler(given.dataset) is not None:
         raise UserError(f"{told} an order of its own, and train_sampler another; keep one of them")
@@ -72,6 +84,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, trains: bool
             "prefetch_factor": given.prefetch_factor,
             "persistent_workers": given.persistent_workers,
         },
+        data.divide_streams and kind != "predict",
     )
 
 

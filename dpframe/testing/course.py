@@ -263,7 +263,7 @@ class FirstRows(DataModule):
 
     def _of(self, dataset: Any, rows: int, size: int) -> Dataset:
         if isinstance(dataset, DataLoader):
-            source = Source.of(dataset, self.data, "the DataModule", trains=False)
+            source = Source.of(dataset, self.data, "the DataModule", kind="val")
             dataset, self.collate = source.dataset, source.collate  # type: ignore[method-assign,assignment]
         if isinstance(dataset, IterableDataset):
             first = list(islice(dataset, rows))

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 from dpframe.data import DataModule, Loader, Rows, sets_of
 from dpframe.data.prefetch import keep_on
 from dpframe.data.source import Source
+from dpframe.data.stream import Division
 from dpframe.data.workers import Workers, cores_per_rank, measured
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
@@ -101,7 +102,7 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
             )
         if dataset is None:
             raise UserError(f"{told} returned None; return a data set")
-        sources[name] = source = Source.of(dataset, data, told, trains=kind == "train")
+        sources[name] = source = Source.of(dataset, data, told, kind=kind)
         if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
             is_alone = kind == "val" and not is_dict
             hint = "return None for no validation" if is_alone else "it needs at least one"
@@ -113,9 +114,14 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
     workers: Any = source.workers
     if isinstance(workers, str):
         workers = _measured_workers(source, strategy, seed)
+    if not isinstance(workers, Workers):
+        workers = Workers(workers, draws_apart=workers > 0)
     has_one_replica = strategy.replicas == strategy.world_size  # in this process
+    division = None
+    if source.is_divided and isinstance(source.dataset, IterableDataset):
+        division = Division(source.dataset, strategy.world_size, workers.processes)
     loader = Loader(
-        source.dataset,
+        division.part(source.dataset, strategy.rank) if division else source.dataset,
         batch_size=source.batch_size,
         shares=strategy.shares,
         shuffle=source.shuffle,
@@ -133,6 +139,8 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
             dtype=strategy.dtype,
             data_on_device=settings.data_on_device,
         ),
+        division=division,
+        tally=strategy.tally,
         drop_last=source.drop_last,
         told=source.told,
         options=source.options,

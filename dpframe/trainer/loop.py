@@ -666,9 +666,10 @@ class Trainer:
         strategy.weight_sync(is_read=True)
         # Random numbers and sums start again with each epoch: only within one is there a state.
         everywhere: list[tuple] = []
-        if progress.batches_done:
+        if done := progress.batches_done:
             sums = self.means.state_dict(), self.task_metrics.state_dict()
-            everywhere = strategy.gather((seeding.random_state(), *sums))
+            place = self.feed.train.place(done)
+            everywhere = strategy.gather((seeding.random_state(), *sums, place))
         logged_step, logged = self.report.last
         state: dict[str, Any] = {
             "recipe": self.run.recipe,
@@ -682,13 +683,14 @@ class Trainer:
                 **progress.state_dict(),
                 # A stream's last step does not tell that it is the last: a resumed run finds out.
                 **({"validated_step": -1} if self.is_extra_validation else {}),
-                "means": [means for _, means, _ in everywhere],
-                "task_metrics": [metrics for _, _, metrics in everywhere],
+                "means": [means for _, means, _, _ in everywhere],
+                "task_metrics": [metrics for _, _, metrics, _ in everywhere],
                 "logged": dict(logged) if logged_step == progress.global_step else {},
             },
             "metrics": dict(self.metrics),
             "callbacks": {n: callback.state_dict() for n, callback in named(self.callbacks)},
-            "random": [random for random, _, _ in everywhere],
+            "random": [random for random, *_ in everywhere],
+            "stream": [place for *_, place in everywhere if place is not None],
         }
         self._call("on_save", state)
         return state
@@ -726,6 +728,7 @@ class Trainer:
             elif progress.batches_done:
                 changes = [*changes, f"{processes} processes there, {world_size} here"]
                 seeding.seed_everything(seeding.mix(self.seed, rank, progress.global_step))
+            self.feed.train.seek(state.get("stream", []), world_size)
             # As many rows of the epoch are skipped as were read, or a part of a batch less.
             batch_size = int(before["data.batch_size"])
             progress.batches_done = (

@@ -78,6 +78,8 @@ def fingerprint(
         facts |= update.kinds()
     if hasattr(feed.dataset, "__len__"):
         facts["rows to train on"] = len(feed.dataset)
+    if feed.train.division is not None:
+        facts["the stream"] = feed.train.division.described()
     if not is_tensors(feed.dataset):  # workers draw other random numbers than the main process
         facts["data.workers > 0"] = feed.train.workers.draws_apart
     return facts | of_code(task, data)
