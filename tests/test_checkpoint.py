@@ -5,11 +5,14 @@ import errno
 import io
 import math
 import os
+import re
+import shutil
 import struct
 import threading
 import time
 import zipfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -457,6 +460,72 @@ def test_the_best_by_the_metric_are_kept_up_or_down_and_none_that_is_nan(
     assert kept(tmp_path) == [*names, *(f"epoch{name}.ckpt" for name in others), "last.ckpt"]
     assert ended.checkpoint == str(tmp_path / "checkpoints" / [*names, "last.ckpt"][0])
     assert checkpoint.load(ended.checkpoint)["progress"]["epoch"] == (best or 6)
+
+
+F1 = "f1-{epoch}-{val/score:.1f}"
+
+
+@pytest.mark.parametrize("start", ["last.ckpt", "f1-4-2.0-step20.ckpt"])
+def test_several_checkpoints_keep_their_own_files_through_a_resume_from_any_of_them(
+    tmp_path, start
+):
+    def several() -> list[Checkpoint]:
+        by_file = [("val/score", "max", F1, 2), ("val/loss", "min", "loss", 1)]
+        named = [Checkpoint(m, mode, file=file, keep=keep) for m, mode, file, keep in by_file]
+        return [*named[:1], Checkpoint("val/score"), *named[1:]]
+
+    def run(callbacks: list[Checkpoint], scores: list[float], **given: Any) -> Any:
+        make = partial(Scripted, list(scores))
+        return fitted(make=make, callbacks=callbacks, directory=tmp_path, **given)
+
+    whole = run(several(), SCORES, max_epochs=6)
+    names = kept(tmp_path)
+    assert names[:4] == ["best.ckpt", "f1-5-5.0-step25.ckpt", "f1-6-4.0-step30.ckpt", "last.ckpt"]
+    assert len(names) == 5 and re.fullmatch(r"loss-step\d+\.ckpt", names[4])
+    assert whole.checkpoint == str(tmp_path / "checkpoints" / "best.ckpt")
+    files = {name: checkpoint.load(tmp_path / "checkpoints" / name)["task"] for name in names}
+    shutil.rmtree(tmp_path / "checkpoints")
+    run(several(), SCORES[:4], max_epochs=4)
+    (tmp_path / "checkpoints" / "f1-9-9.0-step1.ckpt").touch()  # of a save before a kill
+    (tmp_path / "checkpoints" / "f1-mine.ckpt").touch()
+    state = checkpoint.load(tmp_path / "checkpoints" / start)
+    run(several(), SCORES[4:], max_epochs=6, resume=state)
+    assert [name for name in kept(tmp_path) if name != "f1-mine.ckpt"] == names
+    for name, weights in files.items():
+        assert is_same(checkpoint.load(tmp_path / "checkpoints" / name)["task"], weights)
+
+
+def test_a_checkpoint_by_file_alone_is_the_one_of_the_run(tmp_path):
+    one = run_scripted(tmp_path, file=F1)
+    assert kept(tmp_path) == ["f1-2-1.0-step10.ckpt"]
+    assert one.checkpoint == str(tmp_path / "checkpoints" / "f1-2-1.0-step10.ckpt")
+
+
+@pytest.mark.parametrize(
+    "files, line",
+    [
+        (["../f1"], "=../f1 is no plain file name that begins with a letter; use e.g. f1-{epoch}"),
+        (["a/b"], "=a/b is no plain file name"),
+        (["{val/loss}"], "={val/loss} is no plain file name that begins with a letter"),
+        (["f1-{epoch.real.__class__}"], "=f1-{epoch.real.__class__}: epoch.real.__class__ is not "),
+        (["f1-{epoch:{step}}"], "=f1-{epoch:{step}} is no plain file name"),
+        (["f1-{epoch!r}"], "=f1-{epoch!r} is no plain file name"),
+        (["f1-{epoch"], "=f1-{epoch: expected '}' before end of string; use e.g. f1-{epoch}"),
+        (["f1-{val/los}"], "=f1-{val/los}: val/los is not measured; did you mean val/loss?"),
+        (["f1-{val/loss:d}"], "=f1-{val/loss:d}: Unknown format code 'd'"),
+        (["f1", "f1b"], "=f1b of one Checkpoint and f1 of another begin alike; begin them with"),
+        ([None, "epoch-{val/loss}"], "=epoch-{val/loss} of one Checkpoint and epoch{epoch:04d} of"),
+    ],
+)
+def test_a_file_that_can_not_be_is_refused_in_one_line(tmp_path, files, line):
+    with pytest.raises(UserError) as caught:
+        fitted(callbacks=[Checkpoint(file=file) for file in files], directory=tmp_path)
+    assert str(caught.value).startswith(f"callbacks.checkpoint.file{line}")
+
+
+def test_two_checkpoints_that_would_write_the_same_files_are_refused(tmp_path):
+    with pytest.raises(UserError, match="^two Checkpoints would write best.ckpt; give one of them"):
+        fitted(callbacks=[Checkpoint(), Checkpoint()], directory=tmp_path)
 
 
 def test_raising_keep_on_a_resume_never_deletes_best(tmp_path):

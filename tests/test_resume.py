@@ -308,6 +308,7 @@ FORGED: dict[str, tuple[str, Any]] = {
     "a file of another kind": ("callbacks.Checkpoint.kept", [[0.1, "last.ckpt"]]),
     "an absolute path": ("callbacks.Checkpoint.kept", [[0.1, "/epoch0001-step1.ckpt"]]),
     "a name that is a list": ("callbacks.Checkpoint.kept", [[0.1, ["epoch0001-step1.ckpt"]]]),
+    "a file of another callback": ("callbacks.Checkpoint.kept", [[0.1, "f1-2-step1.ckpt"]]),
     "no list": ("callbacks.Checkpoint.kept", "epoch0001-step1.ckpt"),
     "a best that is text": ("callbacks.Checkpoint.best", "0.1"),
     "a patience that is text": ("callbacks.EarlyStopping.times_without_progress", "1"),

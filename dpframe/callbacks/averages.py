@@ -70,18 +70,14 @@ class Average(Callback):
             weights = state["task"]
             state["task"], state["averaged"] = (other, weights) if self.is_in else (weights, other)
 
-    @torch.no_grad()
     def on_load(self, trainer: "Trainer", state: dict[str, Any]) -> None:
         self._find(trainer)
         if "averaged" not in state:
             self.count = 0
         if not self.count:  # the run, or its callback of this kind, had averaged nothing
             return
-        buffers = [(buffer, buffer.clone()) for buffer in trainer.task.buffers()]
-        with self._swapped():
+        with self._swapped():  # what is not averaged is the same in both
             checkpoint.load_task(trainer.task, state)
-        for buffer, value in buffers:
-            buffer.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}

@@ -1,21 +1,27 @@
-"""Keeps `last.ckpt`, and `best.ckpt` by a metric, in the run directory."""
+"""Keeps `last.ckpt`, and `best.ckpt` by a metric, in the run directory; or files by a pattern."""
 
 import logging
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from dpframe import checkpoint, files
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
-from dpframe.errors import Interrupted, UserError
+from dpframe.errors import Interrupted, UserError, suggestion
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
 log = logging.getLogger("dpframe")
 LAST, BEST = "last.ckpt", "best.ckpt"
+EPOCH = "epoch{epoch:04d}"
+EXAMPLE = "f1-{epoch}-{val/f1:.3f}"
+PLAIN = "[A-Za-z0-9_.,=+@-]*"  # in the name of a file
+SPEC = r"[+0]?[0-9]{0,2}(\.[0-9]{1,2})?[defg]?"  # of a number
 
 
 class Checkpoint(Callback):
@@ -24,6 +30,9 @@ class Checkpoint(Callback):
     The best are judged at the epochs of `every_n_epochs`, at validations within an epoch, and at
     the end of training. Files are written on a thread of their own while training goes on. An
     epoch that ends less than `seconds_between` after the last save is saved only if it is a best.
+
+    With a `file`, e.g. `f1-{epoch}-{val/f1:.3f}`, it keeps the best under names of that pattern and
+    of their steps, and leaves `last.ckpt` and `best.ckpt` to another of these callbacks.
     """
 
     runs_last = True  # what the others decide at this hook belongs in the checkpoint
@@ -38,19 +47,25 @@ class Checkpoint(Callback):
         every_n_steps: int | None = None,
         every_n_minutes: float | None = None,
         seconds_between: float = 0.5,
+        file: str | None = None,
     ) -> None:
         _refuse_less("keep", keep, 0, "0 or more")
         _refuse_less("every_n_epochs", every_n_epochs, 1, "1 or more, or null")
         _refuse_less("every_n_steps", every_n_steps, 1, "1 or more, or null")
         _refuse_less("every_n_minutes", every_n_minutes, math.ulp(0), "more than 0, or null")
         _refuse_less("seconds_between", seconds_between, 0, "0 or more")
+        if file is not None:
+            _refuse_less("keep", keep, 1, "1 or more where there is a file")
         self.monitor = Monitor(monitor, mode, key="callbacks.checkpoint")
+        self.file = file
+        self.pattern = FilePattern(EPOCH if file is None else file)
         self.keep = keep
         self.every_n_epochs = every_n_epochs
         self.every_n_steps = every_n_steps
         self.every_seconds = None if every_n_minutes is None else 60 * every_n_minutes
         self.seconds_between = seconds_between
         self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
+        self.due: list[str] = []  # files to be written at this hook
         self.dropped: list[str] = []  # those that are no longer, and not yet removed
         self.saved_step = -1
         self.saved_clock = 0.0
@@ -58,6 +73,7 @@ class Checkpoint(Callback):
         self.writer = checkpoint.Writer(seconds_between)
 
     def on_fit_start(self, trainer: "Trainer") -> None:
+        self._refuse_same_names(trainer)
         if trainer.strategy.is_main:
             files.sweep(_directory(trainer))
             self._finish_killed_save(trainer)
@@ -71,13 +87,13 @@ class Checkpoint(Callback):
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         is_within_epoch = trainer.progress.batches_done > 0  # at its end, on_epoch_end knows more
-        if is_within_epoch and trainer.mode == "fit" and self.monitor.is_of_validation:
-            self._save(trainer, self._judge(trainer))
+        if is_within_epoch and trainer.mode == "fit":
+            self._save(trainer, self._judged(trainer, lambda each: each.monitor.is_of_validation))
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
+        names = self._judged(trainer, lambda each: not trainer.epoch % (each.every_n_epochs or 1))
         if trainer.epoch % (self.every_n_epochs or 1):
             return
-        names = self._judge(trainer)
         since = trainer.clock - self.saved_clock
         if self.every_n_epochs and (names or self.saved_step < 0 or since >= self.seconds_between):
             names = [*names, LAST]
@@ -86,12 +102,13 @@ class Checkpoint(Callback):
         self._save(trainer, names)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        names = self._judge(trainer)
+        names = self._judged(trainer, lambda each: True)
         if trainer.global_step != self.saved_step:
             names = [*names, LAST]
         self._save(trainer, names)
         self.writer.wait()
-        if trainer.strategy.is_main and not (_directory(trainer) / BEST).is_file():
+        is_gone = self.file is None and not (_directory(trainer) / BEST).is_file()
+        if trainer.strategy.is_main and is_gone:
             trainer.checkpoint = str(_directory(trainer) / LAST)  # the best one was deleted
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
@@ -106,13 +123,16 @@ class Checkpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         kept = [list(pair) for pair in self.kept]
-        return {**self.monitor.state_dict(), "kept": kept, "judged_step": self.judged_step}
+        told = {"kept": kept, "judged_step": self.judged_step, "file": self.file}
+        return {**self.monitor.state_dict(), **told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.monitor.load_state_dict(state):
+        if state.get("file") != self.file or not self.monitor.load_state_dict(state):
             return
         kept = state.get("kept")
-        if not (isinstance(kept, list) and all(map(_is_kept, kept))):  # they may be removed later
+        if not (
+            isinstance(kept, list) and all(map(self._is_kept, kept))
+        ):  # they may be removed later
             raise UserError(
                 f"resume: callbacks.checkpoint would have kept {str(kept)[:200]}, which are not "
                 "its files; use another checkpoint"
@@ -121,8 +141,34 @@ class Checkpoint(Callback):
         judged = state.get("judged_step")
         self.judged_step = judged if type(judged) is int else -1
 
+    def _is_kept(self, pair: Any) -> bool:
+        if not (isinstance(pair, list) and len(pair) == 2 and hasattr(pair[0], "__float__")):
+            return False
+        return self.pattern.fits(str(pair[1]))
+
+    def _refuse_same_names(self, trainer: "Trainer") -> None:
+        others = [c for c in trainer.callbacks if isinstance(c, Checkpoint) and c is not self]
+        for other in others:
+            if self.file is None and other.file is None:
+                raise UserError("two Checkpoints would write best.ckpt; give one of them a file")
+            names = sorted([self.pattern.prefix, other.pattern.prefix])
+            if names[1].startswith(names[0]):
+                raise UserError(
+                    f"callbacks.checkpoint.file={other.pattern.text} of one Checkpoint and "
+                    f"{self.pattern.text} of another begin alike; begin them with other words"
+                )
+
+    def _judged(self, trainer: "Trainer", judges: Callable[["Checkpoint"], bool]) -> list[str]:
+        """The files that this step's state belongs in. All of these callbacks judge before one of
+        them saves, so that its file holds what all of them keep."""
+        for each in trainer.callbacks:
+            if isinstance(each, Checkpoint) and judges(each):
+                each.due += each._judge(trainer)
+        names, self.due = self.due, []
+        return names
+
     def _judge(self, trainer: "Trainer") -> list[str]:
-        """The files that this step's state belongs in; what it pushes out of `kept` is dropped."""
+        """Once a step; what it pushes out of `kept` is dropped."""
         step = trainer.global_step
         has_value = step == trainer.progress.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
@@ -130,15 +176,17 @@ class Checkpoint(Callback):
         self.judged_step = step
         value = self.monitor.value(trainer.metrics)
         names = [BEST] if self.monitor.is_better(value) else []
-        if self.keep == 1 or math.isnan(value):
+        if (self.keep == 1 and self.file is None) or math.isnan(value):
             return names
-        name = f"epoch{trainer.epoch:04d}-step{step}.ckpt"
+        name = self.pattern.name({**trainer.metrics, "epoch": trainer.epoch, "step": step})
         ranked = sorted([*self.kept, (value, name)], key=lambda pair: self.monitor.sign * pair[0])
         self.kept = ranked[: self.keep]
         self.dropped += [old for _, old in ranked[self.keep :] if old != name]
         return [name, *names] if (value, name) in self.kept else names
 
     def _save(self, trainer: "Trainer", names: list[str]) -> None:
+        if self.file is not None:
+            names = [name for name in names if name not in (LAST, BEST)]
         if not names:
             return
         if LAST in names:
@@ -149,19 +197,23 @@ class Checkpoint(Callback):
             folder = _directory(trainer)
             dropped = [folder / name for name in self.dropped]
             self.writer.save(state, [folder / name for name in names], dropped)
-            best = LAST if self.monitor.best is None else BEST
-            trainer.checkpoint = str(folder / best)
+            if self.file is None:
+                best = LAST if self.monitor.best is None else BEST
+                trainer.checkpoint = str(folder / best)
+            elif trainer.checkpoint is None or self.pattern.fits(Path(trainer.checkpoint).name):
+                trainer.checkpoint = str(folder / self.kept[0][1])  # no other one keeps a last.ckpt
         self.dropped = []
 
     def _finish_killed_save(self, trainer: "Trainer") -> None:
         """Removes and copies what a killed run was about to."""
         folder, names = _directory(trainer), [name for _, name in self.kept]
-        for path in folder.glob("epoch*-step*.ckpt"):
-            step = path.stem.partition("-step")[2]
-            is_past = step.isdigit() and int(step) <= trainer.global_step  # else another run's
-            if is_past and path.name not in names:
+        for path in folder.glob("*.ckpt"):
+            if not self.pattern.fits(path.name) or path.name in names:
+                continue
+            if int(path.stem.rpartition("-step")[2]) <= trainer.global_step:  # else another run's
                 path.unlink(missing_ok=True)
-        if names and (folder / names[0]).is_file():  # the best one, under the name of its step
+        # The best one, under the name of its step.
+        if self.file is None and names and (folder / names[0]).is_file():
             first, best = folder / names[0], folder / BEST
             if files.flaw(best) or files.step_of(best) < files.step_of(first):
                 checkpoint.copy(first, best)
@@ -172,10 +224,51 @@ def _refuse_less(key: str, value: float | None, least: float, valid: str) -> Non
         raise UserError(f"callbacks.checkpoint.{key}={value}; set {valid}")
 
 
-def _is_kept(pair: Any) -> bool:
-    if not (isinstance(pair, list) and len(pair) == 2 and hasattr(pair[0], "__float__")):
-        return False
-    return re.fullmatch(r"epoch[0-9]{4,}-step[0-9]+\.ckpt", str(pair[1])) is not None
+class FilePattern:
+    """The names of a callback's files: text, the epoch, the step and metrics, and always the step.
+
+    They begin with text that tells them from the files of other callbacks.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            self.parts = list(Formatter().parse(text))
+        except ValueError as error:
+            raise UserError(
+                f"callbacks.checkpoint.file={text}: {error}; use e.g. {EXAMPLE}"
+            ) from None
+        self.prefix = self.parts[0][0] if self.parts else ""
+        is_plain = re.match(r"[A-Za-z]", self.prefix) and all(
+            re.fullmatch(PLAIN, literal) and not conversion and re.fullmatch(SPEC, spec or "")
+            for literal, _, spec, conversion in self.parts
+        )
+        if not is_plain:
+            raise UserError(
+                f"callbacks.checkpoint.file={text} is no plain file name that begins with a "
+                f"letter; use e.g. {EXAMPLE}"
+            )
+
+    def name(self, values: dict[str, float]) -> str:
+        name = ""
+        for literal, field, spec, _ in self.parts:
+            name += literal
+            if field is None:
+                continue
+            if field not in values:
+                raise UserError(
+                    f"callbacks.checkpoint.file={self.text}: {field} is not measured; "
+                    f"{suggestion(field, values)}"
+                )
+            try:
+                name += re.sub(r"[^\w.+-]", "_", format(values[field], spec or ""), flags=re.ASCII)
+            except ValueError as error:
+                raise UserError(f"callbacks.checkpoint.file={self.text}: {error}") from None
+        return f"{name}-step{values['step']}.ckpt"
+
+    def fits(self, name: str) -> bool:
+        """Whether a file is one of these, and so may be removed."""
+        return re.fullmatch(rf"{re.escape(self.prefix)}{PLAIN}-step[0-9]+\.ckpt", name) is not None
 
 
 def _directory(trainer: "Trainer") -> Path:
