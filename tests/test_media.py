@@ -9,7 +9,7 @@ import pytest
 import torch
 from forked import on
 from PIL import Image
-from small import Hooks, Rows, Small, fitted
+from small import Hooks, Rows, Small, fitted, trainer
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -82,6 +82,17 @@ def test_a_wrong_value_is_one_line(form, values, line):
     log = Hooks(on_step_end=lambda trainer: getattr(trainer, f"log_{form}")("val/x", *values))
     with pytest.raises(UserError, match=rf"trainer\.log_{form}\('val/x'\) {line}"):
         fitted(callbacks=[log], loggers=[Logger()])
+
+
+def test_a_name_is_of_one_form():
+    """TensorBoard shows the first of two, Weights & Biases the last."""
+
+    def show(trainer):
+        trainer.log_text("val/x", "one")
+        trainer.log_image("val/x", WHITE)
+
+    with pytest.raises(UserError, match=r"log_image\('val/x'\): there is a text with this name"):
+        fitted(callbacks=[Hooks(on_step_end=show)], loggers=[Logger()])
 
 
 def test_a_histogram_is_of_the_finite_values():
@@ -206,6 +217,21 @@ def test_a_logger_that_can_not_is_one_warning(caplog):
     assert caplog.messages == ["Failing stopped: OSError: no space; training goes on without it"]
 
 
+@pytest.mark.parametrize("mode", ["validate", "test", "predict"])
+def test_another_mode_than_fit_logs_what_its_hooks_show_and_nothing_else(tmp_path, mode):
+    hook = "on_validation_end" if mode == "validate" else f"on_{mode}_end"
+    show = Hooks(**{hook: lambda trainer: trainer.log_table("rows", ["a"], [[1]])})
+    for hooks in ([], [show]):
+        assert list(tmp_path.iterdir()) == []
+        made = trainer(callbacks=hooks, loggers=[CSV(), TensorBoard()], directory=tmp_path)
+        getattr(made, mode)()
+    assert (tmp_path / "tables" / "rows-step0.csv").read_text() == "a\n1\n"
+    assert values(shown(tmp_path), "rows").keys() == {0}
+    made.run.directory = ""
+    with pytest.raises(UserError, match="CSV writes files, and nothing says where"):
+        getattr(made, mode)()
+
+
 # PyTorch's own writer
 
 
@@ -304,7 +330,7 @@ def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
     callbacks = [ConfusionMatrix(), SamplePredictions(rows=8)]
     shown, weights = on(strategy, classified, callbacks)
     same, _ = on(CPU(), classified, callbacks)
-    forms = {("table", "val/confusion"), ("image", "val/confusion"), ("table", "val/samples")}
+    forms = {("table", "val/confusion"), ("image", "val/confusion_shares"), ("table", "val/samples")}
     assert shown.keys() == {(*form, step) for form in forms for step in (2, 4)}
     assert shown == same
     columns, rows = shown["table", "val/samples", 4]
@@ -323,7 +349,7 @@ def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
         counts[label][guess] += 1
     columns, rows = shown["table", "val/confusion", 4]
     assert rows == [["0", *counts[0]], ["1", *counts[1]]]
-    (cell,) = np.asarray(shown["image", "val/confusion", 4])[0, 0]
+    (cell,) = np.asarray(shown["image", "val/confusion_shares", 4])[0, 0]
     assert cell == round(255 * counts[0][0] / sum(counts[0]))
 
 

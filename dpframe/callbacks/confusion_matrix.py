@@ -17,7 +17,7 @@ CELL = 16  # pixels
 
 
 class ConfusionMatrix(Callback):
-    """Counts as the table `val/confusion`, and each class's shares as an image.
+    """Counts as the table `val/confusion`, and each label's shares as an image.
 
     For batches (inputs, labels) and a predict_step that returns a score for each class. It
     computes each batch a second time.
@@ -51,7 +51,7 @@ class ConfusionMatrix(Callback):
         trainer.log_table("val/confusion", ["label \\ predicted", *classes], rows)
         shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
         cells = shares.repeat_interleave(CELL, 0).repeat_interleave(CELL, 1)
-        trainer.log_image("val/confusion", cells)
+        trainer.log_image("val/confusion_shares", cells)
 
 
 def counted(scores: Any, labels: Any) -> Tensor:

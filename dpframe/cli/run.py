@@ -133,7 +133,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     data = make(job.config["data"], "data", DataModule)
     beat()
     callbacks = _several(make, settings.callbacks, "callbacks", Callback)
-    loggers = _several(make, settings.logger, "logger", Logger) if settings.mode == "fit" else []
+    loggers = _several(make, settings.logger, "logger", Logger)
     best = Best(*job.objective)
     trainer = Trainer(
         task,

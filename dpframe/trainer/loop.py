@@ -150,6 +150,7 @@ class Trainer:
         means = means_of(self._evaluations("val"), after_batch=self._after_batch())
         self.metrics.update(means)
         self._call("on_validation_end")
+        self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
     def test(self) -> dict[str, float]:
@@ -157,6 +158,7 @@ class Trainer:
         self.mode = "test"
         self.metrics.update(means_of(self._evaluations("test")))
         self._call("on_test_end")
+        self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
     def predict(self) -> Any:
@@ -170,6 +172,7 @@ class Trainer:
             if predictions is not None:
                 by_name[name] = predictions
                 self._call("on_predict_end", predictions)
+        self.report.close(self.metrics, succeeded=True)
         return by_name.get("", by_name or None)
 
     # ---- how far it has come
@@ -239,6 +242,9 @@ class Trainer:
         self._show("table", name, columns, rows)
 
     def _show(self, form: str, name: str, *values: Any) -> None:
+        if self.mode != "fit" and not self.report.is_open:  # fit has opened it
+            self._refuse_nowhere(self.loggers)
+            self.report.open(self.strategy)
         self.report.show(form, name, *values, step=self.global_step)
 
     # ---- the heart
@@ -559,13 +565,7 @@ class Trainer:
 
     def _begin(self) -> None:
         """The first thing in `fit` that others can see: files, curves, lines on screen."""
-        parts: list[Callback | Logger] = [*self.callbacks, *self.report.loggers]
-        for part in parts:
-            if part.needs_directory and not self.run.directory:
-                raise UserError(
-                    f"{type(part).__name__} writes files, and nothing says where; pass the Trainer "
-                    "run=Run(directory=…)"
-                )
+        self._refuse_nowhere([*self.callbacks, *self.loggers])
         if self._resumed is not None:
             self._reopen(self._resumed)
         else:
@@ -584,6 +584,14 @@ class Trainer:
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.progress.rows_seen
         self._look_at = self.lookout.begin(self.progress.global_step)
+
+    def _refuse_nowhere(self, parts: Iterable[Callback | Logger]) -> None:
+        for part in parts:
+            if part.needs_directory and not self.run.directory:
+                raise UserError(
+                    f"{type(part).__name__} writes files, and nothing says where; pass the Trainer "
+                    "run=Run(directory=…)"
+                )
 
     def _evaluations(
         self, kind: str, loaders: dict[str, Loader] | None = None

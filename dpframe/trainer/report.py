@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
@@ -31,8 +32,9 @@ class Report:
     def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
         self.loggers = list(loggers)
         self.run = run
-        self.is_open = False  # only training is logged
+        self.is_open = False
         self._flushed_at = 0.0
+        self._forms: dict[str, str] = {}  # of what is shown, by its name
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
 
     def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:
@@ -59,6 +61,11 @@ class Report:
         from dpframe.loggers import media
 
         if self.is_open and self.loggers:
+            known = self._forms.setdefault(name, form)
+            if known != form:  # a tool shows one thing under a name
+                raise UserError(
+                    f"trainer.log_{form}({name!r}): there is a {known} with this name; use another"
+                )
             value = media.FORMS[form](name, *values)
             parts = value if isinstance(value, tuple) else (value,)
             self._each(lambda logger: getattr(logger, form)(name, *parts, step=step))
@@ -75,7 +82,9 @@ class Report:
         self._each(lambda logger: logger.flush())
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
-        self._each(lambda logger: logger.close(metrics, succeeded=succeeded))
+        if self.is_open:
+            self.is_open = False
+            self._each(lambda logger: logger.close(metrics, succeeded=succeeded))
 
     def _each(self, call: Callable[[Logger], None]) -> None:
         """A logger that fails, e.g. on a full disk, is left out: training goes on."""
