@@ -330,7 +330,11 @@ def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
     callbacks = [ConfusionMatrix(), SamplePredictions(rows=8)]
     shown, weights = on(strategy, classified, callbacks)
     same, _ = on(CPU(), classified, callbacks)
-    forms = {("table", "val/confusion"), ("image", "val/confusion_shares"), ("table", "val/samples")}
+    forms = {
+        ("table", "val/confusion"),
+        ("image", "val/confusion_shares"),
+        ("table", "val/samples"),
+    }
     assert shown.keys() == {(*form, step) for form in forms for step in (2, 4)}
     assert shown == same
     columns, rows = shown["table", "val/samples", 4]
