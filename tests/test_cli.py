@@ -80,7 +80,7 @@ REFUSED = {
     "trainer.gpus=-1": "trainer.gpus=-1 is neither",
     "trainer.gpus=0": "leave it out, and use strategy=cpu",
     "trainer.gpus=1.5": "neither a count",
-    "trainer.clip_norm=nan": "trainer.clip_norm=nan is out of range; use more than 0",
+    "trainer.clip_norm=nan": "trainer.clip_norm=nan is out of range; use a number above 0",
     "data.batch_size=0": "data.batch_size=0 is out of range; use 1 or more",
     "data.batch_size=1.5": "data.batch_size=1.5 is a fraction; use a whole number",
     "data.batch_size=null": "data.batch_size=null is nothing; use a whole number",
