@@ -465,7 +465,7 @@ def test_the_best_by_the_metric_are_kept_up_or_down_and_none_that_is_nan(
 F1 = "f1-{epoch}-{val/score:.1f}"
 
 
-@pytest.mark.parametrize("start", ["last.ckpt", "f1-4-2.0-step20.ckpt"])
+@pytest.mark.parametrize("start", ["last.ckpt", "f1-2-1.0-step10.ckpt"])
 def test_several_checkpoints_keep_their_own_files_through_a_resume_from_any_of_them(
     tmp_path, start
 ):
@@ -485,14 +485,22 @@ def test_several_checkpoints_keep_their_own_files_through_a_resume_from_any_of_t
     assert whole.checkpoint == str(tmp_path / "checkpoints" / "best.ckpt")
     files = {name: checkpoint.load(tmp_path / "checkpoints" / name)["task"] for name in names}
     shutil.rmtree(tmp_path / "checkpoints")
-    run(several(), SCORES[:4], max_epochs=4)
+    run(several(), SCORES[:2], max_epochs=2)
     (tmp_path / "checkpoints" / "f1-9-9.0-step1.ckpt").touch()  # of a save before a kill
     (tmp_path / "checkpoints" / "f1-mine.ckpt").touch()
     state = checkpoint.load(tmp_path / "checkpoints" / start)
-    run(several(), SCORES[4:], max_epochs=6, resume=state)
+    run(several(), SCORES[2:], max_epochs=6, resume=state)
     assert [name for name in kept(tmp_path) if name != "f1-mine.ckpt"] == names
     for name, weights in files.items():
         assert is_same(checkpoint.load(tmp_path / "checkpoints" / name)["task"], weights)
+
+
+def test_another_file_on_a_resume_keeps_its_own(tmp_path):
+    one = run_scripted(tmp_path, [3.0, 2.0], file=F1)
+    again = Checkpoint("val/score", file="other")
+    state = checkpoint.load(one.checkpoint)
+    fitted(Scripted([9.0]), callbacks=[again], directory=tmp_path, max_epochs=3, resume=state)
+    assert kept(tmp_path) == ["f1-2-2.0-step10.ckpt", "other-step15.ckpt"]
 
 
 def test_a_checkpoint_by_file_alone_is_the_one_of_the_run(tmp_path):
