@@ -104,6 +104,10 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^step +batch 64 = 22 \+ 22 \+ 20$",
     ),
+    "dpframe --config-dir mine recipe=tuned task.optimizer.groups.backbone.lr=0.002": (
+        "trainer.max_epochs=12",
+        r"^step 40: net\.0 is thawed$",
+    ),
     "dpframe --config-dir mine recipe=boston +callbacks.sam._target_=mine.sam.SAM": (
         "trainer.max_epochs=2",
         r"^recipe +boston",
