@@ -8,6 +8,7 @@ the checkpoint to resume from is chosen before torch is there.
 import hashlib
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,19 +22,28 @@ BLOCK = 1 << 20
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """The file to write to, beside `path`, and then renamed over it: where that fails, or the
-    process is killed, `path` is as it was."""
+    """The file or folder to write to, beside `path`, and then renamed over it: where that fails, or
+    the process is killed, `path` is as it was."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield part
+        if path.is_dir():  # a folder is only renamed over an empty one
+            shutil.rmtree(path)
         part.replace(path)
     finally:
-        part.unlink(missing_ok=True)
+        _remove(part)
 
 
 def sweep(directory: Path) -> None:
     """Removes what killed processes left half-written."""
     for part in directory.glob(".*.[0-9]*.part"):
+        _remove(part)
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
         part.unlink(missing_ok=True)
 
 

@@ -1,12 +1,18 @@
 """Validation, test and prediction see every row exactly once, for every size and every strategy."""
 
+import os
+import resource
+import signal
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import small
 import torch
-from forked import on
+from forked import fresh, on
 from recorded import once
 from small import Hooks, Listed, Small, Stream, fitted, is_same
 from torch import Tensor, nn
@@ -16,7 +22,8 @@ from dpframe import DataModule, Strategy, Task, Trainer, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
-from dpframe.trainer.evaluation import as_table
+from dpframe.trainer import spool
+from dpframe.trainer.evaluation import as_table, join
 
 SIZES = range(1, 12)  # up to two batches and a bit
 BATCH_SIZE = 5  # on four replicas 2 2 1 0
@@ -246,3 +253,102 @@ def test_what_a_validation_reports_is_what_its_checkpoint_gives(strategy):
     pairs = on(strategy, reported_and_kept)
     assert len(pairs) == 5  # at steps 3 6 9, and at the ends of the epochs of 5 steps
     assert all(abs(difference) <= 1e-12 for pair in pairs for difference in pair)
+
+
+# Predictions to disk
+
+
+def saved(strategy: Strategy, folder: str) -> dict[str, list[str]]:
+    """What mode=predict writes of each kind of outputs, in enough memory and in too little."""
+    found: dict[str, list[str]] = {name: [] for name in OF_ROWS}
+    for name, output in OF_ROWS.items():
+        for held in (spool.HELD, 100):
+            with patch.object(spool, "HELD", held):
+                path = Path(folder, name, str(held))
+                trainer = Trainer(Returns(output), Numbers("tensors", 400), strategy=strategy)
+                predictions = trainer.predict(spool=path)
+                found[name] += [str(predictions.save(path))] if predictions else []
+    return found
+
+
+@pytest.mark.parametrize("strategy", [CPU(), DDP(3, "cpu")], ids=["cpu", "ddp"])
+def test_predictions_that_memory_does_not_hold_are_those_that_it_holds(strategy, tmp_path):
+    for name, (whole, large) in on(strategy, saved, str(tmp_path)).items():
+        assert [str(path) for path in Path(large).parent.iterdir()] == [large], name
+        if whole.endswith(".csv"):
+            assert Path(large).read_text() == Path(whole).read_text(), name
+            continue
+        assert (Path(whole).name, Path(large).name) == ("predictions.pt", "predictions")
+        pieces = [torch.load(path, weights_only=True) for path in sorted(Path(large).iterdir())]
+        assert len(pieces) > 1
+        assert is_same(rows_of(pieces), rows_of([torch.load(whole)])), name
+
+
+def rows_of(pieces: list[Any]) -> Any:
+    """A piece whose rows have one shape is one tensor, any other a list of them."""
+    has_rows = isinstance(pieces[0], Tensor | list)
+    return [row for piece in pieces for row in piece] if has_rows else join(pieces)
+
+
+def test_large_predictions_are_read_again_in_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(spool, "HELD", 100)
+    kept = Trainer(Ids(), Numbers("rows", 200)).predict(spool=tmp_path)
+    wanted = Trainer(Ids(), Numbers("rows", 200)).predict()
+    assert kept.batches.is_on_disk and list(tmp_path.iterdir()) == []
+    assert len(kept.batches) == len(wanted.batches) == 40
+    assert is_same(list(kept.batches), wanted.batches) and is_same(
+        kept.batches[7], kept.batches[-33]
+    )
+    assert is_same(kept.batches[38:], wanted.batches[38:]) and is_same(
+        kept.joined(), wanted.joined()
+    )
+
+
+def test_other_parts_in_a_later_piece_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(spool, "HELD", 100)
+    odd = Returns(lambda ids: {"a": ids} if ids[0] < 150 else {"b": ids})
+    kept = Trainer(odd, Numbers("rows", 200)).predict(spool=tmp_path)
+    with pytest.raises(UserError, match=r"other parts for some batches \(a, b\)"):
+        kept.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Wide(Numbers):
+    """Rows of one number; a megabyte is predicted for each."""
+
+    def predict_dataset(self) -> Dataset:
+        return Listed(torch.arange(self.size, dtype=torch.float64))
+
+
+def peak_of_wide(folder: str, rows: int) -> int:
+    """The bytes that the largest memory of this process grew by."""
+    spool.HELD = 8 << 20
+    wide = Returns(lambda ids: ids[:, None, None].expand(-1, 128, 1024).contiguous())
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    predictions = Trainer(wide, Wide("rows", rows)).predict(spool=folder)
+    assert predictions.save(Path(folder)).is_dir()
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+def test_a_prediction_larger_than_its_memory_is_written(tmp_path):
+    rows = 300
+    assert fresh(peak_of_wide, str(tmp_path), rows) < rows * 2**20 / 2
+    written = sum(path.stat().st_size for path in (tmp_path / "predictions").iterdir())
+    assert written > rows * 2**20
+
+
+def killed_at(folder: str, row: int) -> None:
+    spool.HELD = 100
+
+    def die(ids: Tensor) -> Tensor:
+        if row in ids:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ids
+
+    Trainer(Returns(die), Numbers("rows", 200)).predict(spool=folder).save(Path(folder))
+
+
+def test_a_killed_prediction_leaves_nothing(tmp_path):
+    with pytest.raises(BrokenProcessPool):
+        fresh(killed_at, str(tmp_path), 180)
+    assert list(tmp_path.iterdir()) == []

@@ -228,7 +228,7 @@ def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
     if limit is not None:
         log.warning("trainer.limit_eval_batches=%s: no more batches are read", limit)
     if settings.mode == "predict":
-        predictions = trainer.predict()
+        predictions = trainer.predict(spool=path)
         several = predictions if isinstance(predictions, dict) else {"": predictions}
         for each in several.values():
             if each is not None:

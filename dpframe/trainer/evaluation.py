@@ -1,8 +1,8 @@
 """Validation, test and prediction: every row once, whatever the strategy."""
 
 import csv
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Autocast, EvalStep, Task
 from dpframe.trainer.feed import local_devices
 from dpframe.trainer.progress import Lookout
+from dpframe.trainer.spool import Spool, fitting, size_of
 from dpframe.trainer.task_metrics import TaskMetrics
 
 CELLS = (int, float, str, bool)
@@ -83,15 +84,25 @@ class Evaluation:
         return {f"{self.prefix}/{name}": value for name, value in means.items()}
 
     @torch.no_grad()
-    def predictions(self) -> "Predictions | None":
-        """Every row's output in the order of the data set, on the main process; None elsewhere."""
+    def predictions(self, spool: str | Path | None = None) -> "Predictions | None":
+        """Every row's output in the order of the data set, on the main process; None elsewhere.
+        Large ones are kept in the directory `spool`, if there is one."""
         name = f"{type(self.task).__name__}.{STEPS[self.kind]}"
-        here = [
+        here = (
             [by_rows(output, rows, f"{name} returned") for rows, output in part]
             for _, part in self._batches()
-        ]
-        everywhere = self.strategy.gather(here)
-        return collected(everywhere, self.name) if self.strategy.is_main else None
+        )
+        batches: Any = [] if spool is None else Spool(spool)
+        count = 1
+        while some := list(islice(here, count)):
+            batches.extend(collected(self.strategy.gather(some)))
+            [held] = self.strategy.tally([float(size_of(some))])
+            count = fitting(count, held)
+        if not self.strategy.is_main:
+            return None
+        if not batches:
+            raise UserError("predict: the data set gave no rows")
+        return Predictions(batches, self.name)
 
     def _batches(
         self, after_batch: AfterBatch | None = None
@@ -153,7 +164,7 @@ class Predictions:
     """`batches` holds, for each global batch, what each replica returned, in replica order: every
     tensor has a first dimension of rows, every list an entry a row."""
 
-    def __init__(self, batches: list[list[Any]], name: str = "") -> None:
+    def __init__(self, batches: Sequence[list[Any]], name: str = "") -> None:
         self.batches = batches
         self.name = name  # of the data set, where there are several
 
@@ -163,32 +174,71 @@ class Predictions:
         return join(list(chain.from_iterable(self.batches)))
 
     def save(self, directory: Path) -> Path:
-        """`predictions.csv` for numbers in rows and columns, else `predictions.pt`; the data set's
-        name follows, where there are several."""
-        joined = self.joined()
-        table = as_table(joined)
-        if table is None:
-            _refuse_objects(joined)
+        """`predictions.csv` for numbers in rows and columns, else `predictions.pt`, or the folder
+        `predictions` with one such file for each piece of those that memory might not hold; the
+        data set's name follows, where there are several."""
         stem = f"predictions-{self.name}" if self.name else "predictions"
-        path = directory / f"{stem}.{'pt' if table is None else 'csv'}"
         try:
             directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
-            with files.whole(path) as part:
-                _write(joined, table, part)
+            try:
+                path = directory / f"{stem}.csv"
+                with files.whole(path) as part:
+                    _write_table(self._pieces(), part)
+            except NoTable:
+                is_folder = isinstance(self.batches, Spool) and self.batches.is_on_disk
+                path = directory / (stem if is_folder else f"{stem}.pt")
+                with files.whole(path) as part:
+                    _write_objects(self._pieces(), part, is_folder=is_folder)
         except OSError as error:
             raise Failure(f"{path} can't be written: {error.strerror}") from error
         return path
 
+    def _pieces(self) -> Iterator[Any]:
+        """Joined: all at once, or of those that are on disk some at a time."""
+        pieces = self.batches.pieces() if isinstance(self.batches, Spool) else [self.batches]
+        first = None
+        for batches in pieces:
+            piece = join(list(chain.from_iterable(batches)))
+            first = head(piece) if first is None else first
+            join([first, head(piece)])  # refuses other parts than before
+            yield piece
 
-def _write(joined: Any, table: dict[str, list] | None, part: Path) -> None:
-    if table is None:
-        with part.open("wb") as file:
-            checkpoint.dump(joined, file)
-        return
+
+class NoTable(Exception):
+    """The predictions, or a piece of them, have no columns of numbers or texts."""
+
+
+def _write_table(pieces: Iterable[Any], part: Path) -> None:
+    columns = None
     with part.open("w", newline="", encoding="utf-8") as text:
         writer = csv.writer(text)
-        writer.writerow(table)
-        writer.writerows(zip(*table.values(), strict=True))
+        for piece in pieces:
+            table = as_table(piece)
+            if table is None or columns not in (None, [*table]):
+                raise NoTable
+            if columns is None:
+                columns = [*table]
+                writer.writerow(columns)
+            writer.writerows(zip(*table.values(), strict=True))
+
+
+def _write_objects(pieces: Iterable[Any], part: Path, *, is_folder: bool) -> None:
+    if is_folder:
+        part.mkdir()
+    for number, piece in enumerate(pieces):
+        _refuse_objects(piece)
+        with (part / f"{number:05}.pt" if is_folder else part).open("wb") as file:
+            checkpoint.dump(piece, file)
+
+
+def head(value: Any) -> Any:
+    """The first row, in the form that all have."""
+    if isinstance(value, dict):
+        return {name: head(part) for name, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(map(head, value))
+    is_uneven = isinstance(value, list) and isinstance(value[0], Tensor)  # as `join` left them
+    return value[0][None] if is_uneven else value[:1]
 
 
 def by_rows(value: Any, rows: int, told: str) -> Any:
@@ -234,12 +284,9 @@ def on_cpu(value: Any) -> Any:
     return value
 
 
-def collected(processes: list[list[list[Any]]], name: str = "") -> Predictions:
+def collected(processes: list[list[list[Any]]]) -> list[list[Any]]:
     """Joins the processes' batches: each batch gets the outputs of all replicas, in their order."""
-    batches = [list(chain.from_iterable(parts)) for parts in zip(*processes, strict=True)]
-    if not batches:
-        raise UserError("predict: the data set gave no rows")
-    return Predictions(batches, name)
+    return [list(chain.from_iterable(parts)) for parts in zip(*processes, strict=True)]
 
 
 def join(parts: list[Any]) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -161,14 +162,15 @@ class Trainer:
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
-    def predict(self) -> Any:
+    def predict(self, *, spool: str | Path | None = None) -> Any:
         """The Predictions, by the data sets' names where there are several; None on processes but
-        the main one."""
+        the main one. Those that are large are kept in the directory `spool`, if there is one, and
+        not in memory."""
         self._refuse_closed()
         self.mode = "predict"
         by_name: dict[str, Predictions] = {}
         for name, evaluation in self._evaluations("predict").items():
-            predictions = evaluation.predictions()
+            predictions = evaluation.predictions(spool)
             if predictions is not None:
                 by_name[name] = predictions
                 self._call("on_predict_end", predictions)
