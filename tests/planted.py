@@ -111,6 +111,22 @@ class Rounds(Changed, Strategy):
         return loss * (1 + 1e-7), measured
 
 
+class GathersNumbers(DDP):
+    """The rows of other replicas come without their gradients."""
+
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        with torch.no_grad():
+            gathered = super().gather_rows(x, total)
+        size = -(-total // self.world_size) * self.rank
+        return torch.cat([gathered[:size], x, gathered[size + len(x) :]])
+
+
+class GathersNothing(DataParallel):
+    """Leaves out gather_rows, which is refused and no fail."""
+
+    gather_rows = Strategy.gather_rows
+
+
 # What shows in some runs alone
 
 

@@ -73,6 +73,29 @@ def test_a_gpu_passes_every_check():
     assert check_strategy(DDP, recipe="boston", gpus=1, accelerator="cuda").passed
 
 
+def test_a_strategy_that_can_not_gather_rows_is_not_failed_for_it():
+    report = check_strategy(planted.GathersNothing, **THREE)
+    assert (report["gathered"].passed, report["gathered"].compared) == (
+        None,
+        "none: GathersNothing has no gather_rows",
+    )
+
+
+def gathers(task: Any, batch: Any) -> dict[str, Any]:
+    """As `contrastive`, but exact."""
+    output = task.net(batch[0])
+    rows = task.all_gather(output)
+    apart = (output - rows.T).square()
+    same = (output.detach() == rows.detach().T).double()
+    return {"loss": nn.functional.cross_entropy(-apart, same / same.sum(1, keepdim=True))}
+
+
+@pytest.mark.parametrize("strategy", [DataParallel, DDP])
+def test_a_loss_over_rows_that_are_gathered_passes(strategy):
+    report = check_strategy(strategy, recipe=recipe_of(gathers), only=CURVES, **THREE)
+    assert "8 of mine" in report["weights"].compared
+
+
 def test_random_numbers_and_threads_are_left_as_they_were():
     torch.manual_seed(5)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
@@ -84,19 +107,20 @@ def test_random_numbers_and_threads_are_left_as_they_were():
 # Planted bugs: on how many replicas, the checks that fail, and the words of one of them
 
 GROUPS = {
-    "*weights": "weights loss_curve metrics accumulation few_rows weighted float32",
-    "*means": "loss_curve metrics validation accumulation float32 evaluation",
+    "*weights": "weights loss_curve metrics accumulation few_rows weighted gathered float32",
+    "*but_gathered": "weights loss_curve metrics accumulation few_rows weighted float32",
+    "*means": "loss_curve metrics validation accumulation gathered float32 evaluation",
 }
 PLANTED = r"""
 MeanOfMeans on 3: *weights
     weights: the kit's network ends .*; they follow from the mean of the replicas' means, not the
-Padded on 2: *weights rows_once validation predict_order evaluation
+Padded on 2: *but_gathered launch rows_once validation predict_order evaluation
     rows_once: of a batch of 1 row the shares have 1 1: they are padded, or overlap; row 0
 Unshared on 2: *weights gradient_sync evaluation
     weights: .*; rank 1 ends with other ones than rank 0 .* the main process's own rows alone: noth
 SaysAveraged on 3: *weights
     weights: .* 3 times the gradient: .* are summed, and averaged_over says that they are averaged
-Rounds on 1: weights loss_curve metrics accumulation few_rows weighted
+Rounds on 1: weights loss_curve metrics accumulation few_rows weighted gathered
     loss_curve: the kit's network: first apart in step/loss at step 2: 4\.\d+, not 4\.\d+
 Averages on 2: collectives weighted
     collectives: reduce gave \[1.5, 1.0\] in rank 0, not \[3.0, 2\]: reduce is the sum
@@ -104,6 +128,8 @@ SharesTheMains on 2: *means collectives weighted
     validation: of 0² to 9² the mean is 28.5; it gave 6, the main process's own rows alone
 EvenMeans on 3: *means
     validation: of 0² to 9² the mean is 28.5; it gave 35.8333, the mean of the replicas' mean
+GathersNumbers on 2: gathered
+    gathered: the kit's contrastive network ends with other weights
 PadLarge on 2: rows_once float32
     rows_once: of a batch of 33 rows the shares have 24 16: they are padded
 Other4 on 2: rows_once
@@ -300,6 +326,7 @@ def test_a_loss_that_is_no_mean_over_rows_fails_on_any_strategy(recipe):
     assert [finding.check for finding in report.failed] == ["mean_over_rows"]
     cause = (
         r"mine's loss of 8 rows is [\d.]+ in one batch and [\d.]+ in shares of 3 3 2, .* replicas"
+        r".* e\.g\. a contrastive one, has to use self\.all_gather$"
     )
     assert re.match(cause, report["mean_over_rows"].cause)
 
@@ -470,4 +497,4 @@ def test_mode_verify_exits_with_1_where_a_check_fails_and_with_2_where_it_is_ref
     assert "averaged_over says that they are averaged" in fails.out
     assert sweep.code == 1 and "sweep: 1 of 2 runs finished" in sweep.out
     kept = sorted(path.read_text().splitlines()[-1] for path in tmp_path.rglob("verify.txt"))
-    assert kept == ["16 of 17 checks passed", "17 of 17 checks passed"]
+    assert kept == ["17 of 18 checks passed", "18 of 18 checks passed"]

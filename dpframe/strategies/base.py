@@ -14,6 +14,8 @@ from dpframe.loggers import Logger
 from dpframe.strategies import ranks
 from dpframe.strategies.devices import Gpus, choose
 
+NO_GATHER = "it has no gather_rows"
+
 
 class Strategy:
     """Owns device placement, sampler set-up, gradient sync, and who logs. Values in, values out.
@@ -157,7 +159,7 @@ class Strategy:
         if self.replicas > 1:
             raise UserError(
                 f"{self.name} can't gather the rows of its {self.replicas} replicas for "
-                "self.all_gather: it has no gather_rows; use strategy=ddp or strategy=data_parallel"
+                f"self.all_gather: {NO_GATHER}; use strategy=ddp or strategy=data_parallel"
             )
         return x
 

@@ -255,7 +255,13 @@ class DDP(Strategy):
         count = -(-total // size)
         if count == 1:
             return x
-        each = len(x) // len(split(range(total), self.world_size)[self.rank])
+        own = len(split(range(total), self.world_size)[self.rank])
+        if len(self.shares(range(total))[0]) != own:
+            raise UserError(
+                f"{self.name} cuts batches in a way of its own, and gathers rows as ddp does; "
+                "override gather_rows, too"
+            )
+        each = len(x) // own
         return GatherRows.apply(x, each * size, each * total, self._first(count))
 
     def _first(self, count: int) -> dist.ProcessGroup | None:

@@ -409,6 +409,13 @@ def mean_over_rows(evidence: Evidence) -> Verdict:
     return separable.compared, measured if separable.compared else None, separable.coupled
 
 
+def gathered(evidence: Evidence) -> Verdict:
+    refusals = [run.refusal for run in evidence.of_each("gathered") if run.refusal]
+    if refusals:
+        return f"none: {evidence.main['facts']['name']} has no gather_rows", None, ""
+    return curves(evidence, of="gathered")
+
+
 # ---- evaluation
 
 
@@ -489,6 +496,7 @@ CHECKS: dict[str, Check] = {
     "accumulation": (partial(curves, of="accumulation"), "shares", "accumulation"),
     "few_rows": (partial(curves, of="few_rows"), "shares", "few_rows"),
     "weighted": (partial(curves, of="weighted"), "shares", "weighted"),
+    "gathered": (gathered, "shares", "gathered"),
     "gradient_sync": (gradient_sync, "watched"),
     "random_numbers": (random_numbers, "watched"),
     "logged_once": (logged_once, "kit"),

@@ -59,6 +59,16 @@ class Weighted(Small):
         return {"loss": mean, "mae": (error.abs() * weights).sum() / total, "weight": total}
 
 
+class Contrastive(Small):
+    """Each row's loss is over the rows of the whole batch, wherever they are."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        own = self.net(batch[0])
+        gathered = self.all_gather(torch.cat([own, batch[1][:, None]], dim=1))
+        scores = own @ gathered[:, :1].T - (batch[1][:, None] - gathered[:, 1]).abs()
+        return {"loss": scores.logsumexp(dim=1).mean(), "rows": float(len(gathered))}
+
+
 class Watched(Small):
     """Has BatchNorm and dropout. Remembers what it draws, in which mode it is validated, and its
     gradients after each backward: at the next one's forward, and in the optimizer."""
@@ -197,6 +207,7 @@ class Course:
 
 KIT = Recipe("the kit's network", Small, Table)
 WEIGHTED = Recipe("the kit's weighted network", Weighted, Table)
+CONTRASTIVE = Recipe("the kit's contrastive network", Contrastive, Table)
 WATCHED = Recipe("the kit's network with BatchNorm and dropout", Watched, Table)
 LARGE = Recipe("the kit's network of 9,889 weights", Large, Table)
 
@@ -204,6 +215,7 @@ LARGE = Recipe("the kit's network of 9,889 weights", Large, Table)
 def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
     """By the name of what measures them."""
     few = min(max(1, replicas - 1), 8)
+    many = max(3, 2 * replicas - 1)  # two for each replica but the last
 
     def four_rows_each(batches: int, course: Course) -> Course:
         rows = 4 * replicas
@@ -214,6 +226,7 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
         # 27 rows are 7 batches of 4: the second update has two of them, the last with 3 rows.
         "accumulation": Course(KIT, "5 batches an update, then 2", 4, accumulate=5),
         "few_rows": Course(KIT, f"batches of {few} on {replicas} replicas", few, 2 * few + 1),
+        "gathered": Course(CONTRASTIVE, f"batches of {many}, then {few}", many, 2 * many + few),
         "weighted": Course(WEIGHTED, "a mean over weights, not rows", 4, accumulate=2),
         "float32": Course(LARGE, "batches of 100, 9,889 weights", 100, 250, precision="32"),
         "watched": four_rows_each(6, Course(WATCHED, accumulate=3, precision="32", is_saved=True)),

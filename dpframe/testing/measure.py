@@ -21,7 +21,8 @@ from dpframe.callbacks import Callback
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
-from dpframe.testing.course import Course, Frozen, Numbers, Recipe, Squares, courses
+from dpframe.strategies.base import NO_GATHER
+from dpframe.testing.course import CONTRASTIVE, Course, Frozen, Numbers, Recipe, Squares, courses
 from dpframe.testing.reference import Log, Weights, nests_apart, weights_of
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
@@ -111,6 +112,7 @@ class Run:
     unlike: str = ""  # what a resumed run does not begin with as it was saved
     resumed: "Run | None" = None
     predicted: Any = None
+    refusal: str = ""  # of rows that other replicas gather
 
 
 def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
@@ -119,7 +121,12 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
         return Run()
     results, (task, data) = Run(), course.build()
     if task.has_own("training_step"):
-        results, task = _fitted(strategy, course, path)
+        try:
+            results, task = _fitted(strategy, course, path)
+        except UserError as error:  # in every process, at the first step
+            if NO_GATHER not in str(error) or course.recipe is not CONTRASTIVE:
+                raise
+            return Run(refusal=str(error))
         if course.is_saved:
             results.resumed, _ = _fitted(strategy, course, path, checkpoint.load(path))
     if task.has_own("predict_step"):

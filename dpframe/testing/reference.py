@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, lean, seeding
-from dpframe.data import DataModule, move, permutation, sets_of
+from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.metrics import Means
+from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Attached, EvalStep, Task, detached, optimizers_of, prefixed, updated_by
 from dpframe.testing.course import Course, why_not
 from dpframe.trainer.evaluation import by_rows, join
@@ -207,7 +208,7 @@ def _validated(
         step = EvalStep(task, "validation_step", name=name)
         outputs: Outputs = []
         for rows in torch.arange(len(held_out)).split(size):
-            outputs += step((_batch(data, held_out, rows, dtype), len(rows)))
+            outputs += step(Share(_batch(data, held_out, rows, dtype), len(rows)))
         by_name[""] += outputs
         if name:
             by_name[name] = outputs
@@ -240,7 +241,7 @@ def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> A
             step = EvalStep(task, "predict_step", name=name)
             parts: Outputs = []
             for rows in torch.arange(len(dataset)).split(size):
-                parts += step((_batch(data, dataset, rows), len(rows)))
+                parts += step(Share(_batch(data, dataset, rows), len(rows)))
             by_name[name] = join([by_rows(part, rows, "it returned") for rows, part in parts])
     return by_name.get("", by_name)
 
@@ -279,9 +280,15 @@ def separable(course: Course) -> Separable:
     rows = torch.arange(min(8, len(train)))
     shares = rows.split(-(-len(rows) // 3))
 
+    task.attached = Attached(strategy=DataParallel())
+
     def measured(*parts: Tensor, seed: int = 0) -> Outputs:
+        """As replicas of one process, which may gather each other's rows."""
+        step = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
+        total = sum(map(len, parts))
+        shares = [Share(_batch(data, train, part), len(part), total) for part in parts]
         with seeding.seeded(seed):
-            return [(len(p), detached(task.training_step(_batch(data, train, p)))) for p in parts]
+            return [(rows, detached(output)) for rows, output in step(shares)]
 
     def draws() -> bool:
         return "loss" in _unlike(measured(rows), measured(rows, seed=1))
@@ -308,8 +315,8 @@ def separable(course: Course) -> Separable:
             f"{course.recipe.name}'s loss of {len(rows)} rows is {means(whole)['loss']:.9g} in "
             f"one batch and {means(parts)['loss']:.9g} in shares of {sizes}, so that other "
             "numbers of replicas train on something else: return the mean over the rows, or as "
-            "'weight' what it is a mean over; a loss that takes rows together, e.g. a contrastive "
-            "one, needs a single replica"
+            "'weight' what it is a mean over; a loss that compares rows with each other, e.g. a "
+            "contrastive one, has to use self.all_gather"
         )
     return Separable(reason, others - {"loss"}, compared, coupled)
 
