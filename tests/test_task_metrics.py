@@ -165,12 +165,14 @@ def over_all(dataset: TensorDataset) -> dict[str, float]:
 
 
 class Takes(Callback):
-    """Keeps what a checkpoint would hold within the second epoch."""
+    """Keeps what a checkpoint would hold after this step: 12 is the second epoch's last."""
 
-    state = b""
+    def __init__(self, step: int = 9) -> None:
+        self.step = step
+        self.state = b""
 
     def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.global_step == 9:
+        if trainer.global_step == self.step:
             self.state = trainer.strategy.share(pickle.dumps(trainer.state_dict()))
 
 
@@ -241,14 +243,26 @@ def of_metrics(numbers: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in numbers.items() if not k.endswith(("/loss", "/mae"))}
 
 
+@pytest.mark.parametrize("step", [9, 12])
+def test_a_state_is_not_changed_by_the_run_that_resumes_from_it(step):
+    """After the last step nothing is updated any more, and there is a result all the same."""
+    takes = Takes(step)
+    metrics = fit(Judged(), callbacks=[takes]).metrics
+    state = pickle.loads(takes.state)
+    assert all(is_same(fit(Judged(), resume=state).metrics, metrics) for _ in range(2))
+
+
 @pytest.mark.parametrize("there", ["ddp-3", "cpu-1"])
 def test_another_number_of_processes_takes_all_that_the_epoch_has_counted(there):
     strategy = CPU() if there == "ddp-3" else DDP(2, "cpu")
-    assert_is_over_all(on(strategy, resumed_on, results(there)["state"]), "train")
+    for metrics in on(strategy, resumed_twice_on, results(there)["state"]):
+        assert_is_over_all(metrics, "train")
 
 
-def resumed_on(strategy: Strategy, state: bytes) -> dict[str, float]:
-    return fit(Judged(), strategy, resume=pickle.loads(state)).metrics
+def resumed_twice_on(strategy: Strategy, state: bytes) -> list[dict[str, float]]:
+    takes = Takes(step=11)
+    once = fit(Judged(), strategy, resume=pickle.loads(state), callbacks=[takes]).metrics
+    return [once, fit(Judged(), strategy, resume=pickle.loads(takes.state)).metrics]
 
 
 # What is logged
