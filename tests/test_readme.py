@@ -95,6 +95,11 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^recipe +boston",
     ),
+    "dpframe --config-dir mine recipe=boston task._target_=mine.ranked.Ranked "
+    "callbacks.checkpoint.monitor=val/spearman callbacks.checkpoint.mode=max": (
+        "trainer.max_epochs=2",
+        r"^epoch 2/2 .* val/spearman -?[\d.]+  val/mape [\d.]+  val/r2 -?[\d.]+$",
+    ),
     "dpframe --config-dir mine recipe=gan callbacks.checkpoint.monitor=val/score "
     "trainer.clip_norm={critic:1.0} task.optimizers.critic.lr=0.002": (
         "trainer.max_epochs=2",
