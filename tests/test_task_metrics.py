@@ -13,7 +13,7 @@ from small import Hooks, Small, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from dpframe import Callback, DataModule, Strategy, Trainer, UserError
+from dpframe import Callback, DataModule, Logger, Strategy, Trainer, UserError
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.loggers.csv import CSV
@@ -291,6 +291,22 @@ def test_results_are_in_the_epochs_row_and_watched_and_a_matrix_is_a_table(tmp_p
     confusion = MAKE["confusion"]()
     update({"confusion": confusion}, list(Scores().held_out.tensors))
     assert table == ["row,0,1", *(f"{n},{a},{b}" for n, (a, b) in enumerate(confusion.compute()))]
+
+
+class Tables(Logger):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def table(self, name: str, columns: Any, rows: Any, *, step: int) -> None:
+        self.seen.append((name, step))
+
+
+def test_a_table_of_a_validation_before_training_is_not_logged_in_it():
+    tables = Tables()
+    made = trainer(Judged("confusion"), Scores(), precision="64", loggers=[tables])
+    made.validate()
+    made.fit()
+    assert tables.seen == [(f"{k}/confusion", step) for step in (6, 12) for k in ("val", "train")]
 
 
 class Holds(Small):

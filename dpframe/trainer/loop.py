@@ -574,6 +574,7 @@ class Trainer:
             self.report.open(self.strategy)
             # From here on every process draws its own random numbers, e.g. in on_fit_start.
             seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
+        self.task_metrics.tables.clear()  # those of a validation before
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
             log.info("trainer.compile.mode=%s: the first step may take minutes to compile", mode)
