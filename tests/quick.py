@@ -80,6 +80,7 @@ SLOW_FILES = {
     "configs",
     "ddp",
     "gpu",
+    "hugging_face",
     "install",
     "localsgd",
     "loop_budget",

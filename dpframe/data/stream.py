@@ -16,9 +16,6 @@ Position = dict[str, Any]
 Place = dict[str, Any]
 """Of a process: a position for each of its `workers`, or for itself, and whose `turn` it is."""
 
-# Hugging Face's shuffle by a buffer: its state leaves out the rows that are in there.
-BUFFERED = "BufferShuffledExamplesIterable"
-
 
 class ShardedStream(IterableDataset):
     """A stream of shards, e.g. files: override `shards` and `read`.
@@ -129,6 +126,20 @@ def check(position: Position) -> None:
         raise ValueError(f"the place in the stream is {str(position)[:200]}")
 
 
+def has_buffer(dataset: Any) -> bool:
+    """Whether Hugging Face shuffles it by a buffer: its state leaves out the rows in there."""
+    waiting = [dataset]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, list | tuple):
+            waiting += part
+        elif type(part).__module__ == "datasets.iterable_dataset":
+            if type(part).__name__ == "BufferShuffledExamplesIterable":
+                return True
+            waiting += vars(part).values()
+    return False
+
+
 class Reader:
     """Cuts a stream into batches, of which each process keeps its shares.
 
@@ -146,7 +157,7 @@ class Reader:
         self._own = sum(map(len, shares(range(batch_size))))
         self.batch_size = self._own if is_divided else batch_size
         self.nothing = [(None, 0)] * len(shares(range(batch_size))), 0
-        self.has_state = hasattr(rows.dataset, "state_dict")
+        self.has_state = hasattr(rows.dataset, "state_dict") and not has_buffer(rows.dataset)
         self._seen, self._is_over = 0, False
         self._opened: Iterator[Any] | None = None
 
@@ -173,8 +184,6 @@ class Reader:
 
     def position(self) -> Position:
         state = self._rows.dataset.state_dict() if self.has_state else None
-        if BUFFERED in str(state):
-            state = None
         return {"rows": self._seen, "is_over": self._is_over, "stream": state}
 
     def batches(self) -> Iterator[tuple[list[tuple[Any, int]], int]]:
