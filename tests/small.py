@@ -160,7 +160,9 @@ def trainer(
         task or make(),
         data or Rows(),
         strategy=strategy,
-        settings=TrainerSettings(**{"max_epochs": 2, "threads": 1, **settings}),
+        settings=TrainerSettings(
+            **{"max_epochs": 2, "threads": 1, "sanity_batches": 0, **settings}  # tests count them
+        ),
         callbacks=callbacks,
         loggers=loggers or [],
         seed=seed,

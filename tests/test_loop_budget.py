@@ -86,7 +86,8 @@ def measure() -> dict[str, Any]:
             "data_parallel": crossed(DataParallel(2, accelerator="cpu")),
         },
         "calls": calls_a_batch(),
-        "way": way_to_the_first_step(),
+        "way": way_to_the_first_step(sanity_batches=0),
+        "way_with_sanity": way_to_the_first_step(sanity_batches=2),
     }
 
 
@@ -160,9 +161,10 @@ def test_a_batch_keeps_its_budget_of_python_calls():
 # The way to the first step
 
 ENTRIES, FILES, CHANGES = 150, 28, 100  # 143, 33 and 93 before set-up passed values
+SANITY = 50  # entries more, of its one batch of validation
 
 
-def way_to_the_first_step() -> tuple[int, int, int]:
+def way_to_the_first_step(sanity_batches: int) -> tuple[int, int, int]:
     """Boston on the CPU without callbacks or loggers, from `Trainer(...)` to its first step.
 
     Counts the entries into functions of dpframe, the files that they are in, and how often one
@@ -179,7 +181,7 @@ def way_to_the_first_step() -> tuple[int, int, int]:
                 sys.setprofile(None)
 
     task = Boston(nn.Linear(13, 1), partial(torch.optim.Adam, lr=0.01))
-    data, settings = BostonData(), TrainerSettings(max_epochs=1)
+    data, settings = BostonData(), TrainerSettings(max_epochs=1, sanity_batches=sanity_batches)
     sys.setprofile(note)
     Trainer(task, data, settings=settings).fit()
     changes = sum(file != before for before, file in zip(entered, entered[1:], strict=False))
@@ -192,6 +194,7 @@ def test_the_way_from_a_trainer_to_its_first_step_gets_no_longer():
     assert 50 < entries <= ENTRIES  # a count of next to nothing would have missed them
     assert files <= FILES
     assert changes <= CHANGES
+    assert 10 < measured()["way_with_sanity"][0] - entries <= SANITY
 
 
 # Waits

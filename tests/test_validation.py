@@ -1,16 +1,20 @@
 """Validation as it is asked for: several sets by name, how often, how much of them, and before."""
 
+import random
 from copy import deepcopy
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from command import attempts
 from forked import on
 from small import Hooks, Listed, Rows, Small, Stream, fitted, is_same, trainer
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpframe import Strategy, Trainer, UserError
+from dpframe import Callback, Strategy, Trainer, UserError, seeding
+from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
@@ -164,3 +168,112 @@ def test_a_dict_to_train_on_is_refused():
 
     with pytest.raises(UserError, match=r"train_dataset\(\) returned a dict of clean; return one"):
         Trainer(Small(), Odd()).prepare()
+
+
+# Before training
+
+
+class Draws(Told):
+    """Its validation draws from all three generators."""
+
+    def validation_step(self, batch: list[Tensor], name: str = "") -> dict[str, Any]:
+        noise = torch.rand(()) + numpy.random.rand() + random.random()
+        return {**super().validation_step(batch, name), "noise": noise}
+
+
+def tried_on(strategy: Strategy) -> tuple[bool, list[list[str]], list[float]]:
+    """Of a resumed run without and one with a sanity check: whether they end alike, their hooks,
+    and how many rows were tried."""
+    rows: list[int] = []
+    states: list[Any] = []
+
+    class Counts(Draws):
+        def validation_step(self, batch: list[Tensor], name: str = "") -> dict[str, Any]:
+            rows.append(len(batch[0]))
+            return super().validation_step(batch, name)
+
+    def keep(trainer: Trainer) -> None:
+        if trainer.global_step == 3:
+            states.append(deepcopy(strategy.share(trainer.state_dict())))
+
+    def run(sanity_batches: int, resume: Any = None) -> tuple[Any, list[str], float]:
+        tried: list[float] = []
+        hooks = Hooks(on_fit_start=lambda trainer: tried.append(sum(rows)), on_step_end=keep)
+        rows.clear()
+        made = fitted(
+            data=Sets(),
+            make=lambda: Counts(dropout=0.5),
+            callbacks=[hooks],
+            strategy=strategy,
+            sanity_batches=sanity_batches,
+            resume=resume,
+        )
+        end = made.task.state_dict(), made.metrics, strategy.gather(seeding.random_state())
+        return deepcopy(end), [name for name, _ in hooks.seen], strategy.tally(tried)[0]
+
+    run(0)
+    without, with_it = run(0, states[0]), run(1, states[0])
+    return is_same(without[0], with_it[0]), [without[1], with_it[1]], [without[2], with_it[2]]
+
+
+@each_strategy
+def test_the_first_batch_of_each_set_is_tried_before_training_and_changes_nothing(strategy):
+    is_unchanged, hooks, rows = on(strategy, tried_on)
+    assert is_unchanged
+    assert hooks[0] == hooks[1]
+    assert rows == [0, 4 + 3]
+
+
+PLATEAU = "{_target_: torch.optim.lr_scheduler.ReduceLROnPlateau, _partial_: true}"
+
+
+def test_mistakes_in_validation_are_met_before_there_is_a_run_directory(tmp_path):
+    needed = {
+        "callbacks.checkpoint.monitor": [],
+        "callbacks.early_stopping.monitor": ["callbacks=early_stopping"],
+        "trainer.plateau_monitor": [f"task.scheduler={PLATEAU}"],
+    }
+    short = ["recipe=boston", "trainer.max_epochs=1", "callbacks.progress=null"]
+    misspelt = [[*short, *words, f"{key}=val/maee"] for key, words in needed.items()]
+    slip = [*short, "task.net._args_.0.in_features=12"]
+    *runs, slipped = attempts([*misspelt, slip], tmp_path)
+    for run, key in zip(runs, needed, strict=True):
+        line = f"dpframe: {key}=val/maee is not measured; did you mean val/mae?\n"
+        assert (run.code, run.out, run.err, run.files) == (2, "", line, [])
+    assert slipped.code == 1 and "in training_step" in slipped.err and slipped.files == []
+
+
+class Adds(Callback):
+    """A metric of its own."""
+
+    def on_validation_end(self, trainer: Trainer) -> None:
+        trainer.log({"val/mine": 1.0})
+
+
+class Draw(Callback):
+    """Has no hook in which such a number could be added."""
+
+    def on_fit_end(self, trainer: Trainer) -> None: ...
+
+
+def test_a_monitored_number_may_come_from_a_callback_or_from_training():
+    for monitor, callbacks in (("val/mine", [Adds()]), ("train/loss", [])):
+        stopping = EarlyStopping(monitor)
+        trainer(callbacks=[*callbacks, stopping], sanity_batches=1).prepare()
+    for monitors in (["val/mine", "val/mae"], ["val/mae", "val/mine"]):
+        callbacks = [Draw(), *map(EarlyStopping, monitors)]
+        with pytest.raises(UserError, match="monitor=val/mine is not measured"):
+            trainer(callbacks=callbacks, sanity_batches=1).prepare()
+
+
+class Weightless(Small):
+    """Its first batches count nothing."""
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {**self.training_step(batch), "weight": batch[0].new_zeros(())}
+
+
+def test_names_are_those_of_the_steps_whatever_their_weights():
+    trainer(Weightless(), callbacks=[EarlyStopping("val/mae")], sanity_batches=2).prepare()
+    with pytest.raises(UserError, match="did you mean val/mae"):
+        trainer(Weightless(), callbacks=[EarlyStopping("val/mea")], sanity_batches=2).prepare()

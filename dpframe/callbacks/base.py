@@ -36,6 +36,10 @@ class Callback:
     runs_last = False  # True: after all others, so that it sees what they decided
     needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
 
+    def monitored(self) -> list[tuple[str, str]]:
+        """The metrics that it needs, by their keys: a misspelt one is refused before training."""
+        return []
+
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Everything is built and placed; no step has been taken yet."""
 
@@ -93,6 +97,22 @@ class Callback:
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
+
+
+AROUND_VALIDATION = (
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_epoch_end",
+)
+
+
+def may_be_logged(name: str, hooks: dict[str, list[Callable[..., None]]]) -> bool:
+    """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""
+    of_these = AROUND_VALIDATION if name.startswith("val/") else HOOKS
+    return any(
+        hook.__module__.partition(".")[0] != "dpframe" for at in of_these for hook in hooks[at]
+    )
 
 
 def hooks_of(parts: Iterable[object]) -> dict[str, list[Callable[..., None]]]:

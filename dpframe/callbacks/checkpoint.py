@@ -72,6 +72,9 @@ class Checkpoint(Callback):
         self.judged_step = -1
         self.writer = checkpoint.Writer(seconds_between)
 
+    def monitored(self) -> list[tuple[str, str]]:
+        return [(f"{self.monitor.key}.monitor", self.monitor.name)] if self.keep else []
+
     def on_fit_start(self, trainer: "Trainer") -> None:
         self._refuse_same_names(trainer)
         if trainer.strategy.is_main:

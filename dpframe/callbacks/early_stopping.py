@@ -29,6 +29,9 @@ class EarlyStopping(Callback):
         self.patience = patience
         self.times_without_progress = 0
 
+    def monitored(self) -> list[tuple[str, str]]:
+        return [(f"{self.monitor.key}.monitor", self.monitor.name)]
+
     def on_fit_start(self, trainer: "Trainer") -> None:
         self._stop_if_due(trainer)  # a resumed run may have stopped already
 

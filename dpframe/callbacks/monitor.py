@@ -1,6 +1,7 @@
 """A metric that is watched and its best value, which `Best` keeps for the summary."""
 
 import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
@@ -8,6 +9,12 @@ from dpframe.errors import UserError, not_one_of, suggestion
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
+
+
+def check_measured(key: str, name: str, metrics: Iterable[str]) -> None:
+    metrics = list(metrics)
+    if name not in metrics:
+        raise UserError(f"{key}={name} is not measured; {suggestion(name, metrics)}")
 
 
 class Monitor:
@@ -23,10 +30,7 @@ class Monitor:
         self.is_of_validation = name.startswith("val/")
 
     def value(self, metrics: dict[str, float]) -> float:
-        if self.name not in metrics:
-            raise UserError(
-                f"{self.key}.monitor={self.name} is not measured; {suggestion(self.name, metrics)}"
-            )
+        check_measured(f"{self.key}.monitor", self.name, metrics)
         return metrics[self.name]
 
     def is_better(self, value: float) -> bool:

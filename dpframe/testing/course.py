@@ -196,6 +196,7 @@ class Course:
             max_seconds=None,
             max_steps=None,
             precision=self.precision,
+            sanity_batches=0,
             validate_every_epochs=1,
             validate_every_steps=None,
         )

@@ -17,7 +17,7 @@ from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
-from dpframe.task import Autocast, EvalStep, Task
+from dpframe.task import Autocast, EvalStep, Measured, Task
 from dpframe.trainer.feed import local_devices
 from dpframe.trainer.progress import Lookout
 from dpframe.trainer.spool import Spool, fitting, size_of
@@ -63,18 +63,23 @@ class Evaluation:
         self.lookout = Lookout(strategy, interruption)
 
     @torch.no_grad()
-    def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
+    def means(
+        self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
+    ) -> dict[str, float]:
         """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`, and
-        the task's metrics; `others` are summed too."""
+        the task's metrics; `others` are summed too. Of `at_most` so many batches only the names
+        mean something."""
         with self.task_metrics.apart(is_part=self.name != ""):
-            means = self._means(others, after_batch)
+            means = self._means(others, after_batch, at_most)
             return means | self.task_metrics.results(self.prefix, means)
 
-    def _means(self, others: Iterable[Means], after_batch: AfterBatch | None) -> dict[str, float]:
+    def _means(
+        self, others: Iterable[Means], after_batch: AfterBatch | None, at_most: int | None
+    ) -> dict[str, float]:
         self.sums.reset()
         seen = 0
-        for rows, measured in self._batches(after_batch):
-            self.sums.add(measured)
+        for rows, measured in self._batches(after_batch, at_most):
+            self.sums.add(measured if at_most is None else map(unweighted, measured))
             seen += rows
         total = self.sums.total(*others)
         if not total:
@@ -105,22 +110,23 @@ class Evaluation:
         return Predictions(batches, self.name)
 
     def _batches(
-        self, after_batch: AfterBatch | None = None
+        self, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         module, to_device = self.step, self.to_device
         module.eval()
-        look_at = self.lookout.begin(0)
+        look_at = 0 if at_most else self.lookout.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at
         random_state = seeding.random_state() if may_look else {}
-        for done, batch in enumerate(self.read(limit=self.limit_batches), 1):
+        limits = [limit for limit in (self.limit_batches, at_most) if limit is not None]
+        for done, batch in enumerate(self.read(limit=min(limits, default=None)), 1):
             beat()
             shares = to_device(batch.shares)
             outputs = module(shares)
             yield batch.rows, outputs
             if after_batch is not None:
                 after_batch(placed(batch, shares), [output for _, output in outputs])
-            if done >= look_at:
+            if done >= look_at and at_most is None:
                 look_at = self._look(done, random_state)
 
     def _look(self, done: int, random_state: dict[str, Any]) -> int:
@@ -132,18 +138,21 @@ class Evaluation:
 
 
 def means_of(
-    evaluations: dict[str, Evaluation], *others: Means, after_batch: AfterBatch | None = None
+    evaluations: dict[str, Evaluation],
+    *others: Means,
+    after_batch: AfterBatch | None = None,
+    at_most: int | None = None,
 ) -> dict[str, float]:
     """The means of each data set by itself; and, where they have names, over the rows of all."""
     if set(evaluations) == {""}:
-        return evaluations[""].means(*others, after_batch=after_batch)
+        return evaluations[""].means(*others, after_batch=after_batch, at_most=at_most)
     first = next(iter(evaluations.values()))
     random_state = seeding.random_state()
     means: dict[str, float] = {}
     with first.task_metrics.apart():
         try:
             for evaluation in evaluations.values():
-                means |= evaluation.means(*others, after_batch=after_batch)
+                means |= evaluation.means(*others, after_batch=after_batch, at_most=at_most)
         except Interrupted:  # a resumed run draws all of it again
             seeding.restore_random_state(random_state)
             raise
@@ -151,6 +160,12 @@ def means_of(
         over_all = first.task.summarize(total)
         means |= {f"{first.kind}/{name}": value for name, value in over_all.items()}
         return means | first.task_metrics.results(first.kind, means)
+
+
+def unweighted(measured: Measured) -> Measured:
+    """All weights of a few batches may be 0."""
+    rows, output = measured
+    return rows, {name: value for name, value in output.items() if name != "weight"}
 
 
 def means_over(strategy: Strategy) -> Means:

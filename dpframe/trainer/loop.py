@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 
 from dpframe import checkpoint, seeding
-from dpframe.callbacks.base import Callback, hooks_of
+from dpframe.callbacks.base import Callback, hooks_of, may_be_logged
+from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import UserError, suggestion
@@ -564,6 +565,21 @@ class Trainer:
         if state is not None:
             self._load_state_dict(state, anyway=resume_anyway)
         self.should_stop = settings.are_done(self.progress.epoch, self.progress.global_step)
+        if settings.sanity_batches and self.validation:
+            self._try_validation(settings.sanity_batches)
+
+    def _try_validation(self, batches: int) -> None:
+        """Lets mistakes in validation, and misspelt names of its numbers, show before training."""
+        random_state = seeding.random_state()
+        names = means_of(self.validation, at_most=batches)
+        seeding.restore_random_state(random_state)
+        self.task_metrics.tables.clear()
+        monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
+        if any(update.is_plateau for update in self.updates.values()):
+            monitored.append(("trainer.plateau_monitor", self.settings.plateau_monitor))
+        for key, name in monitored:
+            if not (name.startswith("train/") or may_be_logged(name, self.hooks)):
+                check_measured(key, name, names)
 
     def _begin(self) -> None:
         """The first thing in `fit` that others can see: files, curves, lines on screen."""

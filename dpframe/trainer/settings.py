@@ -18,6 +18,7 @@ LEAST = {
     "accumulate": 1,
     "validate_every_epochs": 1,
     "validate_every_steps": 1,
+    "sanity_batches": 0,
     "log_every": 1,
     "limit_train_batches": 1,
     "limit_eval_batches": 1,
@@ -52,6 +53,7 @@ class TrainerSettings:
     plateau_monitor: str = "val/loss"
     validate_every_epochs: int = 1
     validate_every_steps: int | None = None
+    sanity_batches: int = 2
     on_nonfinite: str = "stop"
     log_every: int = 50
     limit_train_batches: int | None = None

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
+from dpframe.callbacks.monitor import check_measured
 from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.metrics import SOMETIMES_WEIGHTED
@@ -182,10 +183,7 @@ class Update:
         name = self.settings.plateau_monitor
         if is_stale and name.startswith("val/"):
             return
-        if name not in metrics:
-            raise UserError(
-                f"trainer.plateau_monitor={name} is not measured; {suggestion(name, metrics)}"
-            )
+        check_measured("trainer.plateau_monitor", name, metrics)
         self.scheduler.step(metrics[name])
 
     def _reweigh(self, rows: int, weights: list[Any]) -> None:
