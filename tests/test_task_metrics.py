@@ -20,6 +20,7 @@ from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
+from dpframe.trainer.task_metrics import TaskMetrics
 
 torchmetrics = pytest.importorskip("torchmetrics")
 from torchmetrics import aggregation, classification, regression, retrieval, wrappers  # noqa: E402
@@ -165,9 +166,10 @@ def over_all(dataset: TensorDataset) -> dict[str, float]:
 
 
 class Takes(Callback):
-    """Keeps what a checkpoint would hold after this step: 12 is the second epoch's last."""
+    """Keeps what a checkpoint would hold after this step. The second epoch's last is 12, which has
+    rows for two replicas."""
 
-    def __init__(self, step: int = 9) -> None:
+    def __init__(self, step: int = 11) -> None:
         self.step = step
         self.state = b""
 
@@ -260,9 +262,32 @@ def test_another_number_of_processes_takes_all_that_the_epoch_has_counted(there)
 
 
 def resumed_twice_on(strategy: Strategy, state: bytes) -> list[dict[str, float]]:
-    takes = Takes(step=11)
+    takes = Takes(step=12)
     once = fit(Judged(), strategy, resume=pickle.loads(state), callbacks=[takes]).metrics
     return [once, fit(Judged(), strategy, resume=pickle.loads(takes.state)).metrics]
+
+
+class Two(Strategy):
+    """This process, and another one with the same rows."""
+
+    world_size = 2
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value if self.other is None else self.other]
+
+    other: Any = None
+
+
+def test_a_collection_that_is_only_restored_has_the_groups_of_other_processes():
+    """torchmetrics forms them at an update, and this process has no row of the rest."""
+    rows = list(Scores().train.tensors)
+    task, strategy = Judged("several"), Two()
+    held = TaskMetrics(task, strategy)
+    task.double().training_step(rows)
+    strategy.other, expected = held.state_dict(), held.results("train", {})
+    resumed = TaskMetrics(Judged("several"), strategy)
+    resumed.load_state_dict([strategy.other, strategy.other], rank=0, world_size=2)
+    assert len(expected) == 3 and resumed.results("train", {}) == expected
 
 
 # What is logged

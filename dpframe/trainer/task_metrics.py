@@ -140,20 +140,23 @@ class TaskMetrics:
             for name, metric in self._metrics.items()
             if metric.update_called or name in self._restored
         }
+        updated = [name for name in states if self._metrics[name].update_called]
         for name, collection in self._collections.items():
-            if states.keys() & self._within.get(name, set()):
+            if any(metric.startswith(f"{name}.") for metric in updated):  # it has formed its groups
                 states[name] = sorted(map(sorted, collection.compute_groups.values()))
         return states
 
     def _computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
         """Each result by its name: a float where it is a number."""
         names = set(updated)
-        return [
-            result
-            for name, module in self._outermost.items()
-            if names & self._within[name]
-            for result in _flat("" if name in self._collections else name, module.compute())
-        ]
+        with warnings.catch_warnings():  # of metrics that only other processes have updated
+            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+            return [
+                result
+                for name, module in self._outermost.items()
+                if names & self._within[name]
+                for result in _flat("" if name in self._collections else name, module.compute())
+            ]
 
     def _merged(self, everywhere: list[States]) -> list[tuple[str, Any]]:
         """The results over all these states; those of this process are as they were."""
@@ -168,9 +171,7 @@ class TaskMetrics:
                     f"{self._task}.{name} has metrics with the same states on some processes and "
                     "other states on others; use MetricCollection(..., compute_groups=False)"
                 )
-        with warnings.catch_warnings():  # of metrics that only other processes have updated
-            warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-            computed = self._computed(names)
+        computed = self._computed(names)
         self._put_back(before)
         return computed
 
