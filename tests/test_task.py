@@ -2,7 +2,9 @@
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import DataModule, Strategy, Task, Trainer, UserError
-from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.data_parallel import SEAT, DataParallel, Meeting
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 
@@ -512,3 +514,33 @@ def test_replicas_take_turns_only_where_a_step_gathers():
         threads.append([])
         fitted(task, Rows(8, 4, val=False), strategy=DataParallel(2, "cpu"), max_epochs=1)
     assert threads == [["replica"] * 2 + ["MainThread"] * 2, ["replica"] * 4]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_replicas_that_run_at_once_meet_in_the_order_of_the_batch(fails):
+    """As on several GPUs."""
+    seen: dict[int, list[Any]] = {}
+
+    def step(replica: int) -> None:
+        seen[replica] = [
+            [int(rows) for rows in SEAT.meeting.exchange(torch.tensor(replica + 10 * time))]
+            for time in range(3)
+            if not (fails and replica == 1 and time == 2)
+        ]
+
+    meeting = Meeting([partial(step, replica) for replica in range(3)], in_turn=False)
+    with ThreadPoolExecutor(3) as threads:
+        calls = [threads.submit(meeting.run, replica) for replica in (2, 0, 1)]
+    if fails:
+        assert f"replica 1 {ALONE}" in {str(call.exception()) for call in calls}
+    else:
+        assert seen == dict.fromkeys(range(3), [[0, 1, 2], [10, 11, 12], [20, 21, 22]])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", [DataParallel, DDP])
+def test_gpus_gather_rows_as_one_process_does(kind):
+    for (task, *way), states in on(kind(2, "cuda"), gathered_on).items():
+        wanted, numbers = by_hand(task, *way)
+        assert weights_apart(states[0][0], wanted) <= 1e-9
+        assert states[0][1] == pytest.approx(numbers, rel=1e-9)
