@@ -138,7 +138,12 @@ def trainer(strategy: Strategy, data: Data, callbacks: Any = (), **settings: Any
         data,
         strategy=strategy,
         settings=TrainerSettings(
-            max_epochs=EPOCHS, precision="64", log_every=1, threads=1, **settings
+            max_epochs=EPOCHS,
+            precision="64",
+            log_every=1,
+            threads=1,
+            sanity_batches=0,  # which opens shards, too
+            **settings,
         ),
         loggers=[Recorder()],
         callbacks=callbacks,
@@ -244,6 +249,18 @@ def test_every_row_of_a_divided_stream_counts_once_and_every_shard_is_opened_onc
 @pytest.mark.parametrize("where", ["cpu-1", "ddp-3"])
 def test_rows_to_predict_keep_their_order(where, folder):
     assert divided(where, folder)["predicted"] == list(range(ROWS))
+
+
+def gathering(strategy: Strategy) -> str:
+    made = trainer(strategy, Data(Shards()))
+    made.task.training_step = lambda batch: {"loss": made.task.all_gather(batch[0]).mean()}
+    with pytest.raises(UserError) as caught:
+        made.fit()
+    return str(caught.value)
+
+
+def test_rows_of_other_ranks_are_not_gathered_of_a_divided_stream():
+    assert "on a stream that they divide, whose last batches" in on(DDP(2, "cpu"), gathering)
 
 
 # Resumed

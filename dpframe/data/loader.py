@@ -193,7 +193,9 @@ class Loader:
             if self._processes is not None:
                 self._places.pop(batches - KEPT, None)
                 self._places[batches] = {**place, "workers": list(place["workers"])}
-            yield Batch([Share(batch, n, total) for batch, n in shares], total)
+            # The shares of a divided stream are not those of a split: no rank knows the others'.
+            of = 0 if self.division is not None and self.division.ranks > 1 else total
+            yield Batch([Share(batch, n, of) for batch, n in shares], total)
 
     def _answers(self, processes: Processes, place: Place, seed: int) -> Iterator[Any]:
         """The workers' batches in turn, until all have ended; `place` moves with them."""

@@ -209,8 +209,9 @@ class DDP(Strategy):
             setting, why = "sync_batchnorm", ""
             if not self.sync_batchnorm:
                 setting, why = "static_graph", f", and without a gradient {_listed(now.left_out)}"
+            what = f"a batch of {now.rows} rows" if now.rows else "a divided stream's last batches"
             raise UserError(
-                f"strategy.{setting}=true with a batch of {now.rows} rows on {self.world_size} "
+                f"strategy.{setting}=true with {what} on {self.world_size} "
                 f"ranks, of which the last has none{why}; use strategy.{setting}=false, fewer "
                 "ranks, or a data.batch_size that leaves every rank a row of each batch"
             )
@@ -248,8 +249,10 @@ class DDP(Strategy):
             return x
         if not total:
             raise UserError(
-                "self.all_gather was called outside of a step, where ranks have no batch; call it "
-                "in a step (a strategy's to_device keeps its total by share._replace)"
+                "self.all_gather was called outside of a step, where ranks have no batch, or on a "
+                "stream that they divide, whose last batches they share unevenly; call it in a "
+                "step, without data.divide_streams (a strategy's to_device keeps its total by "
+                "share._replace)"
             )
         size = -(-total // self.world_size)  # of a share; the last of those with rows may be less
         count = -(-total // size)
