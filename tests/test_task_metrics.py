@@ -351,10 +351,16 @@ def test_a_metric_is_logged_for_the_passes_that_update_it():
     def count(task: Any, batch: list[Tensor]) -> None:
         if not task.training:
             task.heads[0].update(batch[2], batch[3])
+            task.labels.update(
+                torch.stack(batch[2:3] * 2, dim=1), torch.stack(batch[3:4] * 2, dim=1)
+            )
 
     heads = nn.ModuleList([MAKE["f1"](), MAKE["auroc"]()])
-    assert fit(Holds(count, heads=heads)).metrics.keys() == {
-        *("train/loss", "train/mae", "val/loss", "val/mae", "val/heads.0"),
+    auroc = classification.MultilabelAUROC(num_labels=2, average=None)
+    labels = wrappers.ClasswiseWrapper(auroc, ["a", "b"], prefix="of_")
+    assert fit(Holds(count, heads=heads, labels=labels)).metrics.keys() == {
+        *("train/loss", "train/mae", "val/loss", "val/mae"),
+        *("val/heads.0", "val/labels/of_a", "val/labels/of_b"),
     }
 
 

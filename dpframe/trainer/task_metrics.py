@@ -43,7 +43,7 @@ class TaskMetrics:
         self._restored: set[str] = set()
         self._told: set[str] = set()
         if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
-            self._find(task, torchmetrics.Metric, torchmetrics.MetricCollection)
+            self._find(task, torchmetrics)
         if self._metrics and strategy.runs_copies:
             name, metric = next(iter(self._metrics.items()))
             raise UserError(
@@ -52,15 +52,17 @@ class TaskMetrics:
                 "use strategy=ddp, or trainer.gpus=1"
             )
 
-    def _find(self, task: nn.Module, metric: Any, collection: Any) -> None:
+    def _find(self, task: nn.Module, torchmetrics: Any) -> None:
         for name, module in task.named_modules():
-            if isinstance(module, metric):
+            if isinstance(module, torchmetrics.ClasswiseWrapper):
+                pass  # has the states of what it holds, and always says that it was updated
+            elif isinstance(module, torchmetrics.Metric):
                 self._metrics[name] = module
                 module.distributed_available_fn = _never  # so that it waits for no other process
                 module.compute_with_cache = False  # what a step computes is of its process alone
                 if module.dtype.itemsize < 4:  # with the weights, e.g. by trainer.precision=16-true
                     module.to(torch.float32)  # a sum in 16 bits soon stays the same
-            elif isinstance(module, collection):
+            elif isinstance(module, torchmetrics.MetricCollection):
                 self._collections[name] = module
             else:
                 continue
