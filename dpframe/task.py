@@ -5,7 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -314,7 +314,8 @@ class TrainStep(nn.Module):
         """
         batch, rows, HERE.total = share
         if not rows:
-            return self._nothing(*filter(_is_trained, self.task.parameters())), []
+            trained = list(filter(_is_trained, self.task.parameters()))
+            return self._nothing(*trained or _refuse_frozen(self.task)), []
         HERE.rows = rows
         if self.autocast is None:
             output = self.task.training_step(batch, *self.turn)
@@ -493,6 +494,8 @@ def loss_of(output: Any, task: Task) -> Tensor:
     loss = output.get("loss") if isinstance(output, dict) else None
     if isinstance(loss, Tensor) and loss.ndim == 0 and loss.requires_grad:
         return loss
+    if not any(map(_is_trained, task.parameters())):
+        _refuse_frozen(task)
     raise UserError(f"{type(task).__name__}.training_step returned {_describe(output)}")
 
 
@@ -515,6 +518,13 @@ def is_nothing(output: Output) -> bool:
     if torch.compiler.is_compiling() or output["loss"].device.type not in READ_AT_ONCE:
         return False
     return not output.get("weight", True) and not math.isfinite(output["loss"].item())
+
+
+def _refuse_frozen(task: Task) -> NoReturn:
+    raise UserError(
+        f"all weights of {type(task).__name__} are frozen; leave some with requires_grad=True in "
+        "each step"
+    )
 
 
 def _is_trained(parameter: Tensor) -> bool:

@@ -211,6 +211,73 @@ def test_what_can_take_no_turns_is_refused_in_one_line(make, settings, said):
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+class ByRank(Pair):
+    """Its parts have the same shapes, so that gloo would add up gradients of different things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic = nn.Linear(3, 3)
+
+    def turns(self) -> list[str]:
+        return ["generator" if self.rank and self.global_step else "critic"]
+
+
+class FrozenAtFirst(Pair):
+    """Its generator is trained from the second epoch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator.requires_grad_(False)
+
+    def turns(self) -> list[str]:
+        return ["critic", "generator"] if self.epoch else ["critic"]
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        self.generator.requires_grad_(trainer.epoch > 0)
+
+
+def other_turns_and_frozen_ones(strategy: Strategy) -> list[Any]:
+    said = []
+    ranks = [(pair(ByRank), {})] if strategy.world_size > 1 else []
+    for task, at in (
+        *ranks,
+        (pair(), {"on_fit_start": lambda made: made.task.generator.requires_grad_(False)}),
+        (small(), {"on_step_end": lambda made: made.task.requires_grad_(False)}),
+    ):
+        with pytest.raises(UserError) as caught:
+            data = Rows(5, 4, val=False)  # of the second batch the second rank has no row
+            fitted(task, data, strategy=strategy, callbacks=[Hooks(**at)], precision="64")
+        said.append(str(caught.value))
+    task = fitted(pair(FrozenAtFirst), Rows(8, 4), strategy=strategy, precision="64").task
+    return strategy.gather(said) + [weights(task)]
+
+
+@once
+def refused(name: str) -> list[Any]:
+    return on(STRATEGIES[name](), other_turns_and_frozen_ones)
+
+
+def test_ranks_that_take_other_turns_are_refused_before_they_train():
+    for rank, said in enumerate(refused("ddp 2")[:2]):
+        name = ("critic", "generator")[rank]
+        assert said[0].startswith(f"ByRank.turns returned ['{name}'] on rank {rank} and something")
+
+
+@pytest.mark.parametrize("name", ["cpu", "ddp 2"])
+def test_a_step_whose_weights_are_all_frozen_is_refused_in_one_line(name):
+    *everywhere, _ = refused(name)
+    for *_, turn, alone in everywhere:
+        assert turn == (
+            "Pair: all weights of generator are frozen in its turn; leave it out of turns() until "
+            "some are thawed"
+        )
+        assert alone.startswith("all weights of Small are frozen; leave some with requires_grad")
+
+
+def test_an_optimizer_whose_weights_are_frozen_at_first_has_its_turn_when_they_are_thawed():
+    assert weights_apart(refused("ddp 2")[-1], refused("cpu")[-1]) < 1e-12
+
+
 def test_an_optimizer_for_no_submodule_is_refused_with_the_nearest():
     class Named(Small):
         def __init__(self) -> None:

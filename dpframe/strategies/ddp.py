@@ -54,7 +54,8 @@ class DDP(Strategy):
         }
         self.sync_batchnorm = sync_batchnorm
         self.timeout_seconds = timeout_seconds
-        self.wrapped: dict[nn.Module, Wrapped] = {}  # by what `wrap` was given
+        # By what `wrap` was given; None: it had nothing to train.
+        self.wrapped: dict[nn.Module, Wrapped | None] = {}
         self.current: Wrapped | None = None  # the one whose gradients are computed
         self.owns_group = False
         self._groups: dict[int, dist.ProcessGroup] = {}  # of the first ranks, by how many
@@ -129,9 +130,12 @@ class DDP(Strategy):
                     "CPU version; set it to false"
                 )
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
-        if module in self.wrapped:
-            self.wrapped.pop(module).let_go()
+        if before := self.wrapped.pop(module, None):
+            before.let_go()
         self._unsynced.close()
+        if not any(weight.requires_grad for weight in module.parameters()):
+            self.wrapped[module] = None  # torch refuses it
+            return module
         self.current = Wrapped(DistributedDataParallel(module, **self.options))
         if self.sync_batchnorm or self.options["static_graph"]:
             self.current.module.register_forward_pre_hook(self._look_at_rows)
@@ -143,11 +147,12 @@ class DDP(Strategy):
 
     def begin_step(self, module: Any) -> nn.Module:
         """A reducer knows the weights that were trained when it was made: others need another."""
-        inner = getattr(module, "module", None)
+        inner = getattr(module, "module", module)
         if inner in self.wrapped:  # else a subclass has wrapped it otherwise
-            self.current = self.wrapped[inner]
-            if self.current.is_outdated():
+            now = self.wrapped[inner]
+            if now is None or now.is_outdated():
                 return self.wrap(inner, training=True)
+            self.current = now
         return module
 
     def grad_sync(self, is_last: bool) -> None:
@@ -281,7 +286,7 @@ class DDP(Strategy):
 
     def close(self) -> None:
         self._unsynced.close()
-        for wrapped in self.wrapped.values():
+        for wrapped in filter(None, self.wrapped.values()):
             wrapped.let_go()
         self.wrapped.clear()
         self.current = None

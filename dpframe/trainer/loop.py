@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -342,7 +343,10 @@ class Trainer:
 
     def _taking_turns(self) -> Iterator[Update]:
         """The optimizers that train on the step's batches, each with the gradients to itself."""
-        for name in self.task.turns():
+        names = list(self.task.turns())
+        if self._compares_turns:
+            self._refuse_other_turns(names)
+        for name in names:
             if name not in self.updates:
                 raise UserError(
                     f"{type(self.task).__name__}.turns returned {name!r}, which is no optimizer; "
@@ -350,7 +354,22 @@ class Trainer:
                 )
             self.update = self.updates[name]
             with self.update.alone():
+                if not self.update.has_trained():
+                    raise UserError(
+                        f"{type(self.task).__name__}: all weights of {name} are frozen in its "
+                        "turn; leave it out of turns() until some are thawed"
+                    )
                 yield self.update
+
+    def _refuse_other_turns(self, names: list[str]) -> None:
+        """Processes that train different weights would add up gradients of different things."""
+        here = float(zlib.crc32(repr(names).encode()))
+        if self.strategy.tally([here]) != [here * self.strategy.world_size]:
+            raise UserError(
+                f"{type(self.task).__name__}.turns returned {names} on rank {self.strategy.rank} "
+                "and something else on another one; let it follow from self.global_step and "
+                "self.epoch"
+            )
 
     def _closure(self, measured: list[Measured]) -> Callable[[], torch.Tensor]:
         """For an optimizer such as LBFGS: the loss of the gradients that are there, then of new
@@ -551,6 +570,7 @@ class Trainer:
                 update.run(strategy.wrap(step, training=True))
         self.update = next(iter(self.updates.values()))
         self._only = () if self.update.name else (self.update,)
+        self._compares_turns = strategy.world_size > 1 and task.has_own("turns")
         self.means = means_over(strategy)
         self.task_metrics.reset()
         self.guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)

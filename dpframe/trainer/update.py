@@ -101,6 +101,10 @@ class Update:
             for weight in frozen:
                 weight.requires_grad_(True)
 
+    def has_trained(self) -> bool:
+        """Whether not all of its weights are frozen."""
+        return any(weight.requires_grad for weight in updated_by(self.optimizer))
+
     def _refuse_with_closure(self) -> None:
         """Each call of the closure makes new gradients, neither clipped nor scaled."""
         kind, settings = type(self.optimizer).__name__, self.settings
