@@ -26,6 +26,11 @@ BARE, VALIDATING = "Lightning, bare", "Lightning, bare but validating"
 LIGHTNING, ACCELERATE = "Lightning, defaults", "Accelerate"
 STEP_TARGETS = {HAND: 0.55, SAVING: 0.55}
 WHOLE_TARGETS = {HAND: 0.62, LIGHTNING: 0.40}
+LARGER: dict[str, dict[str, float]] = {
+    "gpt": {TUNED: 1.02, BARE: 0.95},
+    "resnet": {TUNED: 1.02, BARE: 0.95},
+    "gan": {},
+}
 DDP = ("recipe=boston", "strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu")
 COMPLETING = """\
 import os, sys
@@ -107,6 +112,28 @@ def lenet(rounds: int) -> list[Result]:
     ours = runs.pop("dpframe")
     section = "LeNet, an epoch of 60,000 made-up images"
     return [compared(section, name, ours, its, "epoch_step", 1.0) for name, its in runs.items()]
+
+
+def larger(rounds: int) -> list[Result]:
+    """Networks of some size, where a framework's part of a step is small."""
+    results = []
+    for name, targets in LARGER.items():
+        path = str(PROGRAMS / "larger.py")
+        ours = Program("dpframe", [sys.executable, path, name, "dpframe"])
+        others = [peer(TUNED, "larger", name, "tuned"), peer(BARE, "larger", name, "lightning")]
+        runs = in_turns([ours, *others], rounds)
+        check_losses(runs)
+        mine = runs.pop("dpframe")
+        section = "a step of larger networks on the CPU"
+        results += [
+            compared(section, f"{name}: {other}", mine, its, "step", targets.get(other))
+            for other, its in runs.items()
+        ]
+        limit = 1.02 if name != "gan" else None
+        results.append(
+            compared("peak memory", f"{name}: {TUNED}", mine, runs[TUNED], "megabytes", limit)
+        )
+    return results
 
 
 @contextmanager
@@ -195,6 +222,7 @@ SECTIONS: dict[str, Callable[[int], list[Result]]] = {
     "ranks": ranks,
     "answers": answers,
     "lenet": lenet,
+    "larger": larger,
     "growth": growth,
     "neighbours": neighbours,
 }
