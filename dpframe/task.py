@@ -314,7 +314,8 @@ class TrainStep(nn.Module):
         """
         batch, rows, HERE.total = share
         if not rows:
-            trained = list(filter(_is_trained, self.task.parameters()))
+            # The last weights first, as their gradients come in a backward.
+            trained = list(filter(_is_trained, self.task.parameters()))[::-1]
             return self._nothing(*trained or _refuse_frozen(self.task)), []
         HERE.rows = rows
         if self.autocast is None:

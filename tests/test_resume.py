@@ -267,7 +267,7 @@ def not_alike(strategy: Strategy) -> list[Any]:
     def run(resume: Any = None, **settings: Any) -> tuple[dict[str, float], Any, Any]:
         recorder = Recorder()
         made = fitted(
-            make=partial(Small, small.Adam),
+            make=partial(Small, small.Adam, width=64),  # sums over 4 ranks round by their buckets
             data=OwnOrder(27, 4),  # seven batches, two to a step: windows and epochs cross
             strategy=strategy,
             loggers=[recorder],
@@ -297,7 +297,7 @@ def not_alike(strategy: Strategy) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("strategy", [Strategy(), DDP(2, "cpu")], ids=["cpu", "ddp"])
+@pytest.mark.parametrize("strategy", [Strategy(), DDP(4, "cpu")], ids=["cpu", "ddp"])
 def test_neither_a_save_nor_a_resume_at_any_step_changes_a_bit_of_a_run(strategy):
     """Not of its means either, nor of the order of a sampler with a generator of its own."""
     assert on(strategy, not_alike) == []

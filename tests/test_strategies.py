@@ -180,7 +180,8 @@ def test_after_training_all_ranks_have_the_buffers_of_the_main_process(are_broad
 
 @pytest.mark.parametrize(("accumulate", "updates"), [(1, 9), (4, 3)])
 def test_ranks_talk_once_an_update_however_many_batches_it_has(accumulate, updates):
-    assert results()["all_reduces", accumulate] == [updates, updates]
+    first = 1  # of zeros, after which torch's buckets stay as they are
+    assert results()["all_reduces", accumulate] == [first + updates] * 2
 
 
 def test_only_the_main_process_logs():

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dpframe.data import split
+from dpframe.data import Share, split
 from dpframe.errors import UserError
 from dpframe.strategies import launch, ranks
 from dpframe.strategies.base import Strategy
@@ -148,12 +148,29 @@ class DDP(Strategy):
     def begin_step(self, module: Any) -> nn.Module:
         """A reducer knows the weights that were trained when it was made: others need another."""
         inner = getattr(module, "module", module)
-        if inner in self.wrapped:  # else a subclass has wrapped it otherwise
+        if inner not in self.wrapped:  # a subclass has wrapped it otherwise
+            return module
+        now = self.wrapped[inner]
+        if now is None or now.is_outdated():
+            module = self.wrap(inner, training=True)
             now = self.wrapped[inner]
-            if now is None or now.is_outdated():
-                return self.wrap(inner, training=True)
-            self.current = now
+        self.current = now
+        if now is not None and not now.is_settled:
+            self._settle(now)
         return module
+
+    def _settle(self, now: "Wrapped") -> None:
+        """Torch puts the gradients into other buckets after the first backward, by the order in
+        which they came, and sums over four ranks then round in another way. A first backward of
+        zeros gives a resumed run the buckets of the run that it continues."""
+        now.is_settled = True
+        if self.world_size > 1 and not (
+            self.options["static_graph"] or self.options["find_unused_parameters"]
+        ):
+            loss, _ = now.module(Share(None, 0, self.world_size), 1.0)
+            loss.backward()
+            for weight in now.shared.values():
+                weight.grad = None
 
     def grad_sync(self, is_last: bool) -> None:
         assert self.current is not None
@@ -337,6 +354,7 @@ class Wrapped:
         self.shared = {name: weight for name, weight in named if weight.requires_grad}
         self.frozen = {name: weight for name, weight in named if not weight.requires_grad}
         self.is_first_update = True
+        self.is_settled = False  # whether its buckets are the last ones
         self.left_out: list[str] = []  # weights, by a static graph
         self.rows = 0  # of the last batch, where that matters
         self._trained = list(self.shared.values())
