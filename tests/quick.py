@@ -54,6 +54,8 @@ TESTS = {
     "test_hydra_is_not_imported_for_a_mistake_in_the_options",
     "test_links_lead_somewhere",
     "test_names_are_those_of_the_steps_whatever_their_weights",
+    "test_a_share_of_a_stream_is_refused",
+    "test_what_is_neither_a_number_nor_a_share_is_refused",
     "test_names_that_would_be_no_names_of_metrics_and_sets_without_rows_are_refused",
     "test_devices_that_can_not_be_had_are_refused_in_one_line",
     "test_nothing_is_installed_outside_the_main_thread",

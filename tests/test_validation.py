@@ -1,5 +1,7 @@
 """Validation as it is asked for: several sets by name, how often, how much of them, and before."""
 
+import json
+import math
 import random
 from copy import deepcopy
 from typing import Any
@@ -7,20 +9,20 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from command import attempts
+from command import attempts, write
 from forked import on
-from small import Hooks, Listed, Rows, Small, Stream, fitted, is_same, trainer
+from small import Hooks, Listed, Rows, Small, Stream, Streamed, fitted, is_same, trainer
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from dpframe import Callback, Strategy, Trainer, UserError, seeding
+from dpframe import Callback, Strategy, Trainer, TrainerSettings, UserError, seeding
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
-STRATEGIES = [Strategy(), DataParallel(3, "cpu"), DDP(2, "cpu"), DDP(3, "cpu")]
+STRATEGIES = [Strategy(), DataParallel(3, "cpu"), DDP(3, "cpu")]
 each_strategy = pytest.mark.parametrize(
-    "strategy", STRATEGIES, ids=["cpu-1", "data_parallel-3", "ddp-2", "ddp-3"]
+    "strategy", STRATEGIES, ids=["cpu-1", "data_parallel-3", "ddp-3"]
 )
 
 
@@ -277,3 +279,186 @@ def test_names_are_those_of_the_steps_whatever_their_weights():
     trainer(Weightless(), callbacks=[EarlyStopping("val/mae")], sanity_batches=2).prepare()
     with pytest.raises(UserError, match="did you mean val/mae"):
         trainer(Weightless(), callbacks=[EarlyStopping("val/mea")], sanity_batches=2).prepare()
+
+
+# How often, and how much
+
+
+@pytest.mark.parametrize(
+    "rows, settings, validated",
+    [
+        (40, {"validate_every_epochs": 0.25}, [2, 5, 8, 10, 12, 15, 18, 20]),
+        (40, {"validate_every_epochs": 0.3}, [3, 6, 9, 10, 13, 16, 19, 20]),
+        (40, {"validate_every_epochs": 0.5, "accumulate": 4}, [2, 3, 5, 6]),
+        (12, {"validate_every_epochs": 0.1}, [1, 2, 3, 4, 5, 6]),
+        (
+            40,
+            {"validate_every_epochs": 0.5, "validate_every_steps": 4},
+            [4, 5, 8, 10, 12, 15, 16, 20],
+        ),
+        (40, {"validate_every_epochs": 0.5, "limit_train_batches": 0.4}, [2, 4, 6, 8]),
+        (20, {"validate_every_epochs": 2.0}, [10]),
+    ],
+)
+def test_a_share_of_an_epoch_is_at_the_nearest_step(rows, settings, validated):
+    hooks = Hooks()
+    fitted(data=Rows(rows, 4), callbacks=[hooks], **settings)
+    assert hooks.steps("on_validation_end") == validated
+
+
+def test_a_run_resumed_at_a_share_of_an_epoch_goes_on_to_the_bit():
+    states: list[Any] = []
+
+    def keep(trainer: Trainer) -> None:  # after the step, before its validation
+        if trainer.global_step == 5:
+            states.append(deepcopy(trainer.state_dict()))
+
+    settings = {"validate_every_epochs": 0.5, "make": lambda: Draws(dropout=0.5)}
+    whole = fitted(data=Rows(40, 4), callbacks=[Hooks(on_step_end=keep)], **settings)
+    hooks = Hooks()
+    again = fitted(data=Rows(40, 4), callbacks=[hooks], resume=states[0], **settings)
+    assert hooks.steps("on_validation_end") == [5, 10, 15, 20]
+    assert is_same(again.task.state_dict(), whole.task.state_dict())
+    assert is_same(again.metrics, whole.metrics)
+
+
+@pytest.mark.parametrize(
+    "settings, said",
+    [
+        ({"validate_every_epochs": 0.5}, "validate_every_epochs=0.5 is a share of an epoch, and"),
+        ({"limit_train_batches": 0.5}, "limit_train_batches=0.5 is a share of the batches, and"),
+    ],
+)
+def test_a_share_of_a_stream_is_refused(settings, said):
+    with pytest.raises(UserError, match=f"^trainer.{said} nobody knows"):
+        trainer(data=Streamed(), **settings).prepare()
+    trainer(data=Streamed(val=False), validate_every_epochs=0.5).prepare()  # there is none
+
+
+@pytest.mark.parametrize(
+    "limits, read",
+    [
+        ({}, (5, 5, 5)),
+        ({"limit_eval_batches": 2}, (2, 2, 2)),
+        ({"limit_eval_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1.0}, (1, 5, 2)),
+        ({"limit_predict_batches": 0.5, "limit_eval_batches": 0.01}, (1, 1, 2)),
+        ({"limit_val_batches": 0.7, "limit_test_batches": 99}, (4, 5, 5)),
+    ],
+)
+def test_validation_test_and_prediction_have_limits_of_their_own(limits, read):
+    seen: list[str] = []
+
+    class Notes(Small):
+        def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+            seen.append("val")
+            return self.training_step(batch)
+
+        def test_step(self, batch: list[Tensor]) -> dict[str, Any]:
+            seen.append("test")
+            return self.training_step(batch)
+
+    made = trainer(Notes(), **limits)
+    made.validate()
+    made.test()
+    assert (seen.count("val"), seen.count("test"), len(made.predict().batches)) == read
+
+
+@pytest.mark.parametrize(
+    "key", ["limit_train_batches", "limit_val_batches", "validate_every_epochs"]
+)
+@pytest.mark.parametrize("value", [0, -1, 1.5, 0.0, math.nan, math.inf])
+def test_what_is_neither_a_number_nor_a_share_is_refused(key, value):
+    with pytest.raises(UserError, match=f"^trainer.{key}={value} is out of range; use a whole"):
+        TrainerSettings(**{key: value})
+
+
+class Scored(Small):
+    """Its validation is always the same."""
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": torch.zeros(())}
+
+
+@pytest.mark.parametrize(
+    "settings, epochs",
+    [({}, 3), ({"min_epochs": 5}, 5), ({"min_steps": 31}, 7), ({"min_epochs": 9}, 8)],
+)
+def test_early_stopping_waits_for_the_least_that_was_asked_for(settings, epochs):
+    stopping = EarlyStopping(patience=2)
+    assert fitted(Scored(), callbacks=[stopping], max_epochs=8, **settings).epoch == epochs
+
+
+# Batches
+
+
+class Read(Rows):
+    """22 rows in batches of 4; evaluations have batches of 7."""
+
+    def __init__(self, kind: str = "tensors") -> None:
+        super().__init__(22, 4)
+        self.drop_last, self.eval_batch_size = True, 7
+        self.kind = kind
+
+    def train_dataset(self) -> Any:
+        return {"tensors": self.train, "rows": Listed(self.train)}.get(
+            self.kind, Stream(Listed(self.train))
+        )
+
+    def train_sampler(self, dataset: Any) -> Any:
+        return range(21, -1, -1) if self.kind == "rows" else None
+
+
+def sizes_on(strategy: Strategy) -> dict[str, tuple[list[int], list[int], int]]:
+    """By the kind of data set: the rows of the training and the validation batches."""
+    found = {}
+    for kind in ("tensors", "rows", "stream"):
+        sizes: dict[bool, list[int]] = {True: [], False: []}
+
+        class Sizes(Small):
+            def on_batch_end(self, trainer: Trainer, batch: Any, outputs: Any) -> None:
+                sizes[True].append(batch.rows)  # noqa: B023
+
+            def on_validation_batch_end(self, trainer: Trainer, batch: Any, outputs: Any) -> None:
+                sizes[False].append(batch.rows)  # noqa: B023
+
+        made = fitted(Sizes(), Read(kind), strategy=strategy, max_epochs=1)
+        found[kind] = sizes[True], sizes[False], made.progress.rows_seen
+    return found
+
+
+@each_strategy
+def test_the_incomplete_batch_is_left_out_of_training_and_evaluations_have_their_own_size(strategy):
+    for sizes in on(strategy, sizes_on).values():
+        assert sizes == ([4] * 5, [7, 7, 7, 1], 20)
+
+
+def test_leaving_out_the_only_batch_is_refused():
+    data = Rows(3, 4)
+    data.drop_last = True
+    with pytest.raises(UserError, match=r"^drop_last=true leaves no batch: Rows.train_dataset\(\)"):
+        trainer(data=data).prepare()
+
+
+def test_a_run_that_leaves_out_rows_is_not_resumed_by_one_that_does_not():
+    kept, state = Rows(), fitted(data=Read(), max_epochs=1).state_dict()
+    kept.batch_size, kept.train = 4, Read().train
+    with pytest.raises(UserError, match="data.drop_last=true there, nothing here"):
+        fitted(data=kept, resume=state)
+
+
+OWN_DATA = """
+from dpframe.recipes.boston import BostonData
+
+class Own(BostonData):
+    def __init__(self, batch_size=32):
+        super().__init__(batch_size)
+"""
+
+
+def test_every_data_module_has_drop_last_and_eval_batch_size_in_its_config(tmp_path):
+    write(tmp_path, {"own.py": OWN_DATA})
+    data = "data={_target_: own.Own, batch_size: 100, drop_last: true, eval_batch_size: 40}"
+    short = ["recipe=boston", "trainer.max_epochs=1", "callbacks.progress=null", "seed=3"]
+    (run,) = attempts([[*short, "~data", f"+{data}", "hydra.run.dir=run"]], tmp_path)
+    assert run.code == 0, run.err
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 4

@@ -14,6 +14,7 @@ class EarlyStopping(Callback):
     """`patience` counts validations, or epochs where `monitor` is a train/ metric.
 
     A validation that happens only because training ends does not count: the run may be extended.
+    It stops nothing before `trainer.min_epochs` epochs and `trainer.min_steps` steps are done.
     """
 
     reads_metrics = True
@@ -51,7 +52,8 @@ class EarlyStopping(Callback):
         self._stop_if_due(trainer)
 
     def _stop_if_due(self, trainer: "Trainer") -> None:
-        if self.times_without_progress >= self.patience:
+        has_done_least = trainer.settings.has_done_least(trainer.epoch, trainer.global_step)
+        if self.times_without_progress >= self.patience and has_done_least:
             best = "NaN" if self.monitor.best is None else f"{self.monitor.best:.6g}"
             times = "validations" if self.monitor.is_of_validation else "epochs"
             trainer.stop(

@@ -21,6 +21,7 @@ from dpframe.cli.locate import locate
 from dpframe.cli.refusal import first_line
 from dpframe.cli.settings import kind_of, shown, unfit
 from dpframe.cli.trust import NOBODY, Trust, slots, trust_of
+from dpframe.data import DataModule
 from dpframe.errors import UserError, suggestion
 
 SPECIAL = {"_target_": str, "_args_": list, "_partial_": bool}
@@ -28,6 +29,11 @@ TORCH = str(Path(torch.__file__).parent)
 SCALARS = (bool, int, float, str)
 GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
 """An argument of every optimizer, which the Task takes out and makes parameter groups of."""
+OF_DATA = {
+    name: inspect.signature(DataModule).parameters[name]
+    for name in ("drop_last", "eval_batch_size")
+}
+"""Of every DataModule, whatever its constructor takes."""
 MADE_LATER = {  # by the Task, and an example of each
     optim.Optimizer: "name one, e.g. torch.optim.Adam",
     LRScheduler: "name one, e.g. torch.optim.lr_scheduler.StepLR",
@@ -47,13 +53,26 @@ def build(
 ) -> Any:
     """The object that the node describes; `where` is its key in the config, for the errors."""
     check(node, where, kind, trust=trust)
+    node, options = _apart(node, where)
     part = _built(node, where, trust)
+    for name, value in options.items():
+        setattr(part, name, value)
     if kind is not None and not isinstance(part, kind):
         raise UserError(
             f"{where}._target_={node['_target_']} returned a {type(part).__name__}, "
             f"not a dpframe {kind.__name__}"
         )
     return part
+
+
+def _apart(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Without what every DataModule has and this one's constructor does not take; and that."""
+    if where != "data":
+        return dict(node), {}
+    taken = inspect.signature(locate(node["_target_"], f"{where}._target_")).parameters
+    has_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    options = {k: v for k, v in node.items() if k in OF_DATA and k not in taken and not has_any}
+    return {k: v for k, v in node.items() if k not in options}, options
 
 
 def check(
@@ -114,6 +133,8 @@ def _check_arguments(
         parameters = dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return  # a builtin without a signature
+    if where == "data":
+        parameters = {**OF_DATA, **parameters}
     if isinstance(target, type) and issubclass(target, optim.Optimizer):
         parameters.setdefault("groups", GROUPS)
     given = {name: value for name, value in node.items() if name not in SPECIAL}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpframe.cli.compose import Composed
-from dpframe.cli.resume import LIMIT, key_of, refuse_recipe
+from dpframe.cli.resume import LIMITS, key_of, refuse_recipe
 from dpframe.cli.settings import TOP_LEVEL, shown
 from dpframe.data import DataModule
 from dpframe.errors import UserError
@@ -18,10 +18,12 @@ OF_TRAINING = (  # no evaluation depends on these
     "task.optimizers",
     "task.scheduler",
     "data.batch_size",
+    "data.drop_last",
+    "data.eval_batch_size",
     "data.shuffle",
     "data.workers",
 )
-OF_FIT = ("callbacks", "logger", "plan", "tune", "trainer.max_epochs", "trainer.max_steps", LIMIT)
+OF_FIT = ("callbacks", "logger", "plan", "tune", "trainer.max_epochs", "trainer.max_steps", *LIMITS)
 DECIDING = ("task", "data", "seed", "trainer.precision")
 
 

@@ -28,7 +28,9 @@ OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "trainer.threads",
     "trainer.data_on_device",
 )
-LIMIT = "trainer.limit_eval_batches"  # for a short run; an evaluation reads all rows
+LIMITS = [  # for a short run; an evaluation reads all rows
+    f"trainer.limit_{kind}_batches" for kind in ("eval", "val", "test", "predict")
+]
 
 
 def start_file(settings: RunSettings, runs: Path) -> Path | None:
@@ -95,7 +97,7 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
         refuse_recipe(checkpoint, theirs, recipe)
     kept = [each for each in saved if _is_evaluated(each, saved, overrides)]
     if value_of("experiment", kept) is not None:  # it may set a limit: `experiment=debug` does
-        kept.append(f"{LIMIT}=null")
+        kept += [f"{limit}=null" for limit in LIMITS]
     return [*kept, *overrides]
 
 
@@ -136,7 +138,7 @@ def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
 def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
     group = key.partition(".")[0]
-    if key in (*OF_ITS_MACHINE, LIMIT) or group == "strategy":
+    if key in (*OF_ITS_MACHINE, *LIMITS) or group == "strategy":
         return False
     is_of_other = group != key and group in map(key_of, typed)  # callbacks=none has other keys
     return not is_of_other and _is_kept(override, saved, typed)

@@ -224,9 +224,12 @@ def _directory(job: Composed) -> Directory:
 
 
 def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
-    limit = settings.trainer.limit_eval_batches
-    if limit is not None:
-        log.warning("trainer.limit_eval_batches=%s: no more batches are read", limit)
+    kind = "val" if settings.mode == "validate" else settings.mode
+    for key in (f"limit_{kind}_batches", "limit_eval_batches"):
+        limit = getattr(settings.trainer, key)
+        if limit is not None:
+            log.warning("trainer.%s=%s: no more batches are read", key, limit)
+            break
     if settings.mode == "predict":
         predictions = trainer.predict(spool=path)
         several = predictions if isinstance(predictions, dict) else {"": predictions}

@@ -103,7 +103,10 @@ def spoken(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
     words |= {list: "a list", type(None): "null", list[str]: "a list of names, e.g. [torchvision]"}
     if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
-        return " or ".join(map(spoken, get_args(hint)))
+        options = get_args(hint)
+        return " or ".join(
+            spoken(each) for each in options if each is not int or float not in options
+        )
     return words.get(hint) or str(getattr(hint, "__name__", hint))
 
 
@@ -114,14 +117,19 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
     return dict(value or {})
 
 
+OR = {"workers": " or auto", "eval_batch_size": " or null"}
+
+
 def _check_data(data: Mapping[str, Any]) -> None:
     """The keys that every DataModule has, before torch is imported to find the class."""
-    for key, least in (("batch_size", 1), ("workers", 0)):
+    if type(is_dropped := data.get("drop_last", False)) is not bool:
+        raise unfit("data.drop_last", is_dropped, bool)
+    for key, least in (("batch_size", 1), ("eval_batch_size", 1), ("workers", 0)):
         value = data.get(key, least)
-        if (key, value) == ("workers", "auto"):
+        if (key, value) in (("workers", "auto"), ("eval_batch_size", None)):
             continue
         if type(value) is not int:
-            raise unfit(f"data.{key}", value, int, " or auto" * (key == "workers"))
+            raise unfit(f"data.{key}", value, int, OR.get(key, ""))
         if value < least:
             raise UserError(f"data.{key}={value} is out of range; use {least} or more")
 

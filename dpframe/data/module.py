@@ -22,7 +22,12 @@ class DataModule:
 
     `workers` is the number of processes that read for each rank; "auto" measures how many pay off.
     `divide_streams` has each rank and worker read shards of its own, so the batches depend on them.
+    `drop_last` leaves out the last batch of an epoch of training where it has fewer rows.
+    Validation, test and prediction have `eval_batch_size`, or `batch_size` where that is None.
     """
+
+    drop_last = False  # where a class of its own does not call __init__
+    eval_batch_size: int | None = None
 
     def __init__(
         self,
@@ -30,11 +35,15 @@ class DataModule:
         workers: int | str = 0,
         shuffle: bool = True,
         divide_streams: bool = False,
+        drop_last: bool = False,
+        eval_batch_size: int | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.workers = workers
         self.shuffle = shuffle
         self.divide_streams = divide_streams
+        self.drop_last = drop_last
+        self.eval_batch_size = eval_batch_size
 
     def setup(self) -> None:
         """Reads what the data sets need; runs once in every process, before they are asked for."""

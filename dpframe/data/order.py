@@ -32,7 +32,9 @@ def order_of(
             raise UserError("an IterableDataset has its own order; return None from train_sampler")
         return None
     if sampler is not None:
-        return SamplerOrder(sampler, batch_size, len(dataset), seed, agree, told=told)
+        return SamplerOrder(
+            sampler, batch_size, len(dataset), seed, agree, drop_last=drop_last, told=told
+        )
     return Order(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
 
@@ -79,6 +81,7 @@ class SamplerOrder:
         seed: int,
         agree: Agree = lambda value: value,
         *,
+        drop_last: bool = False,
         told: str = "train_sampler returned",
     ) -> None:
         self._sampler = sampler
@@ -86,6 +89,7 @@ class SamplerOrder:
         self._rows = rows
         self._seed = seed
         self._agree = agree
+        self._drop_last = drop_last
         self._told = told
         self._drawn: tuple[int, list[Tensor]] = (-1, [])  # the last epoch, and its batches
         _check_length(sampler, told)
@@ -122,7 +126,8 @@ class SamplerOrder:
             batches = [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
         else:
             rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)
-            batches = list(rows.split(self._batch_size))
+            end = len(rows) // self._batch_size if self._drop_last else None
+            batches = list(rows.split(self._batch_size))[:end]
         for row in (int(row) for batch in batches for row in batch.aminmax()):
             if not -self._rows <= row < self._rows:
                 what = f"{self._told} a {type(self._sampler).__name__}"

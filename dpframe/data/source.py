@@ -44,11 +44,12 @@ class Source:
         shuffle = trains and data.shuffle
         return cls(
             given,
-            data.batch_size,
+            data.batch_size if trains else data.eval_batch_size or data.batch_size,
             shuffle,
             sampler,
             data.workers,
             data.collate,
+            trains and data.drop_last,
             is_divided=data.divide_streams and kind != "predict",
         )
 
@@ -76,7 +77,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         None if is_plain else given.batch_sampler,
         given.num_workers,
         data.collate if collate is default_collate else collate,
-        given.drop_last,
+        given.drop_last or (trains and data.drop_last),
         told,
         given.timeout,
         {

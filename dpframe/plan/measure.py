@@ -68,7 +68,7 @@ def measure(
             f"mode=plan: {type(data).__name__}.train_dataset() is a stream, so the steps of its "
             "epoch are unknown; plan with a data set that has a length"
         )
-    batches = list(islice(feed.train.order.epoch(0), settings.limit_train_batches))
+    batches = list(islice(feed.train.order.epoch(0), feed.batches_per_epoch))
     whole = max(map(len, batches))
     ratio = (min(LEAST_ROWS, whole) / whole) ** (1 / (SIZES - 1))
     sizes = sorted({round(whole * ratio**power) for power in range(SIZES)}, reverse=True)

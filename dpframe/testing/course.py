@@ -191,6 +191,7 @@ class Course:
             deterministic=False,
             limit_eval_batches=None,
             limit_train_batches=None,
+            limit_val_batches=None,
             log_every=1,
             max_epochs=self.epochs,
             max_seconds=None,

@@ -1,5 +1,6 @@
 """What a run reads: the loader of each data set, and how long training will be."""
 
+import math
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ class Feed:
     train: Loader
     validation: dict[str, Loader]  # by the data set's name; one alone has the name ""
     batches_per_epoch: int | None  # None: unknown, of a stream
+    limit: int | None  # of an epoch's batches; None: all
     steps_per_epoch: int  # 0 where that is unknown
     total_steps: int  # 0 where that is unknown
 
@@ -39,8 +41,15 @@ class Feed:
         train = _loader(source, strategy, settings, seed=seed)
         has_validation = data.val_dataset() is not None
         batches = train.batches
-        if batches is not None and settings.limit_train_batches is not None:
-            batches = min(batches, settings.limit_train_batches)
+        if batches == 0:
+            raise UserError(
+                f"drop_last=true leaves no batch: {type(data).__name__}.train_dataset() has "
+                f"{len(source.dataset)} rows, and a batch {source.batch_size}; use a smaller "
+                "data.batch_size, or data.drop_last=false"
+            )
+        limit = settings.limit("train", batches)
+        if batches is not None and limit is not None:
+            batches = min(batches, limit)
         steps = -(-(batches or 0) // settings.accumulate)
         ends = [settings.max_steps, (settings.max_epochs or 0) * steps]
         return cls(
@@ -48,6 +57,7 @@ class Feed:
             train,
             evaluated("val", data, strategy, settings, seed=seed) if has_validation else {},
             batches,
+            limit,
             steps,
             min((end for end in ends if end), default=0),
         )
@@ -55,6 +65,19 @@ class Feed:
     @property
     def dataset(self) -> Any:
         return self.source.dataset
+
+    def validations_within(self, settings: TrainerSettings) -> frozenset[int]:
+        """After how many of an epoch's batches to validate, where that is done by a share of it."""
+        share, steps = settings.validate_every_epochs, self.steps_per_epoch
+        if share >= 1:
+            return frozenset()
+        if not steps:
+            raise UserError(
+                f"trainer.validate_every_epochs={share} is a share of an epoch, and nobody knows "
+                "how long a stream's is; use trainer.validate_every_steps"
+            )
+        nearest = {round(share * part * steps) for part in range(1, math.ceil(1 / share))}
+        return frozenset(step * settings.accumulate for step in nearest if 0 < step < steps)
 
     def scheduler_steps(self, scheduler_every: str) -> int:
         """How often the scheduler is called in the whole run."""

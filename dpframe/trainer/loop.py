@@ -284,7 +284,7 @@ class Trainer:
                 self._log_step()
             for hook in self.hooks["on_step_end"]:
                 hook(self)
-            if self._validates_steps and step % self._validates_steps == 0:
+            if self._validates_within and self._is_validation_due():
                 self._validate()
             if self.should_stop or step == self.settings.max_steps:
                 self.should_stop = True
@@ -388,7 +388,7 @@ class Trainer:
     def _steps(self) -> Iterator[list[Batch]]:
         """The rest of the epoch's batches, as many at a time as make one optimizer update."""
         progress = self.progress
-        limit = self.settings.limit_train_batches
+        limit = self.feed.limit
         batches = self._read(progress.epoch, skip=progress.batches_done, limit=limit)
         clock = time.perf_counter
         asked = clock()
@@ -433,9 +433,8 @@ class Trainer:
             self._look()
         epochs = progress.epoch + is_whole
         is_last = self.should_stop or settings.are_done(epochs, progress.global_step)
-        is_due = is_whole and epochs % settings.validate_every_epochs == 0
-        every = self._validates_steps
-        self.is_extra_validation = not (is_due or (every and progress.global_step % every == 0))
+        is_due = is_whole and epochs % max(1, int(settings.validate_every_epochs)) == 0
+        self.is_extra_validation = not (is_due or self._is_validation_due())
         validated: dict[str, float] = {}
         if self.validation and (is_last or is_due):
             random_state = None if is_whole else seeding.random_state()
@@ -467,6 +466,12 @@ class Trainer:
         self._call("on_epoch_end")
         self.report.tend()
 
+    def _is_validation_due(self) -> bool:
+        """Whether to validate after this step, whatever ends with it."""
+        progress, every = self.progress, self.settings.validate_every_steps
+        is_due = every is not None and progress.global_step % every == 0
+        return bool(self.validation) and (is_due or progress.batches_done in self._validates_after)
+
     def _validate(self) -> None:
         self.guard.read()
         self.is_extra_validation = False
@@ -494,7 +499,7 @@ class Trainer:
     def _catch_up(self) -> None:
         """What was still to do after the step of the checkpoint that this run resumes from."""
         step = self.progress.global_step
-        if self._validates_steps and step % self._validates_steps == 0:
+        if self._is_validation_due():
             self._validate()
         if self.should_stop and self.progress.ended_step != step:
             self._end_epoch()
@@ -581,7 +586,10 @@ class Trainer:
         self._records = is_cuda and mode in CUDA_GRAPH_MODES
         self._accumulates = settings.accumulate > 1
         self._log_every = settings.log_every
-        self._validates_steps = settings.validate_every_steps if self.validation else None
+        has_validation = bool(self.validation)
+        self._validates_after = feed.validations_within(settings) if has_validation else frozenset()
+        every_steps = settings.validate_every_steps is not None
+        self._validates_within = has_validation and (every_steps or bool(self._validates_after))
         if state is not None:
             self._load_state_dict(state, anyway=resume_anyway)
         self.should_stop = settings.are_done(self.progress.epoch, self.progress.global_step)
@@ -646,7 +654,7 @@ class Trainer:
                 self.strategy,
                 name=name,
                 autocast=self.precision.autocast,
-                limit_batches=self.settings.limit_eval_batches,
+                limit_batches=self.settings.limit(kind, loader.batches),
                 task_metrics=self.task_metrics,
                 interruption=self.interruption,
             )

@@ -68,7 +68,10 @@ def fingerprint(
 ) -> Fingerprint:
     source = feed.source
     facts = of_config(run.config, run.public)
-    facts.pop("data.workers", None)  # only whether there are any decides
+    for key in ("data.workers", "data.eval_batch_size", "data.drop_last"):
+        facts.pop(key, None)  # only whether there are any workers decides
+    if feed.source.drop_last:
+        facts["data.drop_last"] = True
     if "task" not in run.config:
         optimizers = each_of(updates, partial(_options, task))
         facts |= _leaves({"optimizer" if "" in updates else "optimizers": optimizers})

@@ -15,16 +15,23 @@ CHOICES = {
 LEAST = {
     "max_epochs": 1,
     "max_steps": 1,
+    "min_epochs": 1,
+    "min_steps": 1,
     "accumulate": 1,
-    "validate_every_epochs": 1,
     "validate_every_steps": 1,
     "sanity_batches": 0,
     "log_every": 1,
-    "limit_train_batches": 1,
-    "limit_eval_batches": 1,
     "threads": 1,
     "max_replicas_per_core": 1,
     "max_restarts": 0,
+}
+SHARES = {  # whole numbers, or below 1 a share of what they are out of
+    "validate_every_epochs": "the epoch",
+    "limit_train_batches": "the batches",
+    "limit_eval_batches": "the batches",
+    "limit_val_batches": "the batches",
+    "limit_test_batches": "the batches",
+    "limit_predict_batches": "the batches",
 }
 POSITIVE = (
     "max_seconds",
@@ -42,6 +49,8 @@ class TrainerSettings:
     max_epochs: int | None = 10
     max_steps: int | None = None
     max_seconds: float | None = None
+    min_epochs: int | None = None
+    min_steps: int | None = None
     gpus: Any = None  # a count, a list of ids, or None
     accelerator: str = "auto"
     precision: str = "32"
@@ -51,13 +60,16 @@ class TrainerSettings:
     clip_value: Any = None
     scheduler_every: str = "epoch"
     plateau_monitor: str = "val/loss"
-    validate_every_epochs: int = 1
+    validate_every_epochs: int | float = 1
     validate_every_steps: int | None = None
     sanity_batches: int = 2
     on_nonfinite: str = "stop"
     log_every: int = 50
-    limit_train_batches: int | None = None
-    limit_eval_batches: int | None = None
+    limit_train_batches: int | float | None = None
+    limit_eval_batches: int | float | None = None
+    limit_val_batches: int | float | None = None
+    limit_test_batches: int | float | None = None
+    limit_predict_batches: int | float | None = None
     deterministic: bool = False
     compile: Any = False  # or True, a mode of torch.compile, or a dict of COMPILE_OPTIONS
     checkpoint_activations: Any = None  # or True, a pattern of modules' names, or a list of these
@@ -81,6 +93,14 @@ class TrainerSettings:
             value = getattr(self, key)
             if value is not None and value < least:
                 raise UserError(f"trainer.{key}={value} is out of range; use {least} or more")
+        for key, whole in SHARES.items():
+            value = getattr(self, key)
+            is_count = value is None or (value >= 1 and float(value).is_integer())
+            if not is_count and not 0 < value < 1:
+                raise UserError(
+                    f"trainer.{key}={value} is out of range; use a whole number, or a share of "
+                    f"{whole} such as 0.25"
+                )
         for key in POSITIVE:
             value = getattr(self, key)
             if value is not None and not value > 0:  # NaN is not
@@ -110,6 +130,29 @@ class TrainerSettings:
         """What torch.compile takes, but for a mode that is true or false."""
         given = self.compile if isinstance(self.compile, dict) else {"mode": self.compile}
         return COMPILE_OPTIONS | given
+
+    def limit(self, kind: str, batches: int | None) -> int | None:
+        """How many of an epoch's `train`, `val`, `test` or `predict` batches are read; None: all.
+
+        1.0 is all of them, and 1 is one."""
+        key = f"limit_{kind}_batches"
+        if kind != "train" and getattr(self, key) is None:
+            key = "limit_eval_batches"
+        value = getattr(self, key)
+        if not isinstance(value, float) or value > 1:
+            return None if value is None else int(value)
+        if value == 1:
+            return None
+        if batches is None:
+            raise UserError(
+                f"trainer.{key}={value} is a share of the batches, and nobody knows how many a "
+                "stream has; use a whole number"
+            )
+        return max(1, round(value * batches))
+
+    def has_done_least(self, epochs: int, steps: int) -> bool:
+        """Whether early stopping may end training."""
+        return epochs >= (self.min_epochs or 0) and steps >= (self.min_steps or 0)
 
     def are_done(self, epochs: int, steps: int) -> bool:
         counts = (epochs, self.max_epochs), (steps, self.max_steps)
