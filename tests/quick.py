@@ -23,6 +23,7 @@ TESTS = {
     "test_replicas_are_counted_without_starting_any",
     "test_a_metric_that_can_not_be_told_apart_or_counted_is_refused",
     "test_sixteen_bits_do_not_count",
+    "test_the_page_has_every_argument_and_every_hook",
     "test_a_path_without_a_checkpoint_or_a_config_is_refused_in_one_line",
     "test_nothing_is_computed_twice_without_a_gradient",
     "test_true_are_blocks_in_lists_and_in_lists_of_lists",

@@ -1,0 +1,52 @@
+"""The page for Lightning's users: complete, and true about our side."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from dpframe.callbacks.base import HOOKS
+from dpframe.trainer.settings import TrainerSettings
+
+PAGE = (Path(__file__).parent.parent / "docs" / "from-lightning.md").read_text()
+ARGUMENTS = """
+accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs
+max_steps min_steps max_time limit_train_batches limit_val_batches limit_test_batches
+limit_predict_batches overfit_batches val_check_interval check_val_every_n_epoch
+num_sanity_val_steps log_every_n_steps enable_checkpointing enable_progress_bar enable_model_summary
+accumulate_grad_batches gradient_clip_val gradient_clip_algorithm deterministic benchmark
+inference_mode use_distributed_sampler profiler detect_anomaly barebones plugins sync_batchnorm
+reload_dataloaders_every_n_epochs default_root_dir enable_autolog_hparams model_registry
+"""  # of lightning.pytorch.Trainer 2.6
+STAGES = ("validation", "test", "predict")
+EACH = ("start", "end", "epoch_start", "epoch_end", "batch_start", "batch_end")
+TRAINING = [f"train_{moment}" for moment in EACH]
+OTHERS = """
+fit_start fit_end before_backward after_backward before_optimizer_step before_zero_grad
+sanity_check_start sanity_check_end save_checkpoint load_checkpoint exception
+"""
+STAGED = [f"{stage}_{moment}" for stage in STAGES for moment in EACH]
+THEIR_HOOKS = {"setup", "teardown"} | {f"on_{n}" for n in [*OTHERS.split(), *TRAINING, *STAGED]}
+
+
+def table_of(name: str) -> dict[str, str]:
+    rows = PAGE.partition(f"<!-- {name} -->")[2].partition("\n\n")[0]
+    return dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", rows, re.M))
+
+
+@pytest.mark.parametrize(
+    "name, theirs", [("arguments", set(ARGUMENTS.split())), ("hooks", THEIR_HOOKS)]
+)
+def test_the_page_has_every_argument_and_every_hook(name, theirs):
+    assert table_of(name).keys() == theirs
+
+
+def test_what_it_names_of_ours_is_there():
+    settings = {field.name for field in fields(TrainerSettings)}
+    named = set(re.findall(r"`trainer\.([a-z]\w*)[=`.]", PAGE)) - {"recompute"}
+    assert len(named) > 15 and named <= settings, named - settings
+    hooks = {
+        hook for ours in table_of("hooks").values() for hook in re.findall(r"`(on_\w+)`", ours)
+    }
+    assert hooks <= set(HOOKS)
