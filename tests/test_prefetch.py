@@ -305,7 +305,7 @@ def test_a_batch_is_made_where_the_data_is():
     )
     assert loader.device.type == "meta"
     batches = list(loader.epoch(skip=1))
-    assert [[tuple(x.shape) for (x, _), _ in batch.shares] for batch in batches] == [
+    assert [[tuple(x.shape) for (x, _), *_ in batch.shares] for batch in batches] == [
         [(2, 3), (2, 3)],
         [(1, 3), (1, 3)],
     ]

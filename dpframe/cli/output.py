@@ -127,6 +127,12 @@ class _EachLine(logging.Formatter):
 class _File(logging.FileHandler):
     """On a full disk the run goes on without a log, and says so once."""
 
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # at the first line, in a directory that was deleted meanwhile
+            self.handleError(record)
+
     def handleError(self, record: logging.LogRecord) -> None:
         self.addFilter(lambda record: False)  # removed, the next handler would miss this record
         logging.getLogger("dpframe").warning(
