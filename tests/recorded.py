@@ -29,7 +29,8 @@ def weights_apart(mine: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference in a tensor, relative to the largest number in it."""
     assert mine.keys() == other.keys()
     apart = [
-        float(numpy.abs(mine[name] - other[name]).max() / numpy.abs(other[name]).max())
+        float(numpy.abs(mine[name] - other[name]).max())
+        / (float(numpy.abs(other[name]).max()) or 1)
         for name in other
     ]
     return worst(apart)

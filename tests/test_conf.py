@@ -33,13 +33,17 @@ def test_every_folder_is_a_group():
     }
 
 
-EXTRAS = {"wandb", "mlflow"}  # options that are called as the package that they need
+EXTRAS = {  # the packages that an option needs
+    "wandb": ["wandb"],
+    "mlflow": ["mlflow"],
+    "huggingface": ["transformers", "peft"],
+}
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_option_is_composed_and_built(group, option):
-    if option in EXTRAS:
-        pytest.importorskip(option, reason=f"{option} is not installed")
+    for package in EXTRAS.get(option, ()):
+        pytest.importorskip(package, reason=f"{package} is not installed")
     recipe = [] if group == "recipe" else ["recipe=boston"]
     job = composed([*recipe, f"{group}={option}"])
     trust = check_targets(job)

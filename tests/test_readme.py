@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -38,13 +39,14 @@ def commands_of(page: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with every file that the pages show, and a run with checkpoints."""
+    """A folder with every file that the pages show, and runs with checkpoints."""
     folder = tmp_path_factory.mktemp("written")
     for page in PAGES:
         write(folder, files_of(page))
-    for name in ("best", "last"):
-        checkpoint.save({"task": {}}, folder / f"outputs/boston/1/checkpoints/{name}.ckpt")
-    return write(folder, {"outputs/boston/1/.hydra/overrides.yaml": "- recipe=boston\n"})
+    for recipe, name in product(("boston", "gpt"), ("best", "last")):
+        checkpoint.save({"task": {}}, folder / f"outputs/{recipe}/1/checkpoints/{name}.ckpt")
+        write(folder, {f"outputs/{recipe}/1/.hydra/overrides.yaml": f"- recipe={recipe}\n"})
+    return folder
 
 
 @pytest.mark.parametrize("page", ["docs/reliability.md", "docs/security.md"])
