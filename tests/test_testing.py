@@ -11,7 +11,8 @@ import planted
 import pytest
 import torch
 from command import attempts, dpframe, write
-from small import Stream
+from small import Rows, Stream
+from test_turns import Pair
 from torch import nn
 
 from dpframe import Task, TrainerSettings, UserError
@@ -355,6 +356,14 @@ def test_what_of_a_recipe_differs_by_share_is_not_compared_and_a_note_says_so(re
     report = check_strategy(DataParallel, recipe=recipe_of(*recipe), only=CURVES, **THREE)
     assert "\n".join(report.notes).startswith(note) and len(report.notes) == bool(note)
     assert ("8 of mine" in report["metrics"].compared) == (not note.startswith(LEFT_OUT))
+
+
+def test_a_recipe_whose_optimizers_take_turns_is_left_out_of_the_curves():
+    report = check_strategy(DataParallel, recipe=Recipe("mine", Pair, Rows), only=CURVES, **THREE)
+    assert report.notes == [
+        f"{LEFT_OUT}its optimizers take turns, and the kit computes the steps of one; the kit's "
+        "own network stands in for it"
+    ]
 
 
 class OnlyPredicts(Task):

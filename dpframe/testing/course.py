@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from inspect import signature
 from itertools import islice
 from typing import Any
 
@@ -305,10 +306,21 @@ class Frozen(Dataset):
         return self.rows[row]
 
 
+def takes_turns(task: Task) -> bool:
+    """Whether its training_step wants the name of an optimizer, too."""
+    try:
+        signature(task.training_step).bind("batch")
+    except TypeError:
+        return True
+    return False
+
+
 def why_not(task: Task) -> str:
     """Why this task's curve can't be the same on every strategy; empty if it can."""
     if not task.has_own("training_step"):
         return "it trains nothing"
+    if takes_turns(task):
+        return "its optimizers take turns, and the kit computes the steps of one"
     for name, module in task.named_modules():
         kind = type(module).__name__
         rate = getattr(module, "p" if "Dropout" in kind else "dropout", 0.0)

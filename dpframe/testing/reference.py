@@ -15,7 +15,7 @@ from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.metrics import Means
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Attached, EvalStep, Task, detached, optimizers_of, prefixed, updated_by
-from dpframe.testing.course import Course, why_not
+from dpframe.testing.course import Course, takes_turns, why_not
 from dpframe.trainer.evaluation import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import of_turn
@@ -272,7 +272,7 @@ def separable(course: Course) -> Separable:
     """Compares a batch's numbers with the means of what its shares give."""
     task, data = course.build()
     reason = why_not(task)
-    if not task.has_own("training_step"):
+    if not task.has_own("training_step") or takes_turns(task):
         return Separable(reason)
     task.double().train(not reason)
     data.setup()
