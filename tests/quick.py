@@ -18,6 +18,8 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_answers_are_signed_where_they_are_wrong",
+    "test_what_stream_can_not_read_is_one_line",
     "test_a_stream_that_can_not_be_divided_is_refused_in_one_line",
     "test_the_steepest_point_is_not_shifted_by_smoothing",
     "test_replicas_are_counted_without_starting_any",

@@ -37,6 +37,7 @@ EXTRAS = {  # the packages that an option needs
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
     "huggingface": ["transformers", "peft"],
+    "multilabel": ["torchmetrics"],
 }
 
 

@@ -1,23 +1,27 @@
 """The gallery: each recipe trains alike on every strategy, resumes to the bit, and learns."""
 
-import importlib.util
+import gzip
+import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from forked import on
 from recorded import Recorder, logs_apart, once, weights, weights_apart
-from small import is_same
+from small import Hooks, is_same
 
-from dpframe import Callback, Logger, Strategy, Trainer, UserError, seeding
+from dpframe import Callback, Logger, Strategy, Trainer, UserError, checkpoint, seeding
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import composed
 from dpframe.data import DataModule
-from dpframe.recipes import gpt, huggingface, text, vae
+from dpframe.recipes import gpt, huggingface, multilabel, stream, text, transfer, vae
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -32,12 +36,20 @@ TINY = {
     "text": "task.width=4 data.sentences=250",
     "huggingface": "task.config.n_embd=16 task.config.n_layer=1 task.lora.r=2 data.block=16 "
     "data.stories=12 callbacks.sample.length=3 callbacks.adapter=null",
+    "multilabel": "task.width=4 data.batch_size=480 callbacks.checkpoint=null",
+    "transfer": "data.rows=10 callbacks.freeze.thaw_at_epoch=1 callbacks.checkpoint=null",
+    "stream": "task.width=4 data.shards=6 data.batch_size=300 data.divide_streams=false",
 }
-if importlib.util.find_spec("peft") is None or importlib.util.find_spec("transformers") is None:
-    WITHOUT = pytest.mark.skip(reason="transformers and peft are not installed")
-    RECIPES = [pytest.param(n, marks=WITHOUT) if n == "huggingface" else n for n in TINY]
-else:
-    RECIPES = [*TINY]
+# The packages that a recipe needs.
+EXTRAS = {"huggingface": ["transformers", "peft"], "multilabel": ["torchmetrics"]}
+MISSING = {
+    name: [package for package in EXTRAS.get(name, ()) if find_spec(package) is None]
+    for name in TINY
+}
+RECIPES = [
+    pytest.param(name, marks=pytest.mark.skipif(bool(m), reason=f"without {', '.join(m)}"))
+    for name, m in MISSING.items()
+]
 EXACT = "trainer.precision=64 trainer.max_epochs=2 trainer.log_every=2"
 
 
@@ -103,7 +115,7 @@ def numbers(strategy: Strategy, name: str) -> dict[str, Any]:
 
 def all_of_them(strategy: Strategy) -> dict[str, Any]:
     """Every recipe in one group of ranks, which takes seconds to start."""
-    return {name: numbers(strategy, name) for name in RECIPES if isinstance(name, str)}
+    return {name: numbers(strategy, name) for name in TINY if not MISSING[name]}
 
 
 @once
@@ -250,3 +262,113 @@ def test_huggingface_without_its_packages_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(UserError, match=r"needs transformers; pip install 'dpframe\[hugging"):
         huggingface.HuggingFace(torch.optim.Adam)
+
+
+# multilabel
+
+
+def test_multilabel_learns_and_prints_what_it_says_of_each_digit(capsys):
+    pytest.importorskip("torchmetrics", reason="torchmetrics is not installed")
+    size = "callbacks.checkpoint=null trainer.max_epochs=12 task.optimizer.lr=0.01"
+    metrics = trained("multilabel", size).metrics
+    assert metrics["val/clean/f1"] > 0.93 > 0.85 > metrics["val/noisy/f1"] > 0.7
+    assert metrics["val/clean/auroc"] > 0.98 > metrics["val/noisy/auroc"] > 0.85
+    said = capsys.readouterr().out
+    assert re.search(r"^ +clean +noisy\n0  even has_loop .*\n1 .*\n2  even prime ", said, re.M)
+
+
+def test_answers_are_signed_where_they_are_wrong():
+    said = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 0]]).bool()
+    right = torch.tensor([[1, 1, 0, 0], [0, 1, 0, 0]]).bool()
+    assert multilabel.answers(said, right) == ["even -prime +above_five", "prime"]
+
+
+def test_multilabel_without_torchmetrics_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchmetrics.classification", None)
+    with pytest.raises(UserError, match=r"needs torchmetrics; pip install 'dpframe\[metrics\]'"):
+        multilabel.Multilabel(torch.optim.Adam)
+
+
+# transfer
+
+
+def test_transfer_freezes_what_was_trained_on_other_digits_and_thaws_it(capsys):
+    seen = []
+    hook = Hooks(on_step_end=lambda t: seen.append(weights(t.task)))
+    size = "callbacks.checkpoint=null trainer.max_epochs=6 callbacks.freeze.thaw_at_epoch=4"
+    trainer = trained("transfer", size, callbacks=[hook])
+    packaged = checkpoint.load(transfer.PACKAGED)["task"]
+    is_packaged = [
+        all((step[name] == packaged[name].numpy()).all() for name in packaged if "head" not in name)
+        for step in seen
+    ]
+    assert is_packaged == [True] * 28 + [False] * 14
+    assert trainer.metrics["val/accuracy"] > 0.9
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert [line.split("accuracy")[0].rstrip() for line in lines] == [
+        "the head alone  to step 28",
+        "all weights     to step 42",
+    ]
+    assert float(lines[0].split()[-1]) > 0.87  # on random features: 0.8
+
+
+def test_a_checkpoint_of_transfer_is_what_it_may_begin_with(tmp_path):
+    size = "callbacks.checkpoint=null callbacks.freeze=null data.digits=[0,1] task.classes=2"
+    first = trained("transfer", f"{size} task.pretrained=null trainer.max_epochs=1")
+    file = tmp_path / "run/checkpoints/best.ckpt"
+    checkpoint.save(first.state_dict(), file)
+    task = transfer.Transfer(torch.optim.Adam, pretrained=str(file))
+    task.on_fit_start(first)
+    mine = {name: weight for name, weight in task.state_dict().items() if "head" not in name}
+    assert is_same(mine, {name: first.task.state_dict()[name] for name in mine})
+
+
+# stream
+
+
+def test_stream_learns_when_it_is_slow_and_prints_the_day(capsys):
+    trainer = trained("stream", "data.shards=20 trainer.max_epochs=4 task.optimizer.lr=0.01")
+    assert trainer.metrics["val/minutes"] < 1.5  # without the hour: 2.2
+    said = capsys.readouterr().out
+    minutes = {
+        int(hour): (int(weekday), int(weekend))
+        for hour, weekday, weekend in re.findall(r"^ ?(\d+):00 +#+ (\d+) min +#+ (\d+)", said, re.M)
+    }
+    assert len(minutes) == 12
+    assert minutes[8][0] > 1.3 * minutes[8][1] and abs(minutes[2][0] - minutes[2][1]) <= 1
+
+
+def opened(strategy: Strategy, folder: Path) -> None:
+    """Writes down each file that is opened, in whatever process of the job."""
+    file = os.open(folder / "opened", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(event: str, args: tuple) -> None:
+        if event == "open" and str(args[0]).endswith(".csv.gz"):
+            os.write(file, f"{Path(args[0]).name}\n".encode())
+
+    sys.addaudithook(note)
+    size = "data.workers=2 trainer.max_epochs=2 trainer.sanity_batches=0 task.width=2"
+    trained("stream", f"data.folder={folder} {size}", strategy)
+
+
+def test_stream_opens_each_file_once_an_epoch_over_all_ranks_and_workers(tmp_path):
+    stream.write(tmp_path, shards=9)
+    on(DDP(2, "cpu"), opened, tmp_path)
+    names = sorted(path.name for path in tmp_path.glob("*.csv.gz"))
+    assert len(names) == 9
+    assert Counter((tmp_path / "opened").read_text().split()) == dict.fromkeys(names, 2)
+
+
+def test_files_of_stream_have_the_rows_that_are_made_without_them(tmp_path):
+    stream.write(tmp_path, shards=2)
+    rows = [list(stream.read_file(path)) for path in sorted(tmp_path.iterdir())]
+    assert rows == [list(stream.trips_of(shard)) for shard in range(2)]
+
+
+def test_what_stream_can_not_read_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"has 0 files \*.csv.gz, of which 4 are held out; write "):
+        stream.StreamData(folder=str(tmp_path)).setup()
+    path = tmp_path / "trips.csv.gz"
+    path.write_bytes(gzip.compress(b"hour,miles\n1,2\n"))
+    with pytest.raises(UserError, match=r"trips.csv.gz: the columns are hour,miles; they must be"):
+        list(stream.read_file(path))
