@@ -1,5 +1,6 @@
 """How a run ends early: a user's mistake, a failure of the machine or the numbers, a signal."""
 
+import inspect
 import os
 import re
 import signal
@@ -75,10 +76,22 @@ def suggestion(given: str, valid: Iterable[str]) -> str:
     return f"there is: {', '.join(names)}" if names else "there is none"
 
 
-def not_one_of(key: str, value: object, choices: Sequence[str]) -> UserError:
-    near = nearest(str(value), choices)
+def not_one_of(
+    key: str, value: object, choices: Sequence[str], *, meant: str | None = None
+) -> UserError:
+    near = meant or nearest(str(value), choices)
     hint = f"; did you mean {near}?" if near else ""
     return UserError(f"{key}={value} is not one of {', '.join(choices)}{hint}")
+
+
+def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") -> UserError:
+    """A method of the user's that can't take what it is called with."""
+    takes = ", ".join(inspect.signature(getattr(owner, name)).parameters)
+    passed = ", ".join(called)
+    return UserError(
+        f"{type(owner).__name__}.{name} takes ({takes}) and is called with ({passed}){why}; "
+        f"write {name}(self, {passed})"
+    )
 
 
 def nearest(given: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:

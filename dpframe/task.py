@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.data import Share
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, miscalled, suggestion
 from dpframe.metrics import described, is_number
 from dpframe.parameters import grouped, optimizer_over
 
@@ -373,8 +373,12 @@ class EvalStep(nn.Module):
             step = "validation_step"
         self.step = step
         self.autocast = autocast
-        takes_name = "name" in inspect.signature(getattr(task, step)).parameters
-        self.named = {"name": name} if takes_name else {}
+        signature = inspect.signature(getattr(task, step))
+        self.named = {"name": name} if "name" in signature.parameters else {}
+        try:
+            signature.bind("batch", **self.named)
+        except TypeError:
+            raise miscalled(task, step, ("batch", *self.named)) from None
 
     def forward(self, share: Share) -> list[tuple[int, Any]]:
         batch, rows, HERE.total = share
@@ -462,12 +466,8 @@ def check_signature(task: Task, turns: Sequence[str]) -> None:
     try:
         inspect.signature(task.training_step).bind(*called)
     except TypeError:
-        takes = ", ".join(inspect.signature(task.training_step).parameters)
         why = f", as there are the optimizers {', '.join(turns)}" if any(turns) else ""
-        raise UserError(
-            f"{type(task).__name__}.training_step takes ({takes}) and is called with "
-            f"({', '.join(called)}){why}; write training_step(self, {', '.join(called)})"
-        ) from None
+        raise miscalled(task, "training_step", called, why) from None
 
 
 RETURNS_OPTIMIZER = (
@@ -502,10 +502,14 @@ def loss_of(output: Any, task: Task) -> Tensor:
 
 def _check_evaluated(output: Any, task: Task, step: str) -> None:
     """Refuses what a validation or test step must not return."""
+    if step == "validation_step" and not task.has_own(step):
+        step = "training_step"
     name = f"{type(task).__name__}.{step}"
     if not isinstance(output, dict) or not output:
         what = "an empty dict" if output == {} else type(output).__name__
-        raise UserError(f"{name} returned {what}; return a dict of what was measured")
+        raise UserError(
+            f'{name} returned {what}; return a dict of what was measured, e.g. {{"loss": loss}}'
+        )
     for key, value in output.items():
         if not is_number(value):
             raise UserError(f"{name} returned {key!r} {described(value)}")

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from command import attempts, dpframe, write
 from odd import Odd, OddData
+from small import Small, trainer
 
 from dpframe import Strategy, Trainer, TrainerSettings, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
 DICT = 'return {"loss": scalar tensor, **metrics}'
-MEASURED = "; return a dict of what was measured"
+MEASURED = '; return a dict of what was measured, e.g. {"loss": loss}'
 STEPS = {
     ("fit", "train", "none"): f"Odd.training_step returned NoneType; {DICT}",
     ("fit", "train", "list"): f"Odd.training_step returned list; {DICT}",
@@ -67,6 +68,15 @@ def refusal(lines: dict[Case, str], case: Case, strategy: Strategy | None = None
     with pytest.raises(UserError) as caught:
         getattr(Trainer(task, data, strategy=strategy, settings=settings), mode)()
     return str(caught.value)
+
+
+def test_a_training_step_that_validation_calls_is_named_in_its_errors():
+    class Bare(Small):
+        def training_step(self, batch):
+            return super().training_step(batch)["loss"]
+
+    with pytest.raises(UserError, match="^Bare.training_step returned Tensor; return a dict of"):
+        trainer(Bare()).validate()
 
 
 def test_what_a_step_or_a_data_set_returns_is_refused_by_its_name():

@@ -169,6 +169,22 @@ def test_a_misspelt_hook_is_refused_with_the_nearest_name(name, nearest):
     assert str(caught.value) == f"Counts.{name} is no hook and would never be called; {nearest}"
 
 
+@pytest.mark.parametrize("part", [Callback, Small])
+def test_a_hook_with_other_arguments_is_refused_before_training(part):
+    for name, method, takes, called in [
+        ("on_epoch_end", lambda self: None, "", "trainer"),
+        ("on_fit_start", lambda self, trainer, module: None, "trainer, module", "trainer"),
+        ("on_batch_end", lambda self, trainer, n=0: None, "trainer, n", "trainer, batch, outputs"),
+    ]:
+        made = type("Hooks", (part,), {name: method})()
+        with pytest.raises(UserError) as caught:
+            trainer(callbacks=[made]) if part is Callback else trainer(task=made)
+        assert str(caught.value) == (
+            f"Hooks.{name} takes ({takes}) and is called with ({called}); "
+            f"write {name}(self, {called})"
+        )
+
+
 class Broken(Exception):
     pass
 

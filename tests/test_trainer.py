@@ -272,6 +272,40 @@ def test_a_configure_optimizers_that_nobody_would_call_is_refused():
     assert fitted(Both()).update.learning_rates() == {"": 0.07}
 
 
+@pytest.mark.parametrize("step", ["training_step", "validation_step"])
+def test_a_step_with_other_arguments_is_refused_before_training(step):
+    hooks = Hooks()
+    with pytest.raises(UserError) as caught:
+        fitted(type("Indexed", (Small,), {step: lambda self, batch, i: None})(), callbacks=[hooks])
+    assert str(caught.value) == (
+        f"Indexed.{step} takes (batch, i) and is called with (batch); write {step}(self, batch)"
+    )
+    assert not hooks.seen
+
+
+@pytest.mark.parametrize(
+    "kind, mode",
+    [
+        ("train", "fit"),
+        ("val", "fit"),
+        ("val", "validate"),
+        ("test", "test"),
+        ("predict", "predict"),
+    ],
+)
+def test_data_under_a_name_that_nobody_would_call_is_refused(kind, mode):
+    data = Rows(8)
+    setattr(data, f"{kind}_dataloader", lambda: None)  # beside one of ours, it is the user's own
+    assert getattr(trainer(data=data), mode)() is not None
+    setattr(data, f"{kind}_dataset", lambda: None)
+    with pytest.raises(UserError) as caught:
+        getattr(trainer(data=data), mode)()
+    assert str(caught.value) == (
+        f"Rows.{kind}_dataloader is never called; rename it to {kind}_dataset, "
+        "which may return a DataLoader"
+    )
+
+
 class NeedsMore(torch.optim.SGD):
     def step(self, losses):
         return super().step()
@@ -294,6 +328,11 @@ def test_an_optimiser_whose_step_needs_more_is_refused_before_anything_begins():
     "given, said",
     [
         ({"precision": "fp8"}, "trainer.precision=fp8 is not one of 32, 64, bf16, fp16, bf16-true"),
+        (
+            {"precision": "16-mixed"},
+            "trainer.precision=16-mixed is not one of 32, 64, bf16, fp16, bf16-true, 16-true; "
+            "did you mean fp16?",
+        ),
         ({"matmul_precision": "hi"}, "trainer.matmul_precision=hi is not one of highest, high, me"),
         ({"compile": "fast"}, "trainer.compile=fast is not one of default, reduce-overhead"),
         ({"compile": {"mode": "reduce"}}, "trainer.compile.mode=reduce is not one of default"),

@@ -21,10 +21,11 @@ resumes from.
 Hooks run in every process; only the one where `trainer.strategy.is_main` may print and write.
 """
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, miscalled, suggestion
 
 if TYPE_CHECKING:
     from dpframe.data import Batch
@@ -110,13 +111,17 @@ AROUND_VALIDATION = (
 def may_be_logged(name: str, hooks: dict[str, list[Callable[..., None]]]) -> bool:
     """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""
     of_these = AROUND_VALIDATION if name.startswith("val/") else HOOKS
-    return any(
-        hook.__module__.partition(".")[0] != "dpframe" for at in of_these for hook in hooks[at]
-    )
+    return any(not is_own(hook) for at in of_these for hook in hooks[at])
+
+
+def is_own(hook: Callable[..., None]) -> bool:
+    """Whether a hook is one of dpframe's callbacks'."""
+    return hook.__module__.partition(".")[0] == "dpframe"
 
 
 def hooks_of(parts: Iterable[object]) -> dict[str, list[Callable[..., None]]]:
-    """By hook, the methods of a task and its callbacks; a misspelt hook is refused."""
+    """By hook, the methods of a task and its callbacks; one with another name or other arguments
+    is refused."""
     hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
     for part in parts:
         kind = type(part)
@@ -129,5 +134,11 @@ def hooks_of(parts: Iterable[object]) -> dict[str, list[Callable[..., None]]]:
                     f"{kind.__name__}.{name} is no hook and would never be called; "
                     f"{suggestion(name, HOOKS)}"
                 )
+            if not is_own(method):
+                called = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+                try:
+                    inspect.signature(getattr(part, name)).bind(*called)
+                except TypeError:
+                    raise miscalled(part, name, called) from None
             hooks[name].append(getattr(part, name))
     return hooks

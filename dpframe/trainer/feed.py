@@ -18,6 +18,12 @@ from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.settings import TrainerSettings
 
+METHODS = {
+    "train": "train_dataset",
+    "val": "val_dataset",
+    "test": "test_dataset",
+    "predict": "predict_dataset",
+}
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a data set: it is part of metrics' and files' names
 
 
@@ -39,7 +45,7 @@ class Feed:
     ) -> "Feed":
         source = _sources("train", data)[""]
         train = _loader(source, strategy, settings, seed=seed)
-        has_validation = data.val_dataset() is not None
+        has_validation = _returned("val", data) is not None
         batches = train.batches
         if batches == 0:
             raise UserError(
@@ -105,14 +111,8 @@ def local_devices(strategy: Strategy) -> list[torch.device]:
 
 def _sources(kind: str, data: DataModule) -> dict[str, Source]:
     """The data sets by their names; one alone has the name ""."""
-    methods = {
-        "train": data.train_dataset,
-        "val": data.val_dataset,
-        "test": data.test_dataset,
-        "predict": data.predict_dataset,
-    }
-    returned: Any = methods[kind]()
-    method = f"{type(data).__name__}.{methods[kind].__name__}()"
+    returned: Any = _returned(kind, data)
+    method = f"{type(data).__name__}.{METHODS[kind]}()"
     is_dict = isinstance(returned, dict) and kind != "train"
     if is_dict and not returned:
         raise UserError(f"{method} returned an empty dict; return a data set for each name")
@@ -131,6 +131,20 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
             hint = "return None for no validation" if is_alone else "it needs at least one"
             raise UserError(f"{told} has no rows; {hint}")
     return sources
+
+
+def _returned(kind: str, data: DataModule) -> Any:
+    """What the DataModule's method for it returns. Nothing, under a name of Lightning's that is not
+    called, is refused: such a run would have no validation."""
+    ours = METHODS[kind]
+    theirs = ours.replace("set", "loader")
+    returned = getattr(data, ours)()
+    if returned is None and hasattr(data, theirs):
+        raise UserError(
+            f"{type(data).__name__}.{theirs} is never called; rename it to {ours}, which may "
+            "return a DataLoader"
+        )
+    return returned
 
 
 def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, seed: int) -> Loader:

@@ -12,6 +12,13 @@ CHOICES = {
     "scheduler_every": ("epoch", "step"),
     "on_nonfinite": ("stop", "skip"),
 }
+LIGHTNINGS = {  # names of trainer.precision elsewhere
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "32-true": "32",
+    "64-true": "64",
+}
 LEAST = {
     "max_epochs": 1,
     "max_steps": 1,
@@ -88,7 +95,8 @@ class TrainerSettings:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
             if value not in choices and value != getattr(TrainerSettings, key):
-                raise not_one_of(f"trainer.{key}", value, choices)
+                meant = LIGHTNINGS.get(str(value)) if key == "precision" else None
+                raise not_one_of(f"trainer.{key}", value, choices, meant=meant)
         for key, least in LEAST.items():
             value = getattr(self, key)
             if value is not None and value < least:
