@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import environment, write
+from command import ROOT, environment, write
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
+RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml"))
 TYPED = {
-    "recipe=": "recipe=boston recipe=lenet recipe=shapes",
+    "recipe=": " ".join(RECIPES),
     "recipe=bo": "recipe=boston",
     "trainer.max_s": "trainer.max_seconds= trainer.max_steps=",
     "recipe=boston task.optimizer.l": "task.optimizer.lr=",
