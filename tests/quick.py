@@ -54,6 +54,8 @@ TESTS = {
     "test_batch_size_order_and_tail_are_those_of_the_loader",
     "test_another_mode_of_wandb_is_refused",
     "test_each_line_of_a_message_says_whose_it_is",
+    "test_each_caption_says_which_digit_is_where",
+    "test_the_loss_of_clip_is_that_of_the_right_pairs_both_ways",
     "test_gpt_sees_nothing_that_comes_later",
     "test_hooks_come_in_the_order_that_is_documented",
     "test_hydra_is_not_imported_for_a_mistake_in_the_options",

@@ -1,6 +1,7 @@
 """The gallery: each recipe trains alike on every strategy, resumes to the bit, and learns."""
 
 import gzip
+import math
 import os
 import re
 import sys
@@ -21,7 +22,7 @@ from dpframe import Callback, Logger, Strategy, Trainer, UserError, checkpoint, 
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import composed
 from dpframe.data import DataModule
-from dpframe.recipes import gpt, huggingface, multilabel, stream, text, transfer, vae
+from dpframe.recipes import clip, gpt, huggingface, multilabel, stream, text, transfer, vae
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -34,6 +35,8 @@ TINY = {
     "gpt": "task.layers=2 task.width=16 task.heads=2 data.block=16 data.stories=12",
     "vae": "task.latent=2 task.width=8 data.batch_size=400 callbacks.draw.count=2",
     "text": "task.width=4 data.sentences=250",
+    "gan": "task.latent=2 task.width=2 data.batch_size=400 callbacks.draw.count=2 task.n_critic=2",
+    "clip": "task.width=2 task.size=4 data.pairs=22 data.batch_size=6 callbacks.captions.count=1",
     "huggingface": "task.config.n_embd=16 task.config.n_layer=1 task.lora.r=2 data.block=16 "
     "data.stories=12 callbacks.sample.length=3 callbacks.adapter=null",
     "multilabel": "task.width=4 data.batch_size=480 callbacks.checkpoint=null",
@@ -372,3 +375,69 @@ def test_what_stream_can_not_read_is_one_line(tmp_path):
     path.write_bytes(gzip.compress(b"hour,miles\n1,2\n"))
     with pytest.raises(UserError, match=r"trips.csv.gz: the columns are hour,miles; they must be"):
         list(stream.read_file(path))
+
+
+# gan
+
+
+def test_gan_learns_to_draw_digits_and_prints_some(capsys):
+    size = "task.width=8 task.latent=8 data.batch_size=32 trainer.max_epochs=6"
+    trainer = trained("gan", f"{size} callbacks.draw.shown=3")
+    assert trainer.metrics["val/loss"] < 2  # that of the mean image is 2.16
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert len(lines) == 8 and max(map(len, lines)) > 32
+    assert "@" in "".join(lines) and not set("".join(lines)) - set(vae.INK)
+
+
+def test_gan_trains_the_generator_at_every_so_many_steps():
+    trainer = trained("gan", f"{TINY['gan']} task.n_critic=3 trainer.max_epochs=2")
+    updates = {
+        name: {int(state["step"]) for state in update.optimizer.state.values()}
+        for name, update in trainer.updates.items()
+    }
+    assert updates == {"critic": {8}, "generator": {2}}
+
+
+# clip
+
+
+def test_clip_learns_to_find_captions_and_prints_some(capsys):
+    size = "task.width=16 task.size=32 data.pairs=1500 data.batch_size=32 task.optimizer.lr=0.005"
+    trainer = trained("clip", f"{size} trainer.max_epochs=4 callbacks.captions.count=2")
+    assert trainer.metrics["val/caption_found"] > 0.4  # by chance 0.01
+    assert trainer.metrics["val/image_found"] > 0.4
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^a (faint|bold) \w+ left of a (faint|bold) \w+$", said, re.M)) == 2
+
+
+def test_the_loss_of_clip_is_that_of_the_right_pairs_both_ways():
+    torch.manual_seed(0)
+    task = clip.CLIP(torch.optim.Adam, width=2, size=4).double()
+    image, words = torch.rand(3, 1, 8, 16, dtype=torch.float64), clip.all_captions()[:3]
+    images, captions = (
+        part / part.norm(dim=1, keepdim=True) for part in (task.images(image), task.captions(words))
+    )
+    cosines = 10 * images @ captions.T
+    wanted = -(cosines.log_softmax(0).diag() + cosines.log_softmax(1).diag()).mean() / 2
+    measured = task.training_step([image, words, torch.arange(3)])
+    assert measured["loss"].item() == pytest.approx(wanted.item(), abs=1e-6)  # of log(10)
+    twice = task.training_step([image[:1].repeat(3, 1, 1, 1), words[[0, 0, 0]], torch.zeros(3)])
+    assert twice["loss"].item() == pytest.approx(math.log(3))
+    assert twice["caption_found"] == twice["image_found"] == 1
+
+
+def test_each_caption_says_which_digit_is_where():
+    said = {(form, clip.caption(meaning, form)) for meaning in clip.MEANINGS for form in clip.FORMS}
+    texts = {text for _, text in said}
+    assert len(texts) == len(clip.MEANINGS) * len(clip.FORMS) == 2000
+    words = torch.stack([clip.words_of(text) for text in texts])
+    assert len(words.unique(dim=0)) == 2000
+    data = clip.CLIPData(pairs=40)
+    data.setup()
+    images, words, meanings = data.train_dataset().tensors
+    for image, row, meaning in zip(images, words, meanings, strict=True):
+        left, left_ink, right, right_ink = clip.MEANINGS[meaning]
+        assert {left, left_ink, right, right_ink} <= {clip.VOCABULARY[word] for word in row}
+        halves = image.split(8, dim=2)
+        for half, ink in zip(halves, (left_ink, right_ink), strict=True):
+            assert half.max().item() == pytest.approx(clip.INKS[ink], rel=0.1)

@@ -102,7 +102,7 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^epoch 2/2 .* val/spearman -?[\d.]+  val/mape [\d.]+  val/r2 -?[\d.]+$",
     ),
-    "dpframe --config-dir mine recipe=gan callbacks.checkpoint.monitor=val/score "
+    "dpframe --config-dir mine recipe=prices callbacks.checkpoint.monitor=val/score "
     "trainer.clip_norm={critic:1.0} task.optimizers.critic.lr=0.002": (
         "trainer.max_epochs=2",
         r"^epoch 2/2  step 14  train/critic/loss .*train/generator/loss",
