@@ -109,6 +109,7 @@ hydra: {sweeper: {seeds: 2}}
 """
 SHORT = "trainer.max_steps=1"
 TOLD = ("recipe=boston", "hydra/sweeper=told", "logger=none", "+callbacks.x._target_=own.Failing")
+THRICE = ("trainer.max_epochs=3", "trainer.sanity_batches=0")  # which would count as validated
 SCORED = ("callbacks.checkpoint.monitor=val/score", "callbacks.checkpoint.mode=max")
 SWEPT = {
     "bug": ["recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false", SHORT],
@@ -116,7 +117,7 @@ SWEPT = {
     "recipes": ["recipe=boston,shapes", SHORT],
     "given": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=here"],
     "refused": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=/proc/no"],
-    "best": [*TOLD, *SCORED, "task._target_=own.Scored", "trainer.max_epochs=3"],
+    "best": [*TOLD, *SCORED, "task._target_=own.Scored", *THRICE],
     "ended": [*TOLD, "callbacks.checkpoint=null", "hydra.sweeper.goes_on=false", SHORT],
     "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
     "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],

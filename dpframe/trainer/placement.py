@@ -64,7 +64,8 @@ def process_settings_restored() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(precision)
-        torch.use_deterministic_algorithms(is_deterministic)
+        if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # its import is slow
+            torch.use_deterministic_algorithms(is_deterministic)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
 
