@@ -73,10 +73,9 @@ def optimizer_over(
     leaves out what has none.
     """
     named = list(named)
-    groups = groups_of(make)
+    groups, make = groups_of(make), _without_groups(make)
     if groups is None:
         return make(list({id(tensor): tensor for _, tensor in named}.values()))
-    make = _without_groups(make)
     optimizer = make(grouped(named, groups, key=key))
     for name, group in groups.items():
         options = {option: value for option, value in (group or {}).items() if option != "match"}

@@ -97,6 +97,12 @@ def test_a_parameter_has_the_options_of_all_its_groups_and_the_last_ones_win(mak
     assert "groups" in task.make_optimizer.keywords  # which may make another
 
 
+def test_groups_that_are_null_are_one_group_of_all_parameters():
+    task = Tuned(build({**ADAMW, "groups": None}, "task.optimizer"))
+    (group,) = task.configure_optimizer().param_groups
+    assert sorted(names(task, group["params"])) == sorted([*BACKBONE, *HEAD, "scale"])
+
+
 def test_what_is_frozen_is_in_the_optimizer_since_it_may_thaw():
     task = Tuned(partial(torch.optim.SGD, lr=0.1))
     task.net.backbone.requires_grad_(False)
