@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 EPOCHS = 12
+RATE = 1e-5  # small: the losses of programs that train alike stay near each other
 Batch = list[Tensor]
 
 
@@ -129,7 +130,7 @@ def tuned(net: nn.Module, columns: tuple[Tensor, ...], size: int, marks: Marks) 
     """Fused optimizers, rows by index_select, and no gradient for the network that waits."""
     parts = {turn: list(part.parameters()) for turn, part in parts_of(net).items()}
     optimizers = {
-        turn: torch.optim.AdamW(weights, lr=1e-3, fused=True) for turn, weights in parts.items()
+        turn: torch.optim.AdamW(weights, lr=RATE, fused=True) for turn, weights in parts.items()
     }
     for _ in range(EPOCHS):
         marks.begin()
@@ -162,7 +163,7 @@ def in_dpframe(net: nn.Module, columns: tuple[Tensor, ...], size: int, marks: Ma
 
         def configure_optimizer(self) -> Any:
             parts = parts_of(self.net).items()
-            made = {turn: torch.optim.AdamW(part.parameters(), lr=1e-3) for turn, part in parts}
+            made = {turn: torch.optim.AdamW(part.parameters(), lr=RATE) for turn, part in parts}
             return made.get("", made)
 
     class Data(dpframe.DataModule):
@@ -213,7 +214,7 @@ def in_lightning(net: nn.Module, columns: tuple[Tensor, ...], size: int, marks: 
             return None
 
         def configure_optimizers(self) -> Any:
-            made = [torch.optim.AdamW(part.parameters(), lr=1e-3) for part in parts.values()]
+            made = [torch.optim.AdamW(part.parameters(), lr=RATE) for part in parts.values()]
             return made if len(made) > 1 else made[0]
 
     class Notes(lightning.pytorch.callbacks.Callback):
