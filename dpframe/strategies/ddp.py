@@ -2,7 +2,6 @@
 
 import inspect
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -18,7 +17,7 @@ from dpframe.data import Share, split
 from dpframe.errors import UserError
 from dpframe.strategies import launch, ranks
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.devices import Gpus, announce
+from dpframe.strategies.devices import Gpus, announce, cores, use_threads
 
 # The same switch, under its newer name where torch has that.
 _names = inspect.signature(DistributedDataParallel).parameters
@@ -91,7 +90,7 @@ class DDP(Strategy):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // here.local_world_size))
+            use_threads(max(1, cores() // here.local_world_size))
         if not dist.is_initialized():  # else the program's own is joined
             self.owns_group = True
             self._open_group()

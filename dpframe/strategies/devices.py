@@ -48,11 +48,24 @@ def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> Non
         )
 
 
+def use_threads(count: int) -> None:
+    """No call where nothing changes: torch's makes matrix products within its own parallel loops,
+    e.g. those of attention, a third slower, even with the number that there was."""
+    if torch.get_num_threads() != count:
+        torch.set_num_threads(count)
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _refuse_crowd(count: int, max_per_core: int) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    limit = max_per_core * (cores or 1)
+    limit = max_per_core * cores()
     if count > limit:
         raise UserError(
-            f"trainer.gpus={count} asks for {count} replicas on {cores} CPU cores, at most {limit} "
+            f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most {limit} "
             f"are sane; use fewer, or raise trainer.max_replicas_per_core={max_per_core}"
         )

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dpframe.strategies.devices import use_threads
 from dpframe.task import Autocast
 from dpframe.trainer.settings import TrainerSettings
 
@@ -46,9 +47,9 @@ def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> s
         torch.set_float32_matmul_precision(settings.matmul_precision)
     parameters = sum(parameter.numel() for parameter in task.parameters())
     if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
+        use_threads(settings.threads)
     elif parameters < SMALL_MODEL:  # slower on several threads, and much slower beside other work
-        torch.set_num_threads(1)
+        use_threads(1)
     weights = _convolutions(task) if settings.channels_last else []
     for weight in weights:
         weight.data = weight.data.to(memory_format=MEMORY_FORMATS[weight.dim()])
@@ -66,8 +67,7 @@ def process_settings_restored() -> Iterator[None]:
         torch.set_float32_matmul_precision(precision)
         if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # its import is slow
             torch.use_deterministic_algorithms(is_deterministic)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
+        use_threads(threads)
 
 
 def explain(error: BaseException, layout: str) -> None:
