@@ -21,7 +21,8 @@ from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.testing import Recipe, check_strategy, verify
 from dpframe.testing.checks import CHECKS
-from dpframe.testing.course import Small, Table
+from dpframe.testing.course import KIT, Small, Table, courses
+from dpframe.testing.reference import sensitivity
 
 Step = Callable[[Any, Any], dict[str, Any]]
 TWO = {"gpus": 2, "accelerator": "cpu"}
@@ -449,6 +450,48 @@ class Plateaued(Small):
 def test_clipping_schedules_accumulation_and_streams_are_compared(task, data, settings):
     recipe = Recipe("mine", task, data, TrainerSettings(**settings), seed=3)
     assert check_strategy(DataParallel, recipe=recipe, only=CURVES, **THREE).passed
+
+
+class Cancelling(Small):
+    """The gradient of `shift` is 0 but for rounding: a softmax does not depend on it. Adam divides
+    by it, or by `eps`."""
+
+    eps = 1e-8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        output = super().training_step(batch)
+        score = (batch[0] * batch[1][:, None] + self.shift).softmax(dim=1)
+        return {"loss": output["loss"] + score[:, 0].mean()}
+
+    def configure_optimizer(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02, eps=self.eps)
+
+
+class Amplifying(Cancelling):
+    eps = 1e-30
+
+
+@pytest.mark.parametrize("strategy", [DataParallel, DDP])
+def test_weights_that_an_optimizer_makes_of_rounding_may_differ_by_as_much(strategy):
+    recipe = Recipe("mine", Cancelling, Table)
+    report = check_strategy(strategy, recipe=recipe, only=["weights"], **THREE)
+    assert 1e-12 < float(report["weights"].measured) < 1e-9
+    assert any("the order of a sum" in note for note in report.notes)
+
+
+def test_no_more_than_that():
+    recipe = Recipe("mine", Cancelling, Table)
+    kept = sensitivity(courses(recipe, 3)["recipe"], 3)
+    assert 1e-12 < kept < 1e-9
+    assert sensitivity(courses(KIT, 3)["recipe"], 3) < 1e-12  # SGD divides by nothing
+    chaotic = Recipe("mine", Amplifying, Table)
+    assert sensitivity(courses(chaotic, 3)["recipe"], 3) == 0
+    report = verify(partial(DataParallel, **THREE), recipe=chaotic, only=["weights"])
+    assert "mine ends with other weights, most in shift" in report["weights"].cause
 
 
 # At the command line

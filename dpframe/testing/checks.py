@@ -21,6 +21,7 @@ from dpframe.testing.measure import (
     Shares,
 )
 from dpframe.testing.reference import (
+    FARTHEST,
     Apart,
     Cuts,
     Separable,
@@ -31,6 +32,7 @@ from dpframe.testing.reference import (
     predictions,
     reference,
     relative,
+    sensitivity,
     separable,
     weights_apart,
     why_these_weights,
@@ -97,6 +99,16 @@ class Evidence:
         """The courses whose curves all strategies share: the kit's, and the recipe's if it can."""
         has_recipe = "recipe" in self.courses and not self.separable.reason
         return ["kit", "recipe"] if has_recipe else ["kit"]
+
+    @cached_property
+    def tolerance(self) -> float:
+        """Of the recipe's weights: more where rounding alone moves them farther."""
+        course = self.courses["recipe"]
+        actual, expected = self.main["recipe"].weights, reference(course).weights
+        most = weights_apart(actual, expected, course.tolerance).most
+        if not course.tolerance < most <= FARTHEST:
+            return course.tolerance
+        return max(course.tolerance, sensitivity(course, self.replicas))
 
     @property
     def updates(self) -> str:
@@ -365,7 +377,8 @@ def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Verd
 def _weights(evidence: Evidence, name: str) -> Apart:
     course, runs = evidence.courses[name], evidence.of_each(name)
     actual, causes = runs[0].weights, []
-    apart = weights_apart(actual, reference(course).weights, course.tolerance)
+    tolerance = evidence.tolerance if name == "recipe" else course.tolerance
+    apart = weights_apart(actual, reference(course).weights, tolerance)
     if apart.where:
         causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
     kept = [run.weights for run in runs] if course.is_small else [actual]

@@ -1,6 +1,6 @@
 """What every strategy must equal, a loop in plain torch; and how far two runs are apart."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, lean, seeding
-from dpframe.data import DataModule, Share, move, permutation, sets_of
+from dpframe.data import DataModule, Share, move, permutation, sets_of, split
 from dpframe.metrics import Means
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Attached, EvalStep, Task, detached, optimizers_of, prefixed, updated_by
@@ -28,9 +28,10 @@ ROUNDINGS = 16  # roundings that may add up in a mean of rounded numbers
 Output = dict[str, Any]
 Way = Callable[[list[Tensor]], list[tuple[Tensor, float]]]
 """From an update's global batches to what it descends: the mean loss of these rows, by a factor."""
-Cut = Callable[[Tensor], list[Tensor]]
+Cut = Callable[[Tensor], Sequence[Tensor]]
 """From the rows of a batch to shares of them."""
 MATCH = 1e-9  # a wrong way that comes this near is the one
+FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
 
 
 class Apart(NamedTuple):
@@ -73,8 +74,9 @@ def reference(course: Course) -> Curve:
     return trained(course)
 
 
-def trained(course: Course, way: Way | None = None) -> Curve:
-    """`way` is what a wrong strategy would descend; without it, the mean over all rows."""
+def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [rows]) -> Curve:
+    """`way` is what a wrong strategy would descend; without it, the mean over all rows, added up
+    over the parts that `cut` makes of a batch."""
     settings, (task, data) = course.settings, course.build()
     task.double()
     data.setup()
@@ -103,19 +105,19 @@ def trained(course: Course, way: Way | None = None) -> Curve:
         whole: Outputs = []
         for batches in _updates(course, data, len(train), epoch):
             step += 1
-            parts = way(batches) if way else [(rows, 1.0) for rows in batches]
+            parts: Iterable[tuple[Tensor, float | None]] = (
+                way(batches) if way else [(p, None) for rows in batches for p in cut(rows) if len(p)]
+            )
             measured: Outputs = []
             for turn in task.turns() or ("",):
                 inputs = (_batch(data, train, rows) for rows, _ in parts)
                 outputs = [task.training_step(batch, *filter(None, [turn])) for batch in inputs]
                 pairs = zip(parts, outputs, strict=True)
                 window = [(len(rows), detached(output)) for (rows, _), output in pairs]
-                factors = [factor for _, factor in parts]
-                if way is None:
-                    weights = [float(output.get("weight", rows)) for rows, output in window]
-                    factors = [weight / sum(weights) for weight in weights]
+                weights = [float(output.get("weight", rows)) for rows, output in window]
                 task.zero_grad()
-                for output, factor in zip(outputs, factors, strict=True):
+                for (_, factor), weight, output in zip(parts, weights, outputs, strict=True):
+                    factor = weight / sum(weights) if factor is None else factor
                     (output["loss"] * factor).backward()
                 optimizer, scheduler, _ = optimizers[turn]
                 norms[turn] = _clip(optimizer, turn, settings)
@@ -141,6 +143,20 @@ def trained(course: Course, way: Way | None = None) -> Curve:
             elif scheduler is not None and not by_step:
                 scheduler.step()
     return Curve(log, weights_of(task), roundings(everything))
+
+
+def sensitivity(course: Course, replicas: int) -> float:
+    """How far apart the weights may end by rounding alone; 0 if that can't be told.
+
+    An optimizer such as Adam divides by the size of each weight's gradient: where the parts of a
+    gradient almost cancel out, it makes steps of what is left, which is rounding. The reference
+    itself then moves when it adds up the same gradients by the shares of the replicas, or by rows.
+    """
+    cuts: list[Cut] = [lambda rows: split(rows, replicas), lambda rows: rows.split(1)]
+    ends = [trained(course, cut=cut).weights for cut in cuts]
+    moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
+    # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.
+    return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
 
 
 def weights_of(task: Task) -> Weights:

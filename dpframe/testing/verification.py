@@ -178,6 +178,11 @@ def _notes(evidence: Evidence) -> list[str]:
             f"{recipe.name} is left out of the curves: {evidence.separable.reason}; "
             "the kit's own network stands in for it"
         )
+    if "recipe" in evidence.curves and evidence.tolerance > TOLERANCE:
+        notes.append(
+            f"{recipe.name}'s weights may be {evidence.tolerance:.1e} apart: its optimizer divides "
+            "by gradients that are almost 0, so that the order of a sum moves them by a part of that"
+        )
     if evidence.separable.others:
         names = ", ".join(sorted(evidence.separable.others))
         notes.append(f"{recipe.name}'s {names}: no mean over rows, so it is not compared")
