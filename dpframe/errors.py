@@ -16,12 +16,17 @@ class UserError(Exception):
 
     exit_code = 2
     told: dict[str, Any] = {}  # what the ranks of a job told their parent before it ended
+    details = ""  # a traceback, for run.log alone
 
 
 class Failure(UserError):
     """One line as well, but no mistake of the user's: a full disk, a loss that is not a number."""
 
     exit_code = 1
+
+
+class DeviceLost(Failure):
+    """A device failed under its process: a new process may go on from the last checkpoint."""
 
 
 class Interrupted(BaseException):

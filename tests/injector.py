@@ -40,6 +40,11 @@ callbacks:
     seconds_between: 0
 """
 STEPS = 24  # in all
+DEVICE_ERRORS = {
+    "assert": "device-side assert triggered",
+    "ecc": "uncorrectable ECC error encountered",
+    "launch": "unspecified launch failure",
+}
 
 
 def fail_at(rank: int | str, step: int, kind: str) -> dict[str, str]:
@@ -55,7 +60,8 @@ def _is_due(place: str, step: int) -> bool:
     """Once for each rank in all of a job, over its restarts too; but for `always`."""
     kind, rank, at = os.environ.get("INJECTED", "none 0 0").split()
     here = os.environ.get("RANK", "0")
-    is_here = rank in (here, "all") and kind.endswith("data") == (place == "data")
+    due_place = next((p for p in ("data", "validation", "start") if kind.endswith(p)), "code")
+    is_here = rank in (here, "all") and place == due_place
     if not is_here or int(at) != step:
         return False
     try:
@@ -70,6 +76,10 @@ def _fail() -> None:
     kind, rank = os.environ["INJECTED"].split()[0], os.environ.get("RANK")
     if kind in ("raise", "always", "raise-data"):
         raise ValueError(f"broken in rank {rank}")
+    if kind.startswith("oom"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if kind in DEVICE_ERRORS:
+        raise torch.AcceleratorError(f"CUDA error: {DEVICE_ERRORS[kind]}\nCompile with …")
     if kind == "refuse":
         raise dpframe.UserError("the data is wrong; fix it")
     if kind == "kill":
@@ -126,7 +136,9 @@ class Data(dpframe.DataModule):
 class Injected(dpframe.Task):
     def __init__(self) -> None:
         super().__init__(nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.4), nn.Linear(8, 1)))
-        self.steps = 0
+        self.steps = self.validations = 0
+        if _is_due("start", 0):
+            _fail()
 
     def training_step(self, batch: Tensor) -> dict[str, Tensor]:
         self.steps += 1
@@ -140,6 +152,9 @@ class Injected(dpframe.Task):
 
     def validation_step(self, batch: Tensor) -> dict[str, Tensor]:
         _note("validating", 3)
+        self.validations += 1
+        if _is_due("validation", self.validations):
+            _fail()
         time.sleep(float(os.environ.get("VALIDATION_SECONDS", 0)))
         random.random()
         noise = torch.rand(())  # a validation that was broken off must not move what comes next

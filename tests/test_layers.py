@@ -24,6 +24,7 @@ FLOORS = {
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
     "files",
+    "memory",
     "bombs",
     "heartbeat",
     "lean",

@@ -168,14 +168,17 @@ def banner(trainer: "Trainer") -> str:
 
 
 def _batch(trainer: "Trainer") -> str:
-    batch, replicas = trainer.feed.source.batch_size, trainer.strategy.replicas
-    shares = [len(share) for share in split(range(batch), replicas)]
-    if len(set(shares)) == 1:
-        text = f"{replicas} replica{'s' if replicas > 1 else ''} x {shares[0]}"
-    else:
-        text = " + ".join(map(str, shares))
     batches = trainer.settings.accumulate
-    return f"batch {batch} = {text}" + (f", {batches} batches a step" if batches > 1 else "")
+    text = batch(trainer.feed.source.batch_size, trainer.strategy.replicas)
+    return text + (f", {batches} batches a step" if batches > 1 else "")
+
+
+def batch(rows: int, replicas: int) -> str:
+    """A global batch as the replicas share it, e.g. `batch 128 = 4 replicas x 32`."""
+    shares = [len(share) for share in split(range(rows), replicas)]
+    if len(set(shares)) == 1:
+        return f"batch {rows} = {replicas} replica{'s' if replicas > 1 else ''} x {shares[0]}"
+    return f"batch {rows} = {' + '.join(map(str, shares))}"
 
 
 def _data(trainer: "Trainer") -> str:

@@ -91,6 +91,7 @@ def logging_to(directory: Path, *, rank: int, logs_error: bool = True) -> Iterat
         if logs_error:
             is_line = isinstance(error, (UserError, Interrupted))
             reason = str(error) if is_line else "".join(traceback.format_exception(error)).rstrip()
+            reason = getattr(error, "details", "") + reason
             logging.getLogger("dpframe").error("%s", reason, extra={"on_screen": False})
         raise
     finally:

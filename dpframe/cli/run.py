@@ -15,7 +15,7 @@ from typing import Any
 from dpframe import checkpoint, files, interruption, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
-from dpframe.cli import output
+from dpframe.cli import faults, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory, remove
@@ -24,7 +24,7 @@ from dpframe.cli.resume import run_directory
 from dpframe.cli.settings import EVALUATIONS, RunSettings
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import Failure, Interrupted, UserError, exits_told, printable
+from dpframe.errors import DeviceLost, Failure, Interrupted, UserError, exits_told, printable
 from dpframe.heartbeat import beat
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, launch, ranks
@@ -61,7 +61,7 @@ def run(job: Composed) -> dict[str, Any]:
 def _launched(strategy: Strategy, job: Composed) -> dict[str, Any]:
     """Starts the ranks again after one has failed, `trainer.max_restarts` times.
 
-    What a user did wrong, and a signal, end the job at once.
+    What a user did wrong, a lack of memory and a signal end the job at once.
     """
     allowed = job.settings.trainer.max_restarts
     if allowed:
@@ -72,8 +72,9 @@ def _launched(strategy: Strategy, job: Composed) -> dict[str, Any]:
         except (RankFailed, UserError) as error:
             path = error.told.get("directory", "")
             if os.path.isdir(path):
-                output.append(Path(path), str(error))
-            if number > allowed or isinstance(error, UserError):
+                output.append(Path(path), error.details + str(error))
+            is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost)
+            if number > allowed or is_final:
                 raise
             print(printable(str(error)), file=sys.stderr)
             job, where = _again(job, path)
@@ -126,7 +127,61 @@ def _work(job: Composed) -> dict[str, Any]:
 
 def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
     settings = job.settings
+    told = partial(faults.told, strategy, settings.trainer, resumes=settings.resume is not None)
     state = checkpoint.load(job.start) if job.start is not None else None
+    best = Best(*job.objective)
+    # What can be refused is refused before there is a run directory.
+    with told():
+        trainer = _trainer(job, strategy, make, best)
+    with told(trainer):
+        notes = _prepared(job, trainer, state)
+    interruption.look()
+    directory = _directory(job)
+    path = strategy.share(directory.make(job.notes) if strategy.is_main else None)
+    trainer.run.directory = path
+    ranks.tell("directory", path)
+    if strategy.is_main:
+        ranks.tell("made", directory.made)
+    try:
+        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not ranks.has_parent()):
+            for line in notes:
+                log.info(line)
+            with told(trainer):
+                if settings.mode == "fit":
+                    trainer.fit()
+                else:
+                    _evaluate(trainer, settings, path)
+            saved = trainer.checkpoint if settings.mode == "fit" else job.start and str(job.start)
+            summary = {
+                "recipe": settings.recipe,
+                **_summary(strategy, trainer.progress),
+                "metrics": trainer.metrics,
+                "checkpoint": saved,
+                "directory": path,
+                "best": best.value,
+            }
+            if strategy.is_main:
+                _write(Path(path) / "summary.json", json.dumps(summary, indent=2) + "\n")
+        return summary
+    except UserError as error:
+        is_empty = trainer.epoch <= 1 and trainer.checkpoint is None
+        is_refused = error.exit_code == UserError.exit_code or trainer.global_step == 0
+        if is_empty and is_refused and not error.details:
+            directory.unmake()  # nothing is worth keeping yet
+        raise
+    except Interrupted as error:
+        if settings.mode != "fit":
+            raise
+        is_saved = trainer.checkpoint is not None or settings.resume is not None
+        then = f"go on with {shlex.quote(f'resume={path}')}" if is_saved else "nothing was saved"
+        said = f" after step {trainer.global_step}; {then}"
+        raise Interrupted(error.number, said) from None
+    finally:
+        directory.release()
+
+
+def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: Best) -> Trainer:
+    settings = job.settings
     seeding.seed_everything(settings.seed)
     beat()
     task = make(job.config["task"], "task", Task)
@@ -134,8 +189,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     beat()
     callbacks = _several(make, settings.callbacks, "callbacks", Callback)
     loggers = _several(make, settings.logger, "logger", Logger)
-    best = Best(*job.objective)
-    trainer = Trainer(
+    return Trainer(
         task,
         data,
         strategy=strategy,
@@ -152,57 +206,21 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         ),
         interruption=interruption.installed(),
     )
-    # What can be refused is refused before there is a run directory.
-    notes = []
+
+
+def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> list[str]:
+    """What a log is to begin with."""
+    settings, notes = job.settings, []
     if state is not None and settings.mode in EVALUATIONS:
-        notes = compared(job, state, task=task, data=data)
+        notes = compared(job, state, task=trainer.task, data=trainer.data)
     if state is not None and settings.resume is None:
-        checkpoint.load_task(task, state)  # which the Trainer has converted to trainer.precision
+        checkpoint.load_task(
+            trainer.task, state
+        )  # which the Trainer has converted to trainer.precision
         state = None
     if settings.mode == "fit":
         trainer.prepare(state, resume_anyway=settings.resume_anyway)
-    interruption.look()
-    directory = _directory(job)
-    path = strategy.share(directory.make(job.notes) if strategy.is_main else None)
-    trainer.run.directory = path
-    ranks.tell("directory", path)
-    if strategy.is_main:
-        ranks.tell("made", directory.made)
-    try:
-        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not ranks.has_parent()):
-            for line in notes:
-                log.info(line)
-            if settings.mode == "fit":
-                trainer.fit()
-            else:
-                _evaluate(trainer, settings, path)
-            saved = trainer.checkpoint if settings.mode == "fit" else job.start and str(job.start)
-            summary = {
-                "recipe": settings.recipe,
-                **_summary(strategy, trainer.progress),
-                "metrics": trainer.metrics,
-                "checkpoint": saved,
-                "directory": path,
-                "best": best.value,
-            }
-            if strategy.is_main:
-                _write(Path(path) / "summary.json", json.dumps(summary, indent=2) + "\n")
-        return summary
-    except UserError as error:
-        is_empty = trainer.epoch <= 1 and trainer.checkpoint is None
-        is_refused = error.exit_code == UserError.exit_code or trainer.global_step == 0
-        if is_empty and is_refused:
-            directory.unmake()  # nothing is worth keeping yet
-        raise
-    except Interrupted as error:
-        if settings.mode != "fit":
-            raise
-        is_saved = trainer.checkpoint is not None or settings.resume is not None
-        then = f"go on with {shlex.quote(f'resume={path}')}" if is_saved else "nothing was saved"
-        said = f" after step {trainer.global_step}; {then}"
-        raise Interrupted(error.number, said) from None
-    finally:
-        directory.release()
+    return notes
 
 
 def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type) -> list[Any]:

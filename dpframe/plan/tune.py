@@ -2,7 +2,6 @@
 
 import gc
 import math
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from dpframe import seeding
+from dpframe import memory, seeding
 from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError
@@ -29,7 +28,6 @@ STEPS = 3  # of a trial; the first makes the optimizer's state
 EXACT = 64  # the search ends where one part in so many is still unknown
 RECENT, DIVERGED = 5, 4.0  # so many losses of so many times the smallest: the test ends
 PART_OF_MACHINE = 4  # on the CPU, all replicas take at most one part in so many of its memory
-CPU_ERRORS = ("can't allocate memory", "not enough memory")  # torch has no type for them
 
 
 class Trial(NamedTuple):
@@ -80,7 +78,7 @@ class Tuner:
         self.batches: list[Tensor] = list(feed.train.order.epoch(0))
         self.limit = tune.memory
         if self.limit is None and self.device.type == "cpu":
-            self.limit = _machine_bytes() / PART_OF_MACHINE / replicas
+            self.limit = memory.machine() / PART_OF_MACHINE / replicas
 
     def batch_size(self) -> tuple[int, list[Trial]]:
         """The largest global batch that fits, and the trials in their order."""
@@ -154,7 +152,7 @@ class Tuner:
                 trainer.fit()
                 return trainer
             except (RuntimeError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not memory.ran_out(error):
                     raise
         return None
 
@@ -231,12 +229,3 @@ def steepest(points: list[Point]) -> float | None:
     falls = [(losses[at + 1] - losses[at - 1], at) for at in range(1, end)]
     fall, at = min(falls, default=(0.0, 0))
     return points[at].rate if fall < 0 else None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    is_told = any(text in str(error) for text in CPU_ERRORS)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or is_told
-
-
-def _machine_bytes() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

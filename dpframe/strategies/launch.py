@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from dpframe import heartbeat, interruption
-from dpframe.errors import Failure, Interrupted, UserError
+from dpframe.errors import Interrupted, UserError
 from dpframe.heartbeat import BEAT, SIGNALS, TICK_SECONDS, Clock
 from dpframe.interruption import STOP, Interruption
 from dpframe.strategies.ranks import SAFE_PATH, SIGNALED, Fault, live
@@ -32,6 +32,7 @@ class RankFailed(Exception):
 
     has_traceback = True  # in its message
     told: dict[str, Any] = {}  # what the ranks have told their parent
+    details = ""  # they are in the message
 
 
 def allow_fork() -> None:
@@ -362,7 +363,9 @@ def failure(faults: list[Fault]) -> RankFailed | UserError:
 
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
-        return Failure(first.line) if first.exit_code == 1 else UserError(first.line)
+        line = first.kind(first.line)
+        line.details = first.details
+        return line
     lines = [f"rank {fault.rank} {_of_peer(fault)}" for fault in rest]
     if first.is_echo:
         lines.append("the ranks waited for each other in different collectives")

@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from dpframe import heartbeat, interruption
-from dpframe.errors import Interrupted, UserError
+from dpframe.errors import DeviceLost, Failure, Interrupted, UserError
 from dpframe.interruption import SIGNALS, STOP, Interruption
 
 SAFE_PATH = "PYTHONSAFEPATH"
 SIGNALED = (*SIGNALS, STOP)
+LINES = (DeviceLost, Failure, UserError)  # kinds of lines that end a job
 
 _parent: "Parent | None" = None
 
@@ -77,7 +78,9 @@ class Fault:
 
     rank: int
     text: str  # a traceback, a stack, or a line
-    line: str | None = None  # a UserError's or a Failure's, which is shown alone
+    line: str | None = None  # a UserError's, which is shown alone
+    kind: type[UserError] = UserError  # of the line
+    details: str = ""
     exit_code: int = 1
     is_echo: bool = False  # its peers were gone, or did not come
     is_hang: bool = False
@@ -154,6 +157,8 @@ def _fault_of(error: BaseException) -> Fault:
         rank=int(os.environ["RANK"]),
         text="".join(traceback.format_exception(error)).rstrip(),
         line=str(error) if isinstance(error, UserError) else None,
+        kind=next((kind for kind in LINES if isinstance(error, kind)), UserError),
+        details=getattr(error, "details", ""),
         exit_code=getattr(error, "exit_code", 1),
         is_echo=isinstance(error, DistError) or "gloo/transport" in str(error),
     )

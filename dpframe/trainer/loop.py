@@ -42,6 +42,7 @@ from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.update import Update, each_of, states_of, updates_of
 
 log = logging.getLogger("dpframe")
+DOING = {"validate": "validation", "test": "test", "predict": "prediction"}  # by the mode
 
 
 class Trainer:
@@ -81,6 +82,7 @@ class Trainer:
         self.interruption = interruption  # by signals; None: the program handles them itself
         self.lookout = Lookout(self.strategy, interruption)
         self.mode = ""  # fit, validate, test or predict, once one of them runs
+        self.has_begun = False  # training
         self.report = Report(self.strategy.logger(list(loggers)), self.run)
         self._write = self.report.log
         self.progress = Progress()
@@ -138,10 +140,7 @@ class Trainer:
             self._call("on_fit_end")
         except BaseException as error:
             explain(error, self.layout)
-            if self.profile is not None:
-                self.profile.stop()
-            self.report.close(self.metrics, succeeded=False)
-            self._call("on_exception", error)
+            self._end_by(error)
             raise
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
@@ -198,6 +197,15 @@ class Trainer:
     def total_steps(self) -> int:
         """0 where it is unknown."""
         return self.feed.total_steps
+
+    @property
+    def doing(self) -> str:
+        """What it is at, in a word."""
+        if self.mode in DOING:
+            return DOING[self.mode]
+        if self.mode and not self.task.training:
+            return DOING["validate"]
+        return "training" if self.has_begun else "set-up"
 
     def stop(self, reason: str) -> None:
         """Ends training after this step; every process has to call it at the same step."""
@@ -513,6 +521,18 @@ class Trainer:
         self.report.tend()
         return self.should_stop
 
+    def _end_by(self, error: BaseException) -> None:
+        ends: list[Callable[[], None]] = [] if self.profile is None else [self.profile.stop]
+        ends.append(partial(self.report.close, self.metrics, succeeded=False))
+        ends.append(partial(self._call, "on_exception", error))
+        for end in ends:
+            try:
+                end()
+            except Exception as second:
+                if not isinstance(error, torch.AcceleratorError):
+                    raise
+                log.warning("%s", second)  # of the same dead device: the first tells more
+
     def _read_clock(self) -> None:
         self.progress.seconds = self._seconds_before + time.perf_counter() - self._began
 
@@ -631,6 +651,7 @@ class Trainer:
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.progress.rows_seen
         self._look_at = self.lookout.begin(self.progress.global_step)
+        self.has_begun = True
 
     def _refuse_nowhere(self, parts: Iterable[Callback | Logger]) -> None:
         for part in parts:

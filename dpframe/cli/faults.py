@@ -1,0 +1,123 @@
+"""A device that is out of memory, or fails: one line with what was in use and what to change."""
+
+import re
+import shlex
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch
+
+from dpframe import memory
+from dpframe.callbacks.progress import batch
+from dpframe.errors import DeviceLost, Failure
+from dpframe.strategies import Strategy
+from dpframe.trainer import Trainer
+from dpframe.trainer.feed import local_devices
+from dpframe.trainer.settings import TrainerSettings
+
+SMALLER = {"32": "bf16", "64": "bf16", "bf16": "bf16-true", "fp16": "bf16-true"}  # precisions
+SET_UP = "set-up"
+KIND = re.compile(r"\b[A-Z]+ error: .*")  # e.g. `CUDA error: unspecified launch failure`
+ECC = "ECC error"
+CAUSES = {
+    "device-side assert": "a kernel met a value out of range, e.g. an index or a label",
+    "illegal memory access": "a kernel read or wrote outside of its tensors",
+    ECC: "the memory of this card is damaged, see nvidia-smi -q -d ECC",
+}
+
+
+@contextmanager
+def told(
+    strategy: Strategy,
+    settings: TrainerSettings,
+    trainer: Trainer | None = None,
+    *,
+    resumes: bool = False,
+) -> Iterator[None]:
+    """Turns such an error inside into a Failure of one line, whose details are the traceback."""
+    try:
+        yield
+    except Exception as error:
+        doing = SET_UP if trainer is None else trainer.doing
+        kind: type[Failure] = Failure
+        if memory.ran_out(error):
+            line = f"{_full(strategy, doing)}; "
+            if trainer is None or doing == SET_UP:
+                line += _about_set_up(settings)
+            else:
+                line += _about_batch(trainer, doing)
+        elif isinstance(error, torch.AcceleratorError):
+            kind = DeviceLost
+            line = _lost(strategy, doing, error)
+        else:
+            raise
+        if trainer is not None and trainer.has_begun and (resumes or trainer.checkpoint):
+            line += _resume(trainer, doing, kind)
+        failure = kind(line)
+        failure.details = "".join(traceback.format_exception(error))
+        raise failure from error
+
+
+def _full(strategy: Strategy, doing: str) -> str:
+    device, described = strategy.device, ""
+    with suppress(RuntimeError):  # a device that can't even tell
+        device = memory.fullest(local_devices(strategy))
+        described = memory.described(device)
+    facts = f": {described}" if described else ""
+    return f"{device} is out of memory in {doing}{_on_rank(strategy)}{facts}"
+
+
+def _about_set_up(settings: TrainerSettings) -> str:
+    half = SMALLER.get(settings.precision, "").removesuffix("-true")
+    now = f"trainer.precision={settings.precision}"
+    advice = f"lower {now} to {half}-true, or" if half else f"{now} is small already;"
+    return f"the model does not fit; {advice} take a smaller one"
+
+
+def _about_batch(trainer: Trainer, doing: str) -> str:
+    """What makes a step smaller; what does so already is named."""
+    settings, data = trainer.settings, trainer.data
+    evaluated = data.eval_batch_size or data.batch_size
+    rows = trainer.feed.source.batch_size if doing == "training" else evaluated
+    now = f"trainer.precision={settings.precision}"
+    smaller = SMALLER.get(settings.precision)
+    todo = [f"lower {now} to {smaller}"] if smaller else []
+    done = [now] if smaller != "bf16" else []
+    if doing == "training":
+        first = f"lower data.batch_size={rows} and raise trainer.accumulate={settings.accumulate}"
+        todo.insert(0, f"{first} by the same factor: the same updates")
+        if settings.checkpoint_activations:
+            done.insert(0, "trainer.checkpoint_activations")
+        else:
+            todo.insert(1, "set trainer.checkpoint_activations=true")
+    else:
+        todo.insert(0, f"lower data.eval_batch_size={rows}")
+    on = f"; {' and '.join(done)} {'is' if len(done) == 1 else 'are'} on already" if done else ""
+    return f"{batch(rows, trainer.strategy.replicas)}; {', or '.join(todo)}{on}"
+
+
+def _lost(strategy: Strategy, doing: str, error: Exception) -> str:
+    found = KIND.search(str(error))
+    kind = found[0] if found else (str(error).splitlines() or [type(error).__name__])[0]
+    devices = ", ".join(map(str, local_devices(strategy)))
+    line = f"{devices} failed in {doing}{_on_rank(strategy)}: {kind}"
+    line += "".join(f"; {cause}" for words, cause in CAUSES.items() if words in kind)
+    if ECC not in kind:
+        line += "; CUDA_LAUNCH_BLOCKING=1 in the environment makes the traceback in run.log exact"
+    return f"{line}; this process can't use the device any more, and saves nothing"
+
+
+def _resume(trainer: Trainer, doing: str, kind: type[Failure]) -> str:
+    words = f"resume={shlex.quote(trainer.run.directory)}"
+    if kind is DeviceLost:
+        how = f"{words}, or trainer.max_restarts=1 under strategy=ddp does so by itself"
+    elif doing == "training":
+        how = f"{words}, with resume_anyway=true for another batch or precision"
+    else:
+        how = words
+    return f"; the last checkpoint is whole: go on with {how}"
+
+
+def _on_rank(strategy: Strategy) -> str:
+    return f" on rank {strategy.rank}" if strategy.world_size > 1 else ""

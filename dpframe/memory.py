@@ -1,0 +1,59 @@
+"""The memory of devices: what is in use, the most that tensors took, and whether it ran out."""
+
+import os
+import sys
+from collections.abc import Iterable
+
+import torch
+
+CPU_ERRORS = ("can't allocate memory", "not enough memory")  # torch has no type for them
+CUDA_ERROR = "error: out of memory"  # of a kernel or a library, not of torch's allocator
+
+
+def ran_out(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(
+        words in text for words in (*CPU_ERRORS, CUDA_ERROR)
+    )
+
+
+def peak(device: torch.device) -> int | None:
+    """The most bytes that tensors of this process have taken; None on the CPU, which does not
+    count them."""
+    most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    return None if device.type == "cpu" or most is None else int(most(device))
+
+
+def fullest(devices: Iterable[torch.device]) -> torch.device:
+    """The one with the fewest free bytes."""
+    return min(devices, key=_free)
+
+
+def described(device: torch.device) -> str:
+    """`76.2 of 79.1 GiB are in use, 70.5 GiB by this process`; "" where nobody knows."""
+    gib = 2**30
+    if device.type == "cpu":
+        import resource  # not on Windows
+
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        own = most * (1 if sys.platform == "darwin" else 1024)
+        return f"this process took {own / gib:.1f} of {machine() / gib:.1f} GiB"
+    if not hasattr(torch.get_device_module(device), "mem_get_info"):
+        return ""
+    free, total = torch.get_device_module(device).mem_get_info(device)
+    return (
+        f"{(total - free) / gib:.1f} of {total / gib:.1f} GiB are in use, at most "
+        f"{(peak(device) or 0) / gib:.1f} GiB by this process's tensors"
+    )
+
+
+def machine() -> int:
+    """The bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _free(device: torch.device) -> int:
+    module = torch.get_device_module(device)
+    return module.mem_get_info(device)[0] if hasattr(module, "mem_get_info") else 0

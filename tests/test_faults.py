@@ -1,0 +1,171 @@
+"""A device that is out of memory, or fails, is one line, and the last checkpoint is whole."""
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from injector import fail_at, last, run, weights
+from small import Rows, Small, fitted, is_same, trainer
+
+import dpframe
+from dpframe.cli import faults
+from dpframe.errors import Failure
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.single import SingleGPU
+
+TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
+ALONE = ("strategy=cpu", "logger=none")
+SAVES = "callbacks.checkpoint.every_n_steps=3"
+IN_USE = r"this process took \d+\.\d of \d+\.\d GiB"
+
+
+def line_of(folder: Path, *overrides: str, kind: str, at: int, rank: int = 0) -> str:
+    done = run(folder, *overrides, **fail_at(rank, at, kind))
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr.removeprefix("dpframe: ").rstrip()
+
+
+def test_out_of_memory_is_one_line_with_the_batch_and_the_keys_to_turn(tmp_path):
+    line = line_of(tmp_path, *ALONE, SAVES, kind="oom", at=5)
+    assert re.fullmatch(
+        rf"cpu is out of memory in training: {IN_USE}; batch 4 = 1 replica x 4; lower "
+        r"data\.batch_size=4 and raise trainer\.accumulate=1 by the same factor: the same updates, "
+        r"or set trainer\.checkpoint_activations=true, or lower trainer\.precision=32 to bf16; the "
+        r"last checkpoint is whole: go on with resume=run, with resume_anyway=true for another "
+        r"batch or precision",
+        line,
+    )
+    log = (tmp_path / "run/run.log").read_text()
+    assert "OutOfMemoryError: CUDA out of memory. Tried to" in log and line in log.splitlines()[-1]
+    assert last(tmp_path)["progress"]["global_step"] == 3
+    assert run(tmp_path, "resume=run").returncode == 0
+    assert last(tmp_path)["progress"]["global_step"] == 24
+
+
+def test_what_saves_memory_already_is_named(tmp_path):
+    given = "trainer.precision=bf16-true", "trainer.checkpoint_activations=[net.0]"
+    line = line_of(tmp_path, *ALONE, *given, kind="oom", at=1)
+    assert line.endswith(
+        "by the same factor: the same updates; trainer.checkpoint_activations and "
+        "trainer.precision=bf16-true are on already"
+    )
+    assert "OutOfMemoryError" in (tmp_path / "run/run.log").read_text()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_out_of_memory_ends_the_job_with_its_line(tmp_path, rank):
+    line = line_of(tmp_path, *TWO, SAVES, "trainer.max_restarts=2", kind="oom", at=5, rank=rank)
+    assert time.time() - (tmp_path / "fired").stat().st_mtime < 10
+    assert line.startswith(f"cpu is out of memory in training on rank {rank}: this process took ")
+    assert "; batch 4 = 2 replicas x 2; lower data.batch_size=4" in line
+    log = (tmp_path / "run/run.log").read_text()
+    assert log.count("OutOfMemoryError: CUDA out of memory") == 1 and line in log
+
+
+@pytest.mark.parametrize(
+    "words, kind, said",
+    [
+        ((), "oom-start", "in set-up: .*; the model does not fit; lower trainer.precision=32 to "),
+        ((), "oom-validation", "in validation: .* = 1 replica x 4; lower data.eval_batch_size=4,"),
+        (("mode=validate",), "oom-validation", "in validation: .*; lower data.eval_batch_size=4,"),
+    ],
+)
+def test_out_of_memory_elsewhere_is_told_by_where(tmp_path, words, kind, said):
+    line = line_of(tmp_path, *ALONE, *words, kind=kind, at=0 if kind == "oom-start" else 1)
+    assert re.match(f"cpu is out of memory {said}", line), line
+    assert "resume=" not in line
+
+
+def test_a_validation_that_is_out_of_memory_leaves_a_run_that_goes_on(tmp_path):
+    line = line_of(tmp_path, *ALONE, SAVES, kind="oom-validation", at=4)
+    assert " in validation: " in line
+    assert line.endswith("; the last checkpoint is whole: go on with resume=run")
+
+
+def test_a_program_catches_what_it_always_caught():
+    class Full(Small):
+        def training_step(self, batch):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
+        fitted(Full(), Rows())
+
+
+# A device that fails
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        ("ecc", "uncorrectable ECC error encountered; the memory of this card is damaged, "),
+        ("assert", "device-side assert triggered; a kernel met a value out of range, e.g. an "),
+        ("launch", "unspecified launch failure; CUDA_LAUNCH_BLOCKING=1 in the environment makes "),
+    ],
+)
+def test_a_device_that_fails_is_one_line_and_nothing_is_saved_after_it(tmp_path, kind, said):
+    line = line_of(tmp_path, *ALONE, SAVES, kind=kind, at=5)
+    assert line.startswith(f"cpu failed in training: CUDA error: {said}")
+    assert line.endswith(
+        "; this process can't use the device any more, and saves nothing; the last checkpoint is "
+        "whole: go on with resume=run, or trainer.max_restarts=1 under strategy=ddp does so by "
+        "itself"
+    )
+    assert "AcceleratorError: CUDA error: " in (tmp_path / "run/run.log").read_text()
+    assert last(tmp_path)["progress"]["global_step"] == 3
+
+
+def test_a_job_whose_device_fails_starts_itself_again_in_new_processes(tmp_path, undisturbed):
+    setting = (*TWO, SAVES)
+    done = run(tmp_path, *setting, "trainer.max_restarts=1", **fail_at(1, 5, "ecc"))
+    assert done.returncode == 0, done.stderr
+    first, second = done.stderr.splitlines()
+    assert first.startswith("cpu failed in training on rank 1: CUDA error: uncorrectable ECC error")
+    assert second == "restart 1 of 1 from run/checkpoints/last.ckpt, step 3"
+    assert is_same(weights(tmp_path), undisturbed(*setting))
+
+
+class Touches(dpframe.Callback):
+    """The device, which fails again."""
+
+    def on_exception(self, trainer: dpframe.Trainer, error: BaseException) -> None:
+        raise torch.AcceleratorError("CUDA error: a second one")
+
+
+def test_no_second_error_of_a_device_hides_the_first(caplog):
+    class Fails(Small):
+        def training_step(self, batch):
+            raise torch.AcceleratorError("CUDA error: the first one")
+
+    with pytest.raises(torch.AcceleratorError, match="the first one$") as caught:
+        fitted(Fails(), Rows(), callbacks=[Touches()])
+    assert caught.value.__context__ is None
+    assert "CUDA error: a second one" in caplog.text
+
+
+# On a card
+
+
+class Hungry(Small):
+    def training_step(self, batch):
+        self.held = torch.empty(1 << 50, device=self.device)
+        return super().training_step(batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+def test_a_card_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
+    strategy = kind(accelerator="cuda")
+    strategy.setup()
+    made = trainer(Hungry(), Rows(40, 10), strategy=strategy)
+    with pytest.raises(Failure) as caught, faults.told(strategy, made.settings, made):
+        made.fit()
+    replicas = f"{strategy.replicas} replica"
+    assert re.match(
+        r"cuda:\d is out of memory in training: \d+\.\d of \d+\.\d GiB are in use, at most \d+\.\d "
+        rf"GiB by this process's tensors; batch 10 = {replicas}.*; lower data\.batch_size=10 and ",
+        str(caught.value),
+    )
+    assert "OutOfMemoryError" in caught.value.details
