@@ -18,6 +18,8 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_a_program_catches_what_it_always_caught",
+    "test_no_second_error_of_a_device_hides_the_first",
     "test_answers_are_signed_where_they_are_wrong",
     "test_what_stream_can_not_read_is_one_line",
     "test_a_stream_that_can_not_be_divided_is_refused_in_one_line",

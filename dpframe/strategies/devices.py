@@ -66,6 +66,6 @@ def _refuse_crowd(count: int, max_per_core: int) -> None:
     limit = max_per_core * cores()
     if count > limit:
         raise UserError(
-            f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most {limit} "
-            f"are sane; use fewer, or raise trainer.max_replicas_per_core={max_per_core}"
+            f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most "
+            f"{limit} are sane; use fewer, or raise trainer.max_replicas_per_core={max_per_core}"
         )
