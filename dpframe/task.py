@@ -28,8 +28,11 @@ Autocast = Callable[[], AbstractContextManager]
 class Job(Protocol):
     """What a Task can ask while it is trained: a Trainer's Progress, and its Strategy."""
 
-    global_step: int
-    epoch: int
+    @property
+    def global_step(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
 
 
 class Placed(Protocol):
@@ -91,9 +94,10 @@ class Task(nn.Module):
     trainer)`: they are called before the callbacks'.
     """
 
-    steps_per_epoch = 0  # all three set by the Trainer before configure_optimizer
+    steps_per_epoch = 0  # all four set by the Trainer before configure_optimizer
     total_steps = 0
     scheduler_steps = 0  # how often its scheduler will be stepped
+    schedules_turns = False  # whether that is after each turn of its optimizer, not each epoch
     optimizer_names: Sequence[str] = ()  # set after it, where there are several
     attached = Attached()  # by the Trainer
 
@@ -220,7 +224,7 @@ class Task(nn.Module):
                 f"{name} has no optimizer; set task.optimizer or write configure_optimizer"
             )
         optimizer = optimizer_over(self.make_optimizer, self._named())
-        return self._scheduled(optimizer, self.make_scheduler)
+        return self._scheduled("", optimizer, self.make_scheduler)
 
     def _made_by_name(self) -> dict[str, Any]:
         parts = dict(self.named_children())
@@ -234,17 +238,20 @@ class Task(nn.Module):
             name = min(unused)
             raise UserError(f"task.schedulers.{name} has no task.optimizers.{name}; set both")
         made = {}
+        self.optimizer_names = tuple(self.make_optimizers)  # for turns()
         for name, make in self.make_optimizers.items():
             own = [pair for pair in self._named() if pair[0].startswith(f"{name}.")]
             optimizer = optimizer_over(make, own, key=f"task.optimizers.{name}.groups")
-            made[name] = self._scheduled(optimizer, self.make_schedulers.get(name))
+            made[name] = self._scheduled(name, optimizer, self.make_schedulers.get(name))
         return made
 
-    def _scheduled(self, optimizer: Optimizer, make: Callable[..., LRScheduler] | None) -> Any:
+    def _scheduled(
+        self, name: str, optimizer: Optimizer, make: Callable[..., LRScheduler] | None
+    ) -> Any:
         if make is None:
             return optimizer
         rates = {group["lr"] for group in optimizer.param_groups}
-        scheduler = make(optimizer, **self._known_lengths(make))
+        scheduler = make(optimizer, **self._known_lengths(name, make))
         groups = optimizer.param_groups
         if len(rates) > 1 and len({group.get("initial_lr", group["lr"]) for group in groups}) == 1:
             raise UserError(
@@ -261,18 +268,62 @@ class Task(nn.Module):
         """The parameters; one that is in several places has several names."""
         return list(self.named_parameters(remove_duplicate=False))
 
-    def _known_lengths(self, make_scheduler: Callable[..., Any]) -> dict[str, int]:
+    def _known_lengths(self, name: str, make_scheduler: Callable[..., Any]) -> dict[str, int]:
         """`total_steps` for a scheduler that takes it and has none yet, e.g. OneCycleLR."""
         keywords = getattr(make_scheduler, "keywords", {})
         wanted = inspect.signature(make_scheduler).parameters
         if "total_steps" not in wanted or {"total_steps", "epochs"} & set(keywords):
             return {}
+        key = f"task.schedulers.{name}" if name else "task.scheduler"
         if not self.scheduler_steps:
             raise UserError(
-                "task.scheduler needs total_steps, and nothing says how long training will be; "
-                "set trainer.max_steps or task.scheduler.total_steps"
+                f"{key} needs total_steps, and nothing says how long training will be; "
+                f"set trainer.max_steps or {key}.total_steps"
             )
-        return {"total_steps": self.scheduler_steps}
+        if not (name and self.schedules_turns):
+            return {"total_steps": self.scheduler_steps}
+        if not (turns := self.count_turns(name)):
+            raise UserError(
+                f"{key} has nothing to schedule: {type(self).__name__}.turns() names {name} in "
+                f"none of the {self.total_steps} steps; leave {key} out, or train longer"
+            )
+        return {"total_steps": turns}
+
+    def count_turns(self, name: str) -> int:
+        """How many turns the optimizer of this name will have in the whole run: `turns` is asked
+        for each of its steps. For schedulers that a `configure_optimizer` of the task's own makes.
+        """
+        if not self.has_own("turns"):
+            return self.total_steps
+        before = self.attached
+        ahead = Ahead(type(self).__name__, self.steps_per_epoch)
+        self.attached = Attached(ahead, before.strategy)
+        count = 0
+        try:
+            for ahead.global_step in range(self.total_steps):
+                count += list(self.turns()).count(name)
+        finally:
+            self.attached = before
+        return count
+
+
+class Ahead:
+    """The steps of a run that is still to begin."""
+
+    global_step = 0
+
+    def __init__(self, task: str, steps_per_epoch: int) -> None:
+        self.task = task
+        self.steps_per_epoch = steps_per_epoch
+
+    @property
+    def epoch(self) -> int:
+        if not self.steps_per_epoch:
+            raise UserError(
+                f"{self.task}.turns() reads self.epoch, and nobody knows how long a stream's epoch "
+                "is, so its turns can't be counted; set total_steps of each of task.schedulers"
+            )
+        return self.global_step // self.steps_per_epoch
 
 
 def has_sparse(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from forked import on
 from recorded import Recorder, once, weights, weights_apart
-from small import SGD, Hooks, Rows, Small, fitted, is_same, trainer
+from small import SGD, Hooks, Rows, Small, Streamed, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -286,6 +286,72 @@ def test_an_optimizer_for_no_submodule_is_refused_with_the_nearest():
 
     with pytest.raises(UserError, match="Named.nett, which is no submodule; did you mean net?"):
         fitted(Named())
+
+
+# Schedules of as many steps as an optimizer has turns
+
+
+class Cycled(Pair):
+    """The critic has its turn twice in each step, the generator in every third one, and in none of
+    the first epoch."""
+
+    def __init__(self, scheduler: Any = None, **options: Any) -> None:
+        super().__init__(**options)
+        one_cycle = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1)
+        self.make_schedulers = dict.fromkeys(MAKE, scheduler or one_cycle)
+
+    def turns(self) -> list[str]:
+        is_due = self.epoch > 0 and self.global_step % 3 == 0
+        return ["critic", "critic", *["generator"] * is_due]
+
+
+class ByHand(Cycled):
+    def configure_optimizer(self) -> Any:
+        self.make_schedulers = {}
+        return {
+            name: (made, StepLR(made, self.count_turns(name), gamma=0.5))
+            for name, made in super().configure_optimizer().items()
+        }
+
+
+def cycled(make: Any = Cycled, data: Any = None, **settings: Any) -> Any:
+    settings = {"scheduler_every": "step", "max_epochs": 3, "precision": "64", **settings}
+    return fitted(make().double(), data or Rows(22, 4), **settings)
+
+
+@pytest.mark.parametrize(
+    "settings, turns",
+    [
+        ({}, (36, 4)),  # six steps an epoch: the generator's are 6, 9, 12, 15
+        ({"max_steps": 13}, (26, 3)),
+        ({"accumulate": 2}, (18, 2)),
+        ({"scheduler_every": "epoch"}, (3, 3)),
+    ],
+)
+def test_one_cycle_of_an_optimizer_that_takes_turns_has_as_many_steps_as_those(settings, turns):
+    updates = cycled(**settings).updates
+    for name, count in zip(("critic", "generator"), turns, strict=True):
+        scheduler = updates[name].scheduler
+        assert (name, scheduler.total_steps, scheduler.last_epoch) == (name, count, count)
+
+
+def test_turns_are_counted_for_a_configure_optimizer_of_ones_own_too():
+    made = cycled(ByHand)
+    assert {n: u.scheduler.step_size for n, u in made.updates.items()} == {
+        "critic": 36,
+        "generator": 4,
+    }
+    assert made.task.global_step == 18  # the counting is over
+
+
+def test_turns_that_can_not_be_counted_are_refused_in_one_line():
+    with pytest.raises(UserError, match="^task.schedulers.generator has nothing to schedule: Cyc"):
+        cycled(max_epochs=1)
+    with pytest.raises(UserError, match="^Cycled.turns.. reads self.epoch, and nobody knows how"):
+        cycled(data=Streamed(), max_steps=8, max_epochs=None)
+    given = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=50)
+    made = cycled(partial(Cycled, given), data=Streamed(), max_steps=8, max_epochs=None)
+    assert made.updates["critic"].scheduler.total_steps == 50
 
 
 # Gradients that are computed more than once

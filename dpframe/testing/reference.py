@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, lean, seeding
-from dpframe.data import DataModule, Share, move, permutation, sets_of, split
+from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.metrics import Means
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Attached, EvalStep, Task, detached, optimizers_of, prefixed, updated_by
@@ -105,9 +105,8 @@ def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [row
         whole: Outputs = []
         for batches in _updates(course, data, len(train), epoch):
             step += 1
-            parts: Iterable[tuple[Tensor, float | None]] = (
-                way(batches) if way else [(p, None) for rows in batches for p in cut(rows) if len(p)]
-            )
+            parts: Iterable[tuple[Tensor, float | None]]
+            parts = way(batches) if way else [(p, None) for rows in batches for p in cut(rows)]
             measured: Outputs = []
             for turn in task.turns() or ("",):
                 inputs = (_batch(data, train, rows) for rows, _ in parts)
@@ -152,7 +151,7 @@ def sensitivity(course: Course, replicas: int) -> float:
     gradient almost cancel out, it makes steps of what is left, which is rounding. The reference
     itself then moves when it adds up the same gradients by the shares of the replicas, or by rows.
     """
-    cuts: list[Cut] = [lambda rows: split(rows, replicas), lambda rows: rows.split(1)]
+    cuts: list[Cut] = [lambda rows: rows.chunk(replicas), lambda rows: rows.split(1)]
     ends = [trained(course, cut=cut).weights for cut in cuts]
     moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
     # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.

@@ -181,7 +181,7 @@ def _notes(evidence: Evidence) -> list[str]:
     if "recipe" in evidence.curves and evidence.tolerance > TOLERANCE:
         notes.append(
             f"{recipe.name}'s weights may be {evidence.tolerance:.1e} apart: its optimizer divides "
-            "by gradients that are almost 0, so that the order of a sum moves them by a part of that"
+            "by gradients that are almost 0, so the order of a sum moves them by a part of that"
         )
     if evidence.separable.others:
         names = ", ".join(sorted(evidence.separable.others))

@@ -579,6 +579,7 @@ class Trainer:
         )
         task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
         task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
+        task.schedules_turns = settings.scheduler_every == "step"
         self.updates = updates_of(task, strategy, settings, self.precision.scaler)
         if task.optimizer_names and self.validation and not task.has_own("validation_step"):
             raise UserError(
