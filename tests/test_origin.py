@@ -17,10 +17,11 @@ DIFFERENT = ["data.normalize=false", "data.split_seed=3", "seed=7"]
 HELD = ["--config-dir", "mine", "recipe=held"]
 MEAN = ["trusted_modules=[os]", "hydra.run.dir=elsewhere", "resume=run", "mode=fit"]
 
-BEGUN = {  # on two virtual replicas; of a recipe that is edited later; and one to be tampered with
+BEGUN = {  # on two virtual replicas; of a recipe that is edited; tampered with; no tensors
     "run": [*SHORT, *DIFFERENT, "strategy=data_parallel", "trainer.gpus=2", "trainer.threads=1"],
     "held": [*HELD, *SHORT[1:], "+vars.n=1"],
     "theirs": SHORT,
+    "rows": ["recipe=text", "trainer.max_steps=2", "trainer.limit_val_batches=1", *SHORT[2:]],
 }
 REFUSED = {  # a line, and what it is told
     "another recipe": (
@@ -73,6 +74,7 @@ RUN = {  # a line, and what it prints, if it begins a directory of its own
         [*HELD[:2], "mode=test", "checkpoint=held/checkpoints/best.ckpt", "data.split_seed=1"],
         "with its run's +vars.n=1",
     ),
+    "read by row": (["mode=test", "checkpoint=rows/checkpoints/last.ckpt"], ""),
     "strangers": (["mode=test", "checkpoint=theirs/checkpoints/best.ckpt"], ""),
     "tuned": ([BEST, "recipe=boston", "trainer.max_epochs=1"], ""),
 }
@@ -87,7 +89,7 @@ def tested(tmp_path_factory) -> tuple[Path, dict[str, Attempt]]:
     recipe = {"mine/recipe/held.yaml": text}
     write(directory, {name: text % 1 for name, text in recipe.items()})
     lines = [[*line, f"hydra.run.dir={name}"] for name, line in BEGUN.items()]
-    assert [begun.code for begun in attempts(lines, directory)] == [0, 0, 0]
+    assert [begun.code for begun in attempts(lines, directory)] == [0] * len(BEGUN)
     write(directory, {name: text % 2 for name, text in recipe.items()})
     shutil.copy(directory / "run" / "checkpoints" / "best.ckpt", directory / "moved.ckpt")
     saved = directory / "theirs" / ".hydra" / "overrides.yaml"

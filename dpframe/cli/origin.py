@@ -22,6 +22,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.eval_batch_size",
     "data.shuffle",
     "data.workers",
+    "data.workers > 0",
 )
 OF_FIT = ("callbacks", "logger", "plan", "tune", "trainer.max_epochs", "trainer.max_steps", *LIMITS)
 DECIDING = ("task", "data", "seed", "trainer.precision")
