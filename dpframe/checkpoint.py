@@ -5,18 +5,19 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dpframe import bombs, files
-from dpframe.bombs import CPU, PLAIN
+from dpframe.bombs import PLAIN
 from dpframe.errors import Failure, UserError
 from dpframe.heartbeat import beat
+from dpframe.snapshot import Snapshot
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
@@ -29,6 +30,13 @@ CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a
     errno.EBADF,
     errno.EACCES,
 }
+
+
+class Copy(NamedTuple):
+    """Of a state, which can be read after `snapshot.wait()`."""
+
+    state: dict[str, Any]
+    snapshot: Snapshot
 
 
 class Writer:
@@ -45,15 +53,16 @@ class Writer:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_writing = False
-        self._waiting: dict[Path, dict[str, Any]] = {}
+        self._waiting: dict[Path, Copy] = {}
         self._dropped: list[Path] = []
         self._failure: BaseException | None = None
 
     def save(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path] = ()) -> None:
-        """Returns once `state` is copied; `drop` is removed when the new files are there."""
-        copies: dict[Any, Tensor] = {}
-        copy = _plain(state, "", copies)
-        if sum(tensor.nbytes for tensor in copies.values()) > LARGE:
+        """From its return on `state` may change; `drop` is removed when the new files are there."""
+        snapshot = Snapshot()
+        copy = Copy(_plain(state, "", snapshot.copy), snapshot)
+        snapshot.start()
+        if snapshot.nbytes > LARGE:
             self.wait()
         self._raise()
         with self._lock:
@@ -84,15 +93,16 @@ class Writer:
         try:
             while taken := self._take():
                 waiting, dropped = taken
-                for state in {id(state): state for state in waiting.values()}.values():
-                    write(state, *(path for path in waiting if waiting[path] is state))
+                for copy in {id(copy): copy for copy in waiting.values()}.values():
+                    copy.snapshot.wait()
+                    write(copy.state, *(path for path in waiting if waiting[path] is copy))
                 for path in dropped:
                     path.unlink(missing_ok=True)
                 self._is_urgent.wait(self._seconds_between)
         except BaseException as error:
             self._failure, self._waiting, self._is_writing = error, {}, False
 
-    def _take(self) -> tuple[dict[Path, dict[str, Any]], list[Path]] | None:
+    def _take(self) -> tuple[dict[Path, Copy], list[Path]] | None:
         with self._lock:
             taken = self._waiting, self._dropped
             self._waiting, self._dropped = {}, []
@@ -219,35 +229,22 @@ def _first_nan(weights: dict[str, Any]) -> str:
     return ""
 
 
-def _plain(value: Any, where: str, copies: dict[Any, Tensor] | None = None) -> Any:
-    """The same, if `weights_only` can read it back; with `copies`, a copy of it on the CPU.
-
-    What training goes on to change is copied; tied weights stay tied.
-    """
+def _plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = None) -> Any:
+    """The same, if `weights_only` can read it back; its tensors are `copied`."""
     kind = type(value)
     if kind in PLAIN and value != b"":  # which is pickled as a call that is refused
         return value
     if isinstance(value, dict):  # of whatever class: only a dict can be read back
-        return {name: _plain(part, f"{where}.{name}", copies) for name, part in value.items()}
+        return {name: _plain(part, f"{where}.{name}", copied) for name, part in value.items()}
     if kind in (list, tuple, set):
-        return kind([_plain(part, where, copies) for part in value])
+        return kind([_plain(part, where, copied) for part in value])
     if isinstance(value, Tensor):
-        return value if copies is None else _copied(value, copies)
+        return value if copied is None else copied(value)
     what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
     raise UserError(
         f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "
         "dicts of them"
     )
-
-
-def _copied(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
-    key: Any = id(tensor)
-    if tensor.layout is torch.strided and tensor.numel():
-        key = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
-    if key not in copies:
-        is_here = tensor.device == CPU
-        copies[key] = tensor.detach().clone() if is_here else tensor.detach().to(CPU, copy=True)
-    return copies[key]
 
 
 def _sync(path: Path) -> None:

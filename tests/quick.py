@@ -15,6 +15,7 @@ FILES = {
     "placement",
     "prefetch",
     "report",
+    "snapshot",
     "trainer",
 }
 TESTS = {

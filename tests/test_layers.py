@@ -25,6 +25,7 @@ GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
     "files",
     "memory",
+    "snapshot",
     "bombs",
     "heartbeat",
     "lean",

@@ -1,0 +1,86 @@
+"""Copies of tensors in host memory; those of a device are made while training goes on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpframe import memory
+
+CPU = torch.device("cpu")
+SHARE_OF_FREE = 4  # copies on the device itself take at most one in so many of its free bytes
+SHARE_OF_HOST = 8  # pinned memory takes at most one in so many of the machine's bytes
+
+
+class Snapshot:
+    """`copy` each tensor, then `start`: from then on the tensors may change. `wait` before the
+    copies are read; another thread may do that.
+
+    A device copies on a stream of its own into pinned memory, which torch uses again for the next
+    snapshot. The host waits for nothing. Where the device has room for it, the tensors are copied
+    there first, in an instant; else its next step begins when the copies are done.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._copies: dict[Any, Tensor] = {}
+        self._pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # and what they become
+        self._done: list[Any] = []  # events
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """Tied weights have one copy."""
+        key: Any = id(tensor)
+        if tensor.layout is torch.strided and tensor.numel():
+            key = tensor.data_ptr(), tensor.device, tensor.shape, tensor.stride(), tensor.dtype
+        if key not in self._copies:
+            if tensor.layout is torch.strided:  # others have no nbytes
+                self.nbytes += tensor.nbytes
+            self._copies[key] = self._copied(tensor.detach())
+        return self._copies[key]
+
+    def start(self) -> None:
+        for device, pairs in self._pairs.items():
+            module = torch.get_device_module(device)
+            here, side = module.current_stream(device), _side_stream(device)
+            room = module.mem_get_info(device)[0] // SHARE_OF_FREE
+            has_room = sum(tensor.nbytes for tensor, _ in pairs) <= room
+            if has_room:
+                pairs = [(tensor.clone(), host) for tensor, host in pairs]
+            side.wait_stream(here)
+            with module.stream(side):
+                for tensor, host in pairs:
+                    host.copy_(tensor, non_blocking=True)
+                    tensor.record_stream(side)  # its memory is not used again before that
+            done = side.record_event()
+            if not has_room:
+                here.wait_event(done)
+            self._done.append(done)
+        self._pairs.clear()
+
+    def wait(self) -> None:
+        for event in self._done:
+            event.synchronize()
+        self._done.clear()
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if tensor.device == CPU:
+            return tensor.clone()
+        is_small = self.nbytes <= memory.machine() // SHARE_OF_HOST
+        if not (is_small and tensor.layout is torch.strided and _has_streams(tensor.device)):
+            return tensor.to(CPU, copy=True)
+        host = torch.empty_like(tensor, device=CPU, pin_memory=True)
+        self._pairs.setdefault(tensor.device, []).append((tensor, host))
+        return host
+
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.get_device_module(device).Stream(device)
+    return _side_streams[device]
+
+
+def _has_streams(device: torch.device) -> bool:
+    return hasattr(torch.get_device_module(device), "Stream")

@@ -1,0 +1,141 @@
+"""A checkpoint holds what there was when it was asked for, whatever training does meanwhile."""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Adam, Rows, Small, fitted, is_same
+from torch import Tensor
+
+from dpframe import checkpoint, snapshot
+from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.snapshot import Snapshot
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.single import SingleGPU
+
+
+def state_on(device: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(64, 32, generator=generator).to(device)
+    image = torch.randn(2, 3, 4, 5, generator=generator).to(device)
+    return {
+        "weight": weight,
+        "tied": weight,
+        "row": weight[1],
+        "column": weight[:, 1],
+        "wide": weight[:1].expand(7, 32),
+        "image": image.to(memory_format=torch.channels_last),
+        "half": weight.bfloat16(),
+        "steps": torch.tensor(3.0),
+        "empty": torch.empty(0, 4, device=device),
+        "nested": [{"number": torch.arange(5, device=device)}],
+    }
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    parts = value.values() if isinstance(value, dict) else value if type(value) is list else []
+    for part in parts:
+        yield from [part] if isinstance(part, Tensor) else tensors(part)
+
+
+def saved(state: dict[str, Any], path: Path, *, is_overwritten: bool = True) -> bytes:
+    writer = checkpoint.Writer()
+    writer.save(state, [path])
+    for tensor in tensors(state) if is_overwritten else ():
+        if 0 not in tensor.stride():  # else torch refuses
+            tensor.mul_(0).sub_(1)
+    writer.wait()
+    return path.read_bytes()
+
+
+def test_what_changes_after_a_save_is_not_in_its_file(tmp_path):
+    file = saved(state_on("cpu"), tmp_path / "a.ckpt")
+    assert file == saved(state_on("cpu"), tmp_path / "b.ckpt", is_overwritten=False)
+    state = torch.load(tmp_path / "a.ckpt")
+    assert state.pop("format") and is_same(state, state_on("cpu"))
+
+
+def test_a_sparse_tensor_is_saved(tmp_path):
+    saved({"sparse": torch.eye(3).to_sparse()}, tmp_path / "a.ckpt", is_overwritten=False)
+    assert torch.load(tmp_path / "a.ckpt")["sparse"].to_dense().equal(torch.eye(3))
+
+
+def test_tied_weights_have_one_copy():
+    kept, state = Snapshot(), state_on("cpu")
+    assert kept.copy(state["weight"]) is kept.copy(state["tied"])
+    assert kept.nbytes == state["weight"].nbytes
+
+
+# On a card: `room` is how much of what is free may be used for copies there
+
+
+@pytest.fixture(params=["copied there first", "waited for by its next step"])
+def room(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param != "copied there first":
+        monkeypatch.setattr(snapshot, "SHARE_OF_FREE", 1 << 60)
+
+
+@pytest.mark.gpu
+def test_a_save_from_a_card_makes_the_same_file(tmp_path, room):
+    for number in range(3):  # the later ones have the pinned memory of the earlier ones
+        path = tmp_path / f"{number}.ckpt"
+        assert saved(state_on("cuda"), path) == saved(state_on("cpu"), tmp_path / "b.ckpt")
+
+
+@pytest.mark.gpu
+def test_a_save_waits_for_nothing_that_a_card_has_to_do(tmp_path, room):
+    state, writer = {"weight": torch.zeros(1 << 20, device="cuda")}, checkpoint.Writer()
+    writer.save(state, [tmp_path / "first.ckpt"])
+    writer.wait()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number in range(1, 4):
+            state["weight"].add_(1)
+            writer.save(state, [tmp_path / f"{number}.ckpt"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    writer.wait()
+    for number in range(1, 4):
+        weight = torch.load(tmp_path / f"{number}.ckpt")["weight"]
+        assert weight.eq(number).all()
+
+
+@pytest.mark.gpu
+def test_memory_that_is_freed_after_a_save_is_in_its_file(tmp_path, room):
+    writer = checkpoint.Writer()
+    for number in range(4):
+        writer.save(
+            {"weight": torch.full((1 << 20,), number, device="cuda")}, [tmp_path / "a.ckpt"]
+        )
+        torch.full((1 << 20,), -1, device="cuda")  # it may get that memory
+        writer.wait()
+        assert (torch.load(tmp_path / "a.ckpt")["weight"] == number).all()
+
+
+class Compares(Checkpoint):
+    """Saves at each step, and sometimes looks whether the file has the weights of this step."""
+
+    def on_step_end(self, trainer: Any) -> None:
+        super().on_step_end(trainer)
+        if trainer.global_step % 3 == 0:
+            self.writer.wait()
+            path = Path(trainer.run.directory) / "checkpoints" / "last.ckpt"
+            now = {name: value.cpu() for name, value in trainer.task.state_dict().items()}
+            assert is_same(checkpoint.load(path)["task"], now), trainer.global_step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+def test_a_run_that_saves_each_step_saves_its_weights_and_trains_as_without(tmp_path, room, kind):
+    def trained(**given: Any) -> Any:
+        strategy = kind(accelerator="cuda")
+        strategy.setup()
+        make = partial(Small, Adam)
+        return fitted(make=make, data=Rows(40, 6), strategy=strategy, **given)
+
+    plain = trained()
+    saving = trained(callbacks=[Compares(every_n_steps=1, seconds_between=0)], directory=tmp_path)
+    assert is_same(saving.task.state_dict(), plain.task.state_dict())
