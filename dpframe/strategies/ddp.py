@@ -2,6 +2,9 @@
 
 import inspect
 import itertools
+import json
+import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -23,7 +26,13 @@ from dpframe.strategies.devices import Gpus, announce, cores, use_threads
 _names = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers"
 
+ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
+Changes = dict[str, list[str]]
+"""The names of the weights that were frozen, and of those that were thawed."""
+LATE_SECONDS = 10.0  # when ranks that have not frozen or thawed what others have are told
+
 _groups = itertools.count()  # those that this process has opened
+log = logging.getLogger("dpframe")
 
 
 class DDP(Strategy):
@@ -58,6 +67,8 @@ class DDP(Strategy):
         self.current: Wrapped | None = None  # the one whose gradients are computed
         self.owns_group = False
         self._groups: dict[int, dist.ProcessGroup] = {}  # of the first ranks, by how many
+        self._store: dist.Store | None = None  # None: the group is the program's own
+        self._agreed = 0  # how often
         self._unsynced = ExitStack()  # holds `no_sync` while gradients are only accumulated
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -101,10 +112,11 @@ class DDP(Strategy):
         timeout = timedelta(seconds=self.timeout_seconds)
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)
+        # torchrun's store outlives a group; the next one must not find the keys of this one.
+        self._store = dist.PrefixStore(f"dpframe{next(_groups)}", store)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
-            # torchrun's store outlives a group; the next one must not find the keys of this one.
-            store=dist.PrefixStore(f"dpframe{next(_groups)}", store),
+            store=self._store,
             rank=self.rank,
             world_size=self.world_size,
             timeout=timeout,
@@ -151,12 +163,39 @@ class DDP(Strategy):
             return module
         now = self.wrapped[inner]
         if now is None or now.is_outdated():
+            self._agree(now.changes() if now else changes({}, dict(inner.named_parameters())))
             module = self.wrap(inner, training=True)
             now = self.wrapped[inner]
         self.current = now
         if now is not None and not now.is_settled:
             self._settle(now)
         return module
+
+    def _agree(self, mine: Changes) -> None:
+        """Before all ranks wrap a module again, as they have frozen or thawed the same weights.
+
+        A rank that has not does not come here: it waits for the others' gradients."""
+        if self._store is None or not any(mine.values()):
+            return
+        keys = [f"trained/{self._agreed}/{rank}" for rank in range(self.world_size)]
+        self._agreed += 1
+        self._store.set(keys[self.rank], json.dumps(mine))
+        said = f"rank {self.rank} has {_in_words(mine)}, and rank %s has %s; {ALIKE}"
+        began, limit, is_told = time.monotonic(), self.timeout_seconds / 2, False
+        while not self._store.check(keys):
+            time.sleep(0.001)
+            seconds = time.monotonic() - began
+            if seconds < min(limit, LATE_SECONDS) or (is_told and seconds < limit):
+                continue
+            late = next((r for r, key in enumerate(keys) if not self._store.check([key])), None)
+            if late is not None and seconds >= limit:
+                raise UserError(said % (late, "not"))
+            if late is not None:
+                log.warning(f"waiting: {said}", late, "not")
+                is_told = True
+        for rank, theirs in enumerate(map(json.loads, self._store.multi_get(keys))):
+            if theirs != mine:
+                raise UserError(said % (rank, _in_words(theirs)))
 
     def _settle(self, now: "Wrapped") -> None:
         """Torch puts the gradients into other buckets after the first backward, by the order in
@@ -312,7 +351,7 @@ class DDP(Strategy):
         self._groups.clear()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
-        self.owns_group = False
+        self.owns_group, self._store = False, None
 
 
 class GatherRows(torch.autograd.Function):
@@ -367,6 +406,9 @@ class Wrapped:
                 return True
         return any(weight.requires_grad for weight in self.frozen.values())
 
+    def changes(self) -> Changes:
+        return changes(self.shared, self.frozen)
+
     def note_arrivals(self) -> None:
         if not self._hooks:
             for name, weight in self.shared.items():
@@ -389,6 +431,18 @@ class Wrapped:
         # The reducer goes first: were it the last to hold the process group, its destructor
         # would join gloo's thread under the GIL, for which that thread may be waiting.
         self.module.logger = self.module.reducer = None
+
+
+def changes(trained: dict[str, Tensor], frozen: dict[str, Tensor]) -> Changes:
+    """Which weights were frozen or thawed, of those that were trained or frozen before."""
+    return {
+        "frozen": [name for name, weight in trained.items() if not weight.requires_grad],
+        "thawed": [name for name, weight in frozen.items() if weight.requires_grad],
+    }
+
+
+def _in_words(made: Changes) -> str:
+    return " and ".join(f"{what} {_listed(names)}" for what, names in made.items() if names)
 
 
 def _note(arrived: set[str], name: str, weight: Tensor) -> None:

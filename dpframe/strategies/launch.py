@@ -361,6 +361,8 @@ def failure(faults: list[Fault]) -> RankFailed | UserError:
         # Of ranks that waited for each other in vain, one that did so by itself is the odd one.
         return not fault.is_hang, fault.is_echo, not _is_in_users_code(fault), fault.time
 
+    if line := _gathered_alone(faults):
+        return line
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
         line = first.kind(first.line)
@@ -372,6 +374,31 @@ def failure(faults: list[Fault]) -> RankFailed | UserError:
     heading = "hung; its stack:" if first.is_hang else "failed:"
     lines += [f"rank {first.rank} {heading}", first.text, first.verdict]
     return RankFailed("\n".join(filter(None, lines)))
+
+
+def _gathered_alone(faults: list[Fault]) -> UserError | None:
+    """The line for ranks of which some waited in `self.all_gather`, and others elsewhere."""
+    calls = {fault.rank: place for fault in faults if (place := _place_of_gather(fault))}
+    others = [fault for fault in faults if fault.rank not in calls]
+    if not (calls and others and all(fault.is_echo for fault in faults)):
+        return None
+    rank, place = min(calls.items())
+    error = UserError(
+        f"rank {rank} called self.all_gather in {place}, and rank {others[0].rank} did not; every "
+        "rank that has rows has to call it as often in each step"
+    )
+    error.details = "\n".join(fault.text for fault in faults)
+    return error
+
+
+def _place_of_gather(fault: Fault) -> str:
+    """Who has called `Task.all_gather`, in a traceback that ends in it."""
+    frames = [f for f in heartbeat.FRAME.findall(fault.text) if TORCH not in f[0]]
+    names = [name for _, _, name in frames]
+    if names[-3:-1] != ["all_gather", "gather_rows"]:
+        return ""
+    file, line, name = frames[-4]
+    return f"{name} ({os.path.basename(file)}, line {line})"
 
 
 def _of_peer(fault: Fault) -> str:
