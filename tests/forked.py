@@ -85,7 +85,8 @@ def started(words: Sequence[str], folder: Path, **variables: str) -> Iterator["J
 
 def server() -> Any:
     """Started with the first process, with the dpframe under test."""
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)])):
+    paths = [str(TESTS), str(TESTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
         forkserver.ensure_running()
     return SERVER
 

@@ -56,6 +56,16 @@ def test_a_rank_that_raises_has_its_traceback_last_on_stderr(tmp_path, rank):
     assert rank in ("all", int(failed[5]))
 
 
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_is_told_at_once_while_its_peer_waits_in_nccl(tmp_path, monkeypatch, rank):
+    """NCCL lets go of a group when all ranks do so; fake cards play that by this switch."""
+    monkeypatch.setenv("FAKENCCL_STRICT", "1")
+    lines, _ = broken(tmp_path, "trainer.accelerator=cuda", rank=rank, kind="raise")
+    assert f"rank {rank} failed:" in lines
+    assert lines[-1] == f"ValueError: broken in rank {rank}"
+
+
 @pytest.mark.parametrize("rank, workers", [(0, 2), (1, 0)])
 def test_a_rank_that_is_killed_is_named(tmp_path, rank, workers):
     lines, log = broken(tmp_path, f"data.workers={workers}", rank=rank, kind="kill")

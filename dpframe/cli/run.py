@@ -120,11 +120,15 @@ def _work(job: Composed) -> dict[str, Any]:
         interruption.look()
         strategy.open()
         try:
-            return _worked(job, strategy, make)
-        finally:
-            strategy.shut()
+            summary = _worked(job, strategy, make)
+        except BaseException as error:
+            strategy.shut(error)
+            raise
+        strategy.shut()
+        return summary
 
 
+@exits_told()  # before the strategy is told of the error
 def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
     settings = job.settings
     told = partial(faults.told, strategy, settings.trainer, resumes=settings.resume is not None)

@@ -75,10 +75,13 @@ class Strategy:
             self.is_set_up = True
         return is_first
 
-    def shut(self) -> None:
-        """Calls `close`, which is what to override."""
+    def shut(self, error: BaseException | None = None) -> None:
+        """Calls `close`, or `abort` after an error: these are what to override."""
         self.is_set_up = False
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.abort(error)
 
     def setup(self) -> None:
         """Takes this process's device, and joins the others."""
@@ -176,3 +179,7 @@ class Strategy:
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""
+
+    def abort(self, error: BaseException) -> None:
+        """The same after an error, without waiting for processes that may wait for this one."""
+        self.close()

@@ -353,6 +353,14 @@ class DDP(Strategy):
             dist.destroy_process_group()
         self.owns_group, self._store = False, None
 
+    def abort(self, error: BaseException) -> None:
+        """NCCL ends a group together with all its ranks, and those may be in a collective."""
+        ranks.fail(error)
+        if self.owns_group and self.device.type == "cuda" and dist.is_initialized():
+            for group in (*self._groups.values(), dist.group.WORLD):
+                group.abort()
+        self.close()
+
 
 class GatherRows(torch.autograd.Function):
     """All ranks' rows, `size` of each but for the last. Backward, the sum of what all ranks' losses

@@ -72,6 +72,12 @@ def tell(name: str, value: Any) -> None:
         _parent.send("told", (name, value))
 
 
+def fail(error: BaseException) -> None:
+    """Tells the parent how this rank fails, before it lets go of what it has."""
+    if _parent is not None and not isinstance(error, Interrupted):
+        _parent.fail(error)
+
+
 @dataclass
 class Fault:
     """How a rank failed."""
@@ -92,6 +98,7 @@ class Parent(Interruption):
     """In a rank: the process that started it counts its signals, watches it and pauses it."""
 
     ends_at_second = False  # the parent ends it
+    exit_code: int | None = None  # of the failure that it was told
 
     def __init__(self, messages: Connection) -> None:
         super().__init__(is_quiet=True)
@@ -100,6 +107,14 @@ class Parent(Interruption):
     def send(self, kind: str, value: Any = None) -> None:
         # Pickled here, by value: multiprocessing would share a tensor's memory, which ends with us.
         self._messages.send_bytes(pickle.dumps((kind, value)))
+
+    def fail(self, error: BaseException) -> int:
+        """The exit code; it is told of the first failure alone."""
+        if self.exit_code is None:
+            fault = _fault_of(error)
+            self.exit_code = fault.exit_code
+            self.send("failed", fault)
+        return self.exit_code
 
     @contextmanager
     def watched(self, hang_seconds: float | None) -> Iterator[None]:
@@ -144,9 +159,7 @@ def _outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> 
     except Interrupted as error:
         parent.send("interrupted", (error.number, error.said))
     except BaseException as error:
-        fault = _fault_of(error)
-        parent.send("failed", fault)
-        return fault.exit_code
+        return parent.fail(error)
     return 0
 
 

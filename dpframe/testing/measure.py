@@ -76,9 +76,12 @@ def measure(plan: Plan) -> int:
                 path = plan.directory / f"{name}.ckpt"
                 write(plan.directory, name, run(strategy, all_courses.get(name), path))
         write(plan.directory, "began", "close")
-    finally:
+    except BaseException as error:
         _exit_after(CLOSING_SECONDS, plan)
-        strategy.shut()
+        strategy.shut(error)
+        raise
+    _exit_after(CLOSING_SECONDS, plan)
+    strategy.shut()
     is_caller = os.getpid() == plan.caller  # which looks for itself
     write(plan.directory, "leftovers", [] if is_caller else since(before))
     return os.getpid()

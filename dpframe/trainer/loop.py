@@ -108,15 +108,16 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
-    def close(self) -> None:
-        """Closes the strategy if this Trainer has set it up."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes the strategy if this Trainer has set it up; after an error without waiting for
+        other processes."""
         if self._owns_strategy:
             self._owns_strategy = False
             atexit.unregister(self.strategy.shut)
-            self.strategy.shut()
+            self.strategy.shut(error)
 
     # ---- the four modes
 
