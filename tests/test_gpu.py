@@ -1,5 +1,6 @@
 """On real cards: the same numbers, no waiting between log steps, checkpoints that travel."""
 
+import inspect
 import math
 from collections.abc import Iterator
 from functools import partial
@@ -12,9 +13,10 @@ import test_guard
 import test_parity
 import torch
 from recorded import once
-from small import Rows, Small, fitted, is_same
+from small import Rows, Small, fitted, is_same, trainer
 from test_prefetch import Drawn
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Dataset, TensorDataset
 
@@ -101,6 +103,82 @@ def test_evaluation_on_all_cards_sees_every_row_once_and_in_order(where):
             bits = round(metrics["val/code"] * size * 2**16)
             assert bits == sum(2 ** (16 - row) for row in range(size)), (kind, size)
         assert predictions["id"] == list(range(size))
+
+
+# Optimizers
+
+
+class Matrices(Small):
+    """For Muon, which takes nothing else."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.net = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Linear(8, 1, bias=False))
+
+
+TORCHS = {  # all but SparseAdam: fake cards have no sparse tensors
+    name: partial(Matrices if name == "Muon" else Small, partial(kind, lr=0.01))
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type) and issubclass(kind, Optimizer)
+    if kind not in (Optimizer, torch.optim.SparseAdam)
+}
+IN_32_BITS = {"rtol": 1e-5, "atol": 1e-6}  # some count and average in these, whatever the weights
+
+
+def close(one: Trainer, other: Trainer) -> None:
+    states = [made.task.state_dict() for made in (one, other)]
+    for mine, theirs in zip(*(state.values() for state in states), strict=True):
+        torch.testing.assert_close(mine.cpu(), theirs.cpu(), **IN_32_BITS)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_every_optimizer_of_torch_trains_and_resumes_on_a_card_as_on_the_cpu(tmp_path, name):
+    make, given = TORCHS[name], {"data": Rows(40, 6), "max_epochs": 2, "precision": "64"}
+    here = fitted(make=make, strategy=started(CPU()), **given)
+    close(one_gpu(task=make, **given), here)
+    for begins, goes_on in ((CPU, SingleGPU), (SingleGPU, CPU)):
+        begun = fitted(make=make, strategy=started(begins()), max_steps=10, **given)
+        checkpoint.save(begun.state_dict(), tmp_path / "begun.ckpt")
+        state = checkpoint.load(tmp_path / "begun.ckpt")
+        close(fitted(make=make, strategy=started(goes_on()), resume=state, **given), here)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_every_optimizer_of_torch_resumes_on_a_card_to_the_bit(tmp_path, name):
+    make = TORCHS[name]
+    whole = one_gpu(task=make)
+    begun = one_gpu(task=make, max_steps=10)
+    checkpoint.save(begun.state_dict(), tmp_path / "begun.ckpt")
+    resumed = one_gpu(task=make, resume=checkpoint.load(tmp_path / "begun.ckpt"))
+    assert is_same(resumed.task.state_dict(), whole.task.state_dict())
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused", "capturable"])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD])
+def test_an_implementation_that_the_user_chose_is_kept_on_a_card(tmp_path, kind, how):
+    if how not in inspect.signature(kind).parameters:
+        pytest.skip(f"{kind.__name__} has no such one")
+    make, plain = (partial(Small, partial(kind, lr=0.01, **more)) for more in ({how: True}, {}))
+    whole = one_gpu(task=make)
+    assert whole.update.optimizer.param_groups[0][how]
+    close(whole, one_gpu(task=plain))
+    begun = one_gpu(task=make, max_steps=10)
+    checkpoint.save(begun.state_dict(), tmp_path / "begun.ckpt")
+    state = checkpoint.load(tmp_path / "begun.ckpt")
+    assert is_same(one_gpu(task=make, resume=state).task.state_dict(), whole.task.state_dict())
+
+
+def test_a_run_goes_on_on_a_card_by_another_implementation(tmp_path):
+    """Its state has another place for the count of steps."""
+    make = partial(Small, partial(torch.optim.Adagrad, lr=0.01, foreach=True))
+    begun = fitted(make=make, data=Rows(40, 6), strategy=started(CPU()), max_steps=10)
+    checkpoint.save(begun.state_dict(), tmp_path / "begun.ckpt")
+    resumed = trainer(
+        make=TORCHS["Adagrad"], data=Rows(40, 6), strategy=started(SingleGPU(accelerator="cuda"))
+    )
+    resumed.fit(checkpoint.load(tmp_path / "begun.ckpt"), resume_anyway=True)
+    assert resumed.update.optimizer.param_groups[0]["fused"]
+    close(resumed, fitted(make=make, data=Rows(40, 6), strategy=started(CPU())))
 
 
 # The cards

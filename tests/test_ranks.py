@@ -58,7 +58,9 @@ def test_a_rank_that_raises_has_its_traceback_last_on_stderr(tmp_path, rank):
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_is_told_at_once_while_its_peer_waits_in_nccl(tmp_path, monkeypatch, rank):
+def test_a_rank_that_raises_is_told_at_once_while_its_peer_waits_in_nccl(
+    tmp_path, monkeypatch, rank
+):
     """NCCL lets go of a group when all ranks do so; fake cards play that by this switch."""
     monkeypatch.setenv("FAKENCCL_STRICT", "1")
     lines, _ = broken(tmp_path, "trainer.accelerator=cuda", rank=rank, kind="raise")

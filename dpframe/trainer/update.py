@@ -254,7 +254,7 @@ class Update:
         ]
         if has_optimizer:
             saved = self._own(state["optimizer"])
-            self.optimizer.load_state_dict(saved)
+            self.optimizer.load_state_dict(_computed_as(options, saved))
             if there.get("trainer.precision") == here["trainer.precision"]:
                 self._keep_types(saved)
             align(self.optimizer)
@@ -349,6 +349,15 @@ def of_turn(name: str, *settings: Any) -> list[Any]:
     return [value.get(name) if isinstance(value, dict) else value for value in settings]
 
 
+def _computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
+    """The state for the implementation that these groups have: it decides where a step count is."""
+    names = ("foreach", "fused", "capturable")
+    here = [{name: group[name] for name in names if name in group} for group in groups]
+    pairs = zip(saved["param_groups"], here, strict=False)  # torch refuses another number
+    rest = saved["param_groups"][len(here) :]
+    return {**saved, "param_groups": [*({**there, **own} for there, own in pairs), *rest]}
+
+
 def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
     """Has an optimizer of torch use its fused kernels: one call for all weights, not ten for each.
 
@@ -367,6 +376,9 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
         return False
     for group in groups:
         group["fused"] = True
+    for weight, state in optimizer.state.items():  # Adagrad has made its own for other kernels
+        state["step"] = state["step"].to(weight.device, torch.float32)
+    _skips_by_itself(optimizer)
     return True
 
 
@@ -385,7 +397,15 @@ def _unfuse_late(optimizer: Optimizer) -> bool:
         is_mixed = len({begun for weight, begun in pairs if weight.grad is not None}) > 1
         group["fused"] = None if is_mixed else True
         looks_again |= is_mixed or not all(has_begun)
+    _skips_by_itself(optimizer)
     return looks_again
+
+
+def _skips_by_itself(optimizer: Optimizer) -> None:
+    """Has a GradScaler leave it to the kernels to skip a step with infinite gradients: it would
+    read from the GPU whether there are some. Torch's constructors say so for `fused=True`."""
+    is_fused = all(group["fused"] for group in optimizer.param_groups)
+    optimizer._step_supports_amp_scaling = is_fused  # type: ignore[attr-defined]
 
 
 def _is_missing(gradient: Tensor | None) -> bool:
