@@ -357,7 +357,7 @@ class DDP(Strategy):
         """NCCL ends a group together with all its ranks, and those may be in a collective."""
         ranks.fail(error)
         if self.owns_group and self.device.type == "cuda" and dist.is_initialized():
-            for group in (*self._groups.values(), dist.group.WORLD):
+            for group in filter(None, (*self._groups.values(), dist.group.WORLD)):
                 group.abort()
         self.close()
 
