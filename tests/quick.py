@@ -105,6 +105,7 @@ SLOW_FILES = {
     "run",
     "samplers",
     "task",
+    "waits",
 }
 
 
