@@ -26,9 +26,24 @@ def peak(device: torch.device) -> int | None:
     return None if device.type == "cpu" or most is None else int(most(device))
 
 
+def begin_peak(device: torch.device) -> None:
+    """From here on `peak` is counted again."""
+    begin = getattr(torch.get_device_module(device), "reset_peak_memory_stats", None)
+    if begin is not None:
+        begin(device)
+
+
+def free(device: torch.device) -> int | None:
+    """The bytes that are free on a device; None where nobody knows."""
+    module = torch.get_device_module(device)
+    if device.type == "mps":  # memory of the machine's: as much of it as Apple recommends
+        return module.recommended_max_memory() - module.driver_allocated_memory()
+    return module.mem_get_info(device)[0] if hasattr(module, "mem_get_info") else None
+
+
 def fullest(devices: Iterable[torch.device]) -> torch.device:
     """The one with the fewest free bytes."""
-    return min(devices, key=_free)
+    return min(devices, key=lambda device: free(device) or 0)
 
 
 def described(device: torch.device) -> str:
@@ -52,8 +67,3 @@ def described(device: torch.device) -> str:
 def machine() -> int:
     """The bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _free(device: torch.device) -> int:
-    module = torch.get_device_module(device)
-    return module.mem_get_info(device)[0] if hasattr(module, "mem_get_info") else 0

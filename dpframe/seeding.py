@@ -4,23 +4,29 @@ import os
 import random
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 
-def seed_everything(seed: int) -> None:
-    torch.manual_seed(seed)  # for CUDA too, once there is any
-    reseed(seed)
+def seed_everything(seed: int, devices: Sequence[torch.device] | None = None) -> None:
+    torch.manual_seed(seed)  # for all devices, even those that are not used yet
+    reseed(seed, devices)
 
 
-def reseed(seed: int) -> None:
-    """Cheap enough for each epoch: `torch.manual_seed` makes a stack trace while CUDA is unused."""
+def reseed(seed: int, devices: Sequence[torch.device] | None = None) -> None:
+    """Several `devices` draw different numbers, by their positions; None: all draw the same ones.
+
+    Cheap enough for each epoch: `torch.manual_seed` makes a stack trace while CUDA is unused."""
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+    for position, device in enumerate(in_use() if devices is None else devices):
+        if device.type != "cpu":
+            of_device = mix(seed, position) if position and devices is not None else seed
+            with torch.accelerator.device_index(device.index):
+                torch.get_device_module(device).manual_seed(of_device)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
@@ -44,29 +50,39 @@ def refuse_nondeterminism(device: torch.device) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def random_state() -> dict[str, object]:
-    """The state of every generator, in plain containers that a checkpoint can hold."""
+def random_state(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:
+    """The state of every generator, in plain containers that a checkpoint can hold.
+
+    `devices` are those of this process, None: all there are. Their states are kept by position:
+    another process may have others."""
     version, internal, gauss = random.getstate()
-    state: dict[str, object] = {
+    state: dict[str, Any] = {
         # As bytes: 625 numbers one by one take longer to save than a small model.
         "python": [version, array("Q", internal).tobytes(), gauss],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()  # data_parallel draws on several
+    accelerators = [d for d in (in_use() if devices is None else devices) if d.type != "cpu"]
+    if accelerators:
+        kind = accelerators[0].type
+        module = torch.get_device_module(kind)
+        state["devices"] = [kind, [module.get_rng_state(device) for device in accelerators]]
     if "numpy" in sys.modules:
         name, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
         state["numpy"] = [name, keys.tobytes(), position, has_gauss, cached]
     return state
 
 
-def restore_random_state(state: dict) -> None:
+def restore_random_state(
+    state: dict[str, Any], devices: Sequence[torch.device] | None = None
+) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(array("Q", internal)), gauss))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_initialized():
-        for index, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state, index)
+    kind, kept = state.get("devices", ["cuda", state.get("cuda", [])])
+    here = in_use() if devices is None or "cuda" in state else devices  # before 0.2.0: by number
+    for device, device_state in zip(here, kept, strict=False):
+        if device.type == kind:
+            torch.get_device_module(kind).set_rng_state(device_state, device)
     if "numpy" in state and "numpy" in sys.modules:
         numpy = sys.modules["numpy"]
         name, keys, position, has_gauss, cached = state["numpy"]
@@ -84,3 +100,15 @@ def seeded(*numbers: int) -> Iterator[None]:
         yield
     finally:
         restore_random_state(before)
+
+
+def in_use() -> list[torch.device]:
+    """All devices of the accelerator, once torch has begun to use it."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return []
+    module = torch.get_device_module(kind)
+    is_begun = getattr(module, "is_initialized", torch.accelerator.is_available)
+    if not is_begun():
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]

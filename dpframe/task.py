@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from dpframe.accelerator import has_float64
 from dpframe.data import Share
 from dpframe.errors import UserError, miscalled, suggestion
 from dpframe.metrics import described, is_number
@@ -599,6 +600,8 @@ def _exact_weight(weight: Any, task: Task) -> Tensor | float:
             f"{name} returned a 'weight' with a gradient; it only says how much the loss counts: "
             "return weight.detach()"
         )
+    if not has_float64(weight.device):
+        return float(weight.item())  # waits for the device
     return weight.double().reshape(())
 
 

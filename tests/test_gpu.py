@@ -20,7 +20,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import Dataset, TensorDataset
 
-from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, UserError, checkpoint
+from dpframe import (
+    Callback,
+    DataModule,
+    Strategy,
+    Trainer,
+    TrainerSettings,
+    UserError,
+    checkpoint,
+    seeding,
+)
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import banner
 from dpframe.data.prefetch import tensors_in
@@ -29,6 +38,7 @@ from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU, SingleGPU
+from dpframe.testing import check_strategy
 
 pytestmark = pytest.mark.gpu
 
@@ -399,6 +409,57 @@ def test_a_run_begun_on_a_gpu_goes_on_as_on_the_cpu(tmp_path: Path):
     resumed.fit(checkpoint.load(tmp_path / "gpu.ckpt"))
     whole = boston(started(CPU()), max_epochs=6, precision="64")
     assert resumed.metrics["val/loss"] == pytest.approx(whole.fit()["val/loss"], rel=1e-12)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+def test_a_run_begun_on_one_card_goes_on_to_the_bit_on_another(tmp_path, kind):
+    def trained(card: int, steps: int, state: Any = None) -> Trainer:
+        strategy = started(kind([card], "cuda"))
+        task, settings = Small(SGD, dropout=0.5), TrainerSettings(max_steps=steps)
+        made = Trainer(task, Rows(40, 6), strategy=strategy, settings=settings)
+        made.fit(state)
+        return made
+
+    begun = trained(0, 3)  # within the first epoch of seven batches
+    checkpoint.save(begun.state_dict(), tmp_path / "begun.ckpt")
+    torch.manual_seed(99)
+    gone_on = trained(1, 6, checkpoint.load(tmp_path / "begun.ckpt"))
+    whole = trained(0, 6)
+    assert is_same(on_host(gone_on), on_host(whole))
+
+
+def on_host(trainer: Trainer) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in trainer.task.state_dict().items()}
+
+
+def test_a_state_of_before_0_2_is_put_back_by_the_cards_numbers():
+    torch.cuda.manual_seed_all(5)
+    old = seeding.random_state(())
+    old["cuda"] = torch.cuda.get_rng_state_all()
+    everywhere = [torch.device("cuda", number) for number in range(torch.cuda.device_count())]
+    drawn = [torch.rand(3, device=device).tolist() for device in everywhere]
+    seeding.restore_random_state(old, everywhere[::-1])
+    assert [torch.rand(3, device=device).tolist() for device in everywhere] == drawn
+
+
+@pytest.mark.gpu(2)
+def test_two_cards_of_a_process_pass_every_check_so_they_draw_different_numbers():
+    assert check_strategy(DataParallel, gpus=2, accelerator="cuda").passed
+
+
+@pytest.mark.gpu(2)
+def test_a_strategy_takes_nothing_on_the_card_that_it_was_not_given():
+    before = torch.cuda.current_device(), torch.cuda.memory_allocated(0)
+    strategy = DataParallel([1], "cuda")
+    strategy.setup()
+    try:
+        boston(strategy, max_steps=2).fit()
+        there = torch.cuda.current_device(), torch.cuda.memory_allocated(0)
+    finally:
+        strategy.close()
+    assert there == (1, before[1])
+    assert torch.cuda.current_device() == before[0]
 
 
 # The data: resident, or copied by the batch

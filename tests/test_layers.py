@@ -24,6 +24,7 @@ FLOORS = {
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
     "files",
+    "accelerator",
     "memory",
     "snapshot",
     "bombs",
@@ -154,6 +155,21 @@ def _targets(path: Path) -> set[str]:
         elif at_top and f"{name}.__init__" in MODULES and not is_within(above, name):
             found.add(f"{name}.__init__")
     return found
+
+
+# What has no door in torch.accelerator and torch.get_device_module: the reason, by the module.
+MAY_NAME_CUDA: dict[str, str] = {}
+
+
+def test_devices_are_asked_by_doors_that_all_kinds_have():
+    named = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, (ast.Attribute, ast.Import, ast.ImportFrom))
+        and re.search(r"\btorch\.(cuda|mps|xpu)\b|\bis_cuda\b", ast.unparse(node))
+    }
+    assert named == set(MAY_NAME_CUDA)
 
 
 # Whether a class overrides what it inherits is asked here alone.

@@ -198,7 +198,7 @@ class Stream:
 
 
 class OnACard(Tensor):
-    is_cuda = True  # type: ignore[assignment]
+    device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
         stream.seen.append(f"memory is used by {stream.name}")
@@ -208,8 +208,8 @@ class OnACard(Tensor):
 def streams(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     steps = Stream("steps")
     monkeypatch.setattr(Stream, "seen", [])
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: steps)
+    monkeypatch.setattr(torch, "Stream", Stream)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: steps)
     return Stream.seen
 
 

@@ -174,21 +174,21 @@ def test_a_signal_to_the_parent_leaves_no_rank_and_no_worker(tmp_path, number, c
 
 def start_methods() -> list[str]:
     """Of a process that has computed nothing, beside a thread, and once it has computed."""
-    methods, over = [launch.start_method(uses_cuda=False)], threading.Event()
+    methods, over = [launch.start_method(uses_gpus=False)], threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()
-    methods.append(launch.start_method(uses_cuda=False))
+    methods.append(launch.start_method(uses_gpus=False))
     over.set()
     thread.join()
     torch.set_num_threads(4)
     torch.ones(512, 512) @ torch.ones(512, 512)
     torch.ones(2**20).add_(1)
-    return [*methods, launch.start_method(uses_cuda=False)]
+    return [*methods, launch.start_method(uses_gpus=False)]
 
 
 def test_ranks_are_forked_only_where_nothing_was_computed():
     assert forked.fresh(start_methods) == ["fork", "spawn", "spawn"]
-    code = "from dpframe.strategies import launch; print(launch.start_method(uses_cuda=False))"
+    code = "from dpframe.strategies import launch; print(launch.start_method(uses_gpus=False))"
     assert output(sys.executable, "-c", code, cwd=ROOT) == "spawn\n"  # nobody has allowed it
 
 

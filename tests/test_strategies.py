@@ -1,6 +1,8 @@
 """Where a job runs: which devices, what reaches torch's DDP, when ranks talk, and who logs."""
 
+import re
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,23 +14,50 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import Callback, DataModule, Strategy, Task, Trainer, TrainerSettings, UserError
+from dpframe.strategies import devices
 from dpframe.strategies.data_parallel import DataParallel
-from dpframe.strategies.ddp import BUFFERS, DDP
+from dpframe.strategies.ddp import BUFFERS, DDP, backend_of
 from dpframe.strategies.single import CPU, SingleGPU, auto
+from dpframe.trainer.placement import Precision
 
 # Devices, on a machine that has none
 
 
+def machine(monkeypatch, kind: str | None, count: int, *, usable: bool = True) -> None:
+    """What torch says where it is built for `kind` and the driver tells of `count` devices."""
+    device = None if kind is None else torch.device(kind)
+    current = [0]
+    for name, answer in {
+        "current_accelerator": lambda: device,
+        "device_count": lambda: count,
+        "is_available": lambda: usable and count > 0,
+        "current_device_index": lambda: current[0],
+        "set_device_index": lambda one: current.__setitem__(0, getattr(one, "index", one)),
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, answer)
+    for name in (name for names in devices.HIDES.values() for name in names):
+        monkeypatch.delenv(name, raising=False)
+
+
+def driver_says(monkeypatch, text: str) -> None:
+    def init() -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+
+
 @pytest.fixture
 def two_cards(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    machine(monkeypatch, "cuda", 2)
 
 
 @pytest.fixture
 def no_card(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    machine(monkeypatch, "cuda", 0)
+    driver_says(monkeypatch, "Found no NVIDIA driver on your system. Please check that")
 
 
+NONE = "torch can use no CUDA device: Found no NVIDIA driver on your system"
 SEVERAL = [DataParallel, DDP]
 REFUSED = [  # which strategies, on how many cards, what they are given, and what is said
     *[
@@ -38,17 +67,22 @@ REFUSED = [  # which strategies, on how many cards, what they are given, and wha
     ],
     (
         [*SEVERAL, SingleGPU], 0, {"accelerator": "cuda"},
-        "trainer.accelerator=cuda but this machine has no CUDA device; "
-        "use trainer.accelerator=auto to rehearse on the CPU",
+        f"trainer.accelerator=cuda but {NONE}; use trainer.accelerator=auto, or cpu to rehearse",
     ),
     (
-        [CPU], 2, {"accelerator": "cuda"},
-        "trainer.accelerator=cuda but strategy=cpu; use strategy=single_gpu",
+        [*SEVERAL, SingleGPU], 2, {"accelerator": "mps"},
+        f"trainer.accelerator=mps but torch {torch.__version__} is built for CUDA devices; "
+        "use trainer.accelerator=auto, or cpu to rehearse",
     ),
+    *[
+        ([CPU], 2, {"accelerator": kind},
+         f"trainer.accelerator={kind} but strategy=cpu; use strategy=single_gpu")
+        for kind in ("cuda", "xpu")
+    ],
     *[
         ([kind], 2, {"gpus": gpus}, f"trainer.gpus={gpus} but {kind.__name__} is one replica; use "
          "trainer.gpus=1, strategy=ddp or strategy=data_parallel")
-        for kind in (Strategy, CPU, SingleGPU) for gpus in (2, [0, 1])
+        for kind in (Strategy, CPU, SingleGPU) for gpus in (2, [0, 1], "all")
     ],
 ]  # fmt: skip
 
@@ -57,7 +91,8 @@ REFUSED = [  # which strategies, on how many cards, what they are given, and wha
 def test_devices_that_can_not_be_had_are_refused_in_one_line(
     monkeypatch, kinds, cards, given, said
 ):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    machine(monkeypatch, "cuda", cards)
+    driver_says(monkeypatch, "Found no NVIDIA driver on your system. Please check that")
     for kind in kinds:
         strategy = kind(**given)
         with pytest.raises(UserError) as error:
@@ -78,7 +113,11 @@ def test_more_replicas_than_the_cpu_can_bear_are_refused(no_card):
         (1, "auto", ["cuda:0"]),
         ([1], "auto", ["cuda:1"]),
         ([1, 0], "auto", ["cuda:1", "cuda:0"]),
+        ("all", "auto", ["cuda:0", "cuda:1"]),
+        ("auto", "auto", ["cuda:0", "cuda:1"]),
         (3, "cpu", ["cpu", "cpu", "cpu"]),
+        ("all", "cpu", ["cpu", "cpu"]),
+        ([0, "GPU-8f2a"], "cpu", ["cpu", "cpu"]),
     ],
 )
 def test_the_devices_are_those_that_were_asked_for(two_cards, gpus, accelerator, devices):
@@ -101,11 +140,16 @@ def test_the_devices_are_those_that_were_asked_for(two_cards, gpus, accelerator,
         (2, [1], "auto", SingleGPU),
         (2, [0, 1], "auto", DDP),
         (2, 2, "cpu", DDP),
+        (2, "all", "auto", DDP),
+        (1, "all", "auto", SingleGPU),
+        (0, "all", "auto", DDP),  # it rehearses
+        (2, "auto", "auto", SingleGPU),
+        (2, "GPU-8f2a", "auto", SingleGPU),
         (0, None, "cuda", SingleGPU),  # which refuses
     ],
 )
 def test_auto_takes_the_strategy_that_fits(monkeypatch, cards, gpus, accelerator, kind):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cards)
+    machine(monkeypatch, "cuda", cards)
     assert type(auto(gpus, accelerator)) is kind
 
 
@@ -125,8 +169,162 @@ def test_auto_takes_the_strategy_that_fits(monkeypatch, cards, gpus, accelerator
 def test_a_rehearsal_is_announced_in_one_line(no_card, capfd, strategy, said):
     strategy.launch(strategy.setup if strategy.name != "DDP" else int)
     printed = capfd.readouterr()
-    line = f"*** REHEARSAL ON THE CPU: this machine has no CUDA device, so {said} ***\n"
+    line = f"*** REHEARSAL ON THE CPU: {NONE}, so {said} ***\n"
     assert (printed.out, printed.err) == ("", line if said else "")
+
+
+@pytest.mark.parametrize(
+    "kind, count, variables, driver, said",
+    [
+        (None, 0, {}, "", f"torch {torch.__version__} is built for the CPU alone"),
+        ("mps", 0, {}, "", "this machine has no MPS device"),
+        (
+            *(
+                "cuda",
+                2,
+                {},
+                "The NVIDIA driver on your system is too old (found version 11040). P",
+            ),
+            "torch can use no CUDA device: "
+            "The NVIDIA driver on your system is too old (found version 11040)",
+        ),
+        (
+            *("cuda", 0, {"CUDA_VISIBLE_DEVICES": ""}, "No CUDA GPUs are available"),
+            "torch can use no CUDA device (CUDA_VISIBLE_DEVICES=): No CUDA GPUs are available",
+        ),
+    ],
+)
+def test_a_rehearsal_says_why_there_is_no_gpu(
+    monkeypatch, capfd, kind, count, variables, driver, said
+):
+    machine(monkeypatch, kind, count, usable=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if driver:
+        driver_says(monkeypatch, driver)
+    strategy = auto(1)
+    strategy.setup()
+    rest = "so 1 process stand in for 1 GPU ***\n"
+    assert capfd.readouterr().err == f"*** REHEARSAL ON THE CPU: {said}, {rest}"
+    strategy = SingleGPU(accelerator=kind or "cuda")
+    with pytest.raises(
+        UserError, match=f"^trainer.accelerator={kind or 'cuda'} but {re.escape(said)}; "
+    ):
+        strategy.setup()
+
+
+def test_cards_that_the_driver_tells_of_and_torch_can_not_use_are_no_silent_cpu_run(
+    monkeypatch, capfd
+):
+    machine(monkeypatch, "cuda", 1, usable=False)
+    driver_says(monkeypatch, "The NVIDIA driver on your system is too old (found version 11040). P")
+    auto().setup()
+    assert "too old (found version 11040), so 1 process" in capfd.readouterr().err
+
+
+UUIDS = ["8f2a0c11-1111-2222-3333-444444444444", "8f2a0c99-1111-2222-3333-444444444444"]
+
+
+@pytest.mark.parametrize(
+    "gpus, chosen",
+    [
+        ("GPU-8f2a0c99", ["cuda:1"]),
+        (["GPU-8F2A0C99", 0], ["cuda:1", "cuda:0"]),
+        (["MIG-8f2a0c99", "GPU-8f2a0c1"], ["cuda:1", "cuda:0"]),
+        ("GPU-77", "trainer.gpus: GPU-77 is no device's UUID here: there are GPU-8f2a0c11-"),
+        ("GPU-8f2a", "trainer.gpus: GPU-8f2a begins several UUIDs here: there are GPU-8f2a0c11-"),
+        (["GPU-8f2a0c99", 1], "has a device twice; name each one once"),
+    ],
+)
+def test_cards_may_be_named_by_their_uuids(monkeypatch, two_cards, gpus, chosen):
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda one: SimpleNamespace(uuid=UUIDS[one.index])
+    )
+    choose = partial(DataParallel(gpus).choose_devices, default=None)
+    if isinstance(chosen, list):
+        assert [str(device) for device in choose()] == chosen
+    else:
+        with pytest.raises(UserError, match=chosen):
+            choose()
+
+
+def test_a_device_without_a_uuid_is_not_named_by_one(monkeypatch):
+    machine(monkeypatch, "mps", 1)
+    with pytest.raises(UserError, match="GPU-8f2a is no device's UUID here: none has any; or use"):
+        SingleGPU("GPU-8f2a").setup()
+
+
+@pytest.mark.parametrize(
+    "kind, gpus, there",
+    [("mps", 1, ["mps:0"]), ("xpu", 3, ["xpu:0", "xpu:1", "xpu:2"]), ("hpu", 1, ["hpu:0"])],
+)
+def test_auto_takes_the_devices_that_torch_names(monkeypatch, kind, gpus, there):
+    machine(monkeypatch, kind, len(there))
+    for accelerator in ("auto", kind):
+        chosen = Strategy(gpus, accelerator).choose_devices(default=None)
+        assert [str(device) for device in chosen] == there
+
+
+def test_ranks_that_see_one_card_each_take_it(monkeypatch):
+    machine(monkeypatch, "cuda", 1)
+    given = {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}
+    for name, value in (given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}).items():
+        monkeypatch.setenv(name, str(value))
+    one_card = "this machine has 1 CUDA device; use --nproc-per-node=1, or trainer.accelerator=cpu"
+    with pytest.raises(UserError, match=f"^torchrun started 4 ranks but {one_card}"):
+        DDP().launch(int)  # which would share it
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    places = DDP().choose_devices(default=4)
+    assert [str(place) for place in places] == ["cuda:0"] * 4
+    with pytest.raises(UserError, match=r"=2 but this machine has 1 CUDA device \(CUDA_VISIBLE_DE"):
+        DDP(2).launch(int)
+
+
+@pytest.mark.parametrize(
+    "kind, backend", [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl")]
+)
+def test_ranks_talk_by_the_backend_of_their_devices(kind, backend):
+    assert backend_of(torch.device(kind)) == backend
+
+
+@pytest.mark.parametrize(
+    "kind, count, strategy, said",
+    [
+        ("mps", 1, DDP(), "strategy=ddp can't run on MPS devices: torch.distributed has no backend "
+         "for them; use strategy=single_gpu, or trainer.accelerator=cpu to rehearse"),
+        ("mps", 1, DDP(2), "trainer.gpus=2 but this machine has 1 MPS device; use trainer.gpus=1"),
+        ("xpu", 2, DataParallel(), "strategy=data_parallel on 2 XPU devices: torch copies modules "
+         "to CUDA devices alone; use strategy=ddp"),
+    ],
+)  # fmt: skip
+def test_what_torch_can_not_do_on_a_kind_of_device_is_refused_in_one_line(
+    monkeypatch, kind, count, strategy, said
+):
+    machine(monkeypatch, kind, count)
+    with pytest.raises(UserError, match=f"^{said}"):
+        strategy.launch(strategy.setup)
+
+
+def test_one_device_of_any_kind_is_one_replica_of_data_parallel(monkeypatch):
+    machine(monkeypatch, "mps", 1)
+    strategy = DataParallel()
+    strategy.setup()
+    assert (strategy.devices, strategy.runs_copies) == (["mps:0"], False)
+
+
+@pytest.mark.parametrize("kind, gpus", [(DataParallel, [1, 0]), (SingleGPU, [1])])
+def test_the_first_device_is_the_current_one_until_the_strategy_closes(two_cards, kind, gpus):
+    strategy = kind(gpus)
+    strategy.setup()
+    assert torch.accelerator.current_device_index() == 1
+    strategy.close()
+    assert torch.accelerator.current_device_index() == 0
+
+
+def test_float64_is_refused_where_the_device_has_none():
+    line = "trainer.precision=64 but MPS has no floats of 64 bits; use trainer.precision=32, or tr"
+    with pytest.raises(UserError, match=f"^{line}"):
+        Precision("64", torch.device("mps", 0))
 
 
 # What reaches torch's DDP
@@ -150,7 +348,7 @@ def test_a_timeout_of_nothing_is_refused(seconds):
 
 
 def test_sync_batchnorm_is_refused_on_the_cpu():
-    with pytest.raises(UserError, match="strategy.sync_batchnorm=true needs CUDA devices"):
+    with pytest.raises(UserError, match="strategy.sync_batchnorm=true needs GPUs"):
         DDP(sync_batchnorm=True).wrap(nn.Linear(1, 1), training=True)
 
 

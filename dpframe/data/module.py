@@ -106,9 +106,12 @@ def split(rows: Sequence, replicas: int) -> list[Sequence]:
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """The same nest of lists, tuples and dicts with its tensors on `device`; floats as `dtype`."""
 
+    waits_not = device.type != "mps"  # which may read the host's memory after it is freed
+
     def moved(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf.to(device, dtype if leaf.is_floating_point() else None, non_blocking=True)
+            of_type = dtype if leaf.is_floating_point() else None
+            return leaf.to(device, of_type, non_blocking=waits_not)
         return leaf.to(device) if hasattr(leaf, "to") else leaf
 
     return mapped(moved, value)

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpframe import memory
+from dpframe.accelerator import has_streams
 from dpframe.data.loader import Loader
 from dpframe.data.module import Batch, Share, leaves, move
 from dpframe.data.workers import unchanged
@@ -28,19 +30,19 @@ def keep_on(
     data_on_device: str | bool,
 ) -> tuple[Tensor, ...]:
     """The tensors of a data set on a GPU, if they fit and `trainer.data_on_device` allows it."""
-    if device.type != "cuda" or data_on_device is False:
+    if device.type == "cpu" or data_on_device is False:
         return tensors
-    free = torch.cuda.mem_get_info(device)[0]
+    free = memory.free(device)
     needed = sum(
         tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
         for tensor in tensors
     )
-    if data_on_device is True and needed > free:
+    if data_on_device is True and free is not None and needed > free:
         raise UserError(
             f"trainer.data_on_device=true but the data takes {needed:,} bytes and {device} "
             f"has {free:,} free; use trainer.data_on_device=auto"
         )
-    if data_on_device is not True and needed > free // SHARE_OF_FREE:
+    if data_on_device is not True and needed > (free or 0) // SHARE_OF_FREE:
         return tensors
     return move(tensors, device, dtype)
 
@@ -51,7 +53,8 @@ def prefetched(
     """What gives an epoch's batches, and what makes of their shares what a step is called with.
 
     `devices` are those of this process."""
-    if devices[0].type != "cuda" or loader.device.type == "cuda":
+    is_there = devices[0].type == "cpu" or loader.device.type != "cpu"
+    if is_there or not has_streams(devices[0]):
         return loader.epoch, to_device
     return Prefetch(loader, to_device, SideStreams(devices)).epoch, unchanged
 
@@ -97,20 +100,20 @@ class SideStreams:
     """A stream for copies on each device, and how the streams of the steps wait for it."""
 
     def __init__(self, devices: list[torch.device]) -> None:
-        self._streams = [torch.cuda.Stream(device) for device in devices]
-        self._steps: deque[torch.cuda.Event] = deque()
+        self._streams = [torch.Stream(device) for device in devices]
+        self._steps: deque[torch.Event] = deque()
 
     def copying(self) -> ExitStack:
         stack = ExitStack()
         for stream in self._streams:
-            stack.enter_context(torch.cuda.stream(stream))
+            stack.enter_context(stream)
         return stack
 
-    def mark(self) -> list[torch.cuda.Event]:
+    def mark(self) -> list[torch.Event]:
         """An event on each stream, for when the copies so far are done."""
         return [stream.record_event() for stream in self._streams]
 
-    def hand_over(self, shares: Any, events: list[torch.cuda.Event] | None) -> None:
+    def hand_over(self, shares: Any, events: list[torch.Event] | None) -> None:
         """The streams of the steps wait for this copy, not for the next one that is under way.
 
         The memory belongs to the stream of the copies, which may use it again only after a step
@@ -119,14 +122,14 @@ class SideStreams:
         if events is None:
             return
         for stream, event in zip(self._streams, events, strict=True):
-            torch.cuda.current_stream(stream.device).wait_event(event)
+            torch.accelerator.current_stream(stream.device).wait_event(event)
         for tensor in tensors_in(shares):
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            if tensor.device.type != "cpu":
+                tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def pace(self) -> None:
         """The host does not get so far in front that its batches fill the device."""
-        self._steps.append(torch.cuda.current_stream(self._streams[0].device).record_event())
+        self._steps.append(torch.accelerator.current_stream(self._streams[0].device).record_event())
         if len(self._steps) > DEPTH:
             self._steps.popleft().synchronize()
 
@@ -134,7 +137,7 @@ class SideStreams:
 def is_all_on_host(value: Any) -> bool:
     """Whether all that is moved are tensors of the host: the memory of other copies is unknown."""
     return all(
-        not leaf.is_cuda if isinstance(leaf, Tensor) else not hasattr(leaf, "to")
+        leaf.device.type == "cpu" if isinstance(leaf, Tensor) else not hasattr(leaf, "to")
         for leaf in leaves(value)
     )
 

@@ -18,6 +18,7 @@ from dpframe.data import DataModule
 from dpframe.data.module import leaves
 from dpframe.data.source import Source
 from dpframe.errors import UserError
+from dpframe.memory import begin_peak, peak
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -179,8 +180,8 @@ class Probe(Strategy):
         self.tries: list[tuple[float, dict[Tensor, float]]] = []
         self.arrived: dict[Tensor, float] = {}  # when each gradient was there
         self.laps = [now(self.device)]
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
+        if self.device.type != "cpu":
+            begin_peak(self.device)
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         if training:
@@ -215,8 +216,8 @@ class Probe(Strategy):
             self._count()
             self.held.append(self._most)
             self._most = 0
-        if self.device.type == "cuda":
-            self.peak = torch.cuda.max_memory_allocated()
+        if self.device.type != "cpu":
+            self.peak = peak(self.device)
         self.laps, self.arrived = self.laps[-1:], {}
         interruption.look()
 
@@ -254,8 +255,8 @@ class Probe(Strategy):
 
 def now(device: torch.device) -> float:
     """On a GPU (not tried on one) it waits for all that was asked of the device before."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 

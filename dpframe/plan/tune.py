@@ -135,8 +135,8 @@ class Tuner:
     ) -> Trainer | None:
         """None: there was not enough memory."""
         gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).empty_cache()
         probe.open()
         sampled = Sampled(self.source, batches, sizes)
         with seeding.seeded(self.seed):

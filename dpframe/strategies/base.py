@@ -32,6 +32,7 @@ class Strategy:
     uses_gpus = True  # where there are any
     runs_copies = False  # of the task: what a step sets on it is lost
     is_set_up = False
+    _device_before: int | None = None  # the current one, before `take`
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
 
     def __init__(
@@ -85,14 +86,21 @@ class Strategy:
 
     def setup(self) -> None:
         """Takes this process's device, and joins the others."""
-        if (len(self.gpus) if isinstance(self.gpus, list) else self.gpus or 1) != 1:
+        devices = self.choose_devices(default=1)
+        if len(devices) != 1:
             raise UserError(
                 f"trainer.gpus={self.gpus} but {self.name} is one replica; use trainer.gpus=1, "
                 "strategy=ddp or strategy=data_parallel"
             )
-        [self.device] = self.choose_devices(default=1)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.take(devices[0])
+
+    def take(self, device: torch.device) -> None:
+        """Makes it this process's current device, until `close`."""
+        self.device = device
+        if device.type != "cpu":
+            if self._device_before is None:
+                self._device_before = torch.accelerator.current_device_index()
+            torch.accelerator.set_device_index(device)
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
         accelerator = self.accelerator if self.uses_gpus else "cpu"
@@ -179,7 +187,11 @@ class Strategy:
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""
+        before, self._device_before = self._device_before, None
+        if before not in (None, self.device.index):
+            torch.accelerator.set_device_index(before)
 
     def abort(self, error: BaseException) -> None:
         """The same after an error, without waiting for processes that may wait for this one."""
+        self._device_before = None  # a device that fails takes no call
         self.close()

@@ -17,12 +17,18 @@ from dpframe.strategies.devices import announce
 
 
 class DataParallel(Strategy):
-    """On a machine without CUDA, N virtual replicas on the CPU with the same shares."""
+    """On a machine without GPUs, N virtual replicas on the CPU with the same shares."""
 
     def setup(self) -> None:
         self.places = self.choose_devices(default=None)
         self.replicas = len(self.places)
-        self.device = self.places[0]
+        kind = self.places[0].type
+        if self.replicas > 1 and kind not in ("cpu", "cuda"):  # torch's replicate copies for these
+            raise UserError(
+                f"strategy=data_parallel on {self.replicas} {kind.upper()} devices: torch copies "
+                "modules to CUDA devices alone; use strategy=ddp"
+            )
+        self.take(self.places[0])
         self.runs_copies = self.replicas > 1 and self.device.type != "cpu"
         announce(self.places, self.accelerator, kind="virtual replicas")
 

@@ -1,4 +1,4 @@
-"""One process a replica: torch's DistributedDataParallel, NCCL on CUDA and gloo on the CPU."""
+"""One process a replica: torch's DistributedDataParallel, by NCCL, XCCL, or gloo on the CPU."""
 
 import inspect
 import itertools
@@ -75,6 +75,7 @@ class DDP(Strategy):
         """Starts the ranks, or is one of them where torchrun started them already."""
         here = ranks.this_rank() if ranks.is_rank() else None
         devices = self.choose_devices(default=here.local_world_size if here else None)
+        backend_of(devices[0])
         if here is None or here.rank == 0:
             announce(devices, self.accelerator, kind="gloo ranks")
         if here is not None:
@@ -83,7 +84,7 @@ class DDP(Strategy):
             run,
             args,
             count=len(devices),
-            uses_cuda=devices[0].type == "cuda",
+            uses_gpus=devices[0].type != "cpu",
             timeout_seconds=self.timeout_seconds,
         )
 
@@ -97,10 +98,8 @@ class DDP(Strategy):
             )
         self.rank, self.world_size = here.rank, here.world_size
         self.replicas = self.averaged_over = here.world_size
-        self.device = devices[here.local_rank]
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        else:
+        self.take(devices[here.local_rank])
+        if self.device.type == "cpu":
             use_threads(max(1, cores() // here.local_world_size))
         if not dist.is_initialized():  # else the program's own is joined
             self.owns_group = True
@@ -115,7 +114,7 @@ class DDP(Strategy):
         # torchrun's store outlives a group; the next one must not find the keys of this one.
         self._store = dist.PrefixStore(f"dpframe{next(_groups)}", store)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            backend_of(self.device),
             store=self._store,
             rank=self.rank,
             world_size=self.world_size,
@@ -135,10 +134,10 @@ class DDP(Strategy):
         if not training:
             return module
         if self.sync_batchnorm:
-            if self.device.type != "cuda":
+            if self.device.type == "cpu":
                 raise UserError(
-                    "strategy.sync_batchnorm=true needs CUDA devices: torch's SyncBatchNorm has no "
-                    "CPU version; set it to false"
+                    "strategy.sync_batchnorm=true needs GPUs: torch's SyncBatchNorm has no CPU "
+                    "version; set it to false"
                 )
             module = nn.SyncBatchNorm.convert_sync_batchnorm(module)
         if before := self.wrapped.pop(module, None):
@@ -291,7 +290,7 @@ class DDP(Strategy):
 
     def tally(self, numbers: list[float]) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)  # on the host, with CUDA too: it runs ahead of the device
+        dist.all_reduce(sums)  # on the host, with GPUs too: it runs ahead of the device
         return sums.tolist()
 
     def gather(self, value: Any) -> list[Any]:
@@ -352,14 +351,32 @@ class DDP(Strategy):
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group, self._store = False, None
+        super().close()
 
     def abort(self, error: BaseException) -> None:
         """NCCL ends a group together with all its ranks, and those may be in a collective."""
         ranks.fail(error)
-        if self.owns_group and self.device.type == "cuda" and dist.is_initialized():
+        if self.owns_group and self.device.type != "cpu" and dist.is_initialized():
             for group in filter(None, (*self._groups.values(), dist.group.WORLD)):
                 group.abort()
-        self.close()
+        super().abort(error)
+
+
+def backend_of(device: torch.device) -> str:
+    """What init_process_group takes for ranks on such devices; gloo alone can do with the host's
+    tensors."""
+    if device.type == "cpu":
+        return "gloo"
+    try:
+        backend = dist.get_default_backend_for_device(device)
+    except ValueError:
+        backend = "gloo"
+    if backend == "gloo":  # torch names it for MPS too, whose tensors it refuses
+        raise UserError(
+            f"strategy=ddp can't run on {device.type.upper()} devices: torch.distributed has no "
+            "backend for them; use strategy=single_gpu, or trainer.accelerator=cpu to rehearse"
+        )
+    return f"cpu:gloo,{device.type}:{backend}"
 
 
 class GatherRows(torch.autograd.Function):

@@ -2,38 +2,94 @@
 
 import os
 import sys
+import warnings
+from collections.abc import Sequence
 
 import torch
 
 from dpframe.errors import UserError
 
-Gpus = int | list[int] | None
-REHEARSED_REPLICAS = 2  # where neither a count nor a CUDA device says how many
+Gpus = int | str | list[int | str] | None
+"""A count, numbers and UUIDs of devices, `all`, or `auto` and None: as the strategy likes."""
+REHEARSED_REPLICAS = 2  # where neither a count nor a device says how many
+WORDS = ("auto", "all")
+HIDES = {  # the variables by which devices are kept from a process
+    "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
+}
 
 
 def choose(
     gpus: Gpus, accelerator: str, *, default: int | None, max_per_core: int
 ) -> list[torch.device]:
     """One device a replica. `default` is how many where `gpus` is null; None: all there are."""
-    available = 0 if accelerator == "cpu" else torch.cuda.device_count()
-    if accelerator == "cuda" and not available:
-        raise UserError(
-            "trainer.accelerator=cuda but this machine has no CUDA device; "
-            "use trainer.accelerator=auto to rehearse on the CPU"
-        )
-    count = len(gpus) if isinstance(gpus, list) else gpus or default or available
-    if not available:
-        count = count or REHEARSED_REPLICAS
+    there = [] if accelerator == "cpu" else present(accelerator)
+    asked = count_of(gpus, len(there))
+    count = asked or default or len(there) or REHEARSED_REPLICAS
+    if not there:
         _refuse_crowd(count, max_per_core)
         return [torch.device("cpu")] * count
-    cards = gpus if isinstance(gpus, list) else range(count)
-    if max(cards) >= available:
+    numbers = [one for one in gpus if isinstance(one, int)] if isinstance(gpus, list) else []
+    if asked is None and count > len(there) == 1 and _limits(there[0].type):
+        return there * count  # each of torchrun's ranks sees a device of its own alone
+    if count > len(there) or any(number >= len(there) for number in numbers):
+        what = f"trainer.gpus={gpus}" if asked else f"torchrun started {count} ranks"
+        use = "trainer.gpus" if asked else "--nproc-per-node"
         raise UserError(
-            f"trainer.gpus={gpus} but this machine has {available} CUDA "
-            f"device{'s' if available > 1 else ''}; use trainer.gpus={available}, or "
+            f"{what} but {_there_are(there)}; use {use}={len(there)}, or "
             "trainer.accelerator=cpu to rehearse"
         )
-    return [torch.device("cuda", index) for index in cards]
+    if isinstance(gpus, str) and gpus not in WORDS:
+        return [_by_uuid(gpus, there)]
+    return _named(gpus, there) if isinstance(gpus, list) else there[:count]
+
+
+def count_of(gpus: Gpus, available: int) -> int | None:
+    """How many replicas that asks for; None: as many as the strategy likes."""
+    if gpus == "all":
+        return available or REHEARSED_REPLICAS
+    if isinstance(gpus, list):
+        return len(gpus)
+    if isinstance(gpus, str):
+        return None if gpus == "auto" else 1
+    return gpus
+
+
+def present(accelerator: str) -> list[torch.device]:
+    """The devices that torch can use here; refuses a kind that was asked for and is not there."""
+    built = torch.accelerator.current_accelerator()
+    if built is not None and accelerator in ("auto", built.type):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a driver that is too old: why_none says it
+            # A driver may tell of devices that torch can't use.
+            count = torch.accelerator.device_count()
+            if count and torch.accelerator.is_available():
+                return [torch.device(built.type, index) for index in range(count)]
+    if accelerator == "auto":
+        return []
+    raise UserError(
+        f"trainer.accelerator={accelerator} but {why_none(accelerator)}; "
+        "use trainer.accelerator=auto, or cpu to rehearse"
+    )
+
+
+def why_none(accelerator: str) -> str:
+    """Why torch has no such device here, as far as anybody knows."""
+    built = torch.accelerator.current_accelerator()
+    if built is None:
+        return f"torch {torch.__version__} is built for the CPU alone"
+    kind = built.type.upper()
+    if accelerator not in ("auto", built.type):
+        return f"torch {torch.__version__} is built for {kind} devices"
+    limits = _limits(built.type)
+    module = torch.get_device_module(built)
+    try:
+        if hasattr(module, "init"):
+            module.init()
+    except RuntimeError as error:  # e.g. a driver that is too old for this torch
+        said = str(error).split(". ")[0].splitlines()[0]
+        return f"torch can use no {kind} device{limits and f' ({limits})'}: {said}"
+    return f"this machine has no {kind} device{limits and f' ({limits})'}"
 
 
 def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> None:
@@ -41,7 +97,7 @@ def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> Non
     if accelerator == "auto" and devices[0].type == "cpu":
         count = len(devices)
         print(
-            f"*** REHEARSAL ON THE CPU: this machine has no CUDA device, so {count} {kind} "
+            f"*** REHEARSAL ON THE CPU: {why_none(accelerator)}, so {count} {kind} "
             f"stand in for {count} GPU{'s' if count > 1 else ''} ***",
             file=sys.stderr,
             flush=True,
@@ -60,6 +116,52 @@ def cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _named(gpus: Sequence[int | str], there: list[torch.device]) -> list[torch.device]:
+    """The devices of these numbers and UUIDs, in their order."""
+    found = [there[one] if isinstance(one, int) else _by_uuid(one, there) for one in gpus]
+    if len(set(found)) < len(found):
+        raise UserError(f"trainer.gpus={gpus} has a device twice; name each one once")
+    return found
+
+
+def _by_uuid(start: str, there: list[torch.device]) -> torch.device:
+    """The beginning of a UUID is enough, as it is in CUDA_VISIBLE_DEVICES."""
+    uuids = [_uuid(device) for device in there]
+    pairs = zip(uuids, there, strict=True)
+    matches = [device for uuid, device in pairs if uuid.startswith(_bare(start))]
+    if len(matches) == 1:
+        return matches[0]
+    has = (
+        f"there are {', '.join(f'GPU-{uuid}' for uuid in uuids)}" if all(uuids) else "none has any"
+    )
+    what = "begins several UUIDs" if matches else "is no device's UUID"
+    raise UserError(f"trainer.gpus: {start} {what} here: {has}; or use numbers from 0 on")
+
+
+def _uuid(device: torch.device) -> str:
+    module = torch.get_device_module(device)
+    if not hasattr(module, "get_device_properties"):
+        return ""
+    return _bare(str(getattr(module.get_device_properties(device), "uuid", "")))
+
+
+def _bare(uuid: str) -> str:
+    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+def _there_are(there: list[torch.device]) -> str:
+    limits = _limits(there[0].type)
+    count = f"{len(there)} {there[0].type.upper()} device{'s' if len(there) > 1 else ''}"
+    return f"this machine has {count}{limits and f' ({limits})'}"
+
+
+def _limits(kind: str) -> str:
+    """The variables that are set and say which devices this process may see."""
+    return " ".join(
+        f"{name}={os.environ[name]}" for name in HIDES.get(kind, ()) if name in os.environ
+    )
 
 
 def _refuse_crowd(count: int, max_per_core: int) -> None:

@@ -45,9 +45,9 @@ def allow_fork() -> None:
         _idle_threads = _idle_threads or _native_threads()
 
 
-def start_method(*, uses_cuda: bool) -> str:
+def start_method(*, uses_gpus: bool) -> str:
     """A child of a process with other threads inherits locks that nobody will ever release."""
-    is_alone = not uses_cuda and _idle_threads and threading.active_count() == 1
+    is_alone = not uses_gpus and _idle_threads and threading.active_count() == 1
     return "fork" if is_alone and _native_threads() <= _idle_threads else "spawn"
 
 
@@ -57,12 +57,12 @@ def _native_threads() -> int:
 
 
 def launch(
-    run: Callable[..., Any], args: tuple, *, count: int, uses_cuda: bool, timeout_seconds: float
+    run: Callable[..., Any], args: tuple, *, count: int, uses_gpus: bool, timeout_seconds: float
 ) -> Any:
     """Runs `run(*args)` in `count` processes on this machine; returns rank 0's value."""
     interruption.look()
     stop = interruption.installed() or Interruption()
-    job = _Job(stop, uses_cuda=uses_cuda, timeout_seconds=timeout_seconds)
+    job = _Job(stop, uses_gpus=uses_gpus, timeout_seconds=timeout_seconds)
     with stop.waits():
         try:
             job.start(run, args, count)
@@ -137,10 +137,10 @@ class _Member:
 
 
 class _Job:
-    def __init__(self, stop: Interruption, *, uses_cuda: bool, timeout_seconds: float) -> None:
+    def __init__(self, stop: Interruption, *, uses_gpus: bool, timeout_seconds: float) -> None:
         self.members: list[_Member] = []
         self.stop = stop
-        self.uses_cuda = uses_cuda
+        self.uses_gpus = uses_gpus
         self.timeout_seconds = timeout_seconds
         self.number: int | None = None  # of the signal that ends the job
         self.said = ""  # when the signal came, in the main rank's words
@@ -156,7 +156,7 @@ class _Job:
         from torch.distributed import TCPStore
 
         interruption.share_sockets()
-        method, work = start_method(uses_cuda=self.uses_cuda), (run, args)
+        method, work = start_method(uses_gpus=self.uses_gpus), (run, args)
         if method == "fork":
             # DDP's constructor imports torch._dynamo, for a second: here once for all ranks.
             torch.compiler.reset()
@@ -229,7 +229,7 @@ class _Job:
                 else f"left with exit code {code} before its work was done"
             )
             # NCCL's watchdog aborts a rank whose peers did not come.
-            is_echo = self.uses_cuda and code == -signal.SIGABRT
+            is_echo = self.uses_gpus and code == -signal.SIGABRT
             member.fault = Fault(member.rank, f"{how} (pid {member.process.pid})", is_echo=is_echo)
             self._expect_end(PEER_SECONDS)
 

@@ -5,15 +5,17 @@ import torch
 from dpframe.errors import UserError
 from dpframe.strategies import ranks
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.devices import Gpus, announce
+from dpframe.strategies.devices import Gpus, announce, count_of
 
 
 class CPU(Strategy):
     uses_gpus = False
 
     def setup(self) -> None:
-        if self.accelerator == "cuda":
-            raise UserError("trainer.accelerator=cuda but strategy=cpu; use strategy=single_gpu")
+        if self.accelerator not in ("auto", "cpu"):
+            raise UserError(
+                f"trainer.accelerator={self.accelerator} but strategy=cpu; use strategy=single_gpu"
+            )
         super().setup()
 
 
@@ -27,12 +29,12 @@ class SingleGPU(Strategy):
 
 def auto(gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8) -> Strategy:
     """ddp under torchrun or for several GPUs, else the one GPU of this machine, or its CPU."""
-    count = len(gpus) if isinstance(gpus, list) else gpus or 0
-    if count > 1 or ranks.are_several():
+    available = 0 if accelerator == "cpu" else torch.accelerator.device_count()
+    count = count_of(gpus, available)
+    if (count or 0) > 1 or ranks.are_several():
         from dpframe.strategies.ddp import DDP  # imports torch.distributed: only when used
 
         return DDP(gpus, accelerator, max_replicas_per_core)
-    wants_gpu = accelerator != "cpu" and (count or torch.cuda.device_count())
-    if wants_gpu or accelerator == "cuda":
+    if accelerator not in ("auto", "cpu") or (accelerator == "auto" and (count or available)):
         return SingleGPU(gpus, accelerator, max_replicas_per_core)
     return CPU(gpus, accelerator, max_replicas_per_core)

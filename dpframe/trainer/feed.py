@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from dpframe.accelerator import has_streams
 from dpframe.data import DataModule, Loader, Rows, sets_of
 from dpframe.data.prefetch import keep_on
 from dpframe.data.source import Source
@@ -166,7 +167,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         sampler=source.sampler,
         workers=workers,
         collate=source.collate,
-        pin_memory=strategy.device.type == "cuda",
+        pin_memory=strategy.device.type != "cpu" and has_streams(strategy.device),
         rank=strategy.rank,
         agree=strategy.share,
         timeout_seconds=source.timeout_seconds or settings.data_timeout_seconds,

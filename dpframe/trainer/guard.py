@@ -67,7 +67,7 @@ class LossGuard:
         if not losses:
             return
         device = losses[0].device  # replicas have one each
-        if bool(torch.stack([loss.double().to(device) for loss in losses]).isfinite().all()):
+        if bool(torch.stack([loss.isfinite().to(device) for loss in losses]).all()):
             return
         for batch in unread:
             if not all(math.isfinite(output["loss"].item()) for _, output in batch.measured):

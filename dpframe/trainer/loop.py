@@ -54,6 +54,7 @@ class Trainer:
     batches: list[Batch]  # of the step at hand
     validation: dict[str, Evaluation]  # by the data set's name; empty without validation
     profile: Profile | None = None
+    _devices: list[torch.device]  # of this process
     _owns_strategy: bool
     _look_at: int
     _logged_at: float
@@ -266,7 +267,8 @@ class Trainer:
         strategy, progress = self.strategy, self.progress
         # Each process draws its own, e.g. for dropout. Between epochs there is nothing to save.
         if progress.batches_done == 0:
-            seeding.reseed(seeding.mix(self.seed, strategy.rank, progress.epoch))
+            seed = seeding.mix(self.seed, strategy.rank, progress.epoch)
+            seeding.reseed(seed, self._devices)
         if not (self.update.module.training and self.task.training):
             self._train()
         self._call("on_epoch_start")
@@ -446,10 +448,10 @@ class Trainer:
         self.is_extra_validation = not (is_due or self._is_validation_due())
         validated: dict[str, float] = {}
         if self.validation and (is_last or is_due):
-            random_state = None if is_whole else seeding.random_state()
+            random_state = None if is_whole else seeding.random_state(self._devices)
             validated = self._measure_validation(self.means)
             if random_state is not None:  # a resumed run draws as if this one had not ended
-                seeding.restore_random_state(random_state)
+                seeding.restore_random_state(random_state, self._devices)
         total = self.means.total()
         means = self.task.summarize(total) if total else {}
         measured = {f"train/{name}": value for name, value in means.items()}
@@ -575,9 +577,8 @@ class Trainer:
         if feed.validation:
             self.validation = self._evaluations("val", feed.validation)
             self._evaluate: Callable[..., Any] = partial(means_of, self.validation)
-        self._read, self._to_device = prefetched(
-            feed.train, strategy.to_device, local_devices(strategy)
-        )
+        self._devices = local_devices(strategy)
+        self._read, self._to_device = prefetched(feed.train, strategy.to_device, self._devices)
         task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
         task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
         task.schedules_turns = settings.scheduler_every == "step"
@@ -620,9 +621,9 @@ class Trainer:
 
     def _try_validation(self, batches: int) -> None:
         """Lets mistakes in validation, and misspelt names of its numbers, show before training."""
-        random_state = seeding.random_state()
+        random_state = seeding.random_state(self._devices)
         names = means_of(self.validation, at_most=batches)
-        seeding.restore_random_state(random_state)
+        seeding.restore_random_state(random_state, self._devices)
         self.task_metrics.tables.clear()
         monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
         if any(update.is_plateau for update in self.updates.values()):
@@ -639,7 +640,8 @@ class Trainer:
         else:
             self.report.open(self.strategy)
             # From here on every process draws its own random numbers, e.g. in on_fit_start.
-            seeding.seed_everything(seeding.mix(self.seed, self.strategy.rank))
+            seed = seeding.mix(self.seed, self.strategy.rank)
+            seeding.seed_everything(seed, self._devices)
         self.task_metrics.tables.clear()  # those of a validation before
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
@@ -747,7 +749,8 @@ class Trainer:
         if done := progress.batches_done:
             sums = self.means.state_dict(), self.task_metrics.state_dict()
             place = self.feed.train.place(done)
-            everywhere = strategy.gather((seeding.random_state(), *sums, place))
+            random = seeding.random_state(self._devices)
+            everywhere = strategy.gather((random, *sums, place))
         logged_step, logged = self.report.last
         state: dict[str, Any] = {
             "recipe": self.run.recipe,
@@ -802,10 +805,11 @@ class Trainer:
         with refusing(state):
             processes = len(state["random"])
             if processes == world_size:
-                seeding.restore_random_state(state["random"][rank])
+                seeding.restore_random_state(state["random"][rank], self._devices)
             elif progress.batches_done:
                 changes = [*changes, f"{processes} processes there, {world_size} here"]
-                seeding.seed_everything(seeding.mix(self.seed, rank, progress.global_step))
+                seed = seeding.mix(self.seed, rank, progress.global_step)
+                seeding.seed_everything(seed, self._devices)
             self.feed.train.seek(state.get("stream", []), world_size)
             # As many rows of the epoch are skipped as were read, or a part of a batch less.
             batch_size = int(before["data.batch_size"])

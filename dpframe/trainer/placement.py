@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from dpframe.accelerator import has_float64
+from dpframe.errors import UserError
 from dpframe.strategies.devices import use_threads
 from dpframe.task import Autocast
 from dpframe.trainer.settings import TrainerSettings
@@ -26,6 +28,11 @@ class Precision:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
+        if name == "64" and not has_float64(device):
+            raise UserError(
+                f"trainer.precision=64 but {device.type.upper()} has no floats of 64 bits; "
+                "use trainer.precision=32, or trainer.accelerator=cpu"
+            )
         self.dtype = DTYPES.get(name)  # None: what the task and its data have
         half = AUTOCAST.get(name)
         self.autocast: Autocast | None = None

@@ -1,5 +1,6 @@
 """What `trainer.*` may be; conf/trainer/default.yaml explains each key."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from dpframe.errors import UserError, not_one_of, suggestion
 CHOICES = {
     "precision": ("32", "64", "bf16", "fp16", "bf16-true", "16-true"),
     "matmul_precision": ("highest", "high", "medium"),
-    "accelerator": ("auto", "cpu", "cuda"),
+    "accelerator": ("auto", "cpu", "cuda", "mps", "xpu"),
     "scheduler_every": ("epoch", "step"),
     "on_nonfinite": ("stop", "skip"),
 }
@@ -46,6 +47,7 @@ POSITIVE = (
     "grace_seconds",
     "data_timeout_seconds",
 )
+UUID = "(GPU|MIG)-[0-9A-Fa-f][0-9A-Fa-f-]*"  # as CUDA_VISIBLE_DEVICES takes them
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs")
 COMPILE_OPTIONS: dict[str, Any] = {"mode": None, "dynamic": None, "fullgraph": False}
@@ -58,7 +60,7 @@ class TrainerSettings:
     max_seconds: float | None = None
     min_epochs: int | None = None
     min_steps: int | None = None
-    gpus: Any = None  # a count, a list of ids, or None
+    gpus: Any = None  # a count, a list of ids, a UUID, all, or auto and None
     accelerator: str = "auto"
     precision: str = "32"
     matmul_precision: str | None = None
@@ -209,11 +211,20 @@ class TrainerSettings:
     def _check_gpus(self) -> None:
         if self.gpus == 0 and type(self.gpus) is int:
             raise UserError("trainer.gpus=0 is out of range; leave it out, and use strategy=cpu")
+        if self.gpus in (None, "auto", "all"):
+            return
         ids = self.gpus if isinstance(self.gpus, list) else [self.gpus]
-        are_ids = all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids)
         are_different = bool(ids) and len(set(map(str, ids))) == len(ids)
-        if self.gpus is not None and not (are_ids and are_different):
+        if not (are_different and all(map(_is_gpu, ids))):
             raise UserError(
-                f"trainer.gpus={self.gpus} is neither a count, a list of different ids nor null; "
-                "use trainer.gpus=4 or trainer.gpus=[0,1,3]"
+                f"trainer.gpus={self.gpus} is neither a count, a list of different ids, a UUID, "
+                "auto, all nor null; use trainer.gpus=4, [0,1,3], or GPU-8f2a… as nvidia-smi -L "
+                "shows it"
             )
+
+
+def _is_gpu(one: Any) -> bool:
+    """A number, or a UUID or its beginning."""
+    if isinstance(one, str):
+        return re.fullmatch(UUID, one) is not None
+    return isinstance(one, int) and not isinstance(one, bool) and one >= 0

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
+from dpframe.accelerator import has_float64
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import move
 from dpframe.errors import UserError, suggestion
@@ -30,7 +31,12 @@ from dpframe.trainer.placement import align
 from dpframe.trainer.settings import TrainerSettings
 
 STATES = ("optimizer", "scheduler", "scaler")
-FUSED_DEVICES = ("cpu", "cuda")
+FUSED = {  # the optimizers that have fused kernels, by device; None: all that take the argument
+    "cpu": None,
+    "cuda": None,
+    "mps": ("SGD", "Adam", "AdamW"),
+    "xpu": ("SGD", "Adam", "AdamW"),
+}
 FUSED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -192,7 +198,10 @@ class Update:
 
     def _reweigh(self, rows: int, weights: list[Any]) -> None:
         """Makes a mean over rows one over weights: their sum is known only after the forwards."""
-        here = torch.zeros((), dtype=torch.float64, device=self.strategy.device)
+        device = self.strategy.device
+        if not has_float64(device):  # the host sums them
+            device, weights = torch.device("cpu"), [float(weight) for weight in weights]
+        here = torch.zeros((), dtype=torch.float64, device=device)
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
         total = self.strategy.reduce(here.sum())
@@ -371,7 +380,9 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
     is_stock = type(optimizer).__module__.startswith("torch.optim.")
     # What is frozen has no gradient: the kernels leave it out, whatever its type.
     weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
-    fits = all(w.device.type in FUSED_DEVICES and w.dtype in FUSED_DTYPES for w in weights)
+    kind = type(optimizer).__name__
+    have = [name for name, kinds in FUSED.items() if kinds is None or kind in kinds]
+    fits = all(w.device.type in have and w.dtype in FUSED_DTYPES for w in weights)
     if is_chosen or not is_stock or not fits or has_sparse(model):
         return False
     for group in groups:

@@ -1,0 +1,12 @@
+"""What a device can do: copy beside its computation, and compute in 64 bits."""
+
+import torch
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether copies to it from pinned memory can run beside its computation; not so on MPS."""
+    return hasattr(torch.get_device_module(device), "Stream")
+
+
+def has_float64(device: torch.device) -> bool:
+    return device.type != "mps"  # Apple's Metal has floats of 32 bits at most
