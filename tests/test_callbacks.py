@@ -13,6 +13,7 @@ from textwrap import dedent
 import numpy as np
 import pytest
 import torch
+from forked import on
 from recorded import Recorder
 from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 
@@ -25,6 +26,7 @@ from dpframe.callbacks.monitor import Best
 from dpframe.callbacks.progress import Progress, banner
 from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
 
 # Hooks
 
@@ -221,6 +223,53 @@ def test_a_failing_on_exception_leaves_no_logger_open():
     with pytest.raises(Broken):
         fitted(callbacks=[Hooks(on_step_end=fail, on_exception=fail)], loggers=[logger])
     assert logger.succeeded is False
+
+
+def told_apart(strategy, logs, hook):
+    """What each rank is refused with; nothing if it is not."""
+    try:
+        watch = EarlyStopping("val/extra", "min", patience=1)
+        says = Hooks(**{hook: lambda t: t.log(logs(t)) if logs(t) else None})
+        fitted(strategy=strategy, callbacks=[watch, says], sanity_batches=0)
+    except UserError as error:
+        return strategy.gather(str(error))
+    return strategy.gather("")
+
+
+LOGS = {
+    "alike": lambda t: {"val/extra": 0.5 + t.global_step + 1e-9 * t.strategy.rank},
+    "by the main process": lambda t: {"val/extra": 0.5} if t.strategy.is_main else {},
+    "by the others": lambda t: {} if t.strategy.is_main else {"val/extra": 0.5},
+    "other numbers": lambda t: {"val/extra": 0.5 + t.strategy.rank},
+    "other names": lambda t: {"val/extra": 0.5, f"val/{t.strategy.rank}": 0.0},
+}
+
+
+def all_told_apart(strategy):
+    return {
+        (name, hook): told_apart(strategy, logs, hook)
+        for name, logs in LOGS.items()
+        for hook in ("on_step_end", "on_validation_end")
+    }
+
+
+def test_ranks_that_log_other_numbers_are_refused_before_anything_reads_them():
+    said = on(DDP(2, "cpu"), all_told_apart)
+    rest = (
+        ", and something else on another one; call it on all ranks with the same numbers, e.g. "
+        "those of one rank by trainer.strategy.share"
+    )
+    got = {
+        "by the main process": ("val/extra=0.5", "nothing"),
+        "by the others": ("nothing", "val/extra=0.5"),
+        "other numbers": ("val/extra=0.5", "val/extra=1.5"),
+        "other names": ("val/extra=0.5, val/0=0", "val/extra=0.5, val/1=0"),
+    }
+    for (name, hook), by_rank in said.items():
+        lines = ["", ""]
+        if name != "alike":
+            lines = [f"trainer.log got {got[name][rank]} on rank {rank}{rest}" for rank in (0, 1)]
+        assert by_rank == lines, (name, hook)
 
 
 # Early stopping

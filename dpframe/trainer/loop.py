@@ -9,14 +9,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from dpframe import checkpoint, seeding
-from dpframe.callbacks.base import Callback, hooks_of, may_be_logged
+from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
@@ -32,6 +32,7 @@ from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.evaluation import Evaluation, Predictions, means_of, means_over
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
+from dpframe.trainer.logged import Logged
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
@@ -105,6 +106,12 @@ class Trainer:
         is_compiled = self.settings.compile_mode is not None
         task.attached = Attached(self.progress, self.strategy, is_compiled=is_compiled)
         self.hooks = hooks_of([task, *self.callbacks])
+        self.logged: Logged | None = None
+        if self.strategy.world_size > 1 and not all(map(is_own, chain(*self.hooks.values()))):
+            self.logged = Logged(self.strategy)
+            readers = [c for c in self.callbacks if c.runs_last or c.reads_metrics]
+            others = self.callbacks[: len(self.callbacks) - len(readers)]
+            self.hooks = hooks_of([task, *others, self.logged, *readers])
 
     def __enter__(self) -> Self:
         return self
@@ -217,9 +224,12 @@ class Trainer:
     def log(self, scalars: Mapping[str, Any]) -> None:
         """Adds numbers to `metrics` and to this step's row of every logger, e.g. {"val/f1": 0.5}.
 
-        For the hooks of callbacks and tasks. Every process has to call it with the same numbers.
+        For the hooks of callbacks and tasks. Every process has to call it with the same numbers:
+        others are refused when a validation or an epoch ends.
         """
         numbers = numbers_of(scalars)
+        if self.logged is not None:
+            self.logged.add(numbers)
         self.metrics.update(numbers)
         if self.report.is_open:
             self._log(numbers)

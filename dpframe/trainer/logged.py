@@ -1,0 +1,46 @@
+"""What hooks add to the metrics by `trainer.log`: the same in all processes."""
+
+import math
+import zlib
+
+from dpframe.errors import UserError
+from dpframe.strategies.base import Strategy
+
+TOLERANCE = 1e-6  # other devices may round otherwise
+SHOWN = 3
+
+
+class Logged:
+    """Stands between the hooks that may log and those that read: early stopping and checkpoints
+    that see other numbers in other processes would decide otherwise there."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = strategy
+        self._names = 0  # a checksum of all that were logged, in their order
+        self._sum = self._size = 0.0
+        self._newest: dict[str, float] = {}  # since all processes agreed
+
+    def add(self, numbers: dict[str, float]) -> None:
+        self._names = zlib.crc32(repr(list(numbers)).encode(), self._names)
+        for value in filter(math.isfinite, numbers.values()):
+            self._sum += value
+            self._size += abs(value)
+        self._newest.update(numbers)
+
+    def on_validation_end(self, *_: object) -> None:
+        strategy, processes = self._strategy, self._strategy.world_size
+        names, total = strategy.tally([float(self._names), self._sum])
+        differs = abs(total - processes * self._sum) > TOLERANCE * processes * self._size
+        if names != processes * self._names or differs:
+            pairs = [f"{name}={value:.6g}" for name, value in self._newest.items()]
+            more = f" and {len(pairs) - SHOWN} more" if len(pairs) > SHOWN else ""
+            what = f"{', '.join(pairs[:SHOWN])}{more}" if pairs else "nothing"
+            raise UserError(
+                f"trainer.log got {what} on rank {strategy.rank}, and something else on another "
+                "one; call it on all ranks with the same numbers, e.g. those of one rank by "
+                "trainer.strategy.share"
+            )
+        self._sum = self._size = 0.0
+        self._newest.clear()
+
+    on_test_end = on_epoch_end = on_validation_end
