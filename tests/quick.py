@@ -16,6 +16,7 @@ FILES = {
     "prefetch",
     "report",
     "snapshot",
+    "results",
     "trainer",
 }
 TESTS = {

@@ -3,6 +3,7 @@ whose best value its sweeper gets."""
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,7 @@ SHORT = "trainer.max_steps=1"
 TOLD = ("recipe=boston", "hydra/sweeper=told", "logger=none", "+callbacks.x._target_=own.Failing")
 THRICE = ("trainer.max_epochs=3", "trainer.sanity_batches=0")  # which would count as validated
 SCORED = ("callbacks.checkpoint.monitor=val/score", "callbacks.checkpoint.mode=max")
+SHORT_RUNS = ("recipe=boston", SHORT, "logger=none")
 SWEPT = {
     "bug": ["recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false", SHORT],
     "mistake": ["recipe=boston", "strategy=cpu", "trainer.gpus=2,1", SHORT, "hydra.sweep.dir=bad"],
@@ -119,6 +121,11 @@ SWEPT = {
     "refused": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=/proc/no"],
     "best": [*TOLD, *SCORED, "task._target_=own.Scored", *THRICE],
     "ended": [*TOLD, "callbacks.checkpoint=null", "hydra.sweeper.goes_on=false", SHORT],
+    "table": [*SHORT_RUNS, "seed=0,1", "task.optimizer.lr=0.01,0.1"],
+    "metric": [*SHORT_RUNS, "optimized_metric=val/mae", "optimized_mode=max", "seed=0,1"],
+    "no mode": [*SHORT_RUNS, "optimized_metric=val/mae", "seed=0,1"],
+    "no metric": [*SHORT_RUNS, "optimized_mode=max", "seed=0,1"],
+    "misspelt": [*SHORT_RUNS, "optimized_metric=val/mea", "optimized_mode=min", "seed=0,1"],
     "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
     "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],
 }
@@ -204,7 +211,8 @@ def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(swept):
     directory, done = swept
     assert done["given"].code == 0, done["given"].err
     names = sorted(path.name for path in (directory / "here").iterdir())
-    assert names == [*(f"{n}_seed={n + 1},{SHORT}" for n in (0, 1)), "multirun.yaml"]
+    files = ["multirun.yaml", "sweep.csv", "sweep.json"]
+    assert names == [*(f"{n}_seed={n + 1},{SHORT}" for n in (0, 1)), *files]
     refused = done["refused"]
     assert refused.code == 2 and refused.err.count("\n") == 1
     assert "the sweep's directory /proc/no can't be made" in refused.err
@@ -261,7 +269,7 @@ def test_a_sweeper_that_ends_at_a_failure_is_told_and_a_contradiction_is_one_lin
     ],
 )
 def test_the_checkpoint_says_what_is_optimised_then_early_stopping(callbacks, objective):
-    assert objective_of(callbacks) == objective
+    assert objective_of({"callbacks": callbacks}) == objective
 
 
 @pytest.mark.parametrize(
@@ -284,6 +292,50 @@ def test_a_direction_follows_the_mode_or_is_refused(sweeper, mode, typed, added)
         return
     with pytest.raises(UserError, match=r"^hydra\.sweeper\.direction="):
         direction(node, objective, typed)
+
+
+def test_each_run_has_a_header_and_the_sweep_a_table_the_best_first(swept):
+    directory, done = swept
+    out = done["table"].out
+    assert re.findall(r"^run \d.*", out, re.M) == [
+        "run 1 of 4: seed=0 lr=0.01",
+        "run 2 of 4: seed=0 lr=0.1",
+        "run 3 of 4: seed=1 lr=0.01",
+        "run 4 of 4: seed=1 lr=0.1",
+    ]
+    rows = [line.split() for line in out.splitlines() if re.match(r"\d +\d +0\.", line)]
+    values = {row[0]: float(row[3]) for row in rows}
+    assert list(values) == sorted(values, key=values.__getitem__)
+    (path,) = re.findall(r"finished; (.*)/sweep\.json", out)
+    content = json.loads((directory / path / "sweep.json").read_text())
+    runs = {run["number"]: run for run in content["runs"]}
+    for number, run in runs.items():
+        summary = json.loads((directory / path / run["directory"] / "summary.json").read_text())
+        assert run["value"] == summary["metrics"]["val/loss"]
+        assert run["value"] == pytest.approx(values[str(number)], rel=1e-5)
+        assert run["status"] == "finished" and run["seconds"] > 0
+    best = runs[int(rows[0][0])]["directory"]
+    assert f"best: run {rows[0][0]}, val/loss {rows[0][3]}, {path}/{best}\n" in out
+    assert re.search(r"^0\.01? +\S+ ± \S+ +2$", out, re.M), "no mean over seeds"
+
+
+def test_another_metric_is_optimised_in_the_direction_that_is_set(swept):
+    directory, done = swept
+    out = done["metric"].out
+    rows = [line.split() for line in out.splitlines() if re.match(r"\d +\d +\d", line)]
+    assert "seed  val/mae  seconds" in out
+    assert float(rows[0][2]) > float(rows[1][2])
+    told = {name: done[name].err.splitlines() for name in ("no mode", "no metric", "misspelt")}
+    assert [done[name].code for name in told] == [2, 2, 1]
+    assert told["no mode"] == [
+        "dpframe: optimized_metric=val/mae: no callback monitors it, so nothing says in which "
+        "direction it gets better; add optimized_mode=min or optimized_mode=max"
+    ]
+    assert told["no metric"] == [
+        "dpframe: optimized_mode=max goes with optimized_metric=NAME; set both, or neither"
+    ]
+    said = "dpframe: optimized_metric=val/mea is not measured; did you mean val/mae?"
+    assert told["misspelt"][0] == said and "0 of 2 runs" in done["misspelt"].out
 
 
 def test_a_sweeps_directory_has_no_slash_and_a_length_that_files_may_have():

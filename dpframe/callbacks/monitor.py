@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
 
+PRUNED = "pruned: "  # begins why a run has stopped that a sweep takes for a pruned one
+
+
 def check_measured(key: str, name: str, metrics: Iterable[str]) -> None:
     metrics = list(metrics)
     if name not in metrics:
@@ -64,8 +67,12 @@ class Best(Callback):
 
     reads_metrics = True
 
-    def __init__(self, monitor: str, mode: str, key: str) -> None:
+    def __init__(self, monitor: str, mode: str, key: str, *, is_needed: bool = False) -> None:
         self.monitor = Monitor(monitor, mode, key=key)
+        self.is_needed = is_needed
+
+    def monitored(self) -> list[tuple[str, str]]:
+        return [(self.monitor.key, self.monitor.name)] if self.is_needed else []
 
     @property
     def value(self) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """A run's config: composed and checked before torch is imported."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from dpframe.errors import UserError
 
 PLAIN = (type(None), bool, int, float, str)
 LONGEST_NUMBER = 1024  # bits
+OPTIMIZED = "optimized_metric"
 
 
 class Objective(NamedTuple):
@@ -27,16 +29,41 @@ class Objective(NamedTuple):
 
     metric: str = "val/loss"
     mode: str = "min"
-    key: str = ""  # of the callback that monitors it
+    key: str = ""  # of the callback that monitors it, or `optimized_metric`
+
+    @property
+    def mode_key(self) -> str:
+        return "optimized_mode" if self.key == OPTIMIZED else f"{self.key}.mode" if self.key else ""
 
 
-def objective_of(callbacks: Mapping[str, Any]) -> Objective:
-    for name in ("checkpoint", "early_stopping"):
-        node = callbacks.get(name)
-        if isinstance(node, Mapping) and node.get("monitor"):
-            mode = str(node.get("mode", "min"))
-            return Objective(str(node["monitor"]), mode, f"callbacks.{name}")
-    return Objective()
+def objective_of(config: Mapping[str, Any]) -> Objective:
+    """`optimized_metric`, or what the checkpoint monitors, or early stopping."""
+    monitors = _monitors(config.get("callbacks") or {})
+    metric, mode = config.get(OPTIMIZED), config.get("optimized_mode")
+    if metric is not None:
+        mode = mode or next((each.mode for each in monitors if each.metric == metric), None)
+        if mode is None:
+            raise UserError(
+                f"{OPTIMIZED}={metric}: no callback monitors it, so nothing says in which "
+                "direction it gets better; add optimized_mode=min or optimized_mode=max"
+            )
+        return Objective(str(metric), str(mode), OPTIMIZED)
+    if mode is not None:
+        raise UserError(f"optimized_mode={mode} goes with {OPTIMIZED}=NAME; set both, or neither")
+    keys = ("callbacks.checkpoint", "callbacks.early_stopping")
+    objective = next((each for key in keys for each in monitors if each.key == key), Objective())
+    if config.get("mode") == "test":  # which measures no val/
+        tested = re.sub("^val/", "test/", objective.metric)
+        return objective._replace(metric=tested)
+    return objective
+
+
+def _monitors(callbacks: Mapping[str, Any]) -> list[Objective]:
+    return [
+        Objective(str(node["monitor"]), str(node.get("mode", "min")), f"callbacks.{name}")
+        for name, node in callbacks.items()
+        if isinstance(node, Mapping) and node.get("monitor")
+    ]
 
 
 @dataclass
@@ -54,11 +81,12 @@ class Composed:
     is_run_dir_given: bool
     start: Path | None  # the checkpoint to begin with
     plugins: list[str]  # the packages whose options are in it
+    number: int | None = None  # of a sweep's run
     is_repeated: bool = False  # from its beginning, as its ranks failed before a checkpoint
 
     @property
     def objective(self) -> Objective:
-        return objective_of(self.settings.callbacks)
+        return objective_of(self.config)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -105,6 +133,7 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
         raise unresolved(error, config) from None
+    objective_of(plain)  # refuses a metric without a direction
     return Composed(
         config=plain,
         public=public,

@@ -49,7 +49,12 @@ register_resolver: Any = (
 LONGEST_NAME = 200  # bytes of a sweep's directory name; file systems end at 255
 # A recipe's name is also the name of a folder. A recipe in a folder of others has a slash.
 NAME = r"\w[\w .,+=@-]*(/\w[\w .,+=@-]*)*"
-TYPED: dict[str, Any] = {"resume": None, "resume_anyway": False, "trusted_modules": []}
+TYPED: dict[str, Any] = {
+    "resume": None,
+    "resume_anyway": False,
+    "sweep.resume": None,
+    "trusted_modules": [],
+}
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 UNUSED: dict[str, Any] = {  # Hydra's keys without a use in dpframe, and their only value
     "callbacks": {},
@@ -250,7 +255,10 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
     if sorted(hydra["overrides"]["hydra"] + hydra["overrides"]["task"]) != sorted(overrides):
         raise _unused("overrides")
     for key, default in TYPED.items():
-        value = plain.get(key, default)
+        group, _, name = key.partition(".")
+        value = plain.get(group, {} if name else default)
+        if name and isinstance(value, Mapping):
+            value = value.get(name, default)
         if value != default and key not in map(key_of, typed):
             raise _only_typed(key, value)
     for key, only in UNUSED.items():
@@ -262,7 +270,7 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
             raise UserError(f"hydra.{key} has no _target_; choose one by its name: hydra/{key}=…")
     for key in hydra["sweeper"].get("params") or {}:
         head = re.split(r"\W", str(key).lstrip("+"))[0]
-        if not re.fullmatch(r"\+*[\w./@-]+", str(key)) or head in (*TYPED, "hydra"):
+        if not re.fullmatch(r"\+*[\w./@-]+", str(key)) or head in (*TYPED, "sweep", "hydra"):
             raise UserError(f"hydra.sweeper.params.{key}: set it on the command line")
     _refuse_settings(config.hydra, hydra, overrides)
 

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -51,6 +51,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(given: Sequence[str] | None = None) -> NoReturn:
+    leave_after(lambda: _command(sys.argv[1:] if given is None else given))
+
+
+def leave_after(work: Callable[[], int]) -> NoReturn:
     """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
     output.open_all()
     interruption = Interruption(is_quiet=not _is_main())
@@ -58,7 +62,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     gc.disable()  # imports make a million objects and no garbage
     try:
         _refuse_no_directory()
-        code = _command(sys.argv[1:] if given is None else given)
+        code = work()
         sys.stdout.flush()  # a closed pipe is noticed here, not at exit
     except (UserError, Interrupted) as error:
         code = _say(error)

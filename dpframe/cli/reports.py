@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import OmegaConf
 
 from dpframe import seeding
 from dpframe.cli.build import build
@@ -17,7 +15,7 @@ from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import UserError, printable
+from dpframe.errors import Failure, UserError, printable
 from dpframe.plan.curve import svg
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Link, predictions
@@ -43,9 +41,10 @@ def verified(job: Composed) -> dict[str, Any]:
     if report.passed:
         summary = {"checks": {finding.check: finding.measured for finding in report.findings}}
     _show(str(report), summary, job)
-    is_alone = OmegaConf.is_missing(HydraConfig.get().job, "num")
-    if not report.passed and is_alone:
+    if not report.passed and job.number is None:
         sys.exit(1)
+    if not report.passed:
+        raise Failure("mode=verify: a check has failed")
     return {"metrics": {}}
 
 

@@ -17,7 +17,7 @@ from dpframe.cli.settings import EVALUATIONS, RunSettings
 from dpframe.errors import UserError, printable
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
-OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode")
+OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
 OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
@@ -86,12 +86,12 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     resume, checkpoint = value_of("resume", overrides), value_of("checkpoint", overrides)
     if resume is not None:
         run = _resumed_run(resume, runs() if resume == "last" else Path())
-        saved = _saved(run or run_directory(_file("resume", resume)))
+        saved = saved_overrides(run or run_directory(_file("resume", resume)))
         return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
     if checkpoint is None or value_of("mode", overrides) not in EVALUATIONS:
         return list(overrides)
     # An evaluation has the config of its checkpoint's run, except for the machine it ran on.
-    saved = _saved(run_directory(_file("checkpoint", checkpoint)))
+    saved = saved_overrides(run_directory(_file("checkpoint", checkpoint)))
     theirs, recipe = value_of("recipe", saved), value_of("recipe", overrides)
     if theirs is not None and recipe is not None and theirs != recipe:
         refuse_recipe(checkpoint, theirs, recipe)
@@ -144,7 +144,7 @@ def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> 
     return not is_of_other and _is_kept(override, saved, typed)
 
 
-def _saved(directory: Path | None) -> list[str]:
+def saved_overrides(directory: Path | None) -> list[str]:
     path = directory and directory / ".hydra" / "overrides.yaml"
     if path is None or not path.is_file():
         return []

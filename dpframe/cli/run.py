@@ -17,7 +17,7 @@ from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.cli import faults, output
 from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import Composed
+from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
 from dpframe.cli.origin import compared
 from dpframe.cli.resume import run_directory
@@ -133,7 +133,8 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     settings = job.settings
     told = partial(faults.told, strategy, settings.trainer, resumes=settings.resume is not None)
     state = checkpoint.load(job.start) if job.start is not None else None
-    best = Best(*job.objective)
+    objective = job.objective
+    best = Best(*objective, is_needed=objective.key == OPTIMIZED)
     # What can be refused is refused before there is a run directory.
     with told():
         trainer = _trainer(job, strategy, make, best)
@@ -163,6 +164,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
                 "checkpoint": saved,
                 "directory": path,
                 "best": best.value,
+                "stopped": trainer.stop_reason,
             }
             if strategy.is_main:
                 _write(Path(path) / "summary.json", json.dumps(summary, indent=2) + "\n")

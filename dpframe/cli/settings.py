@@ -16,8 +16,25 @@ from dpframe.trainer.settings import TrainerSettings
 MODES = ("fit", "validate", "test", "predict", "verify", "plan", "tune")
 EVALUATIONS = ("validate", "test", "predict")
 PARTS = ("task", "data", "strategy")
-TYPED = {"trainer": TrainerSettings, "plan": PlanSettings, "tune": TuneSettings}
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
+
+
+@dataclass
+class SweepSettings:
+    jobs: int = 1
+    resume: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.jobs < 1:
+            raise UserError(f"sweep.jobs={self.jobs} is out of range; use 1 or more")
+
+
+TYPED = {
+    "trainer": TrainerSettings,
+    "plan": PlanSettings,
+    "tune": TuneSettings,
+    "sweep": SweepSettings,
+}
 
 
 @dataclass
@@ -29,6 +46,7 @@ class RunSettings:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     tune: TuneSettings = field(default_factory=TuneSettings)
+    sweep: SweepSettings = field(default_factory=SweepSettings)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
     mode: str = "fit"
@@ -36,6 +54,8 @@ class RunSettings:
     checkpoint: str | None = None
     resume: str | None = None
     resume_anyway: bool = False
+    optimized_metric: str | None = None
+    optimized_mode: str | None = None
     vars: dict[str, Any] = field(default_factory=dict)
     trusted_modules: list[str] = field(default_factory=list)
 
@@ -44,6 +64,8 @@ class RunSettings:
             raise not_one_of("mode", self.mode, MODES)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
+        if self.optimized_mode not in (None, "min", "max"):
+            raise not_one_of("optimized_mode", self.optimized_mode, ("min", "max"))
         if self.resume is not None and self.mode != "fit":
             raise UserError(
                 f"resume={self.resume} continues a training, but mode={self.mode}; "
@@ -70,6 +92,15 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
     except OmegaConfBaseException as error:
         raise _refusal(error.full_key or "", typed) from None
     return replace(settings, **untyped)
+
+
+def sweep_settings(node: Any) -> SweepSettings:
+    """The same of a sweep, before there is a config of one of its runs."""
+    try:
+        settings: Any = OmegaConf.to_object(OmegaConf.merge(SweepSettings, node))
+    except OmegaConfBaseException as error:
+        raise _refusal(f"sweep.{error.full_key}", {"sweep": node}) from None
+    return settings
 
 
 def literal(value: Any) -> Any:

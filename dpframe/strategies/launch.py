@@ -166,7 +166,7 @@ class _Job:
         environments = [environment_of(rank, count, port) for rank in range(count)]
         context = multiprocessing.get_context(method)
         pickled = work if method == "fork" else pickle.dumps(work)
-        with _births():
+        with births():
             for environment in environments:
                 self.members.append(_Member(context, environment, pickled))
         self.store = TCPStore(  # after the forks: it starts a thread
@@ -337,7 +337,7 @@ class _Job:
 
 
 @contextmanager
-def _births() -> Iterator[None]:
+def births() -> Iterator[None]:
     """Blocks signals for a child, until it has handlers. A spawned one begins as `python -c`, with
     the current directory first: a ./pickle.py there would run before it has its parent's path."""
     was_set = SAFE_PATH in os.environ

@@ -1,0 +1,247 @@
+"""The runs of a sweep: one after the other in this process, or several at a time in their own."""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dpframe import interruption
+from dpframe.cli.compose import Composed
+from dpframe.cli.main import leave_after, show_failure
+from dpframe.cli.refusal import first_line
+from dpframe.cli.results import Outcome, outcome_of
+from dpframe.cli.run import run
+from dpframe.errors import Interrupted, UserError, printable
+from dpframe.heartbeat import SIGNALS, TICK_SECONDS
+from dpframe.interruption import Interruption
+from dpframe.strategies import launch
+from dpframe.strategies.devices import cores, use_threads
+from dpframe.strategies.ranks import SAFE_PATH, SIGNALED
+
+BLOCK = 1 << 16
+
+
+def run_here(job: Composed) -> Outcome:
+    """In this process, which has torch imported."""
+    try:
+        return outcome_of(run(job), job.objective.metric)
+    except UserError as error:
+        print(f"dpframe: {printable(str(error))}", file=sys.stderr, flush=True)
+        return Outcome("failed", reason=first_line(error))
+    except Exception as error:
+        show_failure(error)
+        has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed
+        last = str(error).rstrip().rpartition("\n")[2]
+        reason = last if has_traceback else f"{type(error).__name__}: {first_line(error)}"
+        return Outcome("failed", reason=reason)
+
+
+# ---- several at a time
+
+
+class Lane(NamedTuple):
+    """What one of the processes that run at a time may use."""
+
+    cores: list[int]
+    cards: list[str]  # as CUDA_VISIBLE_DEVICES has them; none: there are none
+
+
+def lanes(jobs: Sequence[Composed], count: int) -> list[Lane]:
+    """Equal shares; where there are fewer cores or cards than lanes, lanes share them."""
+    own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    uses_gpus = any(job.settings.trainer.accelerator != "cpu" for job in jobs)
+    available = torch.cuda.device_count() if uses_gpus else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    cards = visible.split(",")[:available] if visible else [str(n) for n in range(available)]
+    shares = [Lane(_share(own, at, count), _share(cards, at, count)) for at in range(count)]
+    least = min(len(lane.cards) for lane in shares)
+    for job in jobs:
+        gpus = job.settings.trainer.gpus
+        if cards and isinstance(gpus, int) and gpus > least:
+            raise UserError(
+                f"trainer.gpus={gpus} but sweep.jobs={count} leaves each run {least} of "
+                f"{len(cards)} CUDA devices; use sweep.jobs={max(1, len(cards) // gpus)}"
+            )
+    return shares
+
+
+def _share(things: Sequence[Any], at: int, count: int) -> list[Any]:
+    if len(things) < count:
+        return [things[at % len(things)]] if things else []
+    return list(things[at * len(things) // count : (at + 1) * len(things) // count])
+
+
+def run_apart(
+    jobs: Sequence[Composed],
+    lanes: Sequence[Lane],
+    *,
+    begun: Callable[[Composed], None],
+    ended: Callable[[Composed, Outcome], None],
+) -> None:
+    """Each in a process; their lines come out with their numbers in front.
+
+    The processes that run get a signal, too, and no other one is started after it.
+    """
+    stop = interruption.installed() or Interruption()
+    waiting, free = list(reversed(jobs)), list(reversed(lanes))
+    running: list[_Process] = []
+    number = None
+    try:
+        while running or (waiting and number is None):
+            while waiting and free and number is None:
+                job = waiting.pop()
+                begun(job)
+                running.append(_Process(job, free.pop()))
+            wait([part for process in running for part in process.parts], TICK_SECONDS)
+            if stop.number is not None and number is None:
+                number = stop.number
+                for process in running:
+                    process.signal(number)
+            for process in list(running):
+                has_ended = not process.is_alive()  # asked first: then these are its last lines
+                process.read()
+                if has_ended:
+                    running.remove(process)
+                    free.append(process.lane)
+                    ended(process.job, process.outcome())
+    finally:
+        for process in running:
+            process.kill()
+    if number is not None:
+        raise Interrupted(number)
+
+
+class _Process:
+    def __init__(self, job: Composed, lane: Lane) -> None:
+        self.job = job
+        self.lane = lane
+        # A process that has seen a card can't be forked.
+        method = launch.start_method(uses_cuda=bool(lane.cards))
+        context: Any = multiprocessing.get_context(method)
+        pairs = [context.Pipe(duplex=False) for _ in range(2)]
+        label = f"[{(job.number or 0) + 1}] "
+        self.streams = [
+            _Labelled(reader, out, label)
+            for (reader, _), out in zip(pairs, (sys.stdout, sys.stderr), strict=True)
+        ]
+        writers = [writer for _, writer in pairs]
+        environment = {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
+        if lane.cards and not isinstance(job.settings.trainer.gpus, list):  # which names its own
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(lane.cards)
+        args = (job, lane.cores, environment, *writers)
+        self.process = context.Process(target=_live, args=args)
+        with launch.births():
+            self.process.start()
+        for writer in writers:
+            writer.close()
+
+    @property
+    def parts(self) -> list[Any]:
+        """What there is to wait for."""
+        return [*(s.source for s in self.streams if not s.has_ended), self.process.sentinel]
+
+    def is_alive(self) -> bool:
+        return self.process.is_alive()
+
+    def signal(self, number: int) -> None:
+        if self.process.is_alive():
+            os.kill(self.process.pid, number)
+
+    def read(self) -> None:
+        for stream in self.streams:
+            stream.read()
+
+    def outcome(self) -> Outcome:
+        code, last = self.process.exitcode, self.streams[1].last.removeprefix("dpframe: ")
+        self.close()
+        if code == 0:
+            path = Path(self.job.run_dir) / "summary.json"
+            if path.exists():
+                summary = json.loads(path.read_text(encoding="utf-8"))
+                return outcome_of(summary, self.job.objective.metric)
+            return Outcome("failed", reason=last or "it has left no summary.json")
+        if code - 128 in SIGNALS:
+            return Outcome("interrupted", reason=last)
+        if code < 0:
+            return Outcome("failed", reason=f"killed by {signal.Signals(-code).name}")
+        return Outcome("failed", reason=last or f"exit code {code}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.close()
+
+    def close(self) -> None:
+        self.process.join()
+        self.process.close()
+        for stream in self.streams:
+            stream.close()
+
+
+@dataclass
+class _Labelled:
+    """What a process prints, by whole lines."""
+
+    source: Connection
+    out: Any
+    label: str
+    last: str = ""  # line that came
+    has_ended: bool = False
+    rest: bytes = b""  # of a line that has not ended
+
+    def read(self) -> None:
+        while not self.has_ended and self.source.poll():
+            block = os.read(self.source.fileno(), BLOCK)
+            self.has_ended = not block
+            *lines, self.rest = (self.rest + block).split(b"\n")
+            self._print(lines)
+
+    def close(self) -> None:
+        self.read()
+        self._print([self.rest] if self.rest else [])
+        self.source.close()
+
+    def _print(self, lines: list[bytes]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r")
+            self.last = text or self.last
+            self.out.write(f"{self.label}{text}".rstrip() + "\n")
+        if lines:
+            self.out.flush()
+
+
+# ---- in the process
+
+
+def _live(
+    job: Composed,
+    own_cores: list[int],
+    environment: dict[str, str],
+    out: Connection,
+    err: Connection,
+) -> None:
+    interruption.end_with_parent()
+    interruption.forget()
+    os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
+    os.environ.update(environment)
+    for number, pipe in ((1, out), (2, err)):
+        os.dup2(pipe.fileno(), number)
+        pipe.close()
+    sys.stdout, sys.stderr = (open(n, "w", buffering=1, closefd=False) for n in (1, 2))  # noqa: SIM115
+    if own_cores:
+        os.sched_setaffinity(0, own_cores)
+    use_threads(min(torch.get_num_threads(), cores()))
+    leave_after(lambda: _work(job))
+
+
+def _work(job: Composed) -> int:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
+    run(job)
+    return 0

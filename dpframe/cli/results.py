@@ -1,0 +1,282 @@
+"""What a sweep's runs came to: sweep.json, which a later sweep goes on from, a table and a CSV."""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dpframe import files
+from dpframe.callbacks.monitor import PRUNED
+from dpframe.cli.compose import Composed, Objective
+from dpframe.cli.resume import key_of, saved_overrides
+from dpframe.errors import UserError, printable
+from dpframe.loggers.formats import table_text
+
+NAME = "sweep.json"
+DONE = ("finished", "pruned")
+STATES = ("missing", "running", *DONE, "failed", "interrupted")
+
+
+@dataclass
+class Result:
+    """Of one run; `number` is from 1, as Hydra's job.num + 1."""
+
+    number: int
+    overrides: list[str]
+    directory: str = ""  # its name in the sweep's
+    status: str = "missing"
+    value: float | None = None  # the best of the metric
+    seconds: float | None = None
+    reason: str = ""  # why it has failed
+
+    @property
+    def values(self) -> dict[str, str]:
+        return {key_of(override): override.partition("=")[2] for override in self.overrides}
+
+    @property
+    def is_done(self) -> bool:
+        return self.status in DONE
+
+
+class Outcome(NamedTuple):
+    status: str
+    value: float | None = None
+    reason: str = ""
+
+
+def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
+    """A run has failed if what it is compared by is not a number; some modes measure nothing."""
+    value = summary.get("best", {}).get(metric, summary.get("metrics", {}).get(metric))
+    if value is not None and math.isnan(value):
+        return Outcome("failed", reason=f"{metric} is nan")
+    is_pruned = summary.get("stopped", "").startswith(PRUNED)
+    return Outcome("pruned" if is_pruned else "finished", value)
+
+
+@dataclass
+class Seeds:
+    """Runs that differ by their seed alone."""
+
+    overrides: list[str]
+    runs: list[int]
+    mean: float
+    sd: float
+
+
+@dataclass
+class Results:
+    directory: Path
+    objective: Objective
+    typed: list[str]  # the overrides of the sweep
+    fixed: set[str]  # keys with one value for all runs
+    total: int | None  # None: the sweeper alone knows
+    sweeper: str = ""  # where it isn't Hydra's own
+    runs: list[Result] = field(default_factory=list)
+
+    owner: int = field(default_factory=os.getpid)  # a launcher may copy it to other processes
+
+    def of(self, job: Composed) -> Result:
+        return next(run for run in self.runs if run.number - 1 == job.number)
+
+    def add_from_files(self, run: Path, *, is_done: bool) -> None:
+        """Of a run that another process has made."""
+        number = max((each.number for each in self.runs), default=0) + 1
+        overrides = saved_overrides(run)
+        result = Result(number, overrides, str(run.relative_to(self.directory)))
+        result.status, result.reason = "failed", f"see {run / 'run.log'}"
+        if is_done:
+            summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+            result.status, result.value, result.reason = outcome_of(summary, self.objective.metric)
+            result.seconds = summary.get("seconds")
+        self.runs.append(result)
+
+    # ---- what differs
+
+    def keys(self) -> list[str]:
+        """What the runs differ by."""
+        keys = dict.fromkeys(key for run in self.runs for key in run.values)
+        return [key for key in keys if key not in self.fixed]
+
+    def title(self, result: Result) -> str:
+        """`run 3 of 6: lr=0.01 seed=1`"""
+        names, values = short(self.keys()), result.values
+        differing = [f"{name}={values[key]}" for key, name in names.items() if key in values]
+        of = f" of {self.total}" if self.total is not None else ""
+        return printable(f"run {result.number}{of}: {' '.join(differing)}".rstrip(": "))
+
+    # ---- what came out
+
+    def ranked(self) -> list[Result]:
+        """The best first, and last those without a value."""
+        sign = -1 if self.objective.mode == "max" else 1
+
+        def place(run: Result) -> tuple[bool, float, int]:
+            return run.value is None, sign * (run.value or 0.0), run.number
+
+        return sorted(self.runs, key=place)
+
+    @property
+    def best(self) -> Result | None:
+        return next((run for run in self.ranked() if run.status == "finished"), None)
+
+    @property
+    def failed(self) -> list[Result]:
+        return [run for run in self.runs if run.status == "failed"]
+
+    def seeds(self) -> list[Seeds]:
+        """Means over seeds, the best first."""
+        if "seed" not in self.keys():
+            return []
+        groups: dict[tuple[str, ...], list[Result]] = {}
+        for run in self.runs:
+            if run.status == "finished" and run.value is not None:
+                rest = tuple(o for o in run.overrides if key_of(o) not in self.fixed | {"seed"})
+                groups.setdefault(rest, []).append(run)
+        several = {rest: runs for rest, runs in groups.items() if len(runs) > 1}
+        found = [_of_seeds(rest, runs) for rest, runs in several.items()]
+        return sorted(found, key=lambda each: each.mean, reverse=self.objective.mode == "max")
+
+    # ---- on the screen and in files
+
+    def table(self) -> str:
+        names = short(self.keys())
+        is_measured = any(run.value is not None for run in self.runs)
+        metrics = (self.objective.metric,) * is_measured
+        head = ("run", *names.values(), *metrics, "seconds", "status", "directory")
+        rows = [
+            (
+                str(run.number),
+                *(run.values.get(key, "") for key in names),
+                *(_number(run.value) for _ in metrics),
+                "" if run.seconds is None else f"{run.seconds:.1f}",
+                run.status,
+                run.directory,
+            )
+            for run in self.ranked()
+        ]
+        return _columns([head, *rows])
+
+    def summary(self) -> list[str]:
+        """The best run, and means over seeds."""
+        lines, metric = [], self.objective.metric
+        if (best := self.best) is not None and best.value is not None:
+            of = self.title(best).partition(" of ")[0].partition(":")[0]
+            path = self.directory / best.directory
+            lines.append(f"best: {of}, {metric} {_number(best.value)}, {printable(str(path))}")
+        if means := self.seeds():
+            names = short([key for key in self.keys() if key != "seed"])
+            head = (*names.values(), f"{metric}, mean ± sd over seeds", "runs")
+            rows = [
+                (
+                    *(Result(0, mean.overrides).values.get(key, "") for key in names),
+                    f"{_number(mean.mean)} ± {mean.sd:.3g}",
+                    str(len(mean.runs)),
+                )
+                for mean in means
+            ]
+            lines += ["", _columns([head, *rows])]
+        return lines
+
+    def ending(self, result: Result) -> str:
+        """`finished, val/loss 14.7, 3.2 s`"""
+        value = f", {self.objective.metric} {_number(result.value)}" * (result.value is not None)
+        reason = f", {printable(result.reason)}" * bool(result.reason)
+        return f"{result.status}{value}{reason}, {result.seconds or 0.0:.1f} s"
+
+    def save(self) -> None:
+        """After each run, so that a sweep that is killed can be gone on with."""
+        if os.getpid() != self.owner:
+            return
+        best = self.best
+        content = {
+            "overrides": self.typed,
+            "sweeper": self.sweeper,
+            "metric": self.objective.metric,
+            "mode": self.objective.mode,
+            "best": None if best is None else best.number,
+            "seeds": [asdict(each) for each in self.seeds()],
+            "runs": [asdict(run) for run in self.runs],
+        }
+        _write(self.directory / NAME, json.dumps(content, indent=1) + "\n")
+
+    def save_table(self) -> None:
+        keys = self.keys()
+        head = ["run", *keys, self.objective.metric, "seconds", "status", "directory", "reason"]
+        rows: list[list[Any]] = [
+            [run.number, *(run.values.get(key) for key in keys)]
+            + [run.value, run.seconds, run.status, run.directory, run.reason]
+            for run in self.ranked()
+        ]
+        _write(self.directory / "sweep.csv", table_text([head, *rows]))
+
+
+@dataclass
+class Earlier:
+    """An earlier sweep's sweep.json. A stranger may have written it."""
+
+    overrides: list[str]
+    sweeper: str
+    runs: list[Result]
+
+
+def earlier(directory: Path) -> Earlier:
+    path = directory / NAME
+    if not path.is_file():
+        raise UserError(
+            f"sweep.resume={directory}: there is no {NAME} in it; name a sweep's directory"
+        )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        runs = [Result(**run) for run in content["runs"]]
+        overrides, sweeper = content["overrides"], content["sweeper"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(f"{path} can't be read: {error}; use another sweep's directory") from None
+    texts = [sweeper, *overrides, *(word for run in runs for word in run.overrides)]
+    texts += [text for run in runs for text in (run.directory, run.reason, run.status)]
+    numbers = [n for run in runs for n in (run.value, run.seconds) if n is not None]
+    is_sound = all(isinstance(text, str) for text in texts) and isinstance(overrides, list)
+    is_sound &= all(isinstance(run.overrides, list) for run in runs)
+    is_sound &= all(type(number) in (int, float) for number in numbers)
+    is_sound &= all(type(run.number) is int and run.status in STATES for run in runs)
+    if not is_sound:
+        raise UserError(f"{path} is not as a sweep writes it; use another sweep's directory")
+    return Earlier(overrides, sweeper, runs)
+
+
+def short(keys: Iterable[str]) -> dict[str, str]:
+    """Each key's last words, as few as tell it from the others: `lr` for task.optimizer.lr."""
+    keys, names = list(keys), {}
+    for key in keys:
+        words = key.lstrip("+~").split(".")
+        ends = [".".join(words[at:]) for at in reversed(range(len(words)))]
+        others = [f".{other.lstrip('+~')}" for other in keys if other != key]
+        unique = (end for end in ends if not any(other.endswith(f".{end}") for other in others))
+        names[key] = next(unique, key.lstrip("+~"))
+    return names
+
+
+def _of_seeds(overrides: Sequence[str], runs: list[Result]) -> Seeds:
+    values = [run.value for run in runs if run.value is not None]
+    numbers = [run.number for run in runs]
+    return Seeds(list(overrides), numbers, statistics.mean(values), statistics.stdev(values))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _columns(rows: list[tuple[str, ...]]) -> str:
+    rows = [tuple(map(printable, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
+    padded = (map(str.ljust, line, widths) for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def _write(path: Path, text: str) -> None:
+    with files.whole(path) as part:
+        part.write_text(text, encoding="utf-8")

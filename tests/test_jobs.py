@@ -1,0 +1,210 @@
+"""`sweep.jobs`: several runs at a time, each in a process with its share of the machine."""
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command import ROOT, attempts, cold_dpframe, dpframe, write
+from forked import started
+
+from dpframe import UserError
+from dpframe.cli import jobs
+from dpframe.cli.jobs import Lane, lanes
+
+OWN = """
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import dpframe
+from dpframe.strategies.devices import cores
+
+
+class Told(dpframe.Callback):
+    '''Does what the seed says.'''
+
+    def on_fit_start(self, trainer):
+        seed = trainer.seed
+        if seed == 11:
+            raise KeyError("a bug")
+        if seed == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if seed == 13:
+            sys.exit(0)
+        if seed > 20:  # runs of one sweep, all at a time
+            Path(f"there-{seed}").touch()
+            while trainer.interruption.number is None and not Path("go").exists():
+                time.sleep(0.01)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        threads = torch.get_num_threads()
+        print(f"uses {cores()} cores, {threads} threads, cards {visible}", flush=True)
+        sys.stderr.write("half a line")
+"""
+LINE = ("-m", "recipe=boston", "trainer.max_epochs=2", "logger=none", "hydra.sweep.dir=swept")
+TOLD = "+callbacks.told._target_=own.Told"
+
+
+def content(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "swept" / "sweep.json").read_text())
+
+
+def told(directory: Path, *names: str) -> list[tuple[Any, ...]]:
+    return [tuple(run[name] for name in names) for run in content(directory)["runs"]]
+
+
+def test_runs_at_a_time_have_the_values_of_runs_one_after_the_other(tmp_path):
+    line = [*LINE, "strategy=ddp,cpu", "seed=0,1", "trainer.accelerator=cpu"]
+    write(tmp_path, {"one/x": "", "two/x": ""})
+    one = dpframe(*line, cwd=tmp_path / "one")
+    two = dpframe(*line, "sweep.jobs=2", cwd=tmp_path / "two")
+    assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
+    names = "number", "overrides", "directory", "status", "value"
+    assert told(tmp_path / "two", *names) == told(tmp_path / "one", *names)
+    for number in range(1, 5):
+        assert re.search(rf"^\[{number}\] epoch 2/2  step 8 ", two.stdout, re.M)
+        ending = rf"^run {number} of 4: strategy=.*: finished, val/loss .* s$"
+        assert re.search(ending, two.stdout, re.M)
+    assert not re.search("^epoch", two.stdout, re.M), "a line without its run"
+
+
+def test_a_run_that_fails_or_is_killed_is_told_and_the_others_go_on(tmp_path):
+    write(tmp_path, {"own.py": OWN})
+    line = [*LINE, "seed=10,11,12,13", TOLD, "sweep.jobs=2"]
+    (done,) = attempts([line], tmp_path)
+    assert done.code == 1 and "sweep: 1 of 4 runs finished" in done.out
+    assert told(tmp_path, "status") == [("finished",), ("failed",), ("failed",), ("failed",)]
+    _, bug, killed, left = (reason for (reason,) in told(tmp_path, "reason"))
+    assert bug == "KeyError: 'a bug'" and killed == "killed by SIGKILL"
+    assert left.startswith("sys.exit(0) in on_fit_start (own.py")
+    assert "[2] KeyError: 'a bug'" in done.err.splitlines()
+    assert "[1] half a line" in done.err.splitlines()
+    assert re.search(r"^sweep: failed: swept/2_.*: killed by SIGKILL$", done.err, re.M)
+
+
+def test_each_run_has_its_share_of_the_cores(tmp_path):
+    write(tmp_path, {"own.py": OWN})
+    (done,) = attempts([[*LINE, "seed=1,2", TOLD, "sweep.jobs=2"]], tmp_path)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert sorted(re.findall(rf"^\[(\d)\] uses {share} cores, 1 threads", done.out, re.M)) == [
+        "1",
+        "2",
+    ]
+
+
+def test_ctrl_c_ends_all_runs_that_there_are_and_begins_no_other(tmp_path):
+    write(tmp_path, {"own.py": OWN})
+    words = [*LINE, "seed=21,22,23", TOLD, "sweep.jobs=2", "trainer.accelerator=cpu"]
+    with started(words, tmp_path) as job:
+        job.wait_for("there-21", "there-22")
+        os.kill(job.pid, signal.SIGINT)
+        code, said = job.ended(within=100)
+    assert code == 130
+    assert said[-1] == "dpframe: interrupted by SIGINT; go on with sweep.resume=swept"
+    assert [status for (status,) in told(tmp_path, "status")] == [
+        "interrupted",
+        "interrupted",
+        "missing",
+    ]
+    (tmp_path / "go").touch()
+    (done,) = attempts([["-m", "sweep.resume=swept", "sweep.jobs=3"]], tmp_path)
+    assert done.code == 0, done.err
+    assert told(tmp_path, "status") == [("finished",)] * 3
+
+
+def test_a_run_ends_with_the_sweep_that_has_started_it(tmp_path):
+    write(tmp_path, {"own.py": OWN})
+    words = [*LINE, "seed=21,22", TOLD, "sweep.jobs=2", "trainer.accelerator=cpu"]
+    with started(words, tmp_path) as job:
+        job.wait_for("there-21", "there-22")
+        assert len(job.ranks()) >= 2
+        os.kill(job.pid, signal.SIGKILL)
+        job.wait()
+    # That no process is left is checked after each test.
+    assert told(tmp_path, "status") == [("running",), ("running",)]
+
+
+def test_another_sweeper_starts_its_own_runs(tmp_path):
+    lines = [["-m", "recipe=boston", "hydra/launcher=joblib", "sweep.jobs=2", "seed=1,2"]]
+    files = {"site/hydra_plugins/own.py": LAUNCHER}
+    write(tmp_path, files)
+    (done,) = attempts(
+        lines, tmp_path, PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path / 'site'}"
+    )
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert done.err.startswith("dpframe: sweep.jobs=2: another sweeper or launcher starts the runs")
+
+
+LAUNCHER = """
+from dataclasses import dataclass
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.config_store import ConfigStore
+
+
+class Other(BasicLauncher):
+    pass
+
+
+@dataclass
+class Node:
+    _target_: str = "hydra_plugins.own.Other"
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="joblib", node=Node, provider="own")
+"""
+
+
+def job_of(gpus: Any, accelerator: str = "auto") -> Any:
+    trainer = SimpleNamespace(gpus=gpus, accelerator=accelerator)
+    return SimpleNamespace(settings=SimpleNamespace(trainer=trainer))
+
+
+@pytest.mark.parametrize(
+    ("count", "cores", "cards", "visible", "shares"),
+    [
+        (2, 4, 0, None, [Lane([0, 1], []), Lane([2, 3], [])]),
+        (2, 5, 2, None, [Lane([0, 1], ["0"]), Lane([2, 3, 4], ["1"])]),
+        (2, 2, 4, None, [Lane([0], ["0", "1"]), Lane([1], ["2", "3"])]),
+        (3, 2, 2, None, [Lane([0], ["0"]), Lane([1], ["1"]), Lane([0], ["0"])]),
+        (2, 2, 2, "5,GPU-3", [Lane([0], ["5"]), Lane([1], ["GPU-3"])]),
+    ],
+)
+def test_lanes_divide_cores_and_cards(monkeypatch, count, cores, cards, visible, shares):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: cards)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert lanes([job_of(None)], count) == shares
+    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: 1 / 0)
+    assert not any(lane.cards for lane in lanes([job_of(None, "cpu")], count))
+
+
+def test_a_run_that_needs_more_cards_than_its_share_is_refused(monkeypatch):
+    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: 4)
+    assert lanes([job_of(2), job_of([0, 1, 2, 3])], 2)
+    with pytest.raises(UserError, match=r"^trainer\.gpus=3 but sweep\.jobs=2 leaves each run 2"):
+        lanes([job_of(2), job_of(3)], 2)
+
+
+@pytest.mark.gpu(2)
+def test_two_runs_at_a_time_have_a_card_each(tmp_path):
+    write(tmp_path, {"own.py": OWN})
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    line = [*LINE, "seed=1,2", TOLD, "sweep.jobs=2"]
+    done = cold_dpframe(*line, cwd=tmp_path, PYTHONPATH=paths)
+    assert done.returncode == 0, done.stderr
+    cards = dict(re.findall(r"^\[(\d)\] uses .* cards (\d)$", done.stdout, re.M))
+    assert sorted(cards) == ["1", "2"] and len(set(cards.values())) == 2
+    for (run,) in told(tmp_path, "directory"):
+        summary = json.loads((tmp_path / "swept" / run / "summary.json").read_text())
+        assert summary["devices"] == ["cuda:0"], "of those that it sees"

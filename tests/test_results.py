@@ -1,0 +1,142 @@
+"""The table of a sweep, its best run, its means over seeds, and what a later sweep reads of it."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from dpframe import UserError
+from dpframe.cli.compose import Objective
+from dpframe.cli.results import Outcome, Result, Results, earlier, outcome_of, short
+
+RUNS = [  # seed, lr, status, value
+    (0, "0.1", "finished", 3.0),
+    (1, "0.1", "finished", 5.0),
+    (0, "0.01", "finished", 2.0),
+    (1, "0.01", "failed", None),
+    (0, "0.001", "pruned", 1.0),
+    (1, "0.001", "missing", None),
+]
+
+
+def results(directory: Path = Path("here"), mode: str = "min") -> Results:
+    made = Results(
+        directory=directory,
+        objective=Objective("val/loss", mode),
+        typed=["recipe=boston", "seed=0,1", "task.optimizer.lr=0.1,0.01,0.001"],
+        fixed={"recipe"},
+        total=len(RUNS),
+        sweeper="basic",
+    )
+    for number, (seed, rate, status, value) in enumerate(RUNS, start=1):
+        overrides = ["recipe=boston", f"seed={seed}", f"task.optimizer.lr={rate}"]
+        made.runs.append(Result(number, overrides, f"{number - 1}_run", status, value, 1.25, "why"))
+    return made
+
+
+@pytest.mark.parametrize(("mode", "best", "order"), [("min", 3, "531246"), ("max", 2, "213546")])
+def test_runs_are_sorted_by_the_metric_and_the_best_is_one_that_has_finished(mode, best, order):
+    made = results(mode=mode)
+    assert "".join(str(run.number) for run in made.ranked()) == order
+    assert made.best is not None and made.best.number == best
+    head, rule, *rows = made.table().splitlines()
+    assert head.split() == ["run", "seed", "lr", "val/loss", "seconds", "status", "directory"]
+    assert "".join(row[0] for row in rows) == order
+    assert made.summary()[0].startswith(f"best: run {best}, val/loss ")
+    assert rows[order.index("3")].split() == ["3", "0", "0.01", "2", "1.2", "finished", "2_run"]
+
+
+def test_runs_that_differ_by_the_seed_alone_are_averaged_with_their_standard_deviation():
+    (mean,) = results().seeds()
+    assert mean.overrides == ["task.optimizer.lr=0.1"] and mean.runs == [1, 2]
+    assert (mean.mean, mean.sd) == (4.0, pytest.approx(2**0.5))
+    assert results().summary()[-1].splitlines()[-1].split() == ["0.1", "4", "±", "1.41", "2"]
+    made = results()
+    made.fixed.add("seed")
+    assert made.seeds() == [], "one seed has no mean"
+
+
+def test_a_run_is_called_by_what_it_differs_in():
+    made = results()
+    assert made.title(made.runs[2]) == "run 3 of 6: seed=0 lr=0.01"
+    made.total = None
+    assert made.title(made.runs[2]) == "run 3: seed=0 lr=0.01"
+
+
+@pytest.mark.parametrize(
+    ("keys", "names"),
+    [
+        (["task.optimizer.lr", "seed"], ["lr", "seed"]),
+        (["a.x.lr", "b.x.lr"], ["a.x.lr", "b.x.lr"]),
+        (["task.lr", "task.net.lr"], ["task.lr", "net.lr"]),
+        (["+lr", "task.lr"], ["lr", "task.lr"]),
+    ],
+)
+def test_a_key_is_called_by_as_few_words_as_tell_it_from_the_others(keys, names):
+    assert list(short(keys).values()) == names
+
+
+@pytest.mark.parametrize(
+    ("summary", "outcome"),
+    [
+        ({"best": {"val/a": 3.0}, "metrics": {"val/a": 4.0}}, Outcome("finished", 3.0)),
+        ({"best": {}, "metrics": {"val/a": 4.0}}, Outcome("finished", 4.0)),
+        ({"metrics": {}}, Outcome("finished", None)),
+        ({"metrics": {"val/a": 4.0}, "stopped": "pruned: worse"}, Outcome("pruned", 4.0)),
+        ({"metrics": {"val/a": float("nan")}}, Outcome("failed", None, "val/a is nan")),
+    ],
+)
+def test_what_a_run_came_to_is_the_best_value_in_its_summary(summary, outcome):
+    assert outcome_of(summary, "val/a") == outcome
+
+
+def test_the_files_of_a_sweep_have_what_the_table_has(tmp_path):
+    made = results(tmp_path)
+    made.save()
+    made.save_table()
+    assert earlier(tmp_path).runs == made.runs
+    assert earlier(tmp_path).overrides == made.typed
+    content = json.loads((tmp_path / "sweep.json").read_text())
+    assert (content["metric"], content["mode"], content["best"]) == ("val/loss", "min", 3)
+    assert content["seeds"][0]["mean"] == 4.0
+    with open(tmp_path / "sweep.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["run"] for row in rows] == list("531246")
+    assert rows[2]["task.optimizer.lr"] == "0.1" and rows[2]["val/loss"] == "3.0"
+
+
+def test_a_copy_in_another_process_writes_nothing(tmp_path):
+    made = results(tmp_path)
+    made.owner += 1
+    made.save()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"runs": []}',
+        '{"runs": [1], "overrides": [], "sweeper": ""}',
+        '{"runs": [{"number": 1}], "overrides": [], "sweeper": ""}',
+        '{"runs": [{"number": "1", "overrides": []}], "overrides": [], "sweeper": ""}',
+        '{"runs": [{"number": 1, "overrides": "a"}], "overrides": [], "sweeper": ""}',
+        '{"runs": [{"number": 1, "overrides": [], "status": "x"}], "overrides": [], "sweeper": ""}',
+        '{"runs": [{"number": 1, "overrides": [], "value": []}], "overrides": [], "sweeper": ""}',
+        '{"runs": [{"number": 1, "overrides": [], "x": 1}], "overrides": [], "sweeper": ""}',
+        '{"runs": [], "overrides": [1], "sweeper": ""}',
+        '{"runs": [], "overrides": "ab", "sweeper": ""}',
+        "[" * 100_000,
+    ],
+)
+def test_a_file_that_no_sweep_has_written_is_one_line(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(UserError, match=r"sweep\.json (can't be read|is not as a sweep)"):
+        earlier(tmp_path)
+
+
+def test_a_directory_without_one_is_one_line(tmp_path):
+    with pytest.raises(UserError, match=r"there is no sweep\.json in it; name a sweep's"):
+        earlier(tmp_path)

@@ -1,0 +1,171 @@
+"""A sweep that was interrupted or killed, or of which runs failed, is gone on with."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import attempts, dpframe, write
+from forked import started
+
+from dpframe import checkpoint
+
+OWN = """
+import os
+import signal
+import time
+from pathlib import Path
+
+import dpframe
+
+
+class Trouble(dpframe.Callback):
+    '''What the file `trouble` says, of the run with seed 1, at the end of its second epoch.'''
+
+    def on_epoch_end(self, trainer):
+        path = Path("trouble")
+        if trainer.seed != 1 or trainer.epoch != 2 or not path.exists():
+            return
+        kind = path.read_text()
+        if kind == "bug":
+            raise KeyError("a bug")
+        Path("there").touch()
+        while kind == "wait" and trainer.interruption.number is None:
+            time.sleep(0.01)
+"""
+LINE = ("-m", "recipe=boston", "seed=0,1,2", "trainer.max_epochs=3", "logger=none")
+LINE += ("callbacks.checkpoint.seconds_between=0", "+callbacks.trouble._target_=own.Trouble")
+LINE += ("hydra.sweep.dir=swept",)
+
+
+def folder(path: Path, trouble: str) -> Path:
+    return write(path, {"own.py": OWN, "trouble": trouble})
+
+
+def content(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / "swept" / "sweep.json").read_text())
+
+
+def statuses(directory: Path) -> list[str]:
+    return [run["status"] for run in content(directory)["runs"]]
+
+
+def weights(directory: Path) -> list[dict[str, torch.Tensor]]:
+    runs = sorted((directory / "swept").glob("[012]_*"))
+    return [checkpoint.load(run / "checkpoints" / "last.ckpt")["task"] for run in runs]
+
+
+def is_same(some: list[dict[str, torch.Tensor]], others: list[dict[str, torch.Tensor]]) -> bool:
+    return len(some) == len(others) and all(
+        one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+        for one, other in zip(some, others, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = folder(tmp_path_factory.mktemp("undisturbed"), "")
+    (done,) = attempts([list(LINE)], directory)
+    assert done.code == 0 and statuses(directory) == ["finished"] * 3, done.err
+    return directory
+
+
+def ended(directory: Path) -> dict[str, int]:
+    return {path.parent.name: path.stat().st_mtime_ns for path in directory.rglob("summary.json")}
+
+
+def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_left(
+    tmp_path, undisturbed
+):
+    directory = folder(tmp_path, "bug")
+    (failed,) = attempts([list(LINE)], directory)
+    assert failed.code == 1 and statuses(directory) == ["finished", "failed", "finished"]
+    assert content(directory)["runs"][1]["reason"] == "KeyError: 'a bug'"
+    before = ended(directory)
+    (directory / "trouble").unlink()
+    resume = ["-m", "sweep.resume=swept"]
+    again, whole = attempts([resume, resume], directory)
+    assert again.code == 0, again.err
+    assert again.out.startswith("run 2 of 3: seed=1\n") and "run 3 of 3" not in again.out
+    assert statuses(directory) == ["finished"] * 3
+    assert before.items() <= ended(directory).items()
+    assert is_same(weights(directory), weights(undisturbed))
+    assert "run 2 of 3" not in whole.out and whole.code == 0, "there was nothing left to run"
+    values = [run["value"] for run in content(undisturbed)["runs"]]
+    assert [run["value"] for run in content(directory)["runs"]] == values
+    (log,) = directory.glob("swept/1_*/run.log")
+    assert "resumed at epoch 1, step 4" in log.read_text()
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "ddp"])
+def test_ctrl_c_in_a_run_leaves_a_table_and_the_sweep_is_gone_on_with(
+    tmp_path, undisturbed, strategy
+):
+    directory = folder(tmp_path, "wait")
+    more = [f"strategy={strategy}", "trainer.gpus=1", "trainer.accelerator=cpu"]
+    with started([*LINE, *more * (strategy == "ddp")], directory) as job:
+        job.wait_for("there")
+        os.kill(job.pid, signal.SIGINT)
+        code, said = job.ended(within=100)
+        out = job.printed()
+    assert code == 130
+    assert said[-1] == "dpframe: interrupted by SIGINT; go on with sweep.resume=swept"
+    assert statuses(directory) == ["finished", "interrupted", "missing"]
+    assert "sweep: 1 of 3 runs finished" in out and "best: run 1, " in out
+    (directory / "trouble").unlink()
+    done = dpframe("-m", "sweep.resume=swept", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    assert statuses(directory) == ["finished"] * 3
+    assert is_same(weights(directory), weights(undisturbed))
+
+
+def test_a_sweep_that_was_killed_is_gone_on_with(tmp_path, undisturbed):
+    directory = folder(tmp_path, "wait")
+    with started(LINE, directory) as job:
+        job.wait_for("there")
+        os.kill(job.pid, signal.SIGKILL)
+        job.wait()
+    assert statuses(directory) == ["finished", "running", "missing"]
+    (directory / "trouble").unlink()
+    done = dpframe("-m", "sweep.resume=swept", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    assert statuses(directory) == ["finished"] * 3
+    assert is_same(weights(directory), weights(undisturbed))
+
+
+def test_what_can_not_be_gone_on_with_is_one_line(undisturbed):
+    lines = {
+        "sweep.resume=nowhere": "sweep.resume=nowhere: there is no sweep.json in it",
+        "sweep.resume=swept seed=3": "seed=3: sweep.resume goes on with a sweep as it was",
+        "sweep.jobs=0 recipe=boston": "sweep.jobs=0 is out of range; use 1 or more",
+        "sweep.jobs=two recipe=boston": "sweep.jobs=two is text; use a whole number",
+        "sweep.job=2 recipe=boston": "sweep.job=2: there is no key sweep.job; did you mean sweep.j",
+    }
+    done = attempts([["-m", *line.split()] for line in lines], undisturbed)
+    for one, said in zip(done, lines.values(), strict=True):
+        assert (one.code, one.out, one.err.count("\n")) == (2, "", 1), one
+        assert one.err.startswith(f"dpframe: {said}"), one.err
+
+
+def test_a_link_out_of_a_sweeps_directory_is_refused(tmp_path):
+    directory = folder(tmp_path, "")
+    text = {"runs": [], "overrides": ["recipe=boston", "seed=0,1"], "sweeper": "basic"}
+    write(directory, {"swept/sweep.json": json.dumps(text), "elsewhere/x": ""})
+    (directory / "swept" / "0_seed=0").symlink_to(directory / "elsewhere")
+    (done,) = attempts([["-m", "sweep.resume=swept"]], directory)
+    assert done.code == 2 and "is a link out of the run directory" in done.err
+    assert [path.name for path in (directory / "elsewhere").iterdir()] == ["x"]
+
+
+def test_an_earlier_sweep_vouches_for_nothing(tmp_path):
+    directory = folder(tmp_path, "")
+    words = ["recipe=boston", "trusted_modules=[os]", "hydra.sweep.dir=out", "sweep.jobs=9"]
+    words += ["task.net._target_=os.system", "+task.net.command=touch canary"]
+    text = {"runs": [], "overrides": words, "sweeper": "basic"}
+    write(directory, {"swept/sweep.json": json.dumps(text)})
+    (done,) = attempts([["-m", "sweep.resume=swept"]], directory)
+    assert done.code == 2 and "is not one of the names that a config may call" in done.err
+    assert not (directory / "canary").exists() and not (directory / "out").exists()
