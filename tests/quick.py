@@ -20,6 +20,7 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_lanes_divide_cores_and_cards",
     "test_a_program_catches_what_it_always_caught",
     "test_no_second_error_of_a_device_hides_the_first",
     "test_answers_are_signed_where_they_are_wrong",
@@ -105,6 +106,7 @@ SLOW_FILES = {
     "restarts",
     "run",
     "samplers",
+    "sweep_resume",
     "task",
     "waits",
 }
