@@ -9,12 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from command import ROOT, attempts, cold_dpframe, dpframe, write
 from forked import started
 
 from dpframe import UserError
 from dpframe.cli import jobs
-from dpframe.cli.jobs import Lane, lanes
+from dpframe.cli.jobs import lanes
 
 OWN = """
 import os
@@ -171,26 +172,27 @@ def job_of(gpus: Any, accelerator: str = "auto") -> Any:
 @pytest.mark.parametrize(
     ("count", "cores", "cards", "visible", "shares"),
     [
-        (2, 4, 0, None, [Lane([0, 1], []), Lane([2, 3], [])]),
-        (2, 5, 2, None, [Lane([0, 1], ["0"]), Lane([2, 3, 4], ["1"])]),
-        (2, 2, 4, None, [Lane([0], ["0", "1"]), Lane([1], ["2", "3"])]),
-        (3, 2, 2, None, [Lane([0], ["0"]), Lane([1], ["1"]), Lane([0], ["0"])]),
-        (2, 2, 2, "5,GPU-3", [Lane([0], ["5"]), Lane([1], ["GPU-3"])]),
+        (2, 4, 0, "", [([0, 1], None), ([2, 3], None)]),
+        (2, 5, 2, "", [([0, 1], "0"), ([2, 3, 4], "1")]),
+        (2, 2, 4, "", [([0], "0,1"), ([1], "2,3")]),
+        (3, 2, 2, "", [([0], "0"), ([1], "1"), ([0], "0")]),
+        (2, 2, 2, "5,GPU-3", [([0], "5"), ([1], "GPU-3")]),
     ],
 )
 def test_lanes_divide_cores_and_cards(monkeypatch, count, cores, cards, visible, shares):
+    there = [torch.device("cuda", index) for index in range(cards)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: cards)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if visible is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert lanes([job_of(None)], count) == shares
-    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: 1 / 0)
-    assert not any(lane.cards for lane in lanes([job_of(None, "cpu")], count))
+    monkeypatch.setattr(jobs, "present", lambda accelerator: there)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    made = lanes([job_of(None)], count)
+    assert [(lane.cores, lane.environment.get("CUDA_VISIBLE_DEVICES")) for lane in made] == shares
+    assert all(lane.has_cards == bool(cards) for lane in made)
+    assert not any(lane.environment for lane in lanes([job_of(None, "cpu")], count))
 
 
 def test_a_run_that_needs_more_cards_than_its_share_is_refused(monkeypatch):
-    monkeypatch.setattr(jobs.torch.cuda, "device_count", lambda: 4)
+    there = [torch.device("cuda", index) for index in range(4)]
+    monkeypatch.setattr(jobs, "present", lambda accelerator: there)
     assert lanes([job_of(2), job_of([0, 1, 2, 3])], 2)
     with pytest.raises(UserError, match=r"^trainer\.gpus=3 but sweep\.jobs=2 leaves each run 2"):
         lanes([job_of(2), job_of(3)], 2)

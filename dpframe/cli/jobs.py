@@ -23,8 +23,9 @@ from dpframe.errors import Interrupted, UserError, printable
 from dpframe.heartbeat import SIGNALS, TICK_SECONDS
 from dpframe.interruption import Interruption
 from dpframe.strategies import launch
-from dpframe.strategies.devices import cores, use_threads
+from dpframe.strategies.devices import HIDES, cores, present, use_threads
 from dpframe.strategies.ranks import SAFE_PATH, SIGNALED
+from dpframe.trainer.settings import TrainerSettings
 
 BLOCK = 1 << 16
 
@@ -51,26 +52,35 @@ class Lane(NamedTuple):
     """What one of the processes that run at a time may use."""
 
     cores: list[int]
-    cards: list[str]  # as CUDA_VISIBLE_DEVICES has them; none: there are none
+    environment: dict[str, str]  # which limits the cards that it sees
+    has_cards: bool
 
 
 def lanes(jobs: Sequence[Composed], count: int) -> list[Lane]:
     """Equal shares; where there are fewer cores or cards than lanes, lanes share them."""
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    uses_gpus = any(job.settings.trainer.accelerator != "cpu" for job in jobs)
-    available = torch.cuda.device_count() if uses_gpus else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    cards = visible.split(",")[:available] if visible else [str(n) for n in range(available)]
-    shares = [Lane(_share(own, at, count), _share(cards, at, count)) for at in range(count)]
-    least = min(len(lane.cards) for lane in shares)
+    there = present("auto") if any(_trainer(job).accelerator != "cpu" for job in jobs) else []
+    variable = HIDES[there[0].type][0] if there and there[0].type in HIDES else ""
+    visible = os.environ.get(variable, "") if variable else ""
+    names = visible.split(",") if visible else map(str, range(len(there) if variable else 0))
+    cards = list(names)[: len(there)]
+    shares = [_share(cards, at, count) for at in range(count)]
+    least = min(map(len, shares))
     for job in jobs:
-        gpus = job.settings.trainer.gpus
+        gpus = _trainer(job).gpus
         if cards and isinstance(gpus, int) and gpus > least:
             raise UserError(
                 f"trainer.gpus={gpus} but sweep.jobs={count} leaves each run {least} of "
-                f"{len(cards)} CUDA devices; use sweep.jobs={max(1, len(cards) // gpus)}"
+                f"{len(cards)} devices; use sweep.jobs={max(1, len(cards) // gpus)}"
             )
-    return shares
+    return [
+        Lane(_share(own, at, count), {variable: ",".join(share)} if share else {}, bool(there))
+        for at, share in enumerate(shares)
+    ]
+
+
+def _trainer(job: Composed) -> TrainerSettings:
+    return job.settings.trainer
 
 
 def _share(things: Sequence[Any], at: int, count: int) -> list[Any]:
@@ -124,7 +134,7 @@ class _Process:
         self.job = job
         self.lane = lane
         # A process that has seen a card can't be forked.
-        method = launch.start_method(uses_cuda=bool(lane.cards))
+        method = launch.start_method(uses_gpus=lane.has_cards)
         context: Any = multiprocessing.get_context(method)
         pairs = [context.Pipe(duplex=False) for _ in range(2)]
         label = f"[{(job.number or 0) + 1}] "
@@ -134,8 +144,8 @@ class _Process:
         ]
         writers = [writer for _, writer in pairs]
         environment = {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
-        if lane.cards and not isinstance(job.settings.trainer.gpus, list):  # which names its own
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(lane.cards)
+        if _trainer(job).gpus is None or isinstance(_trainer(job).gpus, int):  # names no cards
+            environment |= lane.environment
         args = (job, lane.cores, environment, *writers)
         self.process = context.Process(target=_live, args=args)
         with launch.births():
