@@ -1,16 +1,12 @@
 """The benchmarks run, and the one that compares numbers fails when they differ."""
 
 import math
-import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 CPU = {"train/loss": 2.0, "val/loss": 0.0}
@@ -75,53 +71,3 @@ def test_least_squares_is_what_the_split_gives(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(FOLDER)
     boston_rmse = pytest.importorskip("boston_rmse")
     assert boston_rmse.least_squares_error() == pytest.approx(4.493, abs=5e-4)
-
-
-def test_the_gpu_benchmark_says_that_it_needs_one() -> None:
-    command = [sys.executable, FOLDER / "gpu.py"]
-    done = subprocess.run(
-        command, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
-    )
-    line = "benchmarks/gpu.py needs a CUDA device, and there is none\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", line)
-
-
-@pytest.mark.parametrize("name", ["boston", "gpt"])
-def test_the_gpu_benchmark_s_contestants_train_the_same_thing(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """Small, and on the CPU: by the losses that are computed in one epoch."""
-    monkeypatch.syspath_prepend(FOLDER)
-    gpu = pytest.importorskip("gpu")
-    contest = gpu.CONTESTS[name]
-    less = {
-        "boston": {"rows": lambda: tuple(t[:256] for t in gpu.rows_of_boston())},
-        "gpt": {
-            "make": lambda: gpu.GPT(words=32, length=8, width=8, heads=2, deep=2),
-            "rows": lambda: (torch.randint(32, (16, 9), generator=seeded()),),
-        },
-    }[name]
-    size = {"boston": 128, "gpt": 8}[name]
-    contest = replace(
-        contest, **less, batch_size=size, steps=1, warm_steps=1, precision="32", clip_norm=1.0
-    )
-    # All rows in the same order, which the two else draw differently.
-    monkeypatch.setattr(gpu.torch, "randperm", lambda n, **_: torch.arange(n))
-    hand, ours = losses(gpu.by_hand, contest), losses(gpu.ours, contest)
-    assert len(ours) == 2
-    assert ours == pytest.approx(hand, rel=1e-5)
-
-
-def losses(run: Any, contest: Any) -> list[float]:
-    seen: list[float] = []
-
-    def loss(net: Any, batch: Any) -> Any:
-        seen.append((found := contest.loss(net, batch)).item())
-        return found
-
-    assert run(replace(contest, loss=loss), torch.device("cpu")) > 0
-    return seen
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(0)

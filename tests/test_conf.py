@@ -33,6 +33,7 @@ def test_every_folder_is_a_group():
     }
 
 
+WITH_RECIPE = {"gpt2_124m"}  # experiments that choose it themselves
 EXTRAS = {  # the packages that an option needs
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
@@ -45,7 +46,7 @@ EXTRAS = {  # the packages that an option needs
 def test_every_option_is_composed_and_built(group, option):
     for package in EXTRAS.get(option, ()):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    recipe = [] if group == "recipe" else ["recipe=boston"]
+    recipe = [] if group == "recipe" or option in WITH_RECIPE else ["recipe=boston"]
     job = composed([*recipe, f"{group}={option}"])
     trust = check_targets(job)
     for where, node, kind in slots(job.settings):

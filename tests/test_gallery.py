@@ -166,13 +166,21 @@ def test_gpt_sees_nothing_that_comes_later():
     assert not torch.allclose(logits[3:], others[3:])
 
 
-def test_overrides_make_gpt_2():
+def test_an_experiment_makes_gpt_2():
     """Of 124 million parameters, as many as the one that was published."""
-    size = "task.vocabulary=50257 task.layers=12 task.heads=12 task.width=768 data.block=1024"
-    job = composed(["recipe=gpt", *size.split()])
+    job = composed(["experiment=gpt2_124m"])
+    assert job.settings.recipe == "gpt"
     with torch.device("meta"):
         task = build(job.config["task"], "task", Task, trust=check_targets(job))
     assert sum(p.numel() for p in task.parameters()) == 124_439_808
+
+
+def test_the_experiment_of_gpt_2_trains_on_the_stories_and_validates():
+    size = "task.vocabulary=500 task.layers=2 task.width=16 task.heads=2 data.block=64"
+    words = f"experiment=gpt2_124m {size} data.stories=100 task.optimizer.lr=0.01"
+    trainer = trained("gpt", words)
+    assert trainer.settings.precision == "bf16"
+    assert trainer.metrics["val/loss"] < 5 < math.log(500)
 
 
 def test_gpt_learns_to_write_stories_and_prints_what_it_writes(capsys):
