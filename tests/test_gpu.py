@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections import UserDict
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ from test_prefetch import Drawn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 
 from dpframe import (
     Callback,
@@ -32,7 +39,11 @@ from dpframe import (
 )
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import banner
+from dpframe.data import Share
+from dpframe.data.loader import pinned
+from dpframe.data.module import leaves
 from dpframe.data.prefetch import tensors_in
+from dpframe.data.stream import ShardedStream
 from dpframe.errors import Failure
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.data_parallel import DataParallel
@@ -549,6 +560,145 @@ def test_data_parallel_computes_on_copied_batches_what_it_computes_on_the_cpu(gi
     here = fitted(make=given.pop("task"), data=Rows(40, 6), strategy=started(CPU()), **given)
     for mine, other in zip(there["weights"].values(), here.task.state_dict().values(), strict=True):
         torch.testing.assert_close(mine.cpu(), other, rtol=1e-10, atol=1e-12)
+
+
+class Pins(SingleGPU):
+    """Notes of all that is on its way to the card whether it is in pinned memory."""
+
+    def __init__(self) -> None:
+        super().__init__(accelerator="cuda")
+        self.pinned: list[bool] = []
+
+    def to_device(self, shares: list[Share]) -> Any:
+        self.pinned += [leaf.is_pinned() for leaf in leaves(shares) if hasattr(leaf, "is_pinned")]
+        return super().to_device(shares)
+
+
+class Pair:
+    """A batch of a type of its own."""
+
+    blocks: list[bool] = []
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.x, self.y))
+
+    def pin_memory(self) -> "Pair":
+        return Pair(self.x.pin_memory(), self.y.pin_memory())
+
+    def is_pinned(self) -> bool:
+        return self.x.is_pinned() and self.y.is_pinned()
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Pair":
+        self.blocks.append(not non_blocking)
+        return Pair(*(tensor.to(device, non_blocking=non_blocking) for tensor in self))
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(listed(Rows(40).train))
+
+
+class Parts(ShardedStream):
+    def shards(self) -> list[int]:
+        return [0, 20]
+
+    def read(self, shard: int) -> Any:
+        return listed(Rows(40).train)[shard : shard + 20]
+
+
+class Other(Rows):
+    """The rows of Rows(40) for training, validation and prediction, read in another way."""
+
+    def __init__(self, make: Callable[[], Any], *, workers: int = 0, collate: Any = None) -> None:
+        super().__init__(40, 6, shuffle=False)
+        self.make, self.workers, self.divide_streams = make, workers, make is Parts
+        if collate is not None:
+            self.collate = collate
+
+    def train_dataset(self) -> Any:
+        return self.make()
+
+    val_dataset = predict_dataset = train_dataset
+
+
+def listed(rows: Any) -> list[tuple[Tensor, Tensor]]:
+    return [(x, y) for x, y in rows]
+
+
+def paired(rows: list[tuple[Tensor, Tensor]]) -> Pair:
+    return Pair(*default_collate(rows))
+
+
+def mapping(rows: list[tuple[Tensor, Tensor]]) -> UserDict[str, Tensor]:
+    return Encoding(zip("xy", default_collate(rows), strict=True))
+
+
+class Encoding(UserDict[str, Tensor]):
+    """As a tokenizer's BatchEncoding: no dict, and it moves itself."""
+
+    def is_pinned(self) -> bool:
+        return all(tensor.is_pinned() for tensor in self.data.values())
+
+    def to(self, device: torch.device, *, non_blocking: bool = False) -> "Encoding":
+        moved = {k: v.to(device, non_blocking=non_blocking) for k, v in self.data.items()}
+        return Encoding(moved)
+
+
+class Unpacked(Small):
+    """Of batches of any of these types."""
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        return super().training_step(list(batch.values() if isinstance(batch, Encoding) else batch))
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return super().predict_step(list(batch.values() if isinstance(batch, Encoding) else batch))
+
+
+def loader_of(rows: Any, **given: Any) -> Callable[[], DataLoader]:
+    return partial(DataLoader, rows, batch_size=6, **given)
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "rows": lambda: Other(lambda: listed(Rows(40).train)),
+    "rows from workers": lambda: Other(lambda: listed(Rows(40).train), workers=1),
+    "a stream": lambda: Other(Stream),
+    "a stream from a worker": lambda: Other(Stream, workers=1),
+    "a divided stream": lambda: Other(Parts),
+    "a DataLoader": lambda: Other(loader_of(listed(Rows(40).train))),
+    "a DataLoader with workers": lambda: Other(loader_of(listed(Rows(40).train), num_workers=1)),
+    "a DataLoader of a stream": lambda: Other(loader_of(Stream())),
+    "a type of its own": lambda: Other(lambda: listed(Rows(40).train), collate=paired),
+    "a stream of it": lambda: Other(Stream, collate=paired),
+    "a stream of it from a worker": lambda: Other(Stream, workers=1, collate=paired),
+    "a mapping": lambda: Other(lambda: listed(Rows(40).train), collate=mapping),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_batch_is_in_pinned_memory_and_copied_without_a_wait(monkeypatch, way):
+    monkeypatch.setattr(Pair, "blocks", [])
+    strategy = Pins()
+    strategy.setup()
+    made = fitted(make=partial(Unpacked, SGD), data=WAYS[way](), strategy=strategy, max_epochs=1)
+    training = len(strategy.pinned)
+    assert training >= 7  # batches
+    made.predict()
+    assert len(strategy.pinned) > training
+    assert all(strategy.pinned)
+    assert not any(Pair.blocks)
+    plain = fitted(make=partial(Unpacked, SGD), data=WAYS[way](), strategy=CPU(), max_epochs=1)
+    close(made, plain)
+
+
+def test_what_can_not_be_pinned_is_taken_as_it_is():
+    there = torch.zeros(2, device="cuda")
+    assert pinned({"x": there})["x"] is there
+    if torch.version.cuda:  # fake cards have no sparse tensors
+        sparse = torch.eye(2).to_sparse()
+        assert pinned(sparse) is sparse
 
 
 class Slow(Small):

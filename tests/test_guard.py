@@ -77,8 +77,11 @@ def test_losses_that_are_read_late_are_still_named_and_never_saved(tmp_path, mon
     monkeypatch.setattr("dpframe.task.READ_AT_ONCE", set())
     step, rows = met_in(0, shuffle=True)
     keeper = Checkpoint(every_n_steps=2)
-    with pytest.raises(Failure, match=f"^step {step}: the loss is nan, rows {rows};"):
+    with pytest.raises(Failure, match=f"^step {step}: the loss is nan, rows {rows};") as caught:
         fitted(data=Bad(), callbacks=[keeper], directory=tmp_path, **every)
+    read_after = step + step % 2  # for the checkpoint
+    then = f"every checkpoint is from before that loss: go on with resume={tmp_path};"
+    assert f"and training stopped after step {read_after}; {then}" in str(caught.value)
     for path in (tmp_path / "checkpoints").iterdir():
         assert checkpoint.load(path)["progress"]["global_step"] < step
 

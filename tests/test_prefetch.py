@@ -65,7 +65,8 @@ class Drawn(DataModule):
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def prefetched(loader: Loader, to_device: Any, devices: Any) -> Any:
-        return Prefetch(loader, to_device, Noted()).epoch, lambda shares: shares  # type: ignore[arg-type]
+        prefetch = Prefetch(loader, to_device, Noted())  # type: ignore[arg-type]
+        return prefetch.epoch, prefetch.begin
 
     for module in (loop, evaluation):
         monkeypatch.setattr(module, "prefetched", prefetched)
@@ -74,21 +75,23 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def used(dataset: Dataset, **given: Any) -> list[str]:
     loader = Loader(dataset, batch_size=10, shares=lambda rows: [rows], **given)
     side = Noted()
-    for number, _ in enumerate(Prefetch(loader, Strategy().to_device, side).epoch(), 1):  # type: ignore[arg-type]
+    prefetch = Prefetch(loader, Strategy().to_device, side)  # type: ignore[arg-type]
+    for number, batch in enumerate(prefetch.epoch(), 1):
+        prefetch.begin(batch.shares)
         side.seen.append(f"step {number}")
     return side.seen
 
 
 def test_a_copy_begins_before_the_batch_in_front_of_it_is_handed_over():
     assert used(Rows(30).train) == [
-        *("copy 1", "copy 2", "hand over 1", "step 1", "pace"),
-        *("copy 3", "hand over 2", "step 2", "pace"),
-        *("hand over 3", "step 3", "pace"),
+        *("copy 1", "copy 2", "hand over 1", "pace", "step 1"),
+        *("copy 3", "hand over 2", "pace", "step 2"),
+        *("hand over 3", "pace", "step 3"),
     ]
 
 
 def test_rows_that_draw_here_are_not_read_before_they_are_asked_for():
-    one = "copy {0}", "hand over {0}", "step {0}", "pace"
+    one = "copy {0}", "hand over {0}", "pace", "step {0}"
     assert used(Listed(20)) == [line.format(n) for n in (1, 2) for line in one]
 
 
@@ -103,7 +106,7 @@ class Opaque:
     "batch", [Opaque(), pack_sequence([torch.zeros(2)]), [torch.zeros(2), {"net": nn.Linear(1, 1)}]]
 )
 def test_a_batch_that_moves_itself_is_not_copied_on_the_side(batch):
-    one = "hand over None", "step {0}", "pace"
+    one = "hand over None", "pace", "step {0}"
     seen = used(Listed(20), collate=lambda rows: batch)
     assert seen == [line.format(n) for n in (1, 2) for line in one]
 
@@ -221,6 +224,16 @@ def test_a_step_waits_for_its_own_copy_and_its_memory_is_kept_from_the_next(stre
     assert streams == ["steps waits for copies 1", "memory is used by steps"]
     side.hand_over([torch.zeros(2).as_subclass(OnACard)], None)  # made on the steps' own stream
     assert len(streams) == 2
+
+
+def test_a_wait_for_the_gpu_is_no_wait_for_data(monkeypatch):
+    """A clock that goes on while the host waits for the GPU, and at no other time."""
+    now = [0.0]
+    monkeypatch.setattr(Noted, "pace", lambda self: now.append(now.pop() + 1.0))
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    as_on_a_gpu(monkeypatch)
+    one = fitted(max_epochs=1)
+    assert (one.progress.data_seconds, one.progress.seconds) == (0.0, 10.0)
 
 
 def test_the_host_is_at_most_three_steps_in_front(streams):

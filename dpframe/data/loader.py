@@ -1,6 +1,7 @@
 """The Loader: an epoch's global batches, each as the shares of this process's replicas."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
 from functools import partial
 from itertools import chain, count, islice, repeat
 from typing import Any
@@ -65,6 +66,7 @@ class Loader:
         self.device = torch.device("cpu")  # where the data is: all of it, if that is a GPU
         self.how = rows.described()
         self._shares = shares
+        self._pins = pin_memory
         if not isinstance(workers, Workers):
             workers = Workers(workers, draws_apart=workers > 0)
         if division is not None:
@@ -181,6 +183,8 @@ class Loader:
         reader.begin(self.seed, epoch, place["workers"])
         if self._processes is None:  # a DataLoader would add nothing but time
             answers = reader.batches()
+            if self._pins:
+                answers = (([(pinned(share), n) for share, n in a], rows) for a, rows in answers)
         else:
             answers = self._answers(self._processes, place, seed)
         for batches in count(skip + 1):
@@ -227,11 +231,25 @@ def _taken_pinned(tensor: Tensor, dimension: int, rows: Tensor) -> Tensor:
 
 def _read(rows: Rows, pin_memory: bool, numbers: Tensor) -> Any:
     batch = rows.read(numbers.tolist())
-    return mapped(_pinned, batch) if pin_memory else batch
+    return pinned(batch) if pin_memory else batch
 
 
-def _pinned(value: Any) -> Any:
-    return value.pin_memory() if hasattr(value, "pin_memory") else value
+def pinned(value: Any) -> Any:
+    """A batch in pinned memory, as a DataLoader's pin_memory does, but for tensors that can't be
+    there: those on a GPU, and sparse ones."""
+    return mapped(_pinned, value)
+
+
+def _pinned(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        can_be = leaf.device.type == "cpu" and leaf.layout == torch.strided
+        return leaf.pin_memory() if can_be else leaf
+    if hasattr(leaf, "pin_memory"):
+        return leaf.pin_memory()
+    if isinstance(leaf, MutableMapping):  # e.g. a tokenizer's BatchEncoding
+        leaf = copy(leaf)
+        leaf.update({key: pinned(value) for key, value in leaf.items()})
+    return leaf
 
 
 def _answer(rows: Rows, seed: int, numbers: list[int]) -> Any:

@@ -3,6 +3,8 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from inspect import Parameter
 from typing import Any, NamedTuple
 
 import torch
@@ -112,9 +114,23 @@ def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
         if isinstance(leaf, Tensor):
             of_type = dtype if leaf.is_floating_point() else None
             return leaf.to(device, of_type, non_blocking=waits_not)
-        return leaf.to(device) if hasattr(leaf, "to") else leaf
+        if not hasattr(leaf, "to"):
+            return leaf
+        kind: Any = type(leaf)
+        if waits_not and _copies_unblocked(kind):
+            return leaf.to(device, non_blocking=True)
+        return leaf.to(device)
 
     return mapped(moved, value)
+
+
+@cache
+def _copies_unblocked(kind: Any) -> bool:
+    """Whether a type's `to` has `non_blocking`, or takes whatever a tensor's takes."""
+    parameters = inspect.signature(kind.to).parameters
+    takes = {parameter.kind for parameter in parameters.values()}
+    takes_all = takes >= {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+    return takes_all or "non_blocking" in parameters
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:

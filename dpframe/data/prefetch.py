@@ -12,7 +12,6 @@ from dpframe import memory
 from dpframe.accelerator import has_streams
 from dpframe.data.loader import Loader
 from dpframe.data.module import Batch, Share, leaves, move
-from dpframe.data.workers import unchanged
 from dpframe.errors import UserError
 
 DEPTH = 3  # steps that the host may be in front of the GPU: the batch of each takes memory there
@@ -56,7 +55,8 @@ def prefetched(
     is_there = devices[0].type == "cpu" or loader.device.type != "cpu"
     if is_there or not has_streams(devices[0]):
         return loader.epoch, to_device
-    return Prefetch(loader, to_device, SideStreams(devices)).epoch, unchanged
+    prefetch = Prefetch(loader, to_device, SideStreams(devices))
+    return prefetch.epoch, prefetch.begin
 
 
 class Prefetch:
@@ -78,9 +78,9 @@ class Prefetch:
         for batch in batches:
             copies.append(self._copied(batch))
             if len(copies) > ahead:
-                yield from self._handed_over(copies.popleft())
+                yield self._handed_over(copies.popleft())
         while copies:
-            yield from self._handed_over(copies.popleft())
+            yield self._handed_over(copies.popleft())
 
     def _copied(self, batch: Batch) -> tuple[Batch, Any]:
         if not is_all_on_host(batch.shares):
@@ -89,11 +89,15 @@ class Prefetch:
             moved = self._to_device(batch.shares)
         return Batch(moved, batch.rows), self._side.mark()
 
-    def _handed_over(self, copy: tuple[Batch, Any]) -> Iterator[Batch]:
+    def _handed_over(self, copy: tuple[Batch, Any]) -> Batch:
         batch, events = copy
         self._side.hand_over(batch.shares, events)
-        yield batch
+        return batch
+
+    def begin(self, shares: Any) -> Any:
+        """Before a step; the wait for the GPU, if there is one, is none for data."""
         self._side.pace()
+        return shares
 
 
 class SideStreams:

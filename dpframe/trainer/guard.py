@@ -2,19 +2,22 @@
 
 import logging
 import math
+import shlex
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from dpframe import task
+from dpframe import files, task
 from dpframe.errors import Failure
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, is_nothing
 from dpframe.trainer.progress import Progress
 
 SHOWN = 20  # rows of a bad batch
+AT_ONCE = "training stopped before the update, and every checkpoint is as it was"
 log = logging.getLogger("dpframe")
 
 
@@ -54,14 +57,15 @@ class LossGuard:
                 is_bad = True
         if not self._skips:
             if is_bad:
-                raise self._failure(losses)
+                raise self._failure(losses, AT_ONCE)
             return False
         if is_bad:
             log.warning("%s; this step is left out", self._described(losses))
         return self._strategy.tally([float(is_bad)])[0] > 0
 
-    def read(self) -> None:
-        """Checks the deferred losses; waits for the device once."""
+    def read(self, step: int, saved: str | None, directory: str) -> None:
+        """Checks the deferred losses, after `step`; waits for the device once. `saved` is this
+        process's last checkpoint; another one's is in the run's directory."""
         unread, self._unread = self._unread, []
         losses = [output["loss"] for batch in unread for _, output in batch.measured]
         if not losses:
@@ -71,13 +75,12 @@ class LossGuard:
             return
         for batch in unread:
             if not all(math.isfinite(output["loss"].item()) for _, output in batch.measured):
-                raise self._failure(batch)
+                raise self._failure(batch, _late(step, saved, directory))
 
-    def _failure(self, losses: Losses) -> Failure:
+    def _failure(self, losses: Losses, how: str) -> Failure:
         return Failure(
-            f"{self._described(losses)}; training stopped before the update, and every checkpoint "
-            "is as it was; look at those rows, lower task.optimizer.lr, or set "
-            "trainer.on_nonfinite=skip to leave out such steps"
+            f"{self._described(losses)}; {how}; look at those rows, lower task.optimizer.lr, or "
+            "set trainer.on_nonfinite=skip to leave out such steps"
         )
 
     def _described(self, losses: Losses) -> str:
@@ -103,6 +106,15 @@ class LossGuard:
         rows = next(islice(self._order.epoch(losses.epoch), losses.batch_index, None))
         shares: list[Any] = self._strategy.shares(rows)
         return [share.tolist() for share in shares]
+
+
+def _late(step: int, saved: str | None, directory: str) -> str:
+    """Updates were made with that loss, but a checkpoint is saved only after this look."""
+    line = f"losses are read from the device at times, and training stopped after step {step}; "
+    line += "every checkpoint is from before that loss"
+    if saved or (directory and files.newest_good(Path(directory) / "checkpoints")):
+        line += f": go on with resume={shlex.quote(directory)}"
+    return line
 
 
 def _listed(rows: Sequence[int]) -> str:

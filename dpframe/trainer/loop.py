@@ -423,7 +423,7 @@ class Trainer:
     # ---- the ends of steps and epochs
 
     def _log_step(self) -> None:
-        self.guard.read()
+        self._read_losses()
         window = self.means.window()  # waits for the GPU; empty if all its steps were left out
         means = self.task.summarize(window) if window else {}
         now, rows = time.perf_counter(), self.progress.rows_seen
@@ -436,6 +436,10 @@ class Trainer:
         scalars = {**means, **self._learning_rates(), **norms, "samples_per_second": rate}
         self._log({f"step/{name}": value for name, value in scalars.items()})
 
+    def _read_losses(self) -> None:
+        """Those that were not read at once; waits for the GPU if there are some."""
+        self.guard.read(self.global_step, self.checkpoint, self.run.directory)
+
     def _learning_rates(self) -> dict[str, float]:
         """`lr`, and by the names of optimizers and groups, e.g. `lr/generator/backbone`."""
         return {
@@ -447,7 +451,7 @@ class Trainer:
     def _end_epoch(self) -> None:
         """Changes nothing before its validation is over: a run that ends in it validates again."""
         progress, settings = self.progress, self.settings
-        self.guard.read()
+        self._read_losses()
         rates = self._learning_rates()
         is_whole = not self.should_stop or progress.batches_done == self.feed.batches_per_epoch
         if self.lookout.done != progress.global_step:
@@ -494,7 +498,7 @@ class Trainer:
         return bool(self.validation) and (is_due or progress.batches_done in self._validates_after)
 
     def _validate(self) -> None:
-        self.guard.read()
+        self._read_losses()
         self.is_extra_validation = False
         means = self._measure_validation()
         if means:
@@ -750,7 +754,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that decides the rest of training; every process calls it, the main one keeps it."""
-        self.guard.read()
+        self._read_losses()
         self._read_clock()
         strategy, progress = self.strategy, self.progress
         strategy.weight_sync(is_read=True)
