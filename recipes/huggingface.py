@@ -77,7 +77,8 @@ def language_model(config: Mapping[str, Any], pretrained: str | None) -> "PreTra
             f"task.pretrained={pretrained} is no folder; name one that save_pretrained has "
             "written, or null for random weights"
         )
-    return AutoModelForCausalLM.from_pretrained(Path(pretrained).expanduser())
+    net = AutoModelForCausalLM.from_pretrained(Path(pretrained).expanduser())
+    return net.train()  # it comes in evaluation mode
 
 
 def with_lora(net: "PreTrainedModel", lora: Mapping[str, Any]) -> Any:

@@ -21,6 +21,8 @@ FILES = {
 }
 TESTS = {
     "test_lanes_divide_cores_and_cards",
+    "test_a_validation_leaves_each_module_in_the_mode_that_it_was_in",
+    "test_a_task_that_is_in_evaluation_mode_is_put_into_training_mode",
     "test_a_program_catches_what_it_always_caught",
     "test_no_second_error_of_a_device_hides_the_first",
     "test_answers_are_signed_where_they_are_wrong",

@@ -47,6 +47,14 @@ class Tuned(Task):
         return {"loss": (self.net(x)[:, 0] - y).square().mean()}
 
 
+class Resting(Tuned):
+    """Its norm is in evaluation mode, as a frozen backbone or a teacher is."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.net.backbone[1].requires_grad_(False).eval()
+
+
 def norm_alone() -> Freeze:
     return Freeze("net.backbone.1")
 
@@ -68,6 +76,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
         lambda: [Freeze("*backbone*", thaw_at_step=7), Freeze(["*", "!*0*", "!net.head"])],
         lambda epoch, step: step >= 7,
     ),
+    "in evaluation mode": (SGD, list, always),
     "ema": (AdamW, lambda: [EMA(0.9), norm_alone()], always),
     "swa": (SGD, lambda: [norm_alone(), SWA(start_epoch=1)], always),
     "swa by steps": (AdamW, lambda: [SWA(1, every_n_steps=3), norm_alone()], always),
@@ -134,7 +143,7 @@ def tuned(strategy: Strategy, name: str, *more: Callback, **settings: Any) -> An
     """The weights and the loss at the end, and what a checkpoint would hold of the weights."""
     make, callbacks, _ = CASES[name]
     one = fitted(
-        make=partial(Tuned, make),
+        make=partial(Resting if name == "in evaluation mode" else Tuned, make),
         data=ROWS(),
         strategy=strategy,
         callbacks=[*callbacks(), *more],
@@ -174,6 +183,25 @@ def test_frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_
     assert weights_apart(mine, by_hand(name)[0]) < EXACT
     assert loss == pytest.approx(by_hand(name)[1], rel=EXACT)
     assert apart == []
+
+
+@pytest.mark.parametrize("sanity_batches", [0, 2])
+@pytest.mark.parametrize("mode", ["validate", "test"])
+def test_a_validation_leaves_each_module_in_the_mode_that_it_was_in(mode, sanity_batches, caplog):
+    caplog.set_level("INFO", "dpframe")
+    modes = Hooks(on_batch_end=lambda t, *_: seen.append([m.training for m in t.task.modules()]))
+    one = trainer(Resting(SGD), ROWS(), callbacks=[modes], sanity_batches=sanity_batches)
+    seen: list[list[bool]] = []
+    as_made = [module.training for module in one.task.modules()]
+    getattr(one, mode)()
+    one.fit()
+    assert seen == [as_made] * 10 and not all(as_made)
+    assert "stays in evaluation mode in training: net.backbone.1; " in caplog.text
+
+
+def test_a_task_that_is_in_evaluation_mode_is_put_into_training_mode():
+    one = fitted(Tuned(SGD).eval(), ROWS())
+    assert all(module.training for module in one.task.modules())
 
 
 def test_rates_are_logged_by_group_and_a_changed_one_goes_on_in_proportion():

@@ -29,7 +29,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.single import auto
 from dpframe.task import Attached, Measured, Task, TrainStep, cloned, prefixed
 from dpframe.trainer.activations import drop_activations
-from dpframe.trainer.evaluation import Evaluation, Predictions, means_of, means_over
+from dpframe.trainer.evaluation import Evaluation, Predictions, means_of, means_over, modes_kept
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.logged import Logged
@@ -157,18 +157,20 @@ class Trainer:
     def validate(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "validate"
-        self._call("on_validation_start")
-        means = means_of(self._evaluations("val"), after_batch=self._after_batch())
-        self.metrics.update(means)
-        self._call("on_validation_end")
+        with modes_kept(self.task):
+            self._call("on_validation_start")
+            means = means_of(self._evaluations("val"), after_batch=self._after_batch())
+            self.metrics.update(means)
+            self._call("on_validation_end")
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
     def test(self) -> dict[str, float]:
         self._refuse_closed()
         self.mode = "test"
-        self.metrics.update(means_of(self._evaluations("test")))
-        self._call("on_test_end")
+        with modes_kept(self.task):
+            self.metrics.update(means_of(self._evaluations("test")))
+            self._call("on_test_end")
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
@@ -179,11 +181,12 @@ class Trainer:
         self._refuse_closed()
         self.mode = "predict"
         by_name: dict[str, Predictions] = {}
-        for name, evaluation in self._evaluations("predict").items():
-            predictions = evaluation.predictions(spool)
-            if predictions is not None:
-                by_name[name] = predictions
-                self._call("on_predict_end", predictions)
+        with modes_kept(self.task):
+            for name, evaluation in self._evaluations("predict").items():
+                predictions = evaluation.predictions(spool)
+                if predictions is not None:
+                    by_name[name] = predictions
+                    self._call("on_predict_end", predictions)
         self.report.close(self.metrics, succeeded=True)
         return by_name.get("", by_name or None)
 
@@ -279,8 +282,8 @@ class Trainer:
         if progress.batches_done == 0:
             seed = seeding.mix(self.seed, strategy.rank, progress.epoch)
             seeding.reseed(seed, self._devices)
-        if not (self.update.module.training and self.task.training):
-            self._train()
+        if not self.task.training:
+            self.task.train()
         self._call("on_epoch_start")
         for batches in self._steps():
             self.batches = batches
@@ -512,14 +515,10 @@ class Trainer:
             return {}
         self.strategy.weight_sync(is_read=True)
         self._call("on_validation_start")
-        means = self._evaluate(*others, after_batch=self._after_batch())
-        self._train()
+        with modes_kept(self.task):
+            means = self._evaluate(*others, after_batch=self._after_batch())
         self.progress.validated_step = self.progress.global_step
         return means
-
-    def _train(self) -> None:
-        for update in self.updates.values():
-            update.module.train()
 
     def _catch_up(self) -> None:
         """What was still to do after the step of the checkpoint that this run resumes from."""
@@ -636,7 +635,8 @@ class Trainer:
     def _try_validation(self, batches: int) -> None:
         """Lets mistakes in validation, and misspelt names of its numbers, show before training."""
         random_state = seeding.random_state(self._devices)
-        names = means_of(self.validation, at_most=batches)
+        with modes_kept(self.task):
+            names = means_of(self.validation, at_most=batches)
         seeding.restore_random_state(random_state, self._devices)
         self.task_metrics.tables.clear()
         monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
@@ -660,6 +660,13 @@ class Trainer:
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
             log.info("trainer.compile.mode=%s: the first step may take minutes to compile", mode)
+        resting = self._resting()
+        if resting and self.strategy.is_main:
+            log.info(
+                "stays in evaluation mode in training: %s; call train() on it in the task's "
+                "__init__ where it should not",
+                ", ".join(resting),
+            )
         if self.recomputed and self.strategy.is_main:
             log.info("computed again in the backward: %s", ", ".join(self.recomputed))
         self.profile = Profile() if self.settings.profile else None
@@ -670,6 +677,15 @@ class Trainer:
         self._logged_rows = self.progress.rows_seen
         self._look_at = self.lookout.begin(self.progress.global_step)
         self.has_begun = True
+
+    def _resting(self) -> list[str]:
+        """The outermost modules that the task has put into evaluation mode."""
+        names: list[str] = []
+        for name, module in self.task.named_modules():
+            is_within = any(name.startswith(f"{outer}.") for outer in names)
+            if self.task.training and not (module.training or is_within):
+                names.append(name)
+        return names
 
     def _refuse_nowhere(self, parts: Iterable[Callback | Logger]) -> None:
         for part in parts:
