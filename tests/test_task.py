@@ -247,9 +247,11 @@ class Pairs(Task):
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         x, y, number = batch
+        with torch.no_grad():  # for this gather alone
+            numbers = self.all_gather(number)
         mine, other = self.net(x), self.other(y)
         twice = self.all_gather(torch.stack([mine, other], 1).reshape(-1, 4))
-        target = (self.all_gather(number)[None] == number[:, None]).int().argmax(1)
+        target = (numbers[None] == number[:, None]).int().argmax(1)
         return contrasted(mine, other, twice[::2], twice[1::2], target, self.scale)
 
     def configure_optimizer(self) -> torch.optim.Optimizer:

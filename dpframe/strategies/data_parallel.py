@@ -109,6 +109,7 @@ class Meeting:
         self.steps = steps
         self.threads: list[Thread] = []  # of all replicas but the first, if they take turns
         self._in_turn = in_turn
+        self._is_grad_enabled = torch.is_grad_enabled()  # before any step has changed it
         self._turn: int | None = 0
         self._exchanges: list[dict[int, Tensor]] = []  # each one's rows by replica
         self._ended: set[int] = set()
@@ -149,7 +150,8 @@ class Meeting:
             if self._in_turn and not self.threads:
                 if self._ended:
                     raise _left_alone(0)
-                self.threads = [Thread(partial(self.run, i)) for i in range(1, len(self.steps))]
+                with torch.set_grad_enabled(self._is_grad_enabled):
+                    self.threads = [Thread(partial(self.run, i)) for i in range(1, len(self.steps))]
                 for thread in self.threads:
                     thread.start()
             rows = next((rows for rows in self._exchanges if index not in rows), None)
