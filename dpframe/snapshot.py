@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from dpframe import memory
+from dpframe.accelerator import has_streams
 
 CPU = torch.device("cpu")
 SHARE_OF_FREE = 4  # copies on the device itself take at most one in so many of its free bytes
@@ -42,7 +43,7 @@ class Snapshot:
         for device, pairs in self._pairs.items():
             module = torch.get_device_module(device)
             here, side = module.current_stream(device), _side_stream(device)
-            room = module.mem_get_info(device)[0] // SHARE_OF_FREE
+            room = (memory.free(device) or 0) // SHARE_OF_FREE
             has_room = sum(tensor.nbytes for tensor, _ in pairs) <= room
             if has_room:
                 pairs = [(tensor.clone(), host) for tensor, host in pairs]
@@ -66,7 +67,7 @@ class Snapshot:
         if tensor.device == CPU:
             return tensor.clone()
         is_small = self.nbytes <= memory.machine() // SHARE_OF_HOST
-        if not (is_small and tensor.layout is torch.strided and _has_streams(tensor.device)):
+        if not (is_small and tensor.layout is torch.strided and has_streams(tensor.device)):
             return tensor.to(CPU, copy=True)
         host = torch.empty_like(tensor, device=CPU, pin_memory=True)
         self._pairs.setdefault(tensor.device, []).append((tensor, host))
@@ -80,7 +81,3 @@ def _side_stream(device: torch.device) -> Any:
     if device not in _side_streams:
         _side_streams[device] = torch.get_device_module(device).Stream(device)
     return _side_streams[device]
-
-
-def _has_streams(device: torch.device) -> bool:
-    return hasattr(torch.get_device_module(device), "Stream")

@@ -10,6 +10,7 @@ FILES = {
     "layers",
     "loggers",
     "media",
+    "memory",
     "metrics",
     "parameters",
     "placement",

@@ -119,6 +119,16 @@ def test_float32_products_have_the_precision_that_is_set_and_a_sweeps_next_run_h
     assert torch.get_float32_matmul_precision() == before == "highest"
 
 
+def test_cudnn_looks_for_fast_kernels_where_that_is_set_and_not_in_a_sweeps_next_run():
+    before = torch.backends.cudnn.benchmark
+    with process_settings_restored():
+        trainer(cudnn_benchmark=not before)
+        assert torch.backends.cudnn.benchmark is not before
+        trainer()
+        assert torch.backends.cudnn.benchmark is not before  # as the program has it
+    assert torch.backends.cudnn.benchmark is before
+
+
 def test_fp16_scales_the_loss_and_the_optimiser_sees_it_unscaled():
     batch = {"data": Rows(4, shuffle=False), "max_epochs": 6}
     one = fitted(make=lambda: Small(Grabbed), precision="fp16", **batch)

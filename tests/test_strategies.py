@@ -337,6 +337,12 @@ def test_the_options_of_ddp_reach_torch():
     assert results()["options"] == dict.fromkeys(OPTIONS, [True, False])
 
 
+def test_the_size_of_buckets_reaches_torch_and_one_of_nothing_is_refused():
+    assert results()["bucket"] == 3 * 2**20
+    with pytest.raises(UserError, match=r"strategy.bucket_cap_mb=0; set it to more than 0"):
+        DDP(bucket_cap_mb=0)
+
+
 def test_the_timeout_reaches_torch():
     assert results()["timeout"] == 77
 
@@ -511,6 +517,8 @@ def in_a_rank(strategy: DDP) -> dict[Any, Any]:
     found["options"] = {
         name: [seen_by_torch(strategy, name, value) for value in (True, False)] for name in OPTIONS
     }
+    strategy.options = DDP(bucket_cap_mb=3).options
+    found["bucket"] = strategy.wrap(nn.Linear(1, 1), training=True).bucket_bytes_cap
     for name, (_, options) in TRAINED.items():
         for accumulate in (1, 2):
             strategy.options = DDP(**options).options

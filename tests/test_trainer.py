@@ -334,6 +334,10 @@ def test_an_optimiser_whose_step_needs_more_is_refused_before_anything_begins():
             "did you mean fp16?",
         ),
         ({"matmul_precision": "hi"}, "trainer.matmul_precision=hi is not one of highest, high, me"),
+        (
+            {"deterministic": True, "cudnn_benchmark": True},
+            "trainer.deterministic=true with trainer.cudnn_benchmark=true: kernels that are chosen",
+        ),
         ({"compile": "fast"}, "trainer.compile=fast is not one of default, reduce-overhead"),
         ({"compile": {"mode": "reduce"}}, "trainer.compile.mode=reduce is not one of default"),
         (

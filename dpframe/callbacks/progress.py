@@ -60,15 +60,17 @@ class Progress(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._draw(trainer)
         self._stop()
+        peaks = trainer.peak_memory()
         if not trainer.strategy.is_main:
             return
         if trainer.stop_reason:
             log.info("stopped: %s", trainer.stop_reason)
         rows, seconds = trainer.progress.rows_seen, trainer.progress.seconds
         rate = rows / seconds if seconds else 0.0
+        memory = f", {' + '.join(map(_gib, peaks))} GiB at most" if peaks else ""
         print(
             f"{printable(table(trainer.metrics))}\n"
-            f"{trainer.global_step} steps in {seconds:.2f} s, {rate:,.0f} samples/s",
+            f"{trainer.global_step} steps in {seconds:.2f} s, {rate:,.0f} samples/s{memory}",
             flush=True,
         )
 
@@ -224,6 +226,10 @@ def _columns(rows: list[tuple[str, ...]]) -> str:
 def _devices(names: list[str]) -> str:
     kinds = sorted(set(names))
     return f"{len(names)} x {kinds[0]}" if len(kinds) == 1 and len(names) > 1 else ", ".join(names)
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"
 
 
 def _inline(metrics: dict[str, float]) -> str:

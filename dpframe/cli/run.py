@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, files, interruption, seeding
+from dpframe import checkpoint, files, interruption, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.cli import faults, output
@@ -31,6 +31,7 @@ from dpframe.strategies import Strategy, launch, ranks
 from dpframe.strategies.launch import RankFailed
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
+from dpframe.trainer.feed import local_devices
 from dpframe.trainer.placement import process_settings_restored
 from dpframe.trainer.progress import Progress
 
@@ -131,6 +132,8 @@ def _work(job: Composed) -> dict[str, Any]:
 @exits_told()  # before the strategy is told of the error
 def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
     settings = job.settings
+    for device in local_devices(strategy):
+        memory.begin_peak(device)  # of the run before, in a sweep
     told = partial(faults.told, strategy, settings.trainer, resumes=settings.resume is not None)
     state = checkpoint.load(job.start) if job.start is not None else None
     objective = job.objective
@@ -160,6 +163,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
             summary = {
                 "recipe": settings.recipe,
                 **_summary(strategy, trainer.progress),
+                "peak_memory": trainer.peak_memory(),
                 "metrics": trainer.metrics,
                 "checkpoint": saved,
                 "directory": path,

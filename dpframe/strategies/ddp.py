@@ -48,17 +48,21 @@ class DDP(Strategy):
         broadcast_buffers: bool = True,
         static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
+        bucket_cap_mb: float | None = None,
         sync_batchnorm: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core)
         if timeout_seconds <= 0:
             raise UserError(f"strategy.timeout_seconds={timeout_seconds}; set it to more than 0")
+        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+            raise UserError(f"strategy.bucket_cap_mb={bucket_cap_mb}; set it to more than 0")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             BUFFERS: broadcast_buffers,
             "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
+            "bucket_cap_mb": bucket_cap_mb,
         }
         self.sync_batchnorm = sync_batchnorm
         self.timeout_seconds = timeout_seconds
@@ -113,6 +117,7 @@ class DDP(Strategy):
         store.set_timeout(timeout)
         # torchrun's store outlives a group; the next one must not find the keys of this one.
         self._store = dist.PrefixStore(f"dpframe{next(_groups)}", store)
+        # Not with `device_id`: NCCL then splits groups, which takes ranks that `_first` leaves out.
         dist.init_process_group(
             backend_of(self.device),
             store=self._store,

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from dpframe import checkpoint, seeding
+from dpframe import checkpoint, memory, seeding
 from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
@@ -218,6 +218,14 @@ class Trainer:
         if self.mode and not self.task.training:
             return DOING["validate"]
         return "training" if self.has_begun else "set-up"
+
+    def peak_memory(self) -> list[int] | None:
+        """The most bytes that tensors took on each of `strategy.devices`, on the main process; None
+        on the CPU. Every process has to call it."""
+        here = [memory.peak(device) for device in local_devices(self.strategy)]
+        if None in here:
+            return None
+        return list(chain.from_iterable(self.strategy.gather(here)))
 
     def stop(self, reason: str) -> None:
         """Ends training after this step; every process has to call it at the same step."""

@@ -52,6 +52,8 @@ def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> s
     task.to(precision.device, precision.dtype)
     if settings.matmul_precision is not None:
         torch.set_float32_matmul_precision(settings.matmul_precision)
+    if settings.cudnn_benchmark is not None:
+        torch.backends.cudnn.benchmark = settings.cudnn_benchmark
     parameters = sum(parameter.numel() for parameter in task.parameters())
     if settings.threads is not None:
         use_threads(settings.threads)
@@ -68,9 +70,11 @@ def process_settings_restored() -> Iterator[None]:
     """What a run sets for all of its process is not the next run's in a sweep."""
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
     try:
         yield
     finally:
+        torch.backends.cudnn.benchmark = benchmark
         torch.set_float32_matmul_precision(precision)
         if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # its import is slow
             torch.use_deterministic_algorithms(is_deterministic)

@@ -85,6 +85,7 @@ class TrainerSettings:
     data_on_device: Any = "auto"  # or True, or False
     lean: bool = True
     channels_last: bool = False
+    cudnn_benchmark: bool | None = None
     profile: bool = False
     threads: int | None = None
     max_replicas_per_core: int = 8
@@ -115,6 +116,11 @@ class TrainerSettings:
             value = getattr(self, key)
             if value is not None and not value > 0:  # NaN is not
                 raise UserError(f"trainer.{key}={value} is out of range; use more than 0")
+        if self.deterministic and self.cudnn_benchmark:
+            raise UserError(
+                "trainer.deterministic=true with trainer.cudnn_benchmark=true: kernels that are "
+                "chosen by their speed differ from run to run; set one of them to false"
+            )
         self._check_clipping()
         if self.data_on_device != "auto" and not isinstance(self.data_on_device, bool):
             raise not_one_of(

@@ -1,0 +1,86 @@
+"""How much memory a run took at most, in its last line and in summary.json."""
+
+import json
+import re
+
+import pytest
+import torch
+from injector import run
+from small import Rows, Small, fitted
+
+from dpframe import memory
+from dpframe.callbacks.progress import Progress
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.single import CPU, SingleGPU
+
+MIB = 2**20
+LINE = r"\d+ steps in \S+ s, \S+ samples/s"
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
+        (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
+        (ValueError("not enough memory to learn from"), False),
+    ],
+)
+def test_errors_of_a_full_memory_are_known(error, expected):
+    assert memory.ran_out(error) is expected
+
+
+def test_the_cpu_counts_no_tensors(capsys):
+    made = fitted(strategy=CPU(), callbacks=[Progress()])
+    assert made.peak_memory() is None
+    assert re.fullmatch(LINE, capsys.readouterr().out.splitlines()[-1])
+
+
+def test_summary_json_of_the_cpu_says_null(tmp_path):
+    assert run(tmp_path, "strategy=cpu", "trainer.max_steps=2").returncode == 0
+    assert json.loads((tmp_path / "run/summary.json").read_text())["peak_memory"] is None
+
+
+# On cards
+
+
+class Large(Small):
+    """Takes 8 MiB on each device in a step."""
+
+    def training_step(self, batch):
+        torch.zeros(8 * MIB, dtype=torch.uint8, device=batch[0].device)
+        return super().training_step(batch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+def test_the_most_that_tensors_took_on_each_card_is_told(capsys, kind):
+    strategy = kind(accelerator="cuda")
+    strategy.setup()
+    memory.begin_peak(strategy.device)
+    data = Rows(40, 10)
+    peaks = fitted(Large(), data, strategy=strategy, callbacks=[Progress()]).peak_memory()
+    assert len(peaks) == len(strategy.devices)
+    assert all(8 * MIB <= peak < 64 * MIB for peak in peaks), peaks
+    last = capsys.readouterr().out.splitlines()[-1]
+    told = " + ".join(f"{peak / 2**30:.2f}" for peak in peaks)
+    assert re.fullmatch(rf"{LINE}, {re.escape(told)} GiB at most", last)
+
+
+def in_a_rank() -> list[int]:
+    strategy = DDP(accelerator="cuda")
+    strategy.setup()
+    try:
+        return fitted(Large(), Rows(40, 10), strategy=strategy).peak_memory()
+    finally:
+        strategy.close()
+
+
+@pytest.mark.gpu
+def test_the_main_rank_knows_the_most_of_each():
+    peaks = DDP(accelerator="cuda").launch(in_a_rank)
+    assert len(peaks) == torch.cuda.device_count()
+    assert all(8 * MIB <= peak < 64 * MIB for peak in peaks), peaks
