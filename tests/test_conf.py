@@ -14,6 +14,7 @@ from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import composed
 from dpframe.cli.configs import GROUPS
 from dpframe.cli.locate import locate
+from dpframe.cli.settings import is_off
 from dpframe.cli.trust import slots
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 
@@ -88,8 +89,10 @@ def test_every_file_begins_with_what_it_is(file):
 @pytest.mark.parametrize(("group", "option"), BUILT)
 def test_a_node_lists_every_option_of_its_class_with_its_default(group, option):
     config = composed(["recipe=boston", f"{group}={option}"]).config[group]
-    nodes = [config] if group == "strategy" else [node for node in config.values() if node]
+    nodes = [config] if group == "strategy" else config.values()
     for node in nodes:
+        if is_off(node):
+            continue
         target = locate(node["_target_"], group)
         parameters = inspect.signature(target).parameters
         assert {**node}.keys() - {"_target_"} == parameters.keys(), node["_target_"]
@@ -103,6 +106,14 @@ def test_callbacks_and_loggers_that_are_listed_are_all_there():
     config = composed(["recipe=boston", *words]).config
     assert {*listed, "checkpoint", "progress"} == {k for k, v in config["callbacks"].items() if v}
     assert config["logger"].keys() == {"wandb", "csv"}
+
+
+def test_what_a_recipe_sets_of_a_callback_that_is_switched_off_goes_nowhere():
+    job = composed(["recipe=transfer", "callbacks=none"])  # its best checkpoint is by val/accuracy
+    kept = {where for where, *_ in slots(job.settings) if where.startswith("callbacks.")}
+    assert kept == {"callbacks.freeze", "callbacks.ema", "callbacks.stages"}
+    check_targets(job)
+    assert job.objective.metric == "val/accuracy"  # of a sweep all the same
 
 
 def test_a_strategy_takes_the_trainers_keys():
@@ -120,7 +131,7 @@ def test_a_recipe_may_set_any_other_group(tmp_path):
     job = composed(["recipe=own"], config_dir=str(tmp_path))
     assert job.config["strategy"]["_target_"].endswith("DDP")
     assert job.config["strategy"]["timeout_seconds"] == 5
-    assert job.config["callbacks"]["checkpoint"] is None
+    assert job.config["callbacks"]["checkpoint"] == {"_target_": None}
     typed = composed(["recipe=own", "strategy=cpu"], config_dir=str(tmp_path))
     assert typed.config["strategy"]["_target_"].endswith("CPU")
 

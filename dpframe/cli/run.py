@@ -21,7 +21,7 @@ from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
 from dpframe.cli.origin import compared
 from dpframe.cli.resume import run_directory
-from dpframe.cli.settings import EVALUATIONS, RunSettings
+from dpframe.cli.settings import EVALUATIONS, RunSettings, is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import DeviceLost, Failure, Interrupted, UserError, exits_told, printable
@@ -234,8 +234,8 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
 
 
 def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
-    """The callbacks or loggers of a group: a node is one of them, null switches it off."""
-    return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if node is not None]
+    """The callbacks or loggers of a group, each of a node."""
+    return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if not is_off(node)]
 
 
 def _directory(job: Composed) -> Directory:

@@ -103,6 +103,12 @@ def sweep_settings(node: Any) -> SweepSettings:
     return settings
 
 
+def is_off(node: Any) -> bool:
+    """Whether a callback or logger is switched off: null, or without a class, whatever else a
+    recipe sets of it."""
+    return node is None or (isinstance(node, Mapping) and node.get("_target_", "") is None)
+
+
 def literal(value: Any) -> Any:
     """Escapes each ${ that is left in a resolved config, e.g. in a path, for OmegaConf."""
     if isinstance(value, str):

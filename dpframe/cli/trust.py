@@ -27,7 +27,7 @@ from dpframe.cli.locate import (
     see_current_directory,
     spec_of,
 )
-from dpframe.cli.settings import RunSettings
+from dpframe.cli.settings import RunSettings, is_off
 from dpframe.data import DataModule
 from dpframe.errors import UserError, nearest
 from dpframe.loggers import Logger
@@ -84,13 +84,13 @@ def trust_of(job: Composed) -> "Trust":
 
 
 def slots(settings: RunSettings) -> Iterator[tuple[str, Any, type]]:
-    """Each part's key, node and kind; a callback or a logger that is null is switched off."""
+    """Each part's key, node and kind, but for callbacks and loggers that are switched off."""
     yield "strategy", settings.strategy, Strategy
     yield "task", settings.task, Task
     yield "data", settings.data, DataModule
     for group, kind in (("callbacks", Callback), ("logger", Logger)):
         for name, node in getattr(settings, group).items():
-            if node is not None:
+            if not is_off(node):
                 yield f"{group}.{name}", node, kind
 
 
