@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dpframe.accelerator import has_float64
 from dpframe.data import Share
 from dpframe.errors import UserError, miscalled, suggestion
+from dpframe.instead import INSTEAD, Instead, refusal
 from dpframe.metrics import described, is_number
 from dpframe.parameters import grouped, optimizer_over
 
@@ -327,6 +328,10 @@ class Ahead:
         return self.global_step // self.steps_per_epoch
 
 
+for _name in INSTEAD:
+    setattr(Task, _name, Instead(_name))
+
+
 def has_sparse(module: nn.Module) -> bool:
     """Whether the module makes sparse gradients: its embeddings say so."""
     return any(getattr(part, "sparse", False) for part in module.modules())
@@ -514,6 +519,8 @@ def _made(part: Any, returned: Any, task: Task) -> Made:
 
 def check_signature(task: Task, turns: Sequence[str]) -> None:
     """Refuses a training_step that can't be called as the Trainer calls it."""
+    if inspect.getattr_static(task, "automatic_optimization") is False:
+        raise refusal(type(task), "automatic_optimization")
     called = ("batch", "turn") if any(turns) else ("batch",)
     try:
         inspect.signature(task.training_step).bind(*called)

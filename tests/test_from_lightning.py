@@ -5,8 +5,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from small import Small, fitted
+from torch import nn
 
+from dpframe import Trainer, UserError
 from dpframe.callbacks.base import HOOKS
+from dpframe.instead import INSTEAD
 from dpframe.trainer.settings import TrainerSettings
 
 PAGE = (Path(__file__).parent.parent / "docs" / "from-lightning.md").read_text()
@@ -50,3 +54,57 @@ def test_what_it_names_of_ours_is_there():
         hook for ours in table_of("hooks").values() for hook in re.findall(r"`(on_\w+)`", ours)
     }
     assert hooks <= set(HOOKS)
+
+
+class Theirs(Small):
+    @property
+    def mine(self) -> int:
+        return self.missing
+
+
+class Own(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logger = nn.Linear(1, 1)
+        self.hparams = {"width": 8}
+
+    def log(self, name: str) -> str:
+        return name
+
+
+@pytest.mark.parametrize("name", INSTEAD)
+def test_what_a_task_has_only_in_lightning_is_one_line_with_what_to_write(name):
+    with pytest.raises(UserError) as caught:
+        getattr(Theirs(), name)
+    line = str(caught.value)
+    assert line.startswith(f"Theirs.{name} is Lightning's and not here; ") and "\n" not in line
+    for attribute in re.findall(r"self\.(\w+)", INSTEAD[name]):
+        assert hasattr(Theirs(), attribute)
+    for method in re.findall(r"\btrainer\.(log\w*)", INSTEAD[name]):
+        assert hasattr(Trainer, method)
+
+
+def test_a_tasks_own_names_and_its_own_mistakes_stay_as_they_are():
+    task = Own()
+    assert (task.log("a"), task.hparams, type(task.logger)) == ("a", {"width": 8}, nn.Linear)
+    assert fitted(task).task is task
+    with pytest.raises(AttributeError, match="'Theirs' object has no attribute 'mi"):
+        Theirs().mine  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'losss'"):
+        Theirs().losss  # noqa: B018
+
+
+class Manual(Small):
+    automatic_optimization = False
+
+
+class SetsIt(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+@pytest.mark.parametrize("kind", [Manual, SetsIt])
+def test_manual_optimization_is_refused_before_training(kind):
+    with pytest.raises(UserError, match=f"^{kind.__name__}.automatic_optimization is Lightning's"):
+        fitted(kind())

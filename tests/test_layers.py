@@ -29,6 +29,7 @@ GROUND |= {
     "snapshot",
     "bombs",
     "heartbeat",
+    "instead",
     "lean",
     "parameters",
     "interruption",
