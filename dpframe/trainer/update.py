@@ -66,7 +66,8 @@ class Update:
         self.parameters = list(task.parameters())  # one that is frozen may thaw later
         updated = {id(weight) for weight in updated_by(self.optimizer)}
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
-        is_fused = fuse(self.optimizer, task)
+        fuse(self.optimizer, task)
+        is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.schedules_steps = (
@@ -389,7 +390,8 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
         group["fused"] = True
     for weight, state in optimizer.state.items():  # Adagrad has made its own for other kernels
         state["step"] = state["step"].to(weight.device, torch.float32)
-    _skips_by_itself(optimizer)
+    # So that GradScaler does not read from the GPU whether to skip a step: the kernels know it.
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     return True
 
 
@@ -397,26 +399,21 @@ def _unfuse_late(optimizer: Optimizer) -> bool:
     """Before a step: takes `fused` from the groups whose step can't be; True: look again.
 
     SGD's kernel takes the momenta of all weights that have a gradient, or of none. A momentum
-    begins with its weight's first gradient, e.g. when the weight is thawed.
+    begins with its weight's first gradient, e.g. when the weight is thawed. A step in which one
+    begins is GradScaler's to skip: torch would leave it in memory that nobody has written.
     """
-    looks_again = False
+    looks_again = begins = False
     for group in optimizer.param_groups:
         if not group["momentum"]:
             continue
         has_begun = ["momentum_buffer" in optimizer.state.get(w, ()) for w in group["params"]]
         pairs = zip(group["params"], has_begun, strict=True)
-        is_mixed = len({begun for weight, begun in pairs if weight.grad is not None}) > 1
-        group["fused"] = None if is_mixed else True
-        looks_again |= is_mixed or not all(has_begun)
-    _skips_by_itself(optimizer)
+        updated = {begun for weight, begun in pairs if weight.grad is not None}
+        group["fused"] = None if len(updated) > 1 else True
+        begins |= False in updated
+        looks_again |= begins or not all(has_begun)
+    optimizer._step_supports_amp_scaling = not begins  # type: ignore[attr-defined]
     return looks_again
-
-
-def _skips_by_itself(optimizer: Optimizer) -> None:
-    """Has a GradScaler leave it to the kernels to skip a step with infinite gradients: it would
-    read from the GPU whether there are some. Torch's constructors say so for `fused=True`."""
-    is_fused = all(group["fused"] for group in optimizer.param_groups)
-    optimizer._step_supports_amp_scaling = is_fused  # type: ignore[attr-defined]
 
 
 def _is_missing(gradient: Tensor | None) -> bool:
