@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
 
 Sums = dict[str, tuple[float, float]]
@@ -161,6 +162,11 @@ def _joined(several: list[Any], counts: bool) -> Sums:
             before = sums.get(name, (0.0, 0.0))
             sums[name] = (before[0] + value, before[1] + weight) if counts else before
     return sums
+
+
+def fraction(of: Tensor) -> Tensor:
+    """The mean of true and false, e.g. an accuracy, in the widest type that the device has."""
+    return of.to(torch.float64 if has_float64(of.device) else torch.float32).mean()
 
 
 def is_number(value: Any) -> bool:

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
+from dpframe.metrics import fraction
 from dpframe.recipes.lenet import read_digits
 from dpframe.recipes.vae import SIDE, rendered
 
@@ -142,7 +143,7 @@ class ShowCaptions(dpframe.Callback):
 
 def share_found(cosines: Tensor, is_same: Tensor) -> Tensor:
     nearest = cosines.argmax(dim=1, keepdim=True)
-    return is_same.gather(1, nearest).double().mean()
+    return fraction(is_same.gather(1, nearest))
 
 
 def paired(digits: TensorDataset, count: int, *, seed: int) -> TensorDataset:

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
+from dpframe.metrics import fraction
 
 PACKAGED_FILE = Path(__file__).with_name("data") / "digits.csv.gz"
 FASHION_FILES = {
@@ -40,7 +41,7 @@ class LeNet(dpframe.Task):
         logits = self.net(images)
         return {
             "loss": functional.cross_entropy(logits, labels),
-            "accuracy": (logits.argmax(dim=1) == labels).double().mean(),
+            "accuracy": fraction(logits.argmax(dim=1) == labels),
         }
 
     def predict_step(self, batch: tuple[Tensor, ...]) -> Tensor:

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 
 import dpframe
+from dpframe.metrics import fraction
 
 # A word's tag depends on the words around it: they fish, a fish; the old man, the old man the ship.
 WORDS = {
@@ -74,7 +75,7 @@ class Text(dpframe.Task):
         is_word = tags != NO_TAG
         return {
             "loss": functional.cross_entropy(logits, tags, ignore_index=NO_TAG),
-            "accuracy": (logits.argmax(dim=1) == tags)[is_word].double().mean(),
+            "accuracy": fraction((logits.argmax(dim=1) == tags)[is_word]),
             "weight": is_word.sum(),  # the means are over words, not over sentences
         }
 

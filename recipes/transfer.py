@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 import dpframe
 from dpframe import checkpoint
+from dpframe.metrics import fraction
 from dpframe.recipes.lenet import read_digits
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class Transfer(dpframe.Task):
         logits = self.head(self.backbone(images))
         return {
             "loss": functional.cross_entropy(logits, labels),
-            "accuracy": (logits.argmax(dim=1) == labels).double().mean(),
+            "accuracy": fraction(logits.argmax(dim=1) == labels),
         }
 
     def predict_step(self, batch: list[Tensor]) -> Tensor:

@@ -119,7 +119,7 @@ def begin(ranks: int, directory: str, kill: list[Any] | None, bug: str) -> None:
 def plant(bug: str) -> None:
     """What the oracle has to notice."""
     if bug == "no random state":
-        seeding.restore_random_state = lambda saved: None
+        seeding.restore_random_state = lambda *saved: None
     if bug == "two batches skipped":
         load = Progress.load_state_dict
 

@@ -27,6 +27,7 @@ from torch.utils.data import (
 )
 
 from dpframe import UserError, seeding
+from dpframe.accelerator import has_streams
 from dpframe.data import Loader, Share, is_tensors, move, permutation, split, tensors_of
 
 REPLICAS = (1, 2, 3, 4, 8)
@@ -199,6 +200,21 @@ def test_move_keeps_the_nest_and_turns_only_floats():
     assert isinstance(moved["b"], Pair) and moved["b"].x.dtype == torch.float64
     assert (moved["b"].y, moved["c"]) == ("text", (1,))
     assert nest["a"][0].dtype == torch.float32
+
+
+class Noted(torch.Tensor):
+    def to(self, *where, **how):  # type: ignore[override]
+        return how["non_blocking"]
+
+
+@pytest.mark.parametrize("kind, expected", [("cuda", True), ("xpu", True), ("mps", False)])
+def test_a_copy_is_waited_for_on_mps_which_may_read_memory_that_is_freed(kind, expected):
+    assert move(torch.ones(1).as_subclass(Noted), torch.device(kind, 0)) is expected
+
+
+@pytest.mark.parametrize("kind, expected", [("cuda", True), ("xpu", True), ("mps", False)])
+def test_memory_is_pinned_for_devices_that_copy_beside_computation(kind, expected):
+    assert has_streams(torch.device(kind, 0)) is expected
 
 
 # A user's own order

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from dpframe import UserError
-from dpframe.metrics import Means
+from dpframe import UserError, metrics
+from dpframe.metrics import Means, fraction
 
 SQUARES = [float(n * n) for n in range(10)]
 
@@ -26,6 +26,13 @@ def test_uneven_shares_give_the_mean_over_rows(cuts):
     for start, end in zip([0, *cuts], [*cuts, 10], strict=True):
         one.add([measured(SQUARES[start:end])])
     assert one.total() == {"loss": pytest.approx(28.5, rel=1e-7)}
+
+
+def test_an_accuracy_is_in_the_widest_type_of_its_device(monkeypatch):
+    right = torch.tensor([True, False, True])
+    assert fraction(right).item() == 2 / 3
+    monkeypatch.setattr(metrics, "has_float64", lambda device: False)  # as on Apple's MPS
+    assert torch.equal(fraction(right), torch.tensor(2 / 3, dtype=torch.float32))
 
 
 NAN, ONE = torch.tensor(math.nan), torch.tensor(1.0)

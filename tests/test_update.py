@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, Strategy, Task, UserError
+from dpframe import task as task_module
 from dpframe.data import permutation
 from dpframe.errors import Failure
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
+from dpframe.trainer import update as update_module
 from dpframe.trainer.update import fuse
 
 Make = Callable[..., torch.optim.Optimizer]
@@ -254,6 +256,20 @@ def test_a_weight_with_a_gradient_is_refused():
     )
 
 
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weights_are_summed_in_64_bits_where_the_device_has_none(monkeypatch, accumulate):
+    def trained() -> tuple[dict[str, Any], dict[str, float]]:
+        torch.manual_seed(0)
+        made = fitted(Tokens(), Masked(), accumulate=accumulate)
+        return made.task.state_dict(), made.metrics
+
+    expected = trained()
+    for module in (task_module, update_module):
+        monkeypatch.setattr(module, "has_float64", lambda device: False)  # as on Apple's MPS
+    monkeypatch.setattr(torch.Tensor, "double", lambda tensor: pytest.fail("64 bits"))
+    assert is_same(trained(), expected)
+
+
 class Sometimes(Small):
     """Its steps return a weight where the first row says so."""
 
@@ -377,6 +393,17 @@ def test_the_users_own_choice_stands(given):
     optimizer = torch.optim.Adam(weights, **given)
     assert not fuse(optimizer, nn.Linear(2, 2))
     assert optimizer.param_groups[0]["fused"] == given.get("fused")
+
+
+class OnMPS(nn.Parameter):
+    device = torch.device("mps", 0)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind, fits", [("Adam", True), ("SGD", True), ("Adagrad", False)])
+def test_mps_has_the_fused_kernels_of_three_optimizers(kind, fits):
+    weight = OnMPS(torch.zeros(2))
+    optimizer = getattr(torch.optim, kind)([weight], lr=0.1)
+    assert fuse(optimizer, nn.Linear(2, 2)) is fits
 
 
 class Own(torch.optim.SGD):
