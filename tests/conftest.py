@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ WAIT_SECONDS = 10  # for what is about to end: a DataLoader's worker looks for i
 PR_SET_CHILD_SUBREAPER = 36
 # Set by pytest; by torch, when it is imported and when it finds CUDA.
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING"}
+HAS_CARDS = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -40,8 +41,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """`@pytest.mark.alone`: no test of another worker runs meanwhile."""
-    with turn(Path(__file__).parent, is_alone=item.get_closest_marker("alone") is not None):
+    """`@pytest.mark.alone`: no test of another worker runs meanwhile. Only those that are marked
+    `gpu` see a card: the others are of the CPU, on every machine."""
+    is_alone = item.get_closest_marker("alone") is not None
+    has_cards = item.get_closest_marker("gpu") is not None
+    cards = nullcontext() if has_cards else cards_hidden()
+    with turn(Path(__file__).parent, is_alone=is_alone), cards:
         return (yield)
 
 
@@ -54,6 +59,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         torch.set_num_threads(1)
         launch.allow_fork()
+
+
+@contextmanager
+def cards_hidden() -> Iterator[None]:
+    """From this process, and from those that it starts, if this machine has some."""
+    if not (HAS_CARDS or "FAKECUDA" in os.environ):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as hidden:
+        hidden.setenv("CUDA_VISIBLE_DEVICES", "")
+        if "torch" in sys.modules:
+            import torch
+
+            hidden.setattr(torch.cuda, "device_count", lambda: 0)
+            hidden.setattr(torch.accelerator, "device_count", lambda: 0)
+        yield
 
 
 @contextmanager
