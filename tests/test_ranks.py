@@ -121,6 +121,51 @@ def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, kind, frame):
         assert "Traceback" not in text
 
 
+def never_comes() -> None:
+    time.sleep(600)
+
+
+def waits_for_a_rank_that_never_comes() -> None:
+    """As NCCL does it: a watchdog ends the rank that waits."""
+    if os.environ["RANK"] == "1":
+        never_comes()
+    time.sleep(1)
+    os.abort()
+
+
+def test_the_rank_that_did_not_come_is_named_where_a_watchdog_ends_those_that_waited():
+    with pytest.raises(launch.RankFailed) as caught:
+        launch.launch(
+            waits_for_a_rank_that_never_comes, (), count=2, uses_gpus=True, timeout_seconds=600
+        )
+    first, heading, *stack = str(caught.value).splitlines()
+    assert re.fullmatch(r"rank 0 ended after it: killed by SIGABRT \(pid \d+\)", first)
+    assert heading == "rank 1 hung; its stack:"
+    assert any(line.endswith("in never_comes") for line in stack)
+
+
+def test_nccls_watchdog_ends_a_rank_soon_after_its_timeout(monkeypatch):
+    assert launch.environment_of(0, 2, 1)[launch.DUMP_WAIT] == "500"
+    monkeypatch.setenv(launch.DUMP_WAIT, "15000")
+    assert launch.environment_of(0, 2, 1)[launch.DUMP_WAIT] == "15000"
+
+
+def waits_in_a_collective() -> None:
+    strategy = DDP(2, accelerator="cuda", timeout_seconds=TIMEOUT)
+    strategy.setup()
+    if strategy.rank == 1:
+        never_comes()
+    strategy.reduce(torch.ones(1)).item()
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_comes_to_no_collective_of_cards_is_named_in_time():
+    began = time.monotonic()
+    with pytest.raises(launch.RankFailed, match=r"(?s)^rank 0 ended .*\nrank 1 hung; its stack:\n"):
+        DDP(2, accelerator="cuda", timeout_seconds=TIMEOUT).launch(waits_in_a_collective)
+    assert time.monotonic() - began < TIMEOUT + 30  # most of it for the start of two processes
+
+
 ALONE = ("strategy=cpu", "logger=none")
 AT_THE_END = (*TWO, "+callbacks.end._target_=injector.HangsAtTheEnd")
 HANGS = {  # what hangs, who says so, the exit code, and where

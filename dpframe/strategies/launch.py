@@ -23,6 +23,7 @@ PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has faile
 EXIT_SECONDS = 10.0  # and once their work is done
 PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
 TORCH = f"{os.sep}torch{os.sep}"
+DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 
 _idle_threads = 0  # of a process that has not computed; 0: nobody knows
 
@@ -86,6 +87,8 @@ def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
     if sys.platform == "linux":  # gloo and NCCL would listen where others can reach this machine
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             words[name] = os.environ.get(name, "lo")
+    # Four times as long, a minute by default, NCCL's watchdog keeps a rank after its timeout.
+    words[DUMP_WAIT] = os.environ.get(DUMP_WAIT, "500")  # milliseconds
     return {name: str(number) for name, number in numbers.items()} | words
 
 
