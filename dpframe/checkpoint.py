@@ -164,14 +164,15 @@ def dump(value: Any, file: Any) -> None:
         raise error.__cause__ or error.__context__ or error from None
 
 
-def load(path: str | Path) -> dict[str, Any]:
-    """Always `weights_only`: a checkpoint from a stranger can't run code here."""
+def load(path: str | Path, *, key: str = "checkpoint") -> dict[str, Any]:
+    """Always `weights_only`: a checkpoint from a stranger can't run code here. `key` is the
+    config's, for the errors."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"checkpoint={path}: there is no such file")
+        raise UserError(f"{key}={path}: there is no such file")
     wrong, state = _read(path)
     if wrong:
-        raise UserError(f"checkpoint={path} {wrong}{files.instead_of(path)}")
+        raise UserError(f"{key}={path} {wrong}{files.instead_of(path)}")
     return state | {"file": str(path)}
 
 
@@ -195,9 +196,15 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     return bombs.in_state(state, path.stat().st_size), state
 
 
-def load_task(task: torch.nn.Module, state: dict[str, Any], *, is_resumed: bool = False) -> None:
+def load_task(
+    task: torch.nn.Module,
+    state: dict[str, Any],
+    *,
+    is_resumed: bool = False,
+    key: str = "checkpoint",
+) -> None:
     """Where the weights were averaged, their average; a run resumes with the weights themselves."""
-    what = f"checkpoint={state['file']}" if "file" in state else "the checkpoint"
+    what = f"{key}={state['file']}" if "file" in state else "the checkpoint"
     part = "averaged" if "averaged" in state and not is_resumed else "task"
     if mismatch := _first_mismatch(task.state_dict(), state[part]):
         raise UserError(f"{what} does not fit this recipe's {type(task).__name__}: {mismatch}")

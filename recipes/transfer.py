@@ -53,10 +53,12 @@ class Transfer(dpframe.Task):
     def on_fit_start(self, trainer: "Trainer") -> None:
         if self.pretrained is not None and not self.global_step:  # a resumed run has its own
             is_packaged = self.pretrained == "packaged"
-            state = checkpoint.load(PACKAGED if is_packaged else self.pretrained)
+            key = "task.pretrained"
+            state = checkpoint.load(PACKAGED if is_packaged else self.pretrained, key=key)
             weights = state.get("averaged", state["task"])
             part = {n.removeprefix("backbone."): w for n, w in weights.items() if "backbone." in n}
-            checkpoint.load_task(self.backbone, {"file": state["file"], "task": part})
+            state = {"file": state["file"], "task": part}
+            checkpoint.load_task(self.backbone, state, key=key)
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         images, labels = batch

@@ -4,7 +4,7 @@ import random
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy
 import pytest
@@ -26,7 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from dpframe import UserError, seeding
+from dpframe import DataModule, UserError, seeding
 from dpframe.accelerator import has_streams
 from dpframe.data import Loader, Share, is_tensors, move, permutation, split, tensors_of
 
@@ -282,6 +282,19 @@ def order_by_hand(name: str, batch_size: int = 5) -> list[list[list[int]]]:
             drawn = [drawn[start : start + batch_size] for start in starts]
         epochs.append([[int(row) % ROWS for row in batch] for batch in drawn if len(batch)])
     return epochs
+
+
+@pytest.mark.parametrize("name", ["batches", "lists"])
+def test_batches_of_a_samplers_own_can_not_lose_their_last_one(name):
+    with pytest.raises(
+        UserError, match=r"^data.drop_last=true, and train_sampler returned a .*ch m"
+    ):
+        list(sampled(name, drop_last=True).epoch(0))
+
+
+def test_a_user_may_say_that_a_data_set_is_a_ready_loader():
+    for method in ("train_dataset", "val_dataset", "test_dataset", "predict_dataset"):
+        assert DataLoader in get_args(get_type_hints(getattr(DataModule, method))["return"])
 
 
 def sampled(name: str, **given: Any) -> Loader:

@@ -332,6 +332,9 @@ def test_a_checkpoint_of_transfer_is_what_it_may_begin_with(tmp_path):
     task.on_fit_start(first)
     mine = {name: weight for name, weight in task.state_dict().items() if "head" not in name}
     assert is_same(mine, {name: first.task.state_dict()[name] for name in mine})
+    task.pretrained = str(tmp_path / "nowhere.ckpt")
+    with pytest.raises(UserError, match="^task.pretrained=.*nowhere.ckpt: there is no such file"):
+        task.on_fit_start(first)
 
 
 # stream

@@ -70,6 +70,15 @@ def test_a_shuffle_by_a_generator_or_of_some_rows_is_the_samplers_own():
         assert not source.shuffle and source.sampler.sampler is sampler
 
 
+def test_a_loader_with_a_sampler_and_drop_last_leaves_out_its_last_batch():
+    loader = DataLoader(NUMBERS, 4, sampler=RandomSampler(NUMBERS, num_samples=6), drop_last=True)
+    assert [len(rows) for rows in batches_of(loader, trains=True)] == [4]
+    data = Ready(DataLoader(NUMBERS, 4, sampler=RandomSampler(NUMBERS, num_samples=6)))
+    data.drop_last = True
+    with pytest.raises(UserError, match="^data.drop_last=true, and Ready.train_dataset.. returned"):
+        trainer(data=data).prepare()
+
+
 def test_what_the_workers_are_told_is_kept():
     def begin(worker: int) -> None: ...
 

@@ -241,9 +241,9 @@ def test_every_row_of_a_divided_stream_counts_once_and_every_shard_is_opened_onc
     name = {"cpu-1": "CPU-1", "data_parallel-2": "DataParallel-2"}.get(where, where.upper())
     opened = (Path(folder) / f"{name}-{workers}-1").read_text().split()
     assert Counter(opened) == {str(shard): 2 * EPOCHS for shard in range(len(SIZES))}
-    ranks = where[-1] if "ddp" in where else "1"
+    ranks = f"{where[-1]} ranks" if "ddp" in where else "1 rank"
     of_workers = " x 2 workers" if workers else ""
-    assert f"a stream of 7 shards, divided over {ranks} ranks{of_workers}: which" in how
+    assert f"a stream of 7 shards, divided over {ranks}{of_workers}: which" in how
 
 
 @pytest.mark.parametrize("where", ["cpu-1", "ddp-3"])

@@ -119,6 +119,20 @@ def test_each_set_has_the_means_that_a_loop_by_hand_has_and_all_rows_have_theirs
     assert is_resumed
 
 
+def test_a_hook_is_told_which_set_a_batch_is_of():
+    seen: list[str] = []
+
+    class Sees(Callback):
+        def on_validation_batch_end(self, trainer: Any, batch: Any, outputs: Any) -> None:
+            seen.append(batch.name)
+
+    fitted(data=Sets(), make=Told, callbacks=[Sees()], max_epochs=1)
+    assert list(dict.fromkeys(seen)) == ["clean", "noisy"]
+    seen.clear()
+    fitted(callbacks=[Sees()], max_epochs=1)
+    assert set(seen) == {""}
+
+
 def evaluations_on(strategy: Strategy) -> tuple[dict[str, float], dict[str, Any]]:
     made = Trainer(Told(), Sets(), strategy=strategy)
     hooks = Hooks()

@@ -67,7 +67,8 @@ class Callback:
 
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: "Batch", outputs: list[dict[str, Any]]
-    ) -> None: ...
+    ) -> None:
+        """`batch.name` is that of the data set, where there are several."""
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         """`trainer.metrics` holds the new val/ numbers."""

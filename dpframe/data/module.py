@@ -9,7 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from dpframe.errors import UserError
 
@@ -50,17 +57,18 @@ class DataModule:
     def setup(self) -> None:
         """Reads what the data sets need; runs once in every process, before they are asked for."""
 
-    def train_dataset(self) -> Dataset | None:
+    def train_dataset(self) -> Dataset | DataLoader | None:
+        """A ready DataLoader's batch is the global one."""
         return None
 
-    def val_dataset(self) -> Dataset | dict[str, Any] | None:
+    def val_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
         """One data set, or several by their names; so are the other two."""
         return None
 
-    def test_dataset(self) -> Dataset | dict[str, Any] | None:
+    def test_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
         return None
 
-    def predict_dataset(self) -> Dataset | dict[str, Any] | None:
+    def predict_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
         return self.test_dataset()
 
     def train_sampler(self, dataset: Dataset) -> Iterable | None:
@@ -90,6 +98,7 @@ class Batch(NamedTuple):
 
     shares: list[Share]
     rows: int
+    name: str = ""  # of the data set, where there are several
 
 
 def placed(batch: Batch, moved: Any) -> Batch:

@@ -123,6 +123,12 @@ class SamplerOrder:
         if not drawn:
             raise UserError(f"{self._told} a {type(self._sampler).__name__} of no rows")
         if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
+            if self._drop_last:
+                raise UserError(
+                    f"data.drop_last=true, and {self._told} a {type(self._sampler).__name__}, "
+                    "which makes the batches itself; leave out the last one there, and set "
+                    "data.drop_last=false"
+                )
             batches = [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
         else:
             rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)

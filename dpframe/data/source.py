@@ -70,6 +70,9 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
     if batch_size is None:
         batch_size = getattr(given.batch_sampler, "batch_size", data.batch_size)
     collate = given.collate_fn
+    is_dropped = (trains and data.drop_last) or given.drop_last
+    if not is_plain and given.drop_last:
+        is_dropped = False  # by its batch sampler
     return Source(
         given.dataset,
         batch_size,
@@ -77,7 +80,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         None if is_plain else given.batch_sampler,
         given.num_workers,
         data.collate if collate is default_collate else collate,
-        given.drop_last or (trains and data.drop_last),
+        is_dropped,
         told,
         given.timeout,
         {

@@ -108,8 +108,8 @@ class Division:
         """For the banner."""
         workers = f" x {self.workers} workers" if self.workers > 1 else ""
         return (
-            f"a stream of {self.shards} shards, divided over {self.ranks} ranks{workers}: which "
-            "rows meet in a batch depends on that"
+            f"a stream of {self.shards} shards, divided over {self.ranks} "
+            f"rank{'s' * (self.ranks > 1)}{workers}: which rows meet in a batch depends on that"
         )
 
 

@@ -126,7 +126,8 @@ class Evaluation:
             outputs = module(shares)
             yield batch.rows, outputs
             if after_batch is not None:
-                after_batch(placed(batch, shares), [output for _, output in outputs])
+                seen = placed(batch, shares)._replace(name=self.name)
+                after_batch(seen, [output for _, output in outputs])
             if done >= look_at and at_most is None:
                 look_at = self._look(done, random_state)
 
