@@ -3,11 +3,13 @@
 import csv
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 from dpframe import UserError
 from dpframe.cli.compose import Objective
+from dpframe.cli.picture import svg
 from dpframe.cli.results import Outcome, Result, Results, earlier, outcome_of, short
 
 RUNS = [  # seed, lr, status, value
@@ -140,3 +142,26 @@ def test_a_file_that_no_sweep_has_written_is_one_line(tmp_path, text):
 def test_a_directory_without_one_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"there is no sweep\.json in it; name a sweep's"):
         earlier(tmp_path)
+
+
+def test_the_picture_has_a_panel_for_each_key_and_a_point_for_each_run_with_a_value():
+    picture = ElementTree.fromstring(svg(results()))
+    points = [each for each in picture.iter() if each.tag.endswith("circle")]
+    assert len(points) == 2 * 4, "two keys, four runs with a value"
+    rates = points[4:]
+    assert len({point.get("cx") for point in rates}) == 3
+    places = {point[0].text: float(point.get("cx", 0)) for point in rates}
+    middle = next(x for title, x in places.items() if "lr=0.01:" in str(title))
+    assert middle == pytest.approx(sum((min(places.values()), max(places.values()))) / 2), "no log"
+    assert [point.get("fill") for point in points].count("firebrick") == 2
+    best = [point[0].text for point in points if point.get("fill") == "firebrick"]
+    assert best == ["run 3 of 6: seed=0 lr=0.01: 2"] * 2
+
+
+def test_there_is_no_picture_of_nothing_and_none_with_markup_of_a_value():
+    made = results()
+    made.runs = made.runs[-1:]
+    assert svg(made) == ""
+    made = results()
+    made.runs[0].overrides[1] = "seed=<script>"
+    assert "<script>" not in svg(made) and ElementTree.fromstring(svg(made)) is not None

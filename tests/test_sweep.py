@@ -211,7 +211,7 @@ def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(swept):
     directory, done = swept
     assert done["given"].code == 0, done["given"].err
     names = sorted(path.name for path in (directory / "here").iterdir())
-    files = ["multirun.yaml", "sweep.csv", "sweep.json"]
+    files = ["multirun.yaml", "sweep.csv", "sweep.json", "sweep.svg"]
     assert names == [*(f"{n}_seed={n + 1},{SHORT}" for n in (0, 1)), *files]
     refused = done["refused"]
     assert refused.code == 2 and refused.err.count("\n") == 1

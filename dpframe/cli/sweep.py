@@ -37,6 +37,7 @@ from dpframe.cli.compose import (
 )
 from dpframe.cli.configs import Configs, quoted, with_path_quoted
 from dpframe.cli.directory import create, refuse_ways_out
+from dpframe.cli.picture import svg
 from dpframe.cli.refusal import first_line
 from dpframe.cli.results import Earlier, Outcome, Result, Results, earlier
 from dpframe.cli.resume import key_of, value_of, with_saved
@@ -459,6 +460,8 @@ def _conclude(results: Results, began: float) -> int:
             )
     results.save()
     results.save_table()
+    if picture := svg(results):
+        (results.directory / "sweep.svg").write_text(picture, encoding="utf-8")
     print(f"\n{results.table()}\n")
     for line in results.summary():
         print(line)

@@ -1,0 +1,55 @@
+"""`callbacks=prune`: a run of a sweep that is worse than most is stopped, and told as pruned."""
+
+import json
+
+import pytest
+from command import attempts, dpframe
+
+from dpframe import UserError
+from dpframe.callbacks.prune import Prune
+
+RATES = [0.03, 0.02, 0.0001, 0.01, 0.05]
+LINE = ["recipe=boston", "trainer.max_epochs=8", "logger=none", "callbacks=prune"]
+LINE += ["callbacks.prune.startup_runs=2", "callbacks.prune.warmup_epochs=2"]
+LINE += ["trainer.accelerator=cpu"]
+SWEEP = ["-m", *LINE, f"task.optimizer.lr={','.join(map(str, RATES))}", "hydra.sweep.dir=swept"]
+
+
+@pytest.mark.parametrize("strategy", ["cpu", "ddp"])
+def test_a_run_that_is_worse_than_the_median_of_those_before_it_is_stopped(tmp_path, strategy):
+    done = dpframe(*SWEEP, f"strategy={strategy}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    runs = json.loads((tmp_path / "swept" / "sweep.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["finished"] * 2 + ["pruned"] * 2 + ["finished"]
+    epochs = []
+    for run in runs:
+        summary = json.loads((tmp_path / "swept" / run["directory"] / "summary.json").read_text())
+        epochs.append(summary["epochs"])
+    assert epochs == [8, 8, 3, 3, 8]
+    assert "stopped: pruned: val/loss is " in done.stdout
+    assert "sweep: 5 of 5 runs finished" in done.stdout
+
+
+def test_runs_that_are_no_sweep_prune_nothing_and_neither_do_too_few(tmp_path):
+    alone = [[*LINE, f"task.optimizer.lr={rate}"] for rate in RATES[:3]]
+    few = [*SWEEP, "strategy=cpu", "callbacks.prune.startup_runs=5"]
+    *runs, swept = attempts([*alone, few], tmp_path)
+    assert [run.code for run in runs] == [0] * 3
+    assert not any("pruned" in run.out for run in [*runs, swept])
+
+
+def test_a_resumed_run_has_its_curve():
+    prune, again = Prune(), Prune()
+    prune.curve = [3.0, 2.0]
+    prune.monitor.is_better(2.0)
+    again.load_state_dict(prune.state_dict())
+    assert again.curve == [3.0, 2.0] and again.monitor.best == 2.0
+    other = Prune("val/mae")
+    other.load_state_dict(prune.state_dict())
+    assert other.curve == []
+
+
+@pytest.mark.parametrize("key", ["warmup_epochs", "startup_runs"])
+def test_a_number_that_is_none_is_one_line(key):
+    with pytest.raises(UserError, match=rf"^callbacks\.prune\.{key}=0 is out of range; use 1"):
+        Prune(**{key: 0})
