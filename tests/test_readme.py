@@ -152,6 +152,8 @@ def test_the_python_that_the_readme_shows_trains(written):
 
 def test_every_command_that_is_shown_composes(written):
     shown = {line: refused(page).get(line) for page in PAGES for line in commands_of(page)}
+    # These are no run's, and tests/test_sweep_resume.py and tests/test_optuna.py have their like.
+    shown = {k: v for k, v in shown.items() if not re.search("sweep.resume=|hydra/sweeper=", k)}
     lines = [
         [word.split(",")[0] if is_sweep(word) else word for word in shlex.split(line)]
         for line in shown
@@ -162,6 +164,25 @@ def test_every_command_that_is_shown_composes(written):
             assert (run.code, run.err.rstrip()) == (2, refusal)
         else:
             assert run.code == 0, f"{line}: {run.err}"
+
+
+def test_sweeps_print_what_their_page_shows(tmp_path):
+    """But for the digits: they are this machine's."""
+    blocks = re.findall(r"^\$ dpframe (-m .*)\n([^`]*)", text_of("docs/sweeps.md"), re.M)
+    lines = [shlex.split(line) for line, _ in blocks]
+    done = attempts(lines, tmp_path)
+    assert len(lines) == 3 and [each.code for each in done] == [0] * 3, done
+    for (_, shown), each in zip(blocks, done, strict=True):
+        assert not shown or without_digits(each.out) == without_digits(shown)
+    names = {"multirun.yaml", "sweep.csv", "sweep.json", "sweep.svg"}
+    assert names <= {path.name for path in (tmp_path / "rates").iterdir()}
+    for name in names:
+        assert f"| `{name}` |" in text_of("docs/sweeps.md")
+
+
+def without_digits(text: str) -> list[str]:
+    """Numbers with a point as one #; columns may be wider for it."""
+    return [re.sub(r" +", " ", re.sub(r"\d+\.\d+|-{3,}", "#", line)) for line in text.splitlines()]
 
 
 def is_sweep(word: str) -> bool:

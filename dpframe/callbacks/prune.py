@@ -96,4 +96,4 @@ def _curve(path: Path, watched: str) -> list[float]:
         curve = json.loads(path.read_text(encoding="utf-8"))[watched]
         return [float(value) for value in curve]
     except (OSError, ValueError, TypeError, KeyError):
-        return []  # of another metric, or no file of ours
+        return []  # another metric's, or not what a run has written
