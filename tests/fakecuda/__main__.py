@@ -1,0 +1,60 @@
+"""`python tests/fakecuda N ARGUMENTS…`: `python ARGUMENTS…` on N fake cards, child processes too."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[0] = str(HERE.parent)
+
+from fakecuda import build  # noqa: E402
+
+USAGE = "python tests/fakecuda N ARGUMENTS, e.g. python tests/fakecuda 2 -m pytest -m gpu"
+MOST_CARDS = 16
+
+
+def main(count: str = "", *arguments: str) -> int:
+    if not count.isdigit() or not 1 <= int(count) <= MOST_CARDS or not arguments:
+        return refused(f"usage: {USAGE}; N is 1 to {MOST_CARDS}")
+    try:
+        folder = build.built()
+    except build.CanNotBuild as error:
+        return refused(str(error))
+    with tempfile.NamedTemporaryFile("r", prefix="fakecuda-") as report:
+        environment = {
+            **os.environ,
+            "FAKECUDA": count,
+            "FAKECUDA_BUILD": str(folder),
+            "FAKECUDA_REPORT": report.name,
+            "PYTHONPATH": joined(os.pathsep, HERE / "start", os.environ.get("PYTHONPATH")),
+            "PYTEST_PLUGINS": joined(",", "fakecuda.plugin", os.environ.get("PYTEST_PLUGINS")),
+        }
+        code = run([sys.executable, *arguments], environment)
+        violations = list(dict.fromkeys(report.read().splitlines()))
+    print(*violations, sep="\n", end="\n" * bool(violations), file=sys.stderr)
+    return code or bool(violations)
+
+
+def refused(line: str) -> int:
+    print(line, file=sys.stderr)
+    return 2
+
+
+def joined(separator: str, *parts: object) -> str:
+    return separator.join(str(part) for part in parts if part)
+
+
+def run(command: list[str], environment: dict[str, str]) -> int:
+    with subprocess.Popen(command, env=environment) as process:
+        while True:
+            try:
+                code = process.wait()
+                return code if code >= 0 else 128 - code
+            except KeyboardInterrupt:
+                continue  # the command has got it, too, and ends
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""A test fails if it, or a process that it started, broke the rules of CUDA's streams."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fakecuda import cards
+
+REPORT = "FAKECUDA_REPORT"  # the file to which every process adds a line for a violation
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    handle, path = tempfile.mkstemp(prefix="fakecuda-")
+    os.close(handle)
+    os.environ[REPORT] = path
+    config.add_cleanup(lambda: Path(path).unlink(missing_ok=True))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    forget()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    result = yield
+    complain()
+    return result
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    try:
+        result = yield
+        complain()
+        return result
+    finally:
+        forget()
+        restore()
+
+
+def complain() -> None:
+    path = Path(os.environ[REPORT])
+    lines = list(dict.fromkeys(path.read_text().splitlines()))
+    lines += streams_left()
+    if lines:
+        forget()
+        pytest.fail("\n".join([f"{len(lines)} violation(s):", *lines[:10]]), pytrace=False)
+
+
+def forget() -> None:
+    Path(os.environ[REPORT]).write_text("")
+    if cards.library is not None:
+        cards.library.violations(True)
+
+
+def streams_left() -> list[str]:
+    count = cards.library.device_count() if cards.library is not None else 0
+    left = {card: cards.library.get_stream(card) for card in range(count)}
+    return [f"cuda:{card} is left with stream {one} as its current" for card, one in left.items() if one]
+
+
+def restore() -> None:
+    """The state of a process that others would meet."""
+    if cards.library is None:
+        return
+    cards.library.set_sync_debug_mode(0)
+    for card in reversed(range(cards.library.device_count())):
+        cards.library.set_memory_fraction(1.0, card)
+        cards.library.set_stream(0, card)
