@@ -105,7 +105,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, mark in marked:
         needed = mark.args[0] if mark.args else 1
         if available < needed:
-            reason = f"needs {needed} CUDA device(s), this machine has {available}"
+            reason = (
+                f"needs {needed} CUDA device(s), this machine has {available}; "
+                f"python tests/fakecuda {needed} -m pytest -m gpu runs it on fake ones"
+            )
             item.add_marker(pytest.mark.skip(reason=reason))
 
 

@@ -118,6 +118,7 @@ SLOW_FILES = {
     "completion",
     "configs",
     "ddp",
+    "fakecuda",
     "gpu",
     "hugging_face",
     "install",

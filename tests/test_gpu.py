@@ -5,6 +5,7 @@ import math
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import test_evaluation
 import test_guard
 import test_parity
 import torch
+from forked import on
 from recorded import once
 from small import Rows, Small, fitted, is_same, trainer
 from test_prefetch import Drawn
@@ -102,7 +104,11 @@ def test_all_cards_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, nam
 
 @once
 def by_ranks() -> dict[tuple[str, str], dict[str, Any]]:
-    return DDP(accelerator="cuda").launch(test_parity.all_of_them)
+    return on(DDP(accelerator="cuda"), on_all_cards)
+
+
+def on_all_cards(strategy: Strategy) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(name, "64"): test_parity.trained(strategy, name, "64") for name in test_parity.CASES}
 
 
 @pytest.mark.parametrize("name", test_parity.CASES)
@@ -113,7 +119,7 @@ def test_ddp_on_all_cards_equals_the_hand_written_loop(name):
 @once
 def evaluated(where: str) -> dict[tuple[str, int], Any]:
     if where == "ddp":
-        return DDP(accelerator="cuda").launch(test_evaluation.in_a_rank)
+        return on(DDP(accelerator="cuda"), test_evaluation.results_on)
     return test_evaluation.results_on(started(DataParallel(accelerator="cuda")))
 
 
@@ -742,6 +748,7 @@ def test_no_batch_is_overwritten_while_a_step_reads_it():
 # CUDA graphs, by torch.compile
 
 
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 GRAPHED: list[dict[str, Any]] = [
     {},
     {"clip_norm": 0.1},
@@ -752,6 +759,7 @@ GRAPHED: list[dict[str, Any]] = [
 ]
 
 
+@needs_triton
 @pytest.mark.parametrize("given", GRAPHED, ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_as_cuda_graphs_are_steps_one_by_one_but_for_rounding(name, given):
@@ -763,6 +771,7 @@ def test_steps_as_cuda_graphs_are_steps_one_by_one_but_for_rounding(name, given)
     torch.testing.assert_close(graphed["weights"], plain["weights"], **exactness)
 
 
+@needs_triton
 def test_a_run_of_cuda_graphs_resumes(tmp_path):
     given = {"task": partial(Small, Adam), "max_epochs": 4}
     whole = one_gpu(**given, compile="reduce-overhead")

@@ -1,4 +1,4 @@
-"""`python tests/fakecuda N ARGUMENTS…`: `python ARGUMENTS…` on N fake cards, child processes too."""
+"""`python tests/fakecuda N ARGUMENTS…` runs `python ARGUMENTS…`, and its children, on N cards."""
 
 import os
 import subprocess

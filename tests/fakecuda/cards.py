@@ -258,11 +258,11 @@ def graphs() -> dict[str, Any]:
 
 
 def copies() -> dict[str, Any]:
+    def on(card: int, tensor: Any) -> Any:
+        return tensor if tensor.get_device() == card else tensor.to(card, non_blocking=True)
+
     def broadcast_coalesced(tensors: list, cards: list[int], size: int) -> list[list]:
-        return [
-            [t if t.get_device() == card else t.to(f"cuda:{card}", non_blocking=True) for t in tensors]
-            for card in cards
-        ]
+        return [[on(card, tensor) for tensor in tensors] for card in cards]
 
     return {"_broadcast_coalesced": broadcast_coalesced}
 

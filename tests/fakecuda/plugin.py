@@ -61,7 +61,7 @@ def forget() -> None:
 def streams_left() -> list[str]:
     count = cards.library.device_count() if cards.library is not None else 0
     left = {card: cards.library.get_stream(card) for card in range(count)}
-    return [f"cuda:{card} is left with stream {one} as its current" for card, one in left.items() if one]
+    return [f"cuda:{card} is left on its stream {one}" for card, one in left.items() if one]
 
 
 def restore() -> None:

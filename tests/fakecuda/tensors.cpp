@@ -6,6 +6,7 @@
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include "graphs.h"
@@ -170,6 +171,7 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
     }
   }
   if (waits) synchronizing(stream, name);
+  at::DisableRecordFunctionGuard unseen;  // by host.cpp: this copy is ordered already
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   to.copy_(from.expand(to.sizes()));
   return self;

@@ -1,0 +1,233 @@
+"""The fake cards notice what is planted, and nothing in the same code done right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+from fakecuda import build
+from recorded import once
+
+HERE = Path(__file__).resolve().parent
+WAITS = """
+    side = torch.cuda.Stream()
+    x = torch.ones(1000, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    torch.cuda.current_stream().wait_stream(side)
+    y.record_stream(torch.cuda.current_stream())
+    z = y * 2
+"""
+FREED = """
+    side = torch.cuda.Stream()
+    x = torch.ones(1000, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x + 1
+    x.record_stream(side)
+    del x
+"""
+TO_CARD = """
+    x = torch.ones(1000, pin_memory=True)
+    y = x.to("cuda", non_blocking=True)
+    torch.cuda.current_stream().synchronize()
+    x.zero_()
+"""
+TO_HOST = """
+    x = torch.ones(1000, device="cuda").to("cpu", non_blocking=True)
+    event = torch.cuda.current_stream().record_event()
+    event.synchronize()
+"""
+INTO_PAGEABLE = """
+    x = torch.empty(1000)
+    x.copy_(torch.ones(1000, device="cuda"), non_blocking=True)
+    torch.cuda.synchronize()
+    del x
+"""
+ADAM = """
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda:1"))
+    adam = torch.optim.Adam([weight], fused=True)
+    weight.grad = torch.ones_like(weight)
+    adam.step()
+    state = adam.state[weight]
+    state["exp_avg"] = state["exp_avg"].to("cuda:1")
+    adam.step()
+"""
+FORK = """
+    {touch}
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.ones(1, device="cuda")
+        except RuntimeError as error:
+            os.write(pipe[1], str(error).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.set_blocking(pipe[0], False)
+    try:
+        raise RuntimeError(os.read(pipe[0], 1000).decode())
+    except BlockingIOError:
+        pass
+"""
+GRAPH = """
+    x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=side):
+        y = x + 1
+        y.sum()
+    graph.replay()
+    assert y.tolist() == [2, 2, 2]
+"""
+# What is right; what of it is left out or put in its place; what is said then.
+PLANTED = {
+    "a stream is not waited for": (
+        WAITS,
+        ("torch.cuda.current_stream().wait_stream(side)", ""),
+        "RACE: mul.out reads on cuda:0 stream 0, which does not wait for add.out",
+    ),
+    "a stream does not wait": (
+        WAITS,
+        ("side.wait_stream(torch.cuda.current_stream())", ""),
+        "RACE: add.out reads",
+    ),
+    "memory is freed without record_stream": (
+        FREED,
+        ("x.record_stream(side)", ""),
+        "HAZARD: memory of cuda:0 stream 0 is freed",
+    ),
+    "a pinned tensor is overwritten while it is copied": (
+        TO_CARD,
+        ("torch.cuda.current_stream().synchronize()", ""),
+        "HAZARD: aten::zero_ on the CPU writes a tensor that a copy to the card",
+    ),
+    "a number is used before it is there": (
+        TO_HOST,
+        ("event.synchronize()", "x.sum()"),
+        "HAZARD: aten::sum on the CPU reads a tensor that a copy to the host",
+    ),
+    "item reads before it is there": (
+        TO_HOST,
+        ("event.synchronize()", "x[0].item()"),
+        "HAZARD: aten::_local_scalar_dense on the CPU reads",
+    ),
+    "numpy reads before it is there": (
+        TO_HOST,
+        ("event.synchronize()", "x.numpy()"),
+        "HAZARD: Tensor.numpy on the CPU reads",
+    ),
+    "a file is written before it is there": (
+        TO_HOST,
+        ("event.synchronize()", "torch.save(x, io.BytesIO())"),
+        "HAZARD: torch.save on the CPU reads",
+    ),
+    "memory of the host is freed while it is written": (
+        INTO_PAGEABLE,
+        ("torch.cuda.synchronize()", ""),
+        "HAZARD: memory of the host is freed while a copy to the host",
+    ),
+    "an optimizer's state is on another card": (
+        ADAM,
+        ('state["exp_avg"].to("cuda:1")', 'state["exp_avg"].to("cuda:0")'),
+        "RuntimeError: Tensors of the same index must be on the same device",
+    ),
+    "a tensor of the CPU meets one of a card": (
+        ADAM,
+        ("adam.step()\n", 'weight.detach() + torch.ones(3, device="cpu")\n'),
+        "RuntimeError: Expected all tensors to be on the same device",
+    ),
+    "the host waits in the hot path": (
+        'loss = torch.ones((), device="cuda"); torch.cuda.set_sync_debug_mode("error"); pass',
+        ("pass", "loss.item()"),
+        "RuntimeError: called a synchronizing CUDA operation (_local_scalar_dense)",
+    ),
+    "a blocking copy in the hot path": (
+        'x = torch.ones(3).pin_memory(); torch.cuda.set_sync_debug_mode("error"); '
+        'x.to("cuda", non_blocking=True)',
+        ("non_blocking=True", "non_blocking=False"),
+        "RuntimeError: called a synchronizing CUDA operation (a copy to the card)",
+    ),
+    "a fork of a process that has used CUDA uses it": (
+        FORK.format(touch="pass"),
+        ("pass\n", 'torch.ones(1, device="cuda")\n'),
+        "RuntimeError: Cannot re-initialize CUDA in forked subprocess",
+    ),
+    "a graph waits while it is captured": (
+        GRAPH,
+        ("y.sum()", "y.sum().item()"),
+        "RuntimeError: CUDA error: operation failed due to a previous error during capture",
+    ),
+    "a graph replays on freed memory": (
+        GRAPH,
+        ("graph.replay()", "del x; graph.replay()"),
+        "GRAPH: a replay uses memory that was freed",
+    ),
+    "more memory than there may be": (
+        'torch.cuda.set_per_process_memory_fraction(0.001, 0); torch.empty(2**20, device="cuda")',
+        ("2**20", "2**27"),
+        "OutOfMemoryError: CUDA out of memory",
+    ),
+    "an operator has no CUDA kernel": (
+        'torch.ones(2, 3, device="cuda").sum()',
+        (".sum()", ".to_mkldnn()"),
+        "Could not run 'aten::to_mkldnn'",
+    ),
+}
+CHILD = """
+import gc, io, json, os, sys
+import torch
+from fakecuda import cards
+done = {}
+for name, code in json.load(sys.stdin):
+    pipe = os.pipe()
+    try:
+        exec(code, {"torch": torch, "io": io, "os": os, "pipe": pipe})
+        error = []
+    except Exception as raised:
+        error = [f"{type(raised).__name__}: {raised}"]
+    gc.collect()
+    done[name] = error + cards.library.violations(True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.set_per_process_memory_fraction(1.0, 0)
+json.dump(done, sys.stdout)
+"""
+
+
+@once
+def found() -> dict[str, list[str]]:
+    """By name, and `right: name` for the same code as it should be: what was noticed."""
+    if reason := build.why_not():
+        pytest.skip(reason)
+    codes = []
+    for name, (code, (here, instead), _) in PLANTED.items():
+        assert here in code, name
+        codes += [(f"right: {name}", code), (name, code.replace(here, instead))]
+    forks = [(name, dedent(code)) for name, code in codes if "fork" in code]
+    others = [(name, dedent(code)) for name, code in codes if "fork" not in code]
+    return {**child([forks[0]]), **child([*others, *forks[1:]])}
+
+
+def child(codes: list[tuple[str, str]]) -> dict[str, list[str]]:
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fakecuda"), "2", "-c", CHILD],
+        input=json.dumps(codes),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_planted_is_noticed(name):
+    assert any(PLANTED[name][-1] in line for line in found()[name]), found()[name]
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_is_right_is_left_alone(name):
+    right = [line for line in found()[f"right: {name}"] if not line.startswith("UserWarning")]
+    assert right == []
