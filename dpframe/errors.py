@@ -95,7 +95,7 @@ def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") ->
     passed = ", ".join(called)
     return UserError(
         f"{type(owner).__name__}.{name} takes ({takes}) and is called with ({passed}){why}; "
-        f"write {name}(self, {passed})"
+        f"write {name}({', '.join(('self', *called))})"
     )
 
 

@@ -21,6 +21,7 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_parts_of_another_kind_are_refused_in_one_line",
     "test_lanes_divide_cores_and_cards",
     "test_a_validation_leaves_each_module_in_the_mode_that_it_was_in",
     "test_a_task_that_is_in_evaluation_mode_is_put_into_training_mode",

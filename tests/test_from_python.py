@@ -68,6 +68,32 @@ def test_data_parallel_needs_no_call_but_fit():
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+class Staged(Rows):
+    def setup(self, stage):
+        raise AssertionError("it is called")
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"task": torch.nn.Linear(1, 1)}, "Trainer: task=Linear(in_features=1, out_features=1, "
+            "bias=True); pass an object of your Task"),
+        ({"data": [1]}, "Trainer: data=[1]; pass an object of your DataModule, which may return "
+            "DataLoaders"),
+        ({"strategy": "ddp"}, "Trainer: strategy=ddp; pass e.g. DataParallel(2)"),
+        ({"settings": {"max_epochs": 2}}, "Trainer: settings={'max_epochs': 2}; pass "
+            "TrainerSettings(KEY=VALUE)"),
+        ({"callbacks": [Checkpoint]}, "Trainer: callbacks=<class 'dpframe.callbacks.checkpoint."
+            "Checkpoint'>; pass a list of Callbacks"),
+        ({"data": Staged()}, "Staged.setup takes (stage) and is called with (); write setup(self)"),
+    ],
+)  # fmt: skip
+def test_parts_of_another_kind_are_refused_in_one_line(parts, said):
+    with pytest.raises(UserError) as caught:
+        Trainer(**{"task": Small(), "data": Rows(), **parts})
+    assert str(caught.value) == said
+
+
 def test_ranks_that_nobody_has_started_are_one_line():
     for given in ({"strategy": DDP(2)}, {"settings": TrainerSettings(gpus=4)}):
         with pytest.raises(UserError) as caught:

@@ -359,6 +359,30 @@ def test_what_of_a_recipe_differs_by_share_is_not_compared_and_a_note_says_so(re
     assert ("8 of mine" in report["metrics"].compared) == (not note.startswith(LEFT_OUT))
 
 
+class Centered(Small):
+    """Its loss is about the step before, too, whose mean a buffer keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        mean = self.all_gather(batch[0]).mean()
+        loss = (self.net(batch[0]) - self.center).square().mean()
+        self.center.copy_(mean)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize(("strategy", "fails"), [(DDP, []), (DataParallel, CURVES[:3])])
+def test_a_step_that_changes_a_buffer_is_compared_and_a_note_names_it(strategy, fails):
+    report = verify(partial(strategy, **TWO), recipe=Recipe("mine", Centered, Rows), only=CURVES)
+    assert [finding.check for finding in report.failed] == fails
+    [note] = report.notes
+    assert note.startswith(
+        "mine's training_step changes center of the task: replicas in one process"
+    )
+
+
 def test_a_recipe_whose_optimizers_take_turns_is_left_out_of_the_curves():
     report = check_strategy(DataParallel, recipe=Recipe("mine", Pair, Rows), only=CURVES, **THREE)
     assert report.notes == [

@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from dpframe.cli import plugins
 from dpframe.cli.refusal import one_line
 from dpframe.cli.resume import key_of
-from dpframe.cli.settings import TOP_LEVEL, literal
+from dpframe.cli.settings import TOP_LEVEL, WHOLE, literal
 from dpframe.errors import UserError, suggestion
 
 CONFIG_NAME = "config"
@@ -147,11 +147,14 @@ class Configs:
             match = re.match(r"^(?:\+\+?|~)?([^=@]+)", override)
             if match is None or ("=" not in override and not override.startswith("~")):
                 raise UserError(
-                    f"'{override}' is not an override; write key=value, e.g. trainer.gpus=2"
+                    f"'{override}' is not an override; write key=value, e.g. trainer.gpus=2, "
+                    "without spaces"
                 )
             head = re.split(r"[./]", match.group(1))[0]
             if head not in (*heads, "hydra"):
-                raise UserError(f"{override}: there is no key '{head}'; {suggestion(head, heads)}")
+                whole = WHOLE.get(head)
+                near = f"did you mean {whole}?" if whole else suggestion(head, heads)
+                raise UserError(f"{override}: there is no key '{head}'; {near}")
             if re.match(r"(recipe|strategy)=\[.*,", override):
                 raise UserError(f"{override}: a run has one {head}; -m {head}=ONE,OTHER runs each")
 

@@ -16,6 +16,9 @@ from dpframe.cli import output
 from dpframe.errors import Interrupted, UserError, printable, suggestion
 from dpframe.interruption import Interruption, end_children, look
 
+# Keys of the config, known before it is read.
+KEYS = {"recipe", "strategy", "trainer", "task", "data", "callbacks", "logger", "experiment"}
+KEYS |= {"mode", "checkpoint", "resume", "seed"}
 RANK_0_SECONDS = 5  # how long the other ranks wait for rank 0 to print an error
 
 
@@ -25,7 +28,10 @@ class _Parser(argparse.ArgumentParser):
         if unknown != message:
             options = re.findall(r"--[a-z-]+", self.format_help())
             given = unknown.split()[0].split("=")[0]
-            message = f"there is no option {given}; {suggestion(given, options)}"
+            near = suggestion(given, options)
+            if given[2:].split(".")[0] in KEYS:
+                near = f"write {given[2:]}=VALUE, without dashes"
+            message = f"there is no option {given}; {near}"
         raise UserError(message)
 
 

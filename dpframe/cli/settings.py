@@ -74,6 +74,15 @@ class RunSettings:
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings))
+WHOLE = {  # what is meant by a part of it, or by its name elsewhere
+    **{f.name: f"trainer.{f.name}" for f in fields(TrainerSettings)},
+    **dict.fromkeys(("devices", "num_devices"), "trainer.gpus"),
+    **dict.fromkeys(("epochs", "num_epochs"), "trainer.max_epochs"),
+    **{name: f"data.{name}" for name in ("batch_size", "workers", "shuffle")},
+    **{name: f"task.{name}" for name in ("optimizer", "optimizers", "scheduler", "net")},
+    **dict.fromkeys(("lr", "learning_rate"), "task.optimizer.lr"),
+    "model": "task",
+}
 
 
 def checked(config: Mapping[str, Any]) -> RunSettings:
@@ -126,6 +135,8 @@ def shown(value: Any) -> str:
 
 def unfit(key: str, value: Any, hint: Any, choice: str = "") -> UserError:
     """`hint` is the annotation of what the key takes."""
+    if hint == list[str]:
+        choice = f", e.g. [{value if isinstance(value, str) else 'NAME'}]"
     return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {spoken(hint)}{choice}")
 
 
@@ -138,7 +149,7 @@ def kind_of(value: Any) -> str:
 def spoken(hint: Any) -> str:
     """A type annotation in words."""
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    words |= {list: "a list", type(None): "null", list[str]: "a list of names, e.g. [torchvision]"}
+    words |= {list: "a list", type(None): "null", list[str]: "a list of names"}
     if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
         options = get_args(hint)
         return " or ".join(

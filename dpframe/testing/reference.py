@@ -280,6 +280,7 @@ class Separable(NamedTuple):
     others: frozenset[str] = frozenset()  # metrics that are no such means
     compared: str = ""  # the loss of which shares, where that could be tried
     coupled: str = ""  # how the loss differs
+    changed: tuple[str, ...] = ()  # the buffers that a step changes
 
 
 @torch.no_grad()
@@ -296,9 +297,12 @@ def separable(course: Course) -> Separable:
     shares = rows.split(-(-len(rows) // 3))
 
     task.attached = Attached(strategy=DataParallel())
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in task.named_buffers()}
 
     def measured(*parts: Tensor, seed: int = 0) -> Outputs:
-        """As replicas of one process, which may gather each other's rows."""
+        """As replicas of one process, which may gather each other's rows. The task is as it was."""
+        for buffer, before in buffers.values():
+            buffer.copy_(before)
         step = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
         total = sum(map(len, parts))
         shares = [Share(_batch(data, train, part), len(part), total) for part in parts]
@@ -319,6 +323,11 @@ def separable(course: Course) -> Separable:
         if task.training:
             raise
         return Separable(reason)  # a step that needs training mode
+    changed = tuple(name for name, (now, before) in buffers.items() if not torch.equal(now, before))
+    if (
+        changed
+    ):  # what each replica of a process does again: only the curve tells whether that matters
+        return Separable(reason, changed=changed)
     others = _unlike(whole, parts)
     sizes = " ".join(str(len(share)) for share in shares)
     compared = f"{course.recipe.name}'s loss of {len(rows)} rows, and of shares of {sizes}"

@@ -183,7 +183,17 @@ def _notes(evidence: Evidence) -> list[str]:
             f"{recipe.name}'s weights may be {evidence.tolerance:.1e} apart: its optimizer divides "
             "by gradients that are almost 0, so the order of a sum moves them by a part of that"
         )
+    if evidence.separable.changed:
+        names = ", ".join(evidence.separable.changed)
+        notes.append(
+            f"{recipe.name}'s training_step changes {names} of the task: replicas in one process "
+            "share them, and each changes them; use strategy=ddp for several replicas"
+        )
     if evidence.separable.others:
         names = ", ".join(sorted(evidence.separable.others))
-        notes.append(f"{recipe.name}'s {names}: no mean over rows, so it is not compared")
+        notes.append(
+            f"{recipe.name}'s {names}: no mean over rows, so it is not compared; it may be another "
+            "number on other numbers of replicas: return the mean over the rows, or over 'weight' "
+            "where that is returned, or hold a metric of torchmetrics"
+        )
     return notes

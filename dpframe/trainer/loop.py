@@ -1,6 +1,7 @@
 """The loop: `fit` -> `_train_epoch` -> `_train_step` -> the task. The rest is built before it."""
 
 import atexit
+import inspect
 import json
 import logging
 import math
@@ -20,7 +21,7 @@ from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, miscalled, suggestion
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
@@ -74,6 +75,8 @@ class Trainer:
         run: Run | None = None,
         interruption: Interruption | None = None,
     ) -> None:
+        callbacks, loggers = list(callbacks), list(loggers)
+        _check_parts(task, data, strategy, settings, callbacks, loggers)
         self.task = task
         self.data = data
         self.settings = settings or TrainerSettings()
@@ -85,7 +88,7 @@ class Trainer:
         self.lookout = Lookout(self.strategy, interruption)
         self.mode = ""  # fit, validate, test or predict, once one of them runs
         self.has_begun = False  # training
-        self.report = Report(self.strategy.logger(list(loggers)), self.run)
+        self.report = Report(self.strategy.logger(loggers), self.run)
         self._write = self.report.log
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
@@ -867,3 +870,23 @@ def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None
                 f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
                 f"{there!r}); pass {key} to the strategy alone"
             )
+
+
+def _check_parts(
+    task: Any, data: Any, strategy: Any, settings: Any, callbacks: list[Any], loggers: list[Any]
+) -> None:
+    parts: list[tuple[str, Any, Any, str]] = [
+        ("data", data, DataModule, "an object of your DataModule, which may return DataLoaders"),
+        ("task", task, Task, "an object of your Task"),
+        ("strategy", strategy, Strategy | None, "e.g. DataParallel(2)"),
+        ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
+        *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
+        *(("loggers", each, Logger, "a list of Loggers") for each in loggers),
+    ]
+    for name, value, kind, example in parts:
+        if not isinstance(value, kind):
+            raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
+    try:
+        inspect.signature(data.setup).bind()
+    except TypeError:
+        raise miscalled(data, "setup", ()) from None
