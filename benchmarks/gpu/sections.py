@@ -32,6 +32,7 @@ from dpframe.strategies.single import CPU, SingleGPU
 ROOT = Path(__file__).resolve().parents[2]
 MOST_TURNS = 5
 SHOWN_FAILURES = 20
+ENDING_SECONDS = 15  # for tests that are stopped: they still report what ran
 ONE_TEST = "tests/test_gpu.py::test_the_card_that_was_asked_for_is_taken"
 
 WORKERS = min(4, os.cpu_count() or 1)
@@ -115,7 +116,7 @@ def tests(job: Job) -> None:
         )
         is_whole = True
         try:
-            output, _ = process.communicate(timeout=max(1.0, job.left - 8))
+            output, _ = process.communicate(timeout=max(1.0, job.left - ENDING_SECONDS))
         except subprocess.TimeoutExpired:
             is_whole = False
             process.send_signal(signal.SIGINT)  # it still writes its report
@@ -163,6 +164,7 @@ def race(job: Job, names: Sequence[str]) -> None:
     if not has_lightning:
         job.records.note("Lightning is not installed, so it is missing here.")
     torch.backends.cudnn.benchmark = True
+    torch.set_num_threads(1)  # the card computes; on the CPU a pool of threads only wakes and waits
     runners = {}
     for name in names:
         contest = job.contest(name)
@@ -247,7 +249,10 @@ class Traced(Callback):
 
     def __init__(self, first: int, steps: int, path: Path) -> None:
         self.first, self.last, self.path = first, first + steps, path
-        self.profiler = torch.profiler.profile()
+        # Of a card its work alone: the calls on the CPU would make most of the trace.
+        cuda = {torch.profiler.ProfilerActivity.CUDA}
+        activities = torch.profiler.supported_activities()
+        self.profiler = torch.profiler.profile(activities=activities & cuda or activities)
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.global_step == self.first:
@@ -271,7 +276,7 @@ def measure_start(job: Job) -> None:
     words += ["trainer.max_epochs=1"] if job.is_dry else []
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         command = [sys.executable, "-m", "dpframe", *words]
-        times = 1 if job.is_dry else 3
+        times = 1 if job.is_dry else 2
         whole = [process_seconds(command, folder) for _ in range(times)]
         imports = [process_seconds([sys.executable, "-c", "import torch"], folder) for _ in whole]
     fact = job.records.fact

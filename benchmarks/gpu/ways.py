@@ -189,6 +189,7 @@ def in_lightning(contest: Contest, device: torch.device, *, has_loader: bool) ->
     task, data, settings = contest.problem()
     torch.set_float32_matmul_precision(settings.matmul_precision or "highest")
     clock = Clock(contest, device)
+    records = settings.compile_mode in CUDA_GRAPH_MODES
     rows = data.train_dataset()
 
     class Module(lightning.LightningModule):
@@ -200,9 +201,10 @@ def in_lightning(contest: Contest, device: torch.device, *, has_loader: bool) ->
                 self.compute = torch.compile(self.compute, mode=settings.compile_mode)
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-            if settings.compile_mode in CUDA_GRAPH_MODES:
+            if records:
                 torch.compiler.cudagraph_mark_step_begin()
             loss = self.compute(batch)["loss"]
+            loss = loss.clone() if records else loss
             self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch[0]))
             return loss
 
