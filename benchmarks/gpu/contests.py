@@ -175,7 +175,9 @@ def resnet50(
 ) -> Problem:
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.9, weight_decay=5e-5)
     task = ResNet50(optimizer, *([stages] if stages else []))
-    settings = TrainerSettings(precision="bf16", matmul_precision="high", channels_last=True)
+    settings = TrainerSettings(
+        precision="bf16", matmul_precision="high", channels_last=True, cudnn_benchmark=True
+    )
     return Problem(task, Images(batch_size, batch_size * epoch_steps, side), settings)
 
 

@@ -163,7 +163,6 @@ def race(job: Job, names: Sequence[str]) -> None:
     has_lightning = importlib.util.find_spec("lightning") is not None
     if not has_lightning:
         job.records.note("Lightning is not installed, so it is missing here.")
-    torch.backends.cudnn.benchmark = True
     torch.set_num_threads(1)  # the card computes; on the CPU a pool of threads only wakes and waits
     runners = {}
     for name in names:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 from benchmarks.gpu.contests import LIGHTNING, RESIDENT, TUNED, Contest
 from dpframe import Callback, Run, Strategy, Trainer
 from dpframe.data.order import permutation
-from dpframe.trainer.settings import CUDA_GRAPH_MODES
+from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.update import fuse
 
 OURS = "dpframe"
@@ -67,6 +67,12 @@ class Clock:
         return Turn(self.seconds, peak, self.losses)
 
 
+def set_switches(settings: TrainerSettings) -> None:
+    """Those of the process, whatever the turn before has set."""
+    torch.set_float32_matmul_precision(settings.matmul_precision or "highest")
+    torch.backends.cudnn.benchmark = bool(settings.cudnn_benchmark)
+
+
 # By hand
 
 
@@ -74,7 +80,7 @@ def tuned(contest: Contest, device: torch.device) -> Turn:
     """Fused optimizers, rows by index_select on the device, and no number read within an epoch."""
     problem = contest.problem()
     task, data, settings = problem
-    torch.set_float32_matmul_precision(settings.matmul_precision or "highest")
+    set_switches(settings)
     clock = Clock(contest, device)
     task.to(device).train()
     if settings.channels_last:
@@ -165,7 +171,7 @@ def ours(
         sanity_batches=0,
         accelerator=device.type,
     )
-    torch.set_float32_matmul_precision("highest")  # unless the settings say something else
+    set_switches(settings)
     trainer = Trainer(
         task,
         data,
@@ -187,7 +193,7 @@ def in_lightning(contest: Contest, device: torch.device, *, has_loader: bool) ->
     import lightning
 
     task, data, settings = contest.problem()
-    torch.set_float32_matmul_precision(settings.matmul_precision or "highest")
+    set_switches(settings)
     clock = Clock(contest, device)
     records = settings.compile_mode in CUDA_GRAPH_MODES
     rows = data.train_dataset()
