@@ -155,7 +155,8 @@ def test_a_batch_keeps_its_budget_of_python_calls():
     own, every = measured()["calls"]
     print(f"CALLS A BATCH: {own:.1f} of ours, {every:.1f} in all; Lightning 483")
     assert 10 < own <= OWN_BUDGET  # a count of next to nothing would have missed them
-    assert 60 < every <= BUDGET
+    if torch.accelerator.current_accelerator() is None:  # else torch looks for it in each step
+        assert 60 < every <= BUDGET
 
 
 # The way to the first step
