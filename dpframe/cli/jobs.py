@@ -23,7 +23,7 @@ from dpframe.errors import Interrupted, UserError, printable
 from dpframe.heartbeat import SIGNALS, TICK_SECONDS
 from dpframe.interruption import Interruption
 from dpframe.strategies import launch
-from dpframe.strategies.devices import HIDES, cores, present, use_threads
+from dpframe.strategies.devices import HIDES, WORDS, cores, present, use_threads
 from dpframe.strategies.ranks import SAFE_PATH, SIGNALED
 from dpframe.trainer.settings import TrainerSettings
 
@@ -144,7 +144,8 @@ class _Process:
         ]
         writers = [writer for _, writer in pairs]
         environment = {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
-        if _trainer(job).gpus is None or isinstance(_trainer(job).gpus, int):  # names no cards
+        gpus = _trainer(job).gpus
+        if gpus in (None, *WORDS) or isinstance(gpus, int):  # names no cards
             environment |= lane.environment
         args = (job, lane.cores, environment, *writers)
         self.process = context.Process(target=_live, args=args)

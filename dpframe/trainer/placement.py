@@ -49,6 +49,8 @@ def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> s
     A convolution with weights in channels_last memory returns its output so, whatever its input:
     all layers from the first convolution on are in that layout, and batches need no conversion.
     """
+    if precision.dtype is None and not has_float64(precision.device):
+        _refuse_float64(task, precision.device)
     task.to(precision.device, precision.dtype)
     if settings.matmul_precision is not None:
         torch.set_float32_matmul_precision(settings.matmul_precision)
@@ -97,6 +99,15 @@ def align(optimizer: Optimizer) -> None:
             is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
             if is_strided and value.shape == weight.shape and value.stride() != weight.stride():
                 state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+def _refuse_float64(task: nn.Module, device: torch.device) -> None:
+    for name, tensor in (*task.named_parameters(), *task.named_buffers()):
+        if tensor.dtype == torch.float64:
+            raise UserError(
+                f"{name} is float64 and {device.type.upper()} has no floats of 64 bits; make it "
+                "float32, or use trainer.accelerator=cpu"
+            )
 
 
 def _convolutions(task: nn.Module) -> list[nn.Parameter]:
