@@ -16,10 +16,28 @@ from dpframe import checkpoint
 OWN = """
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import dpframe
+
+
+class Signal(dpframe.Callback):
+    '''Ctrl-C as soon as the run is done.'''
+
+    runs_last = True
+
+    def on_fit_end(self, trainer):
+        number = os.getpid()
+        path = Path(trainer.run.directory) / "summary.json"
+
+        def wait():
+            while not path.exists():
+                time.sleep(0.001)
+            os.kill(number, signal.SIGINT)
+
+        threading.Thread(target=wait, daemon=True).start()
 
 
 class Trouble(dpframe.Callback):
@@ -120,6 +138,21 @@ def test_ctrl_c_in_a_run_leaves_a_table_and_the_sweep_is_gone_on_with(
     assert done.returncode == 0, done.stderr
     assert statuses(directory) == ["finished"] * 3
     assert is_same(weights(directory), weights(undisturbed))
+
+
+def test_ctrl_c_between_two_runs_ends_the_sweep_with_its_table(tmp_path):
+    """The signal comes when the first run's summary is there: the next may have its header."""
+    directory = folder(tmp_path, "")
+    more = "+callbacks.signal._target_=own.Signal"
+    with started([*LINE, more], directory) as job:
+        code, said = job.ended(within=100)
+        out = job.printed()
+    assert code == 130
+    assert said == ["dpframe: interrupted by SIGINT; go on with sweep.resume=swept"]
+    first, second, third = statuses(directory)
+    assert first == "finished" and second in ("missing", "interrupted") and third == "missing"
+    assert "sweep: 1 of 3 runs finished" in out and "run 3 of 3" not in out
+    assert not list(directory.glob("swept/[12]_*")), "a run was begun"
 
 
 def test_a_sweep_that_was_killed_is_gone_on_with(tmp_path, undisturbed):

@@ -37,6 +37,7 @@ examples
   dpframe recipe=boston strategy=ddp trainer.gpus=4
   dpframe recipe=shapes strategy=data_parallel trainer.gpus=3
   dpframe -m recipe=boston strategy=cpu,ddp task.optimizer.lr=0.01,0.001
+  dpframe -m recipe=boston seed=0,1,2 sweep.jobs=2                 (two at a time)
   dpframe mode=test checkpoint=outputs/boston/…/checkpoints/best.ckpt
   dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
   dpframe recipe=boston mode=plan plan.bandwidth=1.25e9            (what would 4096 replicas bring?)
