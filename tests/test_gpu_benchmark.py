@@ -1,5 +1,6 @@
 """The benchmark of GPUs: its formulas, its budget, its page, and a dry run of all of it."""
 
+import gzip
 import json
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from benchmarks.gpu.contests import recipe as problem_of  # noqa: E402
 from benchmarks.gpu.page import page  # noqa: E402
 from benchmarks.gpu.records import Records  # noqa: E402
 from benchmarks.gpu.resnet import ResNet50  # noqa: E402
-from benchmarks.gpu.sections import outcome  # noqa: E402
+from benchmarks.gpu.sections import kernels, outcome  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -55,6 +56,14 @@ def test_utilization_is_of_the_peak_of_the_card():
 )
 def test_idle_is_what_no_kernel_covers(busy, idle):
     assert formulas.idle_share(busy) == (idle if idle is None else pytest.approx(idle))
+
+
+def test_a_card_works_in_kernels_and_copies_and_in_nothing_else_of_a_trace(tmp_path):
+    kinds = {"kernel": 0, "gpu_memcpy": 10, "gpu_memset": 20, "cpu_op": 30, "cuda_runtime": 40}
+    events = [{"cat": kind, "ts": begin, "dur": 5} for kind, begin in kinds.items()]
+    with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": [{"name": "no category", "ts": 50}, *events]}, file)
+    assert kernels(tmp_path / "trace.json.gz") == [(0, 5), (10, 15), (20, 25)]
 
 
 def test_curves_differ_by_their_largest_distance():
