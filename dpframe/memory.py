@@ -6,17 +6,19 @@ from collections.abc import Iterable
 
 import torch
 
-CPU_ERRORS = ("can't allocate memory", "not enough memory")  # torch has no type for them
-CUDA_ERROR = "error: out of memory"  # of a kernel or a library, not of torch's allocator
+UNTYPED = (  # what torch has no type for
+    "can't allocate memory",
+    "not enough memory",
+    "error: out of memory",  # of a kernel
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "Cuda failure 2 'out of memory'",  # NCCL's
+)
 
 
 def ran_out(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        words in text for words in (*CPU_ERRORS, CUDA_ERROR)
-    )
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in UNTYPED)
 
 
 def peak(device: torch.device) -> int | None:

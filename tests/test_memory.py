@@ -25,6 +25,7 @@ LINE = r"\d+ steps in \S+ s, \S+ samples/s"
         (MemoryError(), True),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
         (torch.AcceleratorError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), True),
         (torch.AcceleratorError("CUDA error: device-side assert triggered"), False),
         (ValueError("not enough memory to learn from"), False),
     ],
