@@ -226,6 +226,16 @@ def test_a_value_that_an_optimizer_or_a_scheduler_does_not_take_is_one_line(part
     assert said(task.configure_optimizer).startswith(f"{part}: {name} says: ")
 
 
+def test_the_name_of_a_function_in_its_place_is_told_with_what_to_write():
+    node = {"_target_": "torch.optim.lr_scheduler.LambdaLR", "lr_lambda": "mine.warm_up"}
+    scheduler = build({**node, "_partial_": True}, "task.scheduler")
+    task = Small(scheduler=scheduler)
+    assert said(task.configure_optimizer) == (
+        "task.scheduler.lr_lambda=mine.warm_up is text, and LambdaLR calls it; for a function "
+        "write task.scheduler.lr_lambda={_target_:mine.warm_up,_partial_:true}"
+    )
+
+
 def test_a_bug_below_a_constructor_keeps_its_traceback_and_cause(own):
     for name in ("own.Misuses", "own.misuses"):  # torch's constructor, called wrongly
         with pytest.raises(TypeError, match="empty"):

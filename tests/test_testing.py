@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -237,7 +238,7 @@ class Mine(Small):
         super().__init__()
         self.step = step
         for layer in layers:
-            self.net.insert(1, layer)
+            self.net.insert(1, deepcopy(layer))
 
     def training_step(self, batch: Any) -> dict[str, Any]:
         return self.step(self, batch)
@@ -351,6 +352,7 @@ LEFT_OUT = "mine is left out of the curves: "
         ((rounding_loss,), f"{LEFT_OUT}its loss is rounded to float32"),
         ((with_largest,), "mine's largest: no mean over rows, so it is not compared"),
         ((Small.training_step, nn.Dropout(0.0)), ""),
+        ((Small.training_step, nn.Dropout(0.1).eval()), ""),
     ],
 )
 def test_what_of_a_recipe_differs_by_share_is_not_compared_and_a_note_says_so(recipe, note):

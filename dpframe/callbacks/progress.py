@@ -88,7 +88,8 @@ class Progress(Callback):
             print(printable(table(trainer.metrics)), flush=True)
 
     def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
-        print(f"predicted    {len(predictions.batches)} batches", flush=True)
+        count = len(predictions.batches)
+        print(f"predicted    {count} batch{'' if count == 1 else 'es'}", flush=True)
 
     def _start_bar(self, trainer: "Trainer") -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn

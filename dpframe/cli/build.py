@@ -231,6 +231,13 @@ class Later(functools.partial):
             said = first_line(ValueError(*error.args))  # the text of a KeyError is quoted
         name = getattr(self.func, "__name__", str(self.func))
         plain = {key: value for key, value in self.keywords.items() if isinstance(value, SCALARS)}
+        texts = [key for key, value in plain.items() if isinstance(value, str)]
+        if said == "'str' object is not callable" and len(texts) == 1:
+            key, value = texts[0], plain[texts[0]]
+            raise UserError(
+                f"{self.where}.{key}={value} is text, and {name} calls it; for a function write "
+                f"{self.where}.{key}={{_target_:{value},_partial_:true}}"
+            )
         meant = [key for key, value in plain.items() if str(value) in said]
         if len(meant) == 1:
             raise UserError(f"{self.where}.{meant[0]}={plain[meant[0]]}: {name} says: {said}")

@@ -169,5 +169,7 @@ def _file(key: str, name: str) -> Path:
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"
         )
     if not os.path.isfile(path):
-        raise UserError(f"{key}={path}: there is no such file")
+        is_word = key == "checkpoint" and name in ("best", "last")
+        hint = f"; name one, e.g. outputs/RECIPE/…/checkpoints/{name}.ckpt" if is_word else ""
+        raise UserError(f"{key}={path}: there is no such file{hint}")
     return path

@@ -130,7 +130,7 @@ def epoch_seconds(costs: Costs, steps: Steps, replicas: int, link: Link) -> floa
 
 
 def step_seconds(costs: Costs, batches: Iterable[int], replicas: int, link: Link) -> float:
-    """One optimiser update of several global batches, the last of which shares the gradients."""
+    """One optimizer update of several global batches, the last of which shares the gradients."""
     shares = [share_of(batch, replicas)[0] for batch in batches]
     read = sum(costs.read.at(rows) for rows in shares)
     busy = sum(costs.forward.at(rows) + costs.backward.at(rows) for rows in shares) + costs.update

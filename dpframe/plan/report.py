@@ -78,7 +78,7 @@ def _memory(measured: Measured) -> str:
     parts = [
         f"parameters {size(costs.parameters)}",
         f"gradients {size(costs.gradients)}",
-        f"optimiser {size(costs.optimizer)}",
+        f"optimizer {size(costs.optimizer)}",
         f"buffers {size(costs.buffers)}",
         f"activations and batch {size(costs.activations.base)} + "
         f"{size(costs.activations.per_row)} a row",

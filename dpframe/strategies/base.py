@@ -136,10 +136,10 @@ class Strategy:
         """Before training that may leave out a step after some of its `accumulate` backwards."""
 
     def check_gradients(self) -> None:
-        """Before each optimiser update: refuses gradients that are not the whole job's."""
+        """Before each optimizer update: refuses gradients that are not the whole job's."""
 
     def weight_sync(self, is_read: bool) -> None:
-        """After each optimiser update; and, `is_read`, before something looks at the weights.
+        """After each optimizer update; and, `is_read`, before something looks at the weights.
 
         For strategies whose replicas have weights or buffers of their own in between: when a
         validation, a checkpoint or the end of training looks at them, all replicas must have the
@@ -183,7 +183,7 @@ class Strategy:
         return {}
 
     def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
-        """After the weights and the optimiser; `state` is {} from other strategies."""
+        """After the weights and the optimizer; `state` is {} from other strategies."""
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""

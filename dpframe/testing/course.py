@@ -322,6 +322,8 @@ def why_not(task: Task) -> str:
     if takes_turns(task):
         return "its optimizers take turns, and the kit computes the steps of one"
     for name, module in task.named_modules():
+        if task.training and not module.training:  # e.g. a teacher: it stays so
+            continue
         kind = type(module).__name__
         rate = getattr(module, "p" if "Dropout" in kind else "dropout", 0.0)
         if isinstance(rate, float) and rate > 0:

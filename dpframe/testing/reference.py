@@ -16,7 +16,7 @@ from dpframe.metrics import Means
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Attached, EvalStep, Task, detached, optimizers_of, prefixed, updated_by
 from dpframe.testing.course import Course, takes_turns, why_not
-from dpframe.trainer.evaluation import by_rows, join
+from dpframe.trainer.evaluation import by_rows, join, modes_kept
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import of_turn
 
@@ -101,7 +101,8 @@ def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [row
             log.setdefault(f"{kind}/{name}", []).append((step, value))
 
     for epoch in range(course.epochs):
-        task.train()
+        if not task.training:
+            task.train()
         whole: Outputs = []
         for batches in _updates(course, data, len(train), epoch):
             step += 1
@@ -134,7 +135,9 @@ def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [row
         everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
-            add("val", _summarized(task, _validated(task, data, course.batch_size)))
+            with modes_kept(task):
+                validated = _validated(task, data, course.batch_size)
+            add("val", _summarized(task, validated))
         at.epoch = epoch + 1
         for _, scheduler, _ in optimizers.values():
             if _is_plateau(scheduler):
@@ -290,7 +293,9 @@ def separable(course: Course) -> Separable:
     reason = why_not(task)
     if not task.has_own("training_step") or takes_turns(task):
         return Separable(reason)
-    task.double().train(not reason)
+    task.double()
+    if reason:
+        task.eval()
     data.setup()
     train: Any = data.train_dataset()
     rows = torch.arange(min(8, len(train)))
