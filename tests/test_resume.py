@@ -413,6 +413,19 @@ def test_a_stream_that_ended_at_its_epochs_last_step_counts_that_epoch_when_it_i
 # What is compared of the code
 
 
+def test_a_state_that_a_run_resumes_from_stays_as_it_is():
+    states: list[Any] = []
+    look = Hooks(
+        on_step_end=lambda t: t.global_step == 3 and states.append(deepcopy(t.state_dict()))
+    )
+    settings = {"make": partial(Small, small.Adam), "max_epochs": 1}
+    fitted(callbacks=[look], **settings)
+    [state], before = states, deepcopy(states[0])
+    first, second = (fitted(resume=state, **settings) for _ in range(2))
+    assert first.global_step == 5 and is_same(state, before)
+    assert is_same(first.task.state_dict(), second.task.state_dict())
+
+
 SOURCE = '''\
 """A task.
 

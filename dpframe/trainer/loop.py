@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -138,7 +139,9 @@ class Trainer:
         from this one."""
         self._refuse_closed()
         if self.mode != "fit":
-            self.prepare(resume, resume_anyway=resume_anyway)
+            # Training changes what it has loaded: the caller's state stays as it is.
+            own = deepcopy(resume) if isinstance(resume, dict) else resume
+            self.prepare(own, resume_anyway=resume_anyway)
         self._begin()
         try:
             self._call("on_fit_start")
