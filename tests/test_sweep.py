@@ -121,6 +121,7 @@ SWEPT = {
     "refused": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=/proc/no"],
     "best": [*TOLD, *SCORED, "task._target_=own.Scored", *THRICE],
     "ended": [*TOLD, "callbacks.checkpoint=null", "hydra.sweeper.goes_on=false", SHORT],
+    "drawn": [*TOLD, "trainer.max_steps=${seed}", "hydra.sweep.dir=mistakes"],
     "table": [*SHORT_RUNS, "seed=0,1", "task.optimizer.lr=0.01,0.1"],
     "metric": [*SHORT_RUNS, "optimized_metric=val/mae", "optimized_mode=max", "seed=0,1"],
     "no mode": [*SHORT_RUNS, "optimized_metric=val/mae", "seed=0,1"],
@@ -240,6 +241,18 @@ def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_directi
     summaries = [json.loads(text) for text in texts if "val/score" in text]
     assert [summary["best"] for summary in summaries] == [{"val/score": 0.75}] * 2
     assert summaries[0]["metrics"]["val/score"] == 0.5
+
+
+def test_a_point_that_a_sweeper_draws_and_no_run_can_have_is_told_as_failed(swept):
+    directory, done = swept
+    drawn = done["drawn"]
+    runs = json.loads((directory / "mistakes" / "sweep.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["finished", "failed", "failed"]
+    said = "trainer.max_steps=0 is out of range; use 1 or more"
+    assert runs[2]["reason"] == said and f"dpframe: {said}\n" in drawn.err
+    assert drawn.code == 1 and re.search(
+        rf"^sweep: failed: mistakes/2_.*: {said}$", drawn.err, re.M
+    )
 
 
 def test_a_sweeper_that_ends_at_a_failure_is_told_and_a_contradiction_is_one_line(swept):

@@ -358,6 +358,9 @@ def run_point(
     outcome = Outcome("interrupted")
     try:
         outcome = run_here(_job(config, config_dir))
+    except UserError as error:  # a point that no run can have
+        print(f"dpframe: {printable(str(error))}", file=sys.stderr, flush=True)
+        outcome = Outcome("failed", reason=first_line(error))
     finally:
         result.status, result.value, result.reason = outcome
         result.seconds = time.monotonic() - began
