@@ -1,9 +1,11 @@
 """The fake cards notice what is planted, and nothing in the same code done right."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from shutil import copytree, ignore_patterns
 from textwrap import dedent
 
 import pytest
@@ -231,3 +233,79 @@ def test_what_is_planted_is_noticed(name):
 def test_what_is_right_is_left_alone(name):
     right = [line for line in found()[f"right: {name}"] if not line.startswith("UserWarning")]
     assert right == []
+
+
+# Bugs planted in dpframe: where, what, what instead, and the test that notices it on two cards
+GPU, SNAPSHOT = "tests/test_gpu.py::", "tests/test_snapshot.py::"
+MUTANTS = {
+    "a copied batch has no record_stream": (
+        "data/prefetch.py",
+        "tensor.record_stream(torch.accelerator.current_stream(tensor.device))",
+        "pass",
+        GPU + "test_resident_and_copied_data_give_the_same_numbers[{}]",
+    ),
+    "a step does not wait for the copy of its batch": (
+        "data/prefetch.py",
+        "torch.accelerator.current_stream(stream.device).wait_event(event)",
+        "pass",
+        GPU + "test_resident_and_copied_data_give_the_same_numbers[{}]",
+    ),
+    "a batch is copied while the host waits": (
+        "data/module.py",
+        "leaf.to(device, of_type, non_blocking=waits_not)",
+        "leaf.to(device, of_type)",
+        GPU + "test_nothing_waits_for_the_gpu_between_log_steps[SingleGPU-"
+        "{'clip_norm': 1.0, 'data_on_device': False}]",
+    ),
+    "the loss is read in each step": (
+        "trainer/guard.py",
+        "self._is_deferred = not (self._skips or strategy.device.type in task.READ_AT_ONCE)",
+        "self._is_deferred = False",
+        GPU + "test_nothing_waits_for_the_gpu_between_log_steps[SingleGPU-{}]",
+    ),
+    "a rank does not make its card the current one": (
+        "strategies/base.py",
+        "torch.accelerator.set_device_index(device)",
+        "pass",
+        GPU + "test_ranks_take_the_cards_in_the_order_of_the_list",
+    ),
+    "a snapshot does not wait for the step before it": (
+        "snapshot.py",
+        "side.wait_stream(here)",
+        "pass",
+        SNAPSHOT + "test_memory_that_is_freed_after_a_save_is_in_its_file",
+    ),
+    "what a snapshot copies is freed under it": (
+        "snapshot.py",
+        "tensor.record_stream(side)",
+        "pass",
+        SNAPSHOT + "test_memory_that_is_freed_after_a_save_is_in_its_file",
+    ),
+    "a checkpoint is written before its copies are there": (
+        "snapshot.py",
+        "event.synchronize()",
+        "pass",
+        SNAPSHOT + "test_a_save_from_a_card_makes_the_same_file",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_bug_that_is_planted_in_dpframe_fails_its_test(tmp_path, name):
+    if reason := build.why_not():
+        pytest.skip(reason)
+    file, here, instead, test = MUTANTS[name]
+    house = tmp_path / "house"
+    for folder in ("dpframe", "tests"):
+        copytree(HERE.parent / folder, house / folder, ignore=ignore_patterns("__pycache__"))
+    for folder in ("conf", "recipes"):
+        (house / "dpframe" / folder).symlink_to(HERE.parent / folder)
+    (house / "pyproject.toml").symlink_to(HERE.parent / "pyproject.toml")
+    path = house / "dpframe" / file
+    text = path.read_text()
+    assert text.count(here) == 1, f"dpframe/{file} has another text; change MUTANTS"
+    path.write_text(text.replace(here, instead))
+    pytest_on_cards = [sys.executable, "tests/fakecuda", "2", "-m", "pytest", "-q", "-n", "0", "-x"]
+    done = subprocess.run([*pytest_on_cards, test], cwd=house, capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"1 failed|violation\(s\)", done.stdout), done.stdout

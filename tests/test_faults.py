@@ -159,13 +159,13 @@ class Hungry(Small):
 def test_a_card_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
     strategy = kind(accelerator="cuda")
     strategy.setup()
-    made = trainer(Hungry(), Rows(40, 10), strategy=strategy)
+    made = trainer(Hungry(), Rows(40, 12), strategy=strategy)
     with pytest.raises(Failure) as caught, faults.told(strategy, made.settings, made):
         made.fit()
     replicas = f"{strategy.replicas} replica"
     assert re.match(
         r"cuda:\d is out of memory in training: \d+\.\d of \d+\.\d GiB are in use, at most \d+\.\d "
-        rf"GiB by this process's tensors; batch 10 = {replicas}.*; lower data\.batch_size=10 and ",
+        rf"GiB by this process's tensors; batch 12 = {replicas}.*; lower data\.batch_size=12 and ",
         str(caught.value),
     )
     assert "OutOfMemoryError" in caught.value.details
