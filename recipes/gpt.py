@@ -50,14 +50,16 @@ class GPT(dpframe.Task):
 
     @torch.no_grad()
     def write(self, prompt: str, length: int, temperature: float, seed: int) -> str:
-        """The prompt and `length` bytes more, each drawn from what the network expects there."""
+        """The prompt and `length` bytes more, each drawn from what the network expects there.
+
+        Tokens above 255 are no bytes: none of them is drawn."""
         # Its own generator: training draws the same numbers whether or not a sample is written.
         generator = torch.Generator(self.device).manual_seed(seed)
         text = torch.tensor([list(prompt.encode())], device=self.device)
         was_training = self.training
         self.eval()
         for _ in range(length):
-            logits = self.net(text[:, -self.block :])[:, -1].float()
+            logits = self.net(text[:, -self.block :])[:, -1, :256].float()
             drawn = torch.multinomial((logits / temperature).softmax(dim=1), 1, generator=generator)
             text = torch.cat([text, drawn], dim=1)
         self.train(was_training)

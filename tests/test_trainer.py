@@ -375,7 +375,7 @@ def test_the_trainer_sees_one_thread_for_a_small_model_and_leaves_a_large_one_al
 
 
 def test_a_number_of_threads_that_is_set_already_is_not_set_again(monkeypatch):
-    # set_num_threads(n) makes attention on the CPU a third slower, even where n threads were set.
+    # set_num_threads(n) makes attention on the CPU slower by a half, even where n threads were set.
     monkeypatch.setattr(torch, "set_num_threads", lambda count: pytest.fail(f"set to {count}"))
     trainer(Small(width=20_000), threads=torch.get_num_threads())
 

@@ -106,7 +106,7 @@ def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> Non
 
 def use_threads(count: int) -> None:
     """No call where nothing changes: torch's makes matrix products within its own parallel loops,
-    e.g. those of attention, a third slower, even with the number that there was."""
+    e.g. those of attention, slower by a half, even with the number that there was."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
 
