@@ -176,7 +176,7 @@ torch.optim.swa_utils.itertools torch.optim.optimizer.register_optimizer_step_pr
 torch.optim.lr_scheduler.partial dpframe.cli.main dpframe.cli.build.build dpframe.cli.run.run
 dpframe.cli.build.locate dpframe.cli.locate.importlib.import_module dpframe.cli.trust.known
 dpframe.cli.trust.Trust dpframe.checkpoint.load dpframe.strategies.launch.launch dpframe.Trainer
-dpframe.strategies.ddp.os.system dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path
+dpframe.strategies.launch.os.system dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path
 dpframe.recipes.boston.Path.write_text dpframe.recipes.boston.torch.load
 dpframe.importlib.import_module mine.tasks.os.system mine.tasks.innocent mine.tasks.Net.system
 mine.tasks.hidden mine.tasks.wrapper mine.tasks.bound mine.tasks.locked mine.tasks.loads
