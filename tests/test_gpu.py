@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import os
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -735,6 +736,7 @@ class Big(DataModule):
         return TensorDataset(x, x.sum(1))
 
 
+@pytest.mark.skipif("FAKECUDA" in os.environ, reason="needs a card that is slower than its copies")
 def test_no_batch_is_overwritten_while_a_step_reads_it():
     """The copies' memory is used anew: had it not been waited for, a sum would be off."""
     runs = [

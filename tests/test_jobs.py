@@ -205,7 +205,7 @@ def test_two_runs_at_a_time_have_a_card_each(tmp_path):
     line = [*LINE, "seed=1,2", TOLD, "sweep.jobs=2"]
     done = cold_dpframe(*line, cwd=tmp_path, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
-    cards = dict(re.findall(r"^\[(\d)\] uses .* cards (\d)$", done.stdout, re.M))
+    cards = dict(re.findall(r"^\[(\d)\] uses .* cards (\S+)$", done.stdout, re.M))
     assert sorted(cards) == ["1", "2"] and len(set(cards.values())) == 2
     for (run,) in told(tmp_path, "directory"):
         summary = json.loads((tmp_path / "swept" / run / "summary.json").read_text())

@@ -254,6 +254,9 @@ def graphs() -> dict[str, Any]:
         "_CUDAGraph": library.Graph,
         "_graph_pool_handle": lambda: (0, 1),
         "_cuda_isCurrentStreamCapturing": library.is_capturing,
+        # torch.compile imports these; it has no Triton to go on with.
+        "_cuda_CUDAAllocator_AllocatorState": object,
+        "_set_cached_tensors_enabled": lambda enabled: None,
     }
 
 
