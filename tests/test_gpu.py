@@ -144,8 +144,11 @@ class Matrices(Small):
         self.net = nn.Sequential(nn.Linear(3, 8, bias=False), nn.Linear(8, 1, bias=False))
 
 
+OPTIONS = {"LBFGS": {"max_iter": 2}}
 TORCHS = {  # all but SparseAdam: fake cards have no sparse tensors
-    name: partial(Matrices if name == "Muon" else Small, partial(kind, lr=0.01))
+    name: partial(
+        Matrices if name == "Muon" else Small, partial(kind, **OPTIONS.get(name, {}), lr=0.01)
+    )
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, Optimizer)
     if kind not in (Optimizer, torch.optim.SparseAdam)

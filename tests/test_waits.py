@@ -21,7 +21,7 @@ from dpframe.strategies.single import SingleGPU
 pytestmark = pytest.mark.gpu
 
 Adam = partial(torch.optim.Adam, lr=0.01)
-ROWS, BATCH = 200, 10  # steps of an epoch: 20, or 10 of two batches each
+ROWS, BATCH = 240, 12  # steps of an epoch: 20, or 10 of two batches each
 
 
 @pytest.fixture(autouse=True)

@@ -123,11 +123,10 @@ class Evidence:
 
     @property
     def has_lost_randomness(self) -> bool:
+        """Replicas that are threads of a process note what they draw in any order."""
         pairs = [(run.seen["drawn"], run.resumed) for run in self.of_each("watched")]
-        return any(
-            resumed is not None and whole[-len(resumed.seen["drawn"]) :] != resumed.seen["drawn"]
-            for whole, resumed in pairs
-        )
+        again = [(whole, resumed.seen["drawn"]) for whole, resumed in pairs if resumed is not None]
+        return any(sorted(whole[-len(drawn) :]) != sorted(drawn) for whole, drawn in again)
 
     def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
         """Of that many rows, in the order of the replicas."""

@@ -9,6 +9,8 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
+#include <mutex>
+
 #include "graphs.h"
 #include "tensors.h"
 
@@ -254,6 +256,8 @@ TORCH_LIBRARY_IMPL(_, CUDA, library) {
 
 void call_on_cpu(const c10::OperatorHandle& op, c10::Stack& stack, int device, bool draws_unasked) {
   if (!draws_unasked) return op.callBoxed(stack);
+  static std::mutex one_draw;  // threads of other cards borrow the same generator
+  std::lock_guard<std::mutex> locked(one_draw);
   auto cpu = at::detail::getDefaultCPUGenerator();
   auto before = cpu.get_state();
   cpu.set_state(draw_from(default_generator(device)).get_state());

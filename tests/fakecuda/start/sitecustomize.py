@@ -1,5 +1,6 @@
 """Python runs this file first, as `python tests/fakecuda` puts its folder into PYTHONPATH."""
 
+import importlib.machinery
 import importlib.util
 import os
 import sys
