@@ -88,6 +88,7 @@ class Trainer:
         self.interruption = interruption  # by signals; None: the program handles them itself
         self.lookout = Lookout(self.strategy, interruption)
         self.mode = ""  # fit, validate, test or predict, once one of them runs
+        self._is_validating = False  # within a fit
         self.has_begun = False  # training
         self.report = Report(self.strategy.logger(loggers), self.run)
         self._write = self.report.log
@@ -221,7 +222,7 @@ class Trainer:
         """What it is at, in a word."""
         if self.mode in DOING:
             return DOING[self.mode]
-        if self.mode and not self.task.training:
+        if self._is_validating:
             return DOING["validate"]
         return "training" if self.has_begun else "set-up"
 
@@ -529,8 +530,10 @@ class Trainer:
             return {}
         self.strategy.weight_sync(is_read=True)
         self._call("on_validation_start")
+        self._is_validating = True  # so it stays if this fails
         with modes_kept(self.task):
             means = self._evaluate(*others, after_batch=self._after_batch())
+        self._is_validating = False
         self.progress.validated_step = self.progress.global_step
         return means
 
@@ -594,7 +597,7 @@ class Trainer:
 
     def prepare(self, resume: Start = None, *, resume_anyway: bool = False) -> None:
         """Builds all that `fit` needs, or refuses: nothing is written, no hook is called."""
-        self.mode = "fit"
+        self.mode, self._is_validating = "fit", False
         self._resumed = state = started(resume, self.run.directory)
         task, strategy, settings = self.task, self.strategy, self.settings
         if settings.on_nonfinite == "skip":
@@ -649,8 +652,10 @@ class Trainer:
     def _try_validation(self, batches: int) -> None:
         """Lets mistakes in validation, and misspelt names of its numbers, show before training."""
         random_state = seeding.random_state(self._devices)
+        self._is_validating = True
         with modes_kept(self.task):
             names = means_of(self.validation, at_most=batches)
+        self._is_validating = False
         seeding.restore_random_state(random_state, self._devices)
         self.task_metrics.tables.clear()
         monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
