@@ -1,5 +1,6 @@
 """Copies of tensors in host memory; those of a device are made while training goes on."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,14 +42,13 @@ class Snapshot:
 
     def start(self) -> None:
         for device, pairs in self._pairs.items():
-            module = torch.get_device_module(device)
-            here, side = module.current_stream(device), _side_stream(device)
+            here, side = torch.accelerator.current_stream(device), _side_stream(device)
             room = (memory.free(device) or 0) // SHARE_OF_FREE
             has_room = sum(tensor.nbytes for tensor, _ in pairs) <= room
             if has_room:
                 pairs = [(tensor.clone(), host) for tensor, host in pairs]
             side.wait_stream(here)
-            with module.stream(side):
+            with side:
                 for tensor, host in pairs:
                     host.copy_(tensor, non_blocking=True)
                     tensor.record_stream(side)  # its memory is not used again before that
@@ -74,10 +74,6 @@ class Snapshot:
         return host
 
 
-_side_streams: dict[torch.device, Any] = {}
-
-
-def _side_stream(device: torch.device) -> Any:
-    if device not in _side_streams:
-        _side_streams[device] = torch.get_device_module(device).Stream(device)
-    return _side_streams[device]
+@cache
+def _side_stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
