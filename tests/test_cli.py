@@ -57,7 +57,7 @@ BEFORE_TORCH = {
     "~task": "task has no _target_",
     "~trainer": "there is no key trainer.gpus",
     "seed=${nosuch:1}": "seed: Unsupported interpolation type nosuch",
-    "checkpoint=last": "no such file; name one, e.g. outputs/RECIPE/…/checkpoints/last.ckpt",
+    "checkpoint=last": "there is no run with a checkpoint in outputs/boston",
     "checkpoint=missing.ckpt": "checkpoint=missing.ckpt: there is no such file",
     "checkpoint=.": "is a directory; name a file in it",
     "checkpoint=a=b": "if that is text, quote it: \"checkpoint='a=b'\"",

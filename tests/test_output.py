@@ -1,6 +1,7 @@
 """What a run prints: `run.log` has every rank's lines, the screen the main one's; and neither a
 missing reader, terminal, disk nor unicode ends a run or shows a traceback."""
 
+import json
 import logging
 import re
 import subprocess
@@ -64,7 +65,11 @@ def test_a_run_that_failed_keeps_its_directory_with_the_reason_in_its_log(tmp_pa
     *traceback, message, rest = re.split(start, ended["bug"])[1:]
     assert traceback[0] == "Traceback (most recent call last):\n"
     assert (message, rest) == ("ValueError: it is over\n", "for good\n")
-    assert not list(tmp_path.glob("*/summary.json"))
+    reasons = {how: json.loads((tmp_path / how / "summary.json").read_text()) for how in ended}
+    assert {how: (it["status"], it["reason"]) for how, it in reasons.items()} == {
+        "failure": ("failed", "it is over\nfor good"),
+        "bug": ("failed", "ValueError: it is over\nfor good"),
+    }
 
 
 def test_each_line_of_a_message_says_whose_it_is(tmp_path: Path, capsys) -> None:

@@ -92,7 +92,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ended(directory: Path) -> dict[str, int]:
-    return {path.parent.name: path.stat().st_mtime_ns for path in directory.rglob("summary.json")}
+    """When each run that has finished did so."""
+    return {
+        path.parent.name: path.stat().st_mtime_ns
+        for path in directory.rglob("summary.json")
+        if json.loads(path.read_text())["status"] == "finished"
+    }
 
 
 def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_left(
@@ -103,6 +108,7 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_lef
     assert failed.code == 1 and statuses(directory) == ["finished", "failed", "finished"]
     assert content(directory)["runs"][1]["reason"] == "KeyError: 'a bug'"
     before = ended(directory)
+    assert len(before) == 2
     (directory / "trouble").unlink()
     resume = ["-m", "sweep.resume=swept"]
     again, whole = attempts([resume, resume], directory)

@@ -66,6 +66,7 @@ class Best(Callback):
     """The best value of a metric, for a run's summary; none if it is not measured."""
 
     reads_metrics = True
+    epoch = step = 0  # after which it was measured
 
     def __init__(self, monitor: str, mode: str, key: str, *, is_needed: bool = False) -> None:
         self.monitor = Monitor(monitor, mode, key=key)
@@ -83,11 +84,13 @@ class Best(Callback):
             self.on_epoch_end(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        if self.monitor.name in trainer.metrics:
-            self.monitor.is_better(trainer.metrics[self.monitor.name])
+        name, metrics = self.monitor.name, trainer.metrics
+        if name in metrics and self.monitor.is_better(metrics[name]):
+            self.epoch, self.step = trainer.epoch, trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
-        return self.monitor.state_dict()
+        return {**self.monitor.state_dict(), "epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.monitor.load_state_dict(state)
+        if self.monitor.load_state_dict(state):
+            self.epoch, self.step = state.get("epoch", 0), state.get("step", 0)

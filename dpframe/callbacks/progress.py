@@ -85,7 +85,10 @@ class Progress(Callback):
 
     def on_test_end(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
-            print(printable(table(trainer.metrics)), flush=True)
+            metrics = trainer.metrics
+            if trainer.has_begun:  # training, which has shown the others
+                metrics = {k: v for k, v in metrics.items() if k.startswith("test/")}
+            print(printable(table(metrics)), flush=True)
 
     def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
         count = len(predictions.batches)

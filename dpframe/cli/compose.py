@@ -13,9 +13,17 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dpframe.cli import plugins
-from dpframe.cli.configs import Configs, register_resolver
+from dpframe.cli.configs import Configs, quoted, register_resolver
 from dpframe.cli.refusal import unresolved
-from dpframe.cli.resume import as_notes, start_file, with_saved
+from dpframe.cli.resume import (
+    WORDS,
+    as_notes,
+    key_of,
+    newest_file,
+    start_file,
+    value_of,
+    with_saved,
+)
 from dpframe.cli.settings import RunSettings, checked, shown
 from dpframe.errors import UserError
 
@@ -81,6 +89,7 @@ class Composed:
     is_run_dir_given: bool
     start: Path | None  # the checkpoint to begin with
     plugins: list[str]  # the packages whose options are in it
+    config_dir: Path | None = None
     number: int | None = None  # of a sweep's run
     is_repeated: bool = False  # from its beginning, as its ranks failed before a checkpoint
 
@@ -104,11 +113,16 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
     """With the overrides of the run that is resumed, or whose checkpoint is evaluated."""
 
     def runs() -> Path:
-        config = configs.compose(typed)
+        config = configs.compose([o for o in typed if key_of(o) != "hydra.run.dir"])
         HydraConfig.instance().set_config(config)
         return Path(str(config.hydra.run.dir)).parent
 
-    overrides = with_saved(typed, runs)
+    overrides = list(typed)
+    if (name := value_of("checkpoint", typed)) in WORDS:
+        file = newest_file(name, runs())
+        others = [each for each in typed if key_of(each) != "checkpoint"]
+        overrides = [*others, f"checkpoint={quoted(str(file))}"]
+    overrides = with_saved(overrides, runs)
     try:
         config = configs.compose(overrides)
     except UserError as error:
@@ -134,6 +148,7 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     except OmegaConfBaseException as error:
         raise unresolved(error, config) from None
     objective_of(plain)  # refuses a metric without a direction
+    folder = _own_folder(hydra)
     return Composed(
         config=plain,
         public=public,
@@ -145,7 +160,8 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         run_dir=run_dir,
         is_run_dir_given=any(o.startswith("hydra.run.dir=") for o in hydra.overrides.hydra),
         start=start_file(settings, Path(run_dir).parent),
-        plugins=plugins.selected(hydra.runtime.choices, _own_folder(hydra)),
+        plugins=plugins.selected(hydra.runtime.choices, folder),
+        config_dir=folder,
     )
 
 

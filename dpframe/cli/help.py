@@ -28,7 +28,7 @@ keys people set most
   trainer.max_epochs=100 trainer.max_steps=1000 trainer.gpus=4|[0,1,3]
   trainer.precision=32|64|bf16|fp16|bf16-true|16-true trainer.accumulate=2 trainer.clip_norm=1.0
   data.batch_size=512 data.workers=4 task.optimizer.lr=0.01 seed=1
-  checkpoint=FILE resume=last|DIR|FILE hydra.run.dir=DIR
+  checkpoint=best|last|FILE resume=last|DIR|FILE hydra.run.dir=DIR
 """
 
 EXAMPLES = """\
@@ -38,7 +38,7 @@ examples
   dpframe recipe=shapes strategy=data_parallel trainer.gpus=3
   dpframe -m recipe=boston strategy=cpu,ddp task.optimizer.lr=0.01,0.001
   dpframe -m recipe=boston seed=0,1,2 sweep.jobs=2                 (two at a time)
-  dpframe mode=test checkpoint=outputs/boston/…/checkpoints/best.ckpt
+  dpframe recipe=boston mode=test checkpoint=best                  (of the newest run, or a FILE)
   dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
   dpframe recipe=boston mode=plan plan.bandwidth=1.25e9            (what would 4096 replicas bring?)
   dpframe recipe=lenet mode=tune                     (the largest batch that fits, a learning rate)

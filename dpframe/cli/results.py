@@ -50,6 +50,8 @@ class Outcome(NamedTuple):
 
 def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
     """A run has failed if what it is compared by is not a number; some modes measure nothing."""
+    if summary.get("status") == "failed":
+        return Outcome("failed", reason=summary["reason"])
     value = summary.get("best", {}).get(metric, summary.get("metrics", {}).get(metric))
     if value is not None and math.isnan(value):
         return Outcome("failed", reason=f"{metric} is nan")

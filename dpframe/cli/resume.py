@@ -18,6 +18,7 @@ from dpframe.errors import UserError, printable
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
+WORDS = ("best", "last")  # a checkpoint of the newest run
 OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
@@ -28,6 +29,7 @@ OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "trainer.threads",
     "trainer.data_on_device",
 )
+OF_TRAINING = ("test_after_fit",)
 LIMITS = [  # for a short run; an evaluation reads all rows
     f"trainer.limit_{kind}_batches" for kind in ("eval", "val", "test", "predict")
 ]
@@ -62,15 +64,32 @@ def _resumed_run(resume: str, runs: Path) -> Path | None:
     """The directory that `last` or a directory stands for; None: it is a file."""
     path = Path(resume).expanduser()
     if resume == "last":
-        checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=files.written_at)
-        if not checkpoints:
-            raise UserError(f"resume=last: there is no run with a checkpoint in {runs}")
-        return checkpoints[-1].parent.parent
+        return _newest_run(runs, "resume=last")
     if not os.path.isdir(path):  # False, too, for a name that is too long
         return None
     if not any(path.glob("checkpoints/*.ckpt")):
         raise UserError(f"resume={resume}: there is no checkpoint in {path / 'checkpoints'}")
     return path
+
+
+def newest_file(name: str, runs: Path) -> Path:
+    """`best` or `last` of the newest run."""
+    directory = _newest_run(runs, f"checkpoint={name}") / "checkpoints"
+    path = directory / f"{name}.ckpt"
+    if not path.is_file():
+        there = ", ".join(sorted(file.name for file in directory.glob("*.ckpt")))
+        raise UserError(
+            f"checkpoint={name}: the newest run has no {path}; name one of its files ({there})"
+        )
+    return path
+
+
+def _newest_run(runs: Path, typed: str) -> Path:
+    """The one that has written a checkpoint last."""
+    checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=files.written_at)
+    if not checkpoints:
+        raise UserError(f"{typed}: there is no run with a checkpoint in {runs}")
+    return checkpoints[-1].parent.parent
 
 
 def run_directory(checkpoint: Path) -> Path | None:
@@ -138,7 +157,7 @@ def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
 def _is_evaluated(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
     group = key.partition(".")[0]
-    if key in (*OF_ITS_MACHINE, *LIMITS) or group == "strategy":
+    if key in (*OF_ITS_MACHINE, *OF_TRAINING, *LIMITS) or group == "strategy":
         return False
     is_of_other = group != key and group in map(key_of, typed)  # callbacks=none has other keys
     return not is_of_other and _is_kept(override, saved, typed)
@@ -169,7 +188,5 @@ def _file(key: str, name: str) -> Path:
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"
         )
     if not os.path.isfile(path):
-        is_word = key == "checkpoint" and name in ("best", "last")
-        hint = f"; name one, e.g. outputs/RECIPE/…/checkpoints/{name}.ckpt" if is_word else ""
-        raise UserError(f"{key}={path}: there is no such file{hint}")
+        raise UserError(f"{key}={path}: there is no such file")
     return path

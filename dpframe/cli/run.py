@@ -5,7 +5,9 @@ import logging
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,6 +21,7 @@ from dpframe.cli import faults, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
+from dpframe.cli.ending import ending
 from dpframe.cli.origin import compared
 from dpframe.cli.resume import run_directory
 from dpframe.cli.settings import EVALUATIONS, RunSettings, is_off
@@ -74,6 +77,7 @@ def _launched(strategy: Strategy, job: Composed) -> dict[str, Any]:
             path = error.told.get("directory", "")
             if os.path.isdir(path):
                 output.append(Path(path), error.details + str(error))
+                _note_failure(Path(path), error, job)
             is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost)
             if number > allowed or is_final:
                 raise
@@ -157,27 +161,44 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
             with told(trainer):
                 if settings.mode == "fit":
                     trainer.fit()
+                    if settings.test_after_fit:
+                        _test_best(trainer)
                 else:
                     _evaluate(trainer, settings, path)
             saved = trainer.checkpoint if settings.mode == "fit" else job.start and str(job.start)
             summary = {
                 "recipe": settings.recipe,
+                "status": "finished",
                 **_summary(strategy, trainer.progress),
                 "peak_memory": trainer.peak_memory(),
                 "metrics": trainer.metrics,
                 "checkpoint": saved,
                 "directory": path,
                 "best": best.value,
+                "best_epoch": best.epoch,
+                "best_step": best.step,
                 "stopped": trainer.stop_reason,
             }
             if strategy.is_main:
                 _write(Path(path) / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if strategy.is_main and settings.mode == "fit" and job.number is None:
+            updates = trainer.updates.values()
+            goes_longer = not any(hasattr(each.scheduler, "total_steps") for each in updates)
+            dashboards = [logger.dashboard(path) for logger in trainer.loggers]
+            text = ending(job, summary, dashboards, goes_longer=goes_longer)
+            print(printable(text), flush=True)
         return summary
     except UserError as error:
         is_empty = trainer.epoch <= 1 and trainer.checkpoint is None
         is_refused = error.exit_code == UserError.exit_code or trainer.global_step == 0
         if is_empty and is_refused and not error.details:
             directory.unmake()  # nothing is worth keeping yet
+        elif strategy.is_main and not ranks.has_parent():
+            _note_failure(Path(path), error, job)
+        raise
+    except Exception as error:
+        if strategy.is_main and not ranks.has_parent():
+            _note_failure(Path(path), error, job)
         raise
     except Interrupted as error:
         if settings.mode != "fit":
@@ -251,6 +272,15 @@ def _directory(job: Composed) -> Directory:
     return Directory(path, is_given=bool(resumed) or job.is_run_dir_given)
 
 
+def _test_best(trainer: Trainer) -> None:
+    """With the weights of the run's best checkpoint, or of its last one."""
+    path = trainer.checkpoint  # which the main process alone knows
+    state = trainer.strategy.share(checkpoint.load(path) if path is not None else None)
+    if state is not None:
+        checkpoint.load_task(trainer.task, state)
+    trainer.test()
+
+
 def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
     kind = "val" if settings.mode == "validate" else settings.mode
     for key in (f"limit_{kind}_batches", "limit_eval_batches"):
@@ -283,6 +313,25 @@ def _summary(strategy: Strategy, progress: Progress) -> dict[str, Any]:
         "seconds": seconds,
         "data_wait_share": progress.data_seconds / seconds if seconds else 0.0,
     }
+
+
+def _note_failure(directory: Path, error: Exception, job: Composed) -> None:
+    """In summary.json, for scripts and sweeps; run.log has it, too."""
+    if isinstance(error, UserError):
+        reason, details = str(error), error.details
+    elif isinstance(error, RankFailed):  # its text is the traceback of the rank
+        reason, details = str(error).splitlines()[-1], str(error)
+    else:
+        reason = "".join(traceback.format_exception_only(error)).rstrip()
+        details = "".join(traceback.format_exception(error)).rstrip()
+    summary = {
+        "recipe": job.settings.recipe,
+        "status": "failed",
+        "reason": reason,
+        "traceback": details,
+    }
+    with suppress(Failure):  # a full disk may be why it has failed
+        _write(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
 
 
 def _write(path: Path, text: str) -> None:

@@ -54,6 +54,7 @@ class RunSettings:
     checkpoint: str | None = None
     resume: str | None = None
     resume_anyway: bool = False
+    test_after_fit: bool = False
     optimized_metric: str | None = None
     optimized_mode: str | None = None
     vars: dict[str, Any] = field(default_factory=dict)

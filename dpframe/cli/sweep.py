@@ -40,7 +40,7 @@ from dpframe.cli.directory import create, refuse_ways_out
 from dpframe.cli.picture import svg
 from dpframe.cli.refusal import first_line
 from dpframe.cli.results import Earlier, Outcome, Result, Results, earlier
-from dpframe.cli.resume import key_of, value_of, with_saved
+from dpframe.cli.resume import WORDS, key_of, value_of, with_saved
 from dpframe.cli.settings import SweepSettings, shown, sweep_settings
 from dpframe.errors import Interrupted, UserError, printable
 
@@ -119,7 +119,8 @@ class Point(NamedTuple):
 
 def _recipe(overrides: Sequence[str], configs: Configs) -> list[str]:
     """Hydra composes a sweep before its points, so the recipe of their checkpoints is added."""
-    if value_of("recipe", overrides) or not value_of("checkpoint", overrides):
+    named = value_of("checkpoint", overrides)
+    if value_of("recipe", overrides) or named is None or named in WORDS:
         return []
     points = _combinations(overrides, configs)
     recipes = [value_of("recipe", with_saved(point, Path)) for point in points]

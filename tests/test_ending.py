@@ -1,0 +1,147 @@
+"""What is known after a run: the best epoch, the next commands, and why a run has failed."""
+
+import json
+import shlex
+
+import pytest
+from command import attempts, dpframe, write
+
+from dpframe.cli.results import outcome_of
+
+BOSTON = ["recipe=boston", "trainer.max_epochs=2"]
+BOOM = """\
+from dpframe.callbacks import Callback
+
+class Boom(Callback):
+    def on_epoch_end(self, trainer):
+        if trainer.epoch == 2:
+            raise ValueError("boom")
+"""
+FAILING = ["recipe=boston", "+callbacks.boom._target_=boom.Boom", "trusted_modules=[boom]"]
+
+
+def ends(out: str) -> dict[str, str]:
+    """The last lines, by their first word."""
+    block = out.rstrip().rpartition("\n\n")[2]
+    return {line.split()[0]: line.partition(" ")[2].strip() for line in block.splitlines()}
+
+
+def words(command: str) -> list[str]:
+    return shlex.split(command)[1:]
+
+
+def test_the_commands_that_a_run_ends_with_can_be_typed(tmp_path):
+    first = attempts([[*BOSTON, "hydra.run.dir=a run"]], tmp_path)[0]
+    said = ends(first.out)
+    assert [*said] == ["best", "run", "test", "resume", "dashboard"]
+    assert said["run"] == "a run"
+    tested, resumed, again = attempts(
+        [words(said["test"]), words(said["resume"]), words(said["resume"])], tmp_path
+    )
+    assert tested.code == 0 and "test/loss" in tested.out
+    assert resumed.code == 0 and "epoch 4/4" in resumed.out
+    assert again.code == 0  # it is done: there is nothing left
+    summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
+    assert (summary["status"], summary["best_epoch"], summary["best_step"]) == ("finished", 4, 16)
+    value = summary["best"]["val/loss"]
+    assert ends(resumed.out)["best"] == f"epoch 4, step 16: val/loss {value:.6g}"
+
+
+def test_a_run_whose_schedule_ends_with_it_is_not_told_to_go_on(tmp_path):
+    write(tmp_path, {"own/recipe/cycle.yaml": CYCLE})
+    line = ["--config-dir=own", "recipe=cycle", "trainer.max_epochs=1"]
+    done = attempts([line], tmp_path)[0]
+    assert done.code == 0, done.err
+    said = ends(done.out)
+    assert "resume" not in said
+    assert words(said["test"])[:3] == ["--config-dir", "own", "mode=test"]
+    assert attempts([words(said["test"])], tmp_path)[0].code == 0
+
+
+CYCLE = """\
+# @package _global_
+defaults:
+  - boston
+recipe: cycle
+task:
+  scheduler:
+    _target_: torch.optim.lr_scheduler.OneCycleLR
+    _partial_: true
+    max_lr: 0.01
+"""
+
+
+def test_best_and_last_are_checkpoints_of_the_recipes_newest_run(tmp_path):
+    lines = [
+        ["recipe=boston", "mode=test", "checkpoint=best"],
+        [*BOSTON, "hydra.run.dir=outputs/boston/b"],
+        [*BOSTON, "hydra.run.dir=outputs/boston/a"],
+        ["recipe=boston", "mode=test", "checkpoint=best"],
+        ["recipe=boston", "mode=validate", "checkpoint=last"],
+        ["recipe=lenet", "mode=test", "checkpoint=best"],
+        ["mode=test", "checkpoint=best"],
+        ["recipe=boston", "mode=test", "checkpoint=./best"],
+    ]
+    none, _, _, best, last, other, unnamed, file = attempts(lines, tmp_path)
+    assert (none.code, none.err) == (
+        2,
+        "dpframe: checkpoint=best: there is no run with a checkpoint in outputs/boston\n",
+    )
+    assert best.code == last.code == 0, (best.err, last.err)
+    summaries = map(json.loads, (p.read_text() for p in tmp_path.glob("outputs/*/*/summary.json")))
+    used = [one["checkpoint"] for one in summaries if not one["steps"]]
+    folder = "outputs/boston/a/checkpoints"
+    assert sorted(used) == [f"{folder}/best.ckpt", f"{folder}/last.ckpt"]
+    assert (other.code, unnamed.code) == (2, 2)
+    assert unnamed.err.startswith("dpframe: recipe is not set; set recipe=NAME")
+    assert file.err == "dpframe: checkpoint=best: there is no such file\n"
+
+
+def test_a_newest_run_without_its_best_names_what_there_is(tmp_path):
+    lines = [
+        [*BOSTON, "hydra.run.dir=outputs/boston/a"],
+        ["recipe=boston", "mode=test", "checkpoint=best"],
+    ]
+    attempts(lines[:1], tmp_path)
+    (tmp_path / "outputs/boston/a/checkpoints/best.ckpt").unlink()
+    assert attempts(lines[1:], tmp_path)[0].err == (
+        "dpframe: checkpoint=best: the newest run has no outputs/boston/a/checkpoints/best.ckpt; "
+        "name one of its files (last.ckpt)\n"
+    )
+
+
+@pytest.mark.parametrize("strategy", [[], ["strategy=ddp", "trainer.gpus=2"]], ids=["cpu", "ddp"])
+def test_the_best_weights_are_tested_after_fit(tmp_path, strategy):
+    # With this rate the last weights are not the best.
+    own = ["recipe=boston", "trainer.max_epochs=3", "trainer.precision=64", "task.optimizer.lr=3"]
+    line = [*own, *strategy]
+    run = dpframe(*line, "test_after_fit=true", "hydra.run.dir=outputs/boston/a", cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    lines = [
+        ["recipe=boston", "mode=test", "checkpoint=best", "hydra.run.dir=tested"],
+        ["recipe=boston", "mode=test", "checkpoint=last", "hydra.run.dir=last"],
+    ]
+    assert [one.code for one in attempts(lines, tmp_path)] == [0, 0]
+    after, best, last = (
+        json.loads((tmp_path / name / "summary.json").read_text())["metrics"]["test/loss"]
+        for name in ("outputs/boston/a", "tested", "last")
+    )
+    assert best != last
+    assert after == pytest.approx(best, rel=1e-12)
+
+
+@pytest.mark.parametrize("strategy", [[], ["strategy=ddp", "trainer.gpus=2"]], ids=["cpu", "ddp"])
+def test_a_failed_run_keeps_its_directory_and_the_reason(tmp_path, strategy):
+    write(tmp_path, {"boom.py": BOOM})
+    failed = dpframe(*FAILING, *strategy, "hydra.run.dir=run", cwd=tmp_path, PYTHONPATH=".")
+    assert failed.returncode == 1
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", "ValueError: boom")
+    assert "in on_epoch_end" in summary["traceback"]
+    assert "in on_epoch_end" in (tmp_path / "run/run.log").read_text()
+    assert (tmp_path / "run/checkpoints/last.ckpt").is_file()
+
+
+def test_a_summary_of_a_failed_run_is_no_result_of_a_sweep():
+    summary = {"status": "failed", "reason": "ValueError: boom"}
+    assert outcome_of(summary, "val/loss") == ("failed", None, "ValueError: boom")
