@@ -24,7 +24,6 @@ from conftest import descendants
 
 from dpframe import Strategy
 from dpframe.strategies import launch
-from dpframe.strategies.ddp import DDP
 
 TESTS = Path(__file__).resolve().parent
 SERVER = multiprocessing.get_context("forkserver")
@@ -55,7 +54,7 @@ def fresh(
 
 def on(strategy: Strategy, call: Callable[..., Any], *args: Any) -> Any:
     """`call(strategy, *args)` where the strategy is set up: in its ranks, if it has some."""
-    if isinstance(strategy, DDP):
+    if strategy.launches_ranks:
         return fresh(strategy.launch, _opened, strategy, call, args)
     return _opened(strategy, call, args)
 

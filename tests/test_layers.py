@@ -25,6 +25,7 @@ GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
     "files",
     "accelerator",
+    "blocks",
     "memory",
     "snapshot",
     "bombs",
@@ -38,7 +39,9 @@ ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
-    "torch.distributed": [f"strategies.{n}" for n in ("ddp", "launch", "ranks")],
+    "torch.distributed": [
+        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "processes", "ranks")
+    ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],
     "wandb": ["loggers.wandb"],

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 from dpframe import Callback, DataModule, Strategy, Task, Trainer, TrainerSettings, UserError
 from dpframe.strategies import devices
 from dpframe.strategies.data_parallel import DataParallel
-from dpframe.strategies.ddp import BUFFERS, DDP, backend_of
+from dpframe.strategies.ddp import BUFFERS, DDP
+from dpframe.strategies.processes import backend_of
 from dpframe.strategies.single import CPU, SingleGPU, auto
 from dpframe.trainer.placement import Precision, place
 
@@ -290,7 +291,7 @@ def test_ranks_talk_by_the_backend_of_their_devices(kind, backend):
 @pytest.mark.parametrize(
     "kind, count, strategy, said",
     [
-        ("mps", 1, DDP(), "strategy=ddp can't run on MPS devices: torch.distributed has no backend "
+        ("mps", 1, DDP(), "ranks can't run on MPS devices: torch.distributed has no backend "
          "for them; use strategy=single_gpu, or trainer.accelerator=cpu to rehearse"),
         ("mps", 1, DDP(2), "trainer.gpus=2 but this machine has 1 MPS device; use trainer.gpus=1"),
         ("xpu", 2, DataParallel(), "strategy=data_parallel on 2 XPU devices: torch copies modules "

@@ -1,13 +1,10 @@
 """One process a replica: torch's DistributedDataParallel, by NCCL, XCCL, or gloo on the CPU."""
 
 import inspect
-import itertools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,9 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import Share, split
 from dpframe.errors import UserError
-from dpframe.strategies import launch, ranks
-from dpframe.strategies.base import Strategy
-from dpframe.strategies.devices import Gpus, announce, cores, use_threads
+from dpframe.strategies.devices import Gpus
+from dpframe.strategies.processes import Processes
 
 # The same switch, under its newer name where torch has that.
 _names = inspect.signature(DistributedDataParallel).parameters
@@ -31,13 +27,10 @@ Changes = dict[str, list[str]]
 """The names of the weights that were frozen, and of those that were thawed."""
 LATE_SECONDS = 10.0  # when ranks that have not frozen or thawed what others have are told
 
-_groups = itertools.count()  # those that this process has opened
 log = logging.getLogger("dpframe")
 
 
-class DDP(Strategy):
-    launches_ranks = True
-
+class DDP(Processes):
     def __init__(
         self,
         gpus: Gpus = None,
@@ -52,9 +45,7 @@ class DDP(Strategy):
         sync_batchnorm: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
-        super().__init__(gpus, accelerator, max_replicas_per_core)
-        if timeout_seconds <= 0:
-            raise UserError(f"strategy.timeout_seconds={timeout_seconds}; set it to more than 0")
+        super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
         if bucket_cap_mb is not None and not bucket_cap_mb > 0:
             raise UserError(f"strategy.bucket_cap_mb={bucket_cap_mb}; set it to more than 0")
         self.options: dict[str, Any] = {
@@ -65,75 +56,16 @@ class DDP(Strategy):
             "bucket_cap_mb": bucket_cap_mb,
         }
         self.sync_batchnorm = sync_batchnorm
-        self.timeout_seconds = timeout_seconds
         # By what `wrap` was given; None: it had nothing to train.
         self.wrapped: dict[nn.Module, Wrapped | None] = {}
         self.current: Wrapped | None = None  # the one whose gradients are computed
-        self.owns_group = False
-        self._groups: dict[int, dist.ProcessGroup] = {}  # of the first ranks, by how many
-        self._store: dist.Store | None = None  # None: the group is the program's own
         self._agreed = 0  # how often
         self._unsynced = ExitStack()  # holds `no_sync` while gradients are only accumulated
-
-    def launch(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Starts the ranks, or is one of them where torchrun started them already."""
-        here = ranks.this_rank() if ranks.is_rank() else None
-        devices = self.choose_devices(default=here.local_world_size if here else None)
-        backend_of(devices[0])
-        if here is None or here.rank == 0:
-            announce(devices, self.accelerator, kind="gloo ranks")
-        if here is not None:
-            return run(*args)
-        return launch.launch(
-            run,
-            args,
-            count=len(devices),
-            uses_gpus=devices[0].type != "cpu",
-            timeout_seconds=self.timeout_seconds,
-        )
-
-    def setup(self) -> None:
-        here = ranks.this_rank()
-        devices = self.choose_devices(default=here.local_world_size)
-        if self.gpus is not None and len(devices) != here.local_world_size:
-            raise UserError(
-                f"trainer.gpus={self.gpus} but this machine was given {here.local_world_size} "
-                "ranks; leave trainer.gpus out under torchrun"
-            )
-        self.rank, self.world_size = here.rank, here.world_size
-        self.replicas = self.averaged_over = here.world_size
-        self.take(devices[here.local_rank])
-        if self.device.type == "cpu":
-            use_threads(max(1, cores() // here.local_world_size))
-        if not dist.is_initialized():  # else the program's own is joined
-            self.owns_group = True
-            self._open_group()
-        self.names = [""] * self.world_size
-        dist.all_gather_object(self.names, str(self.device))
-
-    def _open_group(self) -> None:
-        timeout = timedelta(seconds=self.timeout_seconds)
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        store.set_timeout(timeout)
-        # torchrun's store outlives a group; the next one must not find the keys of this one.
-        self._store = dist.PrefixStore(f"dpframe{next(_groups)}", store)
-        # Not with `device_id`: NCCL then splits groups, which takes ranks that `_first` leaves out.
-        dist.init_process_group(
-            backend_of(self.device),
-            store=self._store,
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timeout,
-        )
 
     @property
     def module(self) -> Any:
         """The DistributedDataParallel that computes the gradients now, e.g. for a hook on it."""
         return self.current and self.current.module
-
-    @property
-    def devices(self) -> list[str]:
-        return self.names
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         if not training:
@@ -156,9 +88,6 @@ class DDP(Strategy):
             self.current.module.register_forward_pre_hook(self._look_at_rows)
         self.wrapped[module] = self.current
         return self.current.module
-
-    def shares(self, rows: Sequence) -> list[Sequence]:
-        return [split(rows, self.world_size)[self.rank]]
 
     def begin_step(self, module: Any) -> nn.Module:
         """A reducer knows the weights that were trained when it was made: others need another."""
@@ -288,129 +217,13 @@ class DDP(Strategy):
             for buffer in self.current.module.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def reduce(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self.device)
-        dist.all_reduce(tensor)
-        return tensor
-
-    def tally(self, numbers: list[float]) -> list[float]:
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)  # on the host, with GPUs too: it runs ahead of the device
-        return sums.tolist()
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values)
-        return values or []
-
-    def share(self, value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
-
-    def gather_rows(self, x: Tensor, total: int) -> Tensor:
-        if self.world_size == 1:
-            return x
-        if not total:
-            raise UserError(
-                "self.all_gather was called outside of a step, where ranks have no batch, or on a "
-                "stream that they divide, whose last batches they share unevenly; call it in a "
-                "step, without data.divide_streams (a strategy's to_device keeps its total by "
-                "share._replace)"
-            )
-        size = -(-total // self.world_size)  # of a share; the last of those with rows may be less
-        count = -(-total // size)
-        if count == 1:
-            return x
-        own = len(split(range(total), self.world_size)[self.rank])
-        if len(self.shares(range(total))[0]) != own:
-            raise UserError(
-                f"{self.name} cuts batches in a way of its own, and gathers rows as ddp does; "
-                "override gather_rows, too"
-            )
-        each = len(x) // own
-        return GatherRows.apply(x, each * size, each * total, self._first(count))
-
-    def _first(self, count: int) -> dist.ProcessGroup | None:
-        """The group of the first ranks, those with rows; None: all of them."""
-        if count == self.world_size:
-            return None
-        if count not in self._groups:
-            self._groups[count] = dist.new_group(
-                list(range(count)),
-                timeout=timedelta(seconds=self.timeout_seconds),
-                use_local_synchronization=True,  # the other ranks take no part
-            )
-        return self._groups[count]
-
     def close(self) -> None:
         self._unsynced.close()
         for wrapped in filter(None, self.wrapped.values()):
             wrapped.let_go()
         self.wrapped.clear()
         self.current = None
-        if dist.is_initialized():
-            for group in self._groups.values():
-                dist.destroy_process_group(group)
-        self._groups.clear()
-        if self.owns_group and dist.is_initialized():
-            dist.destroy_process_group()
-        self.owns_group, self._store = False, None
         super().close()
-
-    def abort(self, error: BaseException) -> None:
-        """NCCL ends a group together with all its ranks, and those may be in a collective."""
-        ranks.fail(error)
-        if self.owns_group and self.device.type != "cpu" and dist.is_initialized():
-            for group in filter(None, (*self._groups.values(), dist.group.WORLD)):
-                group.abort()
-        super().abort(error)
-
-
-def backend_of(device: torch.device) -> str:
-    """What init_process_group takes for ranks on such devices; gloo alone can do with the host's
-    tensors."""
-    if device.type == "cpu":
-        return "gloo"
-    try:
-        backend = dist.get_default_backend_for_device(device)
-    except ValueError:
-        backend = "gloo"
-    if backend == "gloo":  # torch names it for MPS too, whose tensors it refuses
-        raise UserError(
-            f"strategy=ddp can't run on {device.type.upper()} devices: torch.distributed has no "
-            "backend for them; use strategy=single_gpu, or trainer.accelerator=cpu to rehearse"
-        )
-    return f"cpu:gloo,{device.type}:{backend}"
-
-
-class GatherRows(torch.autograd.Function):
-    """All ranks' rows, `size` of each but for the last. Backward, the sum of what all ranks' losses
-    give to this rank's rows. Like all gradients these are then averaged over the ranks, and the
-    losses are scaled by as much, so the result is the single process's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, total: int, group: Any) -> Tensor:
-        ctx.group = group
-        ctx.first, ctx.count = dist.get_rank(group) * size, len(x)
-        padding = x.new_zeros(size - len(x), *x.shape[1:])
-        padded = torch.cat([x, padding]) if len(padding) else x.contiguous()
-        ranks = dist.get_world_size(group)
-        gathered = x.new_empty(ranks * size, *x.shape[1:])
-        # As bytes, which every backend can send, whatever the type.
-        dist.all_gather(list(_bytes(gathered).chunk(ranks)), _bytes(padded), group=group)
-        return gathered[:total].clone() if total < len(gathered) else gathered
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient[ctx.first : ctx.first + ctx.count], None, None, None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
 
 
 class Wrapped:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any
 
@@ -10,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpframe.errors import UserError, nearest
+from dpframe.blocks import blocks, matching
+from dpframe.errors import UserError
 
 KEY = "trainer.checkpoint_activations"
 
@@ -40,7 +40,7 @@ def drop_activations(task: nn.Module, choice: bool | str | Sequence[str] | None)
         if isinstance(module, Recomputed):
             module.__class__ = type(module).__bases__[1]
     if choice is True:
-        chosen = dict(_blocks(task))
+        chosen = dict(blocks(task))
         if not chosen:
             raise UserError(
                 f"{KEY}=true finds no blocks in {type(task).__name__}: no module that is made of "
@@ -48,7 +48,7 @@ def drop_activations(task: nn.Module, choice: bool | str | Sequence[str] | None)
             )
     else:
         patterns = [choice] if isinstance(choice, str) else choice or ()
-        chosen = dict(pair for pattern in patterns for pair in _matching(task, pattern))
+        chosen = dict(pair for pattern in patterns for pair in matching(task, pattern, key=KEY))
     for module in chosen.values():
         if not isinstance(module, Recomputed):  # it may have two names
             kind: Any = type(module)
@@ -72,38 +72,3 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in kept:
                 buffer.copy_(value)
-
-
-def _blocks(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules that are made of others and lie in a ModuleList or Sequential, but for
-    a ModuleList or Sequential of such modules."""
-    for part_name, part in module.named_children():
-        path = f"{name}.{part_name}".lstrip(".")
-        is_composite = any(True for _ in part.children())
-        if _is_list(module) and is_composite and not (_is_list(part) and any(_blocks(part))):
-            yield path, part
-        else:
-            yield from _blocks(part, path)
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList | nn.Sequential)
-
-
-def _matching(task: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The outermost modules of that name; of a list, which is never called, its modules."""
-    found: list[tuple[str, nn.Module]] = []
-    named = dict(task.named_modules())
-    del named[""]
-    for name, module in named.items():
-        if fnmatchcase(name, pattern) and not any(name.startswith(f"{n}.") for n, _ in found):
-            is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-            parts = [(f"{name}.{part}", child) for part, child in module.named_children()]
-            found += [(name, module)] if is_called else parts
-    if not found:
-        near = nearest(pattern.rstrip(".*"), named)
-        hint = (
-            f"did you mean {near}?" if near else f"there is, e.g., {next(iter(named), 'nothing')}"
-        )
-        raise UserError(f"{KEY}={pattern} matches no module of {type(task).__name__}; {hint}")
-    return found
