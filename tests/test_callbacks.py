@@ -436,11 +436,10 @@ def test_off_a_terminal_there_is_a_line_an_epoch_and_a_table_at_the_end(shown):
     assert re.fullmatch(r"15 steps in \d+\.\d\d s, [\d,]+ samples/s", lines(out)[-1])
 
 
-@pytest.mark.parametrize("number, of", [(0, "15/15"), (1, r"\d+")], ids=["epochs", "seconds"])
+@pytest.mark.parametrize("number, of", [(0, "3/3"), (1, r"\d+")], ids=["epochs", "seconds"])
 def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(shown, number, of):
     out = shown[0][number]
-    assert "━" in out
-    assert re.search(rf"━ *(\x1b\[[\d;]*m)*{of} steps", re.sub(r"\x1b\[[\d;]*m", "", out))
+    assert re.search(rf"epoch {of} ━+ [\d,]+ samples/s", re.sub(r"\x1b\[[\d;]*m", "", out))
     plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "\n", out)
     assert not re.search(r"^epoch \d+(/\d+)?  step", plain, re.MULTILINE)
     assert re.search(r"^\d+ steps in .* samples/s\s*$", plain, re.MULTILINE)

@@ -46,7 +46,7 @@ OWNERS = {
     "torch.utils.tensorboard": ["loggers.tensorboard"],
     "wandb": ["loggers.wandb"],
     "mlflow": ["loggers.mlflow"],
-    "rich": ["callbacks.progress"],
+    "rich": ["callbacks.screen"],
 }
 FILES = sorted(
     path

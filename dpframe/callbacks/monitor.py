@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpframe.callbacks.base import Callback
 from dpframe.errors import UserError, not_one_of, suggestion
@@ -12,6 +12,14 @@ if TYPE_CHECKING:
 
 
 PRUNED = "pruned: "  # begins why a run has stopped that a sweep takes for a pruned one
+
+
+class Epoch(NamedTuple):
+    """What it ended with."""
+
+    number: int
+    step: int
+    metrics: dict[str, float]
 
 
 def check_measured(key: str, name: str, metrics: Iterable[str]) -> None:
@@ -86,7 +94,7 @@ class Best(Callback):
     def on_epoch_end(self, trainer: "Trainer") -> None:
         name, metrics = self.monitor.name, trainer.metrics
         if name in metrics and self.monitor.is_better(metrics[name]):
-            self.epoch, self.step = trainer.epoch, trainer.global_step
+            self.epoch, self.step = trainer.progress.current_epoch, trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
         return {**self.monitor.state_dict(), "epoch": self.epoch, "step": self.step}

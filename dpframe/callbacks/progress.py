@@ -1,24 +1,34 @@
-"""What a run shows on screen: a banner, a bar or a line an epoch, and a table at the end.
+"""What a run shows: a banner, a bar with a table of epochs or a line an epoch, and its numbers.
 
 A bar is redrawn at most ten times a second. The lines of epochs that are shorter than that are
-shown several at once, at the end of a step, and before anything else that is logged.
+shown several at once, at the end of a step, and before anything else that is logged. An epoch that
+takes longer has a line every few seconds.
 """
 
 import logging
+import math
+import os
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
+from dpframe.callbacks.monitor import Best, Epoch, Monitor
 from dpframe.data import split
 from dpframe.errors import not_one_of, printable
 
 if TYPE_CHECKING:
+    from dpframe.callbacks.screen import Screen
     from dpframe.trainer import Predictions, Trainer
 
 log = logging.getLogger("dpframe")
 REDRAW_SECONDS = 0.1
+LINE_SECONDS = 5.0  # without one; in a run of hours, more: a twentieth of its time
+MOST_LINE_SECONDS = 60.0
+PACE_SECONDS = 2.0
+SHOWN_EPOCHS = 10
 
 
 class Progress(Callback):
@@ -29,10 +39,14 @@ class Progress(Callback):
     def __init__(self, bar: str | bool = "auto") -> None:
         if bar not in ("auto", True, False):
             raise not_one_of("callbacks.progress.bar", bar, ("auto", "true", "false"))
-        self.has_bar = sys.stdout.isatty() if bar == "auto" else bool(bar)
-        self.bar: Any = None
-        self.pending: list[str] = []  # lines of epochs
+        self.has_bar = _can_redraw() if bar == "auto" else bool(bar)
+        self.screen: Screen | None = None
+        self.pending: list[str] = []  # lines
+        self.epochs: list[Epoch] = []  # the last ones
+        self.best: Best | None = None  # of what a callback monitors
+        self.best_epoch: Epoch | None = None
         self.next_draw = 0.0
+        self.next_line = math.inf  # in all processes but the main one
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
@@ -41,20 +55,31 @@ class Progress(Callback):
         print(printable(banner(trainer)), flush=True)
         for handler in logging.getLogger().handlers:
             handler.addFilter(self._lines_first)
+        self.best = _best_so_far(trainer)
+        self.pace = Pace(trainer)
+        self._put_off_line(self.pace.began)
         if self.has_bar:
-            self._start_bar(trainer)
+            from dpframe.callbacks.screen import Screen
+
+            self.screen = Screen()
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if self.bar is not None or self.pending:
+        if self.screen is not None or self.pending or time.perf_counter() >= self.next_line:
             self._draw_in_time(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
             return
-        total = trainer.settings.max_epochs
-        of = f"/{total}" if total else ""
-        metrics = _inline(trainer.metrics)
-        self.pending.append(f"epoch {trainer.epoch}{of}  step {trainer.global_step}  {metrics}")
+        metrics = _loss_first(trainer.metrics, self.best)
+        epoch = Epoch(trainer.progress.current_epoch, trainer.global_step, metrics)
+        self.epochs = [*self.epochs[1 - SHOWN_EPOCHS :], epoch]
+        if self.best is not None:
+            self.best.on_epoch_end(trainer)
+            if self.best.step == epoch.step:
+                self.best_epoch = epoch
+        numbers = _inline(trainer.metrics)
+        self.pending.append(f"{_epoch(trainer)}  step {trainer.global_step}  {numbers}")
+        self._put_off_line(time.perf_counter())
         self._draw_in_time(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
@@ -80,6 +105,8 @@ class Progress(Callback):
         self._stop()
 
     def on_validation_end(self, trainer: "Trainer") -> None:
+        if self.best is not None:
+            self.best.on_validation_end(trainer)
         if trainer.mode == "validate" and trainer.strategy.is_main:
             print(printable(table(trainer.metrics)), flush=True)
 
@@ -94,43 +121,42 @@ class Progress(Callback):
         count = len(predictions.batches)
         print(f"predicted    {count} batch{'' if count == 1 else 'es'}", flush=True)
 
-    def _start_bar(self, trainer: "Trainer") -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-        self.bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}{task.fields[of]} steps"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[metrics]}"),
-            auto_refresh=False,  # no thread: the hooks redraw it
-        )
-        total = trainer.total_steps or None  # None: only the clock ends it
-        self.line = self.bar.add_task(
-            f"epoch {trainer.epoch}",
-            total=total,
-            completed=trainer.global_step,
-            of=f"/{total}" if total else "",
-            metrics="",
-        )
-        self.bar.start()
-
     def _draw_in_time(self, trainer: "Trainer") -> None:
         now = time.perf_counter()
+        if now >= self.next_line:
+            self._put_off_line(now)
+            numbers = _newest(trainer, self.best)
+            first = {name: numbers[name] for name in numbers if _is_first(name, self.best)}
+            step = f"step {trainer.global_step}" + _of(trainer.total_steps)
+            line = [_epoch(trainer), step, self.pace.told(trainer), _inline(first)]
+            self.pending.append("  ".join(filter(None, line)))
         if now >= self.next_draw:
             self.next_draw = now + REDRAW_SECONDS
             self._draw(trainer)
 
     def _draw(self, trainer: "Trainer") -> None:
         self._print_lines()
-        if self.bar is not None:
-            self.bar.update(
-                self.line,
-                completed=trainer.global_step,
-                description=f"epoch {trainer.epoch}",
-                metrics=_inline(trainer.metrics),
-                refresh=True,
+        if self.screen is not None:
+            self.screen.draw(
+                self.epochs,
+                self._best_epoch(),
+                where=_epoch(trainer),
+                done=_share_done(trainer),
+                pace=self.pace.told(trainer),
+                metrics=_newest(trainer, self.best),
             )
+
+    def _best_epoch(self) -> Epoch | None:
+        """It may be one before a resume, or within an epoch."""
+        if self.best is None or not self.best.step:
+            return None
+        if self.best_epoch is not None and self.best_epoch.step == self.best.step:
+            return self.best_epoch
+        return Epoch(self.best.epoch, self.best.step, self.best.value)
+
+    def _put_off_line(self, now: float) -> None:
+        seconds = max(LINE_SECONDS, (now - self.pace.began) / 20)
+        self.next_line = now + min(seconds, MOST_LINE_SECONDS)
 
     def _lines_first(self, record: logging.LogRecord) -> bool:
         self._print_lines()
@@ -142,16 +168,46 @@ class Progress(Callback):
             return
         del self.pending[: len(lines)]  # another thread may add a line meanwhile: it stays
         text = "\n".join(lines)
-        log.info(text, extra={"on_screen": self.bar is None})
-        if self.bar is None and not log.hasHandlers():  # no command line around this Trainer
+        log.info(text, extra={"on_screen": self.screen is None})
+        if self.screen is None and not log.hasHandlers():  # no command line around this Trainer
             print(text, flush=True)
 
     def _stop(self) -> None:
         for handler in logging.getLogger().handlers:
             handler.removeFilter(self._lines_first)
-        if self.bar is not None:
-            self.bar.stop()
-            self.bar = None
+        if self.screen is not None:
+            self.screen.stop()
+            self.screen = None
+
+
+class Pace:
+    """How fast a training is at the moment, and how long it will take."""
+
+    def __init__(self, trainer: "Trainer") -> None:
+        self.began = time.perf_counter()
+        self.first_step = trainer.global_step
+        self.marks = deque([(self.began, trainer.progress.rows_seen)], maxlen=3)
+
+    def told(self, trainer: "Trainer") -> str:
+        """The rate of the last seconds, and the time left; the step where nobody knows that."""
+        now, rows = time.perf_counter(), trainer.progress.rows_seen
+        then, rows_then = self.marks[0]
+        if now - self.marks[-1][0] >= PACE_SECONDS:
+            self.marks.append((now, rows))
+        rate = f"{(rows - rows_then) / (now - then):,.0f} samples/s"
+        left = self._seconds_left(trainer, now)
+        if left is None:
+            return rate if trainer.total_steps else f"step {trainer.global_step}  {rate}"
+        return f"{rate}  {_clock(left)} left" if left else rate
+
+    def _seconds_left(self, trainer: "Trainer", now: float) -> float | None:
+        """The shorter one, by steps and by the clock."""
+        limit = trainer.settings.max_seconds
+        done, total = trainer.global_step - self.first_step, trainer.total_steps
+        ways = [] if limit is None else [max(0.0, limit - trainer.clock)]
+        if total and done:
+            ways.append((total - trainer.global_step) * (now - self.began) / done)
+        return min(ways, default=None)
 
 
 def banner(trainer: "Trainer") -> str:
@@ -238,3 +294,63 @@ def _gib(size: int) -> str:
 
 def _inline(metrics: dict[str, float]) -> str:
     return printable("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
+
+
+def _can_redraw() -> bool:
+    return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
+def _best_so_far(trainer: "Trainer") -> Best | None:
+    """Of what a run is judged by: its summary, else its checkpoints, else early stopping."""
+    owners = [c for c in trainer.callbacks if isinstance(getattr(c, "monitor", None), Monitor)]
+    owners.sort(key=lambda callback: not isinstance(callback, Best))
+    if not owners:
+        return None
+    owner: Any = owners[0]
+    best = Best(owner.monitor.name, owner.monitor.mode, owner.monitor.key)
+    best.load_state_dict(owner.state_dict())
+    return best
+
+
+def _newest(trainer: "Trainer", best: Best | None) -> dict[str, float]:
+    """In an epoch of many steps, the means of the last ones stand for those of the epoch before."""
+    metrics, of_steps = trainer.metrics, trainer.step_metrics
+    is_short = 0 < trainer.steps_per_epoch <= trainer.settings.log_every
+    if is_short and any(name.startswith("train/") for name in metrics):
+        of_steps = {}
+    replaced = {name.replace("step/", "train/", 1) for name in of_steps}
+    others = {name: value for name, value in metrics.items() if name not in replaced}
+    return _loss_first(of_steps | others, best)
+
+
+def _loss_first(metrics: dict[str, float], best: Best | None) -> dict[str, float]:
+    """Then what is monitored, then the others."""
+    names = sorted(metrics, key=lambda name: not _is_first(name, best))
+    return {name: metrics[name] for name in names}
+
+
+def _is_first(name: str, best: Best | None) -> bool:
+    is_loss = name.startswith(("step/", "train/")) and name.endswith("/loss")
+    return is_loss or (best is not None and name == best.monitor.name)
+
+
+def _share_done(trainer: "Trainer") -> float | None:
+    limit, total = trainer.settings.max_seconds, trainer.total_steps
+    shares = [] if limit is None else [trainer.clock / limit]
+    if total:
+        shares.append(trainer.global_step / total)
+    return min(1.0, max(shares)) if shares else None
+
+
+def _epoch(trainer: "Trainer") -> str:
+    return f"epoch {trainer.progress.current_epoch}{_of(trainer.settings.max_epochs)}"
+
+
+def _of(total: int | None) -> str:
+    return f"/{total}" if total else ""
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

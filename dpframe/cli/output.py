@@ -149,10 +149,21 @@ class _File(logging.FileHandler):
 
 def _screen() -> logging.Handler:
     """Leaves out records with `extra={"on_screen": False}`: the progress bar shows them."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Screen()
     handler.addFilter(lambda record: getattr(record, "on_screen", True))
     handler.setFormatter(_Plain())
     return handler
+
+
+class _Screen(logging.StreamHandler):
+    """Writes to what standard output is at the time: a progress bar puts lines above itself."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> Any:
+        return sys.stdout
 
 
 class _Plain(logging.Formatter):

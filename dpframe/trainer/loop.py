@@ -94,6 +94,7 @@ class Trainer:
         self._write = self.report.log
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
+        self.step_metrics: dict[str, float] = {}  # step/…: means of this epoch's newest updates
         self.is_extra_validation = False  # at the end of training: a longer run would not make it
         self.clock = 0.0  # seconds of training at the last look: the same in all processes
         self.checkpoint: str | None = None
@@ -444,6 +445,7 @@ class Trainer:
         self._read_losses()
         window = self.means.window()  # waits for the GPU; empty if all its steps were left out
         means = self.task.summarize(window) if window else {}
+        self.step_metrics = {f"step/{name}": value for name, value in means.items()}
         now, rows = time.perf_counter(), self.progress.rows_seen
         rate = (rows - self._logged_rows) / (now - self._logged_at)
         self._logged_at, self._logged_rows = now, rows
@@ -494,6 +496,7 @@ class Trainer:
         if is_whole:
             progress.epoch, progress.batches_done = epochs, 0
             self.means.reset()
+            self.step_metrics = {}
             self.task_metrics.reset()
         self.should_stop = is_last
         if validated:

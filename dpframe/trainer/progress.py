@@ -25,6 +25,11 @@ class Progress:
     seconds: float = 0.0
     data_seconds: float = 0.0  # of these, waiting for training data
 
+    @property
+    def current_epoch(self) -> int:
+        """The one of the newest step, as people count them: from 1."""
+        return max(1, self.epoch + (self.batches_done > 0))
+
     def state_dict(self) -> dict[str, int | float]:
         return asdict(self)
 

@@ -1,0 +1,206 @@
+"""What a run shows while it trains: a bar below a table on a terminal, lines everywhere else."""
+
+import io
+import logging
+import re
+from contextlib import redirect_stdout
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from small import Clock, Hooks, Rows, Scripted, Streamed, fitted
+
+from dpframe import Trainer
+from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.callbacks.early_stopping import EarlyStopping
+from dpframe.callbacks.monitor import Best
+from dpframe.callbacks.progress import Progress
+
+MOVES = r"\x1b\[[\d;?]*[A-Zhl]|\r"  # of the cursor, and what clears a line
+LONG = {"data": Rows(80, 4), "max_epochs": 4, "log_every": 5}  # 20 steps an epoch
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fitted(self, *parts: Any, callbacks: Any = (), **settings: Any) -> Trainer:
+        with redirect_stdout(self):
+            return fitted(*parts, callbacks=[*callbacks, Progress()], **settings)
+
+    def frames(self) -> list[list[str]]:
+        """The lines of each, without colours."""
+        plain = re.sub(r"\x1b\[[\d;]*m", "", self.getvalue())
+        frames = [part.splitlines() for part in re.split(rf"(?:{MOVES})+", plain) if part.strip()]
+        return [
+            frame
+            for frame in frames
+            if any(" samples/s" in line and "steps in" not in line for line in frame)
+        ]
+
+    def bars(self) -> list[str]:
+        return [line for frame in self.frames() for line in frame if re.search("[━╸╺]", line)]
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("LINES", "40")
+    return Terminal()
+
+
+@pytest.fixture
+def second_a_step(monkeypatch) -> Hooks:
+    return Hooks(on_step_end=Clock(monkeypatch).ticks(1.0))
+
+
+def messages(caplog) -> list[str]:
+    return [line for record in caplog.records for line in record.getMessage().splitlines()]
+
+
+def test_80_columns_have_the_epoch_a_bar_the_pace_the_loss_and_what_is_monitored(
+    terminal, second_a_step
+):
+    monitor = EarlyStopping(monitor="val/mae")
+    terminal.fitted(callbacks=[second_a_step, monitor], **LONG)
+    bars = terminal.bars()
+    pattern = r"epoch 2/4 [━╸╺ ]{10} 4 samples/s  0:\d\d left  step/loss \S+  val/mae \S+"
+    assert re.fullmatch(pattern, bars[30].rstrip()), "what does not fit is left out whole"
+    assert len(bars) > 70
+
+
+@pytest.mark.parametrize("columns", [20, 40, 80, 200])
+def test_no_line_is_wider_than_the_terminal(terminal, second_a_step, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal.fitted(callbacks=[second_a_step], **LONG)
+    lines = [line.rstrip() for line in re.split(rf"{MOVES}|\n", terminal.getvalue())]
+    shown = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines[lines.index("") :]]
+    assert max(len(line) for line in shown if "epoch" in line or "━" in line) <= columns
+
+
+def test_a_bar_says_the_step_where_nobody_knows_the_end(terminal, second_a_step):
+    data = Streamed(40, 4, val=False)
+    terminal.fitted(callbacks=[second_a_step], data=data, max_epochs=1)
+    assert re.match(r"epoch 1/1 [━╸╺ ]{10} step 8  4 samples/s *$", terminal.bars()[7])
+
+
+def test_the_time_left_is_that_of_the_clock_or_of_the_steps_whichever_ends_first(
+    terminal, second_a_step
+):
+    data = Streamed(400, 4, val=False)
+    terminal.fitted(callbacks=[second_a_step], data=data, max_epochs=None, max_seconds=90)
+    lefts = re.findall(r"(\d:\d\d) left", terminal.getvalue())
+    assert lefts[0] > "1:20" and lefts[-1] == "0:01"
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "pipe"])
+def test_an_epoch_has_the_same_number_on_a_terminal_and_over_a_pipe(
+    terminal, second_a_step, caplog, is_terminal
+):
+    caplog.set_level("INFO", "dpframe")
+    settings = {"callbacks": [second_a_step], "max_steps": 8, "data": Rows(20, 4)}
+    if is_terminal:
+        terminal.fitted(**settings)
+    else:
+        fitted(**settings | {"callbacks": [second_a_step, Progress(False)]})
+    shown = terminal.bars() if is_terminal else messages(caplog)
+    numbers = [re.match(r"epoch (\d/2)", line)[1] for line in shown]
+    assert numbers[0] == "1/2" and numbers[-1] == "2/2"
+    assert set(numbers) == {"1/2", "2/2"}
+
+
+def test_a_loss_is_shown_from_the_first_log_every_on(terminal, second_a_step):
+    terminal.fitted(callbacks=[second_a_step], **LONG)
+    assert ["loss" in bar for bar in terminal.bars()[:6]] == [False] * 4 + [True] * 2
+
+
+def test_a_long_epoch_has_a_line_every_few_seconds(second_a_step, caplog):
+    caplog.set_level("INFO", "dpframe")
+    fitted(callbacks=[second_a_step, Progress(False)], **LONG)
+    lines = messages(caplog)
+    assert [re.match(r"epoch (\S+)  step (\d+)", line).groups() for line in lines[:5]] == [
+        ("1/4", "5"),
+        ("1/4", "10"),
+        ("1/4", "15"),
+        ("1/4", "20"),
+        ("1/4", "20"),
+    ]
+    assert re.fullmatch(r"epoch 1/4  step 5/80  4 samples/s  1:15 left  step/loss \S+", lines[0]), (
+        lines[0]
+    )
+    assert lines[4].startswith("epoch 1/4  step 20  train/loss"), "this one is the epoch's own"
+    assert lines[5].startswith("epoch 2/4  step 25/80")
+
+
+def test_a_run_of_hours_has_a_line_a_minute(second_a_step, caplog):
+    caplog.set_level("INFO", "dpframe")
+    data = Streamed(4 * 4000, 4, val=False)
+    fitted(callbacks=[second_a_step, Progress(False)], data=data, max_epochs=1)
+    steps = [int(re.search(r"step (\d+)", line)[1]) for line in messages(caplog)]
+    assert steps[:3] == [5, 10, 15]
+    assert {b - a for a, b in pairwise(steps[-20:-1])} == {60}
+
+
+def test_the_last_ten_epochs_and_the_best_stay_on_screen(terminal, second_a_step):
+    scores = [5.0, 3.0, 1.0, *(2.0 + epoch / 10 for epoch in range(11))]
+    watch = EarlyStopping(monitor="val/score", patience=50)
+    callbacks = [second_a_step, watch]
+    terminal.fitted(Scripted(scores), callbacks=callbacks, max_epochs=len(scores))
+    table = [line.split() for line in terminal.frames()[-1] if "samples/s" not in line]
+    rows = [row for row in table if row and row[0].isdigit()]
+    assert table[0][:4] == ["epoch", "step", "train/loss", "val/score"]
+    assert [int(row[0]) for row in rows] == [3, *range(5, 15)]
+    assert [row[3] for row in rows[:2]] == ["1", "2.1"]
+    assert [row[-1] == "best" for row in rows] == [True] + [False] * 10
+
+
+def test_the_table_is_no_higher_than_the_terminal(terminal, second_a_step, monkeypatch):
+    monkeypatch.setenv("LINES", "9")
+    terminal.fitted(callbacks=[second_a_step, EarlyStopping()], max_epochs=12)
+    assert max(map(len, terminal.frames())) <= 9
+    assert "epoch 12/12" in terminal.frames()[-1][-1]
+
+
+def test_the_best_of_a_resumed_run_may_be_one_from_before(terminal, second_a_step):
+    def run(scores, epochs, resume=None):
+        callbacks = [second_a_step, Best("val/score", "max", "")]
+        task = Scripted(scores)
+        return terminal.fitted(task, callbacks=callbacks, max_epochs=epochs, resume=resume)
+
+    state = run([7.0, 3.0], 2).state_dict()
+    terminal.truncate(0)
+    run([4.0, 5.0], 4, state)
+    rows = [line.split() for line in terminal.frames()[-1][1:3]]
+    assert (rows[0][0], rows[0][1], rows[0][-2:]) == ("1", "5", ["7", "best"])
+    assert rows[1][0] == "3"
+
+
+def test_what_is_judged_first_decides_what_is_best():
+    callbacks = [Checkpoint("val/mae", keep=0), EarlyStopping("val/loss"), Progress()]
+    progress = fitted(callbacks=callbacks).callbacks[1]
+    assert isinstance(progress, Progress) and progress.best.monitor.name == "val/loss"
+
+
+@pytest.mark.parametrize("kind, has_bar", [("dumb", False), ("unknown", False), ("xterm", True)])
+def test_a_terminal_that_can_not_go_back_gets_lines(terminal, monkeypatch, kind, has_bar):
+    monkeypatch.setenv("TERM", kind)
+    assert terminal.fitted().callbacks[0].has_bar is has_bar
+    assert ("\x1b[" in terminal.getvalue()) is has_bar
+
+
+def test_what_is_printed_or_logged_on_a_terminal_comes_above_the_bar(
+    terminal, second_a_step, tmp_path
+):
+    from dpframe.cli.output import logging_to
+
+    def speak(trainer):
+        if trainer.global_step == 12:
+            print("printed")
+            logging.getLogger("mine").warning("logged")
+
+    with redirect_stdout(terminal), logging_to(tmp_path, rank=0):
+        terminal.fitted(callbacks=[second_a_step, Hooks(on_step_end=speak)], **LONG)
+    plain = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
+    for said in ("printed", "warning: logged"):
+        assert re.search(rf"(?:{MOVES}){said}\nepoch 1/4", plain), "else the bar overwrites it"
