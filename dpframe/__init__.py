@@ -23,6 +23,7 @@ _HOME = {
     "Callback": "dpframe.callbacks",
     "DataModule": "dpframe.data",
     "Logger": "dpframe.loggers",
+    "Result": "dpframe.cli.api",
     "Run": "dpframe.trainer",
     "ShardedStream": "dpframe.data.stream",
     "Strategy": "dpframe.strategies",
@@ -31,10 +32,12 @@ _HOME = {
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
     "load": "dpframe.cli.load",
+    "run": "dpframe.cli.api",
 }
 
 if TYPE_CHECKING:
     from dpframe.callbacks import Callback
+    from dpframe.cli.api import Result, run
     from dpframe.cli.load import load
     from dpframe.data import DataModule
     from dpframe.data.stream import ShardedStream
@@ -49,6 +52,7 @@ __all__ = [
     "Callback",
     "DataModule",
     "Logger",
+    "Result",
     "Run",
     "ShardedStream",
     "Strategy",
@@ -57,6 +61,7 @@ __all__ = [
     "TrainerSettings",
     "UserError",
     "load",
+    "run",
 ]
 
 

@@ -57,6 +57,9 @@ class Writer:
         self._dropped: list[Path] = []
         self._failure: BaseException | None = None
 
+    def __reduce__(self) -> tuple:  # in another process there is nothing to write yet
+        return Writer, (self._seconds_between,)
+
     def save(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path] = ()) -> None:
         """From its return on `state` may change; `drop` is removed when the new files are there."""
         snapshot = Snapshot()

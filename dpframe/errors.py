@@ -39,6 +39,9 @@ class Interrupted(BaseException):
         self.said = said
         self.exit_code = 128 + number
 
+    def __reduce__(self) -> tuple:
+        return Interrupted, (self.number, self.said)
+
 
 def exited(error: SystemExit, *, who: str = "") -> Failure:
     """The failure for a `sys.exit()` in the middle of the work, whatever its code."""

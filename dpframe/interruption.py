@@ -169,18 +169,23 @@ def forget() -> None:
 def end_with_parent() -> None:
     """Called first thing in a child. Elsewhere than on Linux, a child ends when it notices."""
     parent = multiprocessing.parent_process()
-    if sys.platform != "linux" or parent is None:
+    if parent is not None:
+        end_with(parent.sentinel)
+        if sys.platform == "linux" and not parent.is_alive():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with(pipe: int) -> None:
+    """On Linux the kernel kills this process when the other end of the pipe closes, even if the
+    interpreter never runs again."""
+    if sys.platform != "linux":
         return
     import fcntl
 
-    # The kernel kills this process when the parent's end of the pipe closes, even if the
-    # interpreter never runs again.
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-    flags = fcntl.fcntl(parent.sentinel, fcntl.F_GETFL)
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
-    if not parent.is_alive():
-        os.kill(os.getpid(), signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    flags = fcntl.fcntl(pipe, fcntl.F_GETFL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, flags | os.O_ASYNC)
 
 
 def leave_to_parent() -> None:

@@ -22,6 +22,9 @@ FILES = {
 }
 TESTS = {
     "test_a_loss_is_shown_from_the_first_log_every_on",
+    "test_what_python_passes_is_what_one_types",
+    "test_what_no_process_can_get_is_refused_in_one_line",
+    "test_settings_may_be_given_one_by_one",
     "test_a_summary_of_a_failed_run_is_no_result_of_a_sweep",
     "test_parts_of_another_kind_are_refused_in_one_line",
     "test_lanes_divide_cores_and_cards",

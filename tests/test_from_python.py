@@ -1,5 +1,6 @@
 """A Trainer that is made in Python: its strategy, its devices, and where its files go."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.single import CPU
 
 ONCE = TrainerSettings(max_epochs=1)
@@ -94,12 +96,53 @@ def test_parts_of_another_kind_are_refused_in_one_line(parts, said):
     assert str(caught.value) == said
 
 
-def test_ranks_that_nobody_has_started_are_one_line():
-    for given in ({"strategy": DDP(2)}, {"settings": TrainerSettings(gpus=4)}):
+class Losses(Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_fit_start(self, trainer):
+        self.lock = threading.Lock()  # which no other process can get
+
+    def on_epoch_end(self, trainer):
+        self.losses.append(trainer.metrics["val/loss"])
+
+
+def test_a_trainer_starts_its_ranks_and_takes_over_what_they_came_to():
+    made = []
+    for given in ({}, {"strategy": DDP(2, "cpu")}):
+        torch.manual_seed(0)
+        given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses()]}
+        trainer = Trainer(Small(), Rows(), **given)
+        returned = trainer.fit()
+        assert returned == trainer.metrics and trainer.mode == "fit"
+        rows = trainer.predict().joined()
+        made.append((trainer, list(trainer.task.parameters()), rows))
+    (one, weights, rows), (several, same, same_rows) = made
+    assert several.metrics == pytest.approx(one.metrics, rel=1e-12)
+    assert several.callbacks[0].losses == pytest.approx(one.callbacks[0].losses, rel=1e-12)
+    assert (several.global_step, several.epoch) == (one.global_step, one.epoch) == (10, 2)
+    for there, here in zip([*same, same_rows], [*weights, rows], strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-14)
+
+
+class Failing(Small):
+    def training_step(self, batch):
+        raise ValueError("ouch")
+
+
+def test_an_error_in_its_ranks_is_the_trainers_with_their_traceback():
+    with pytest.raises(RankFailed, match=r"(?s)rank \d failed:.*, in training_step.*: ouch$"):
+        Trainer(Failing(), Rows(), max_epochs=1, gpus=2, accelerator="cpu").fit()
+
+
+def test_settings_may_be_given_one_by_one():
+    trainer = Trainer(Small(), Rows(), settings=ONCE, clip_norm=1.0)
+    assert (trainer.settings.max_epochs, trainer.settings.clip_norm) == (1, 1.0)
+    for given, near in (({"max_epoch": 3}, "max_epochs"), ({"callback": []}, "callbacks")):
         with pytest.raises(UserError) as caught:
             Trainer(Small(), Rows(), **given)
-        line = str(caught.value)
-        assert "start this program by torchrun --nproc-per-node=N, or use the command" in line
+        said = f"there is no setting {next(iter(given))}; did you mean {near}?"
+        assert str(caught.value) == f"Trainer: {said}"
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ FLOORS = {
 }  # everything else is on floor 0
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
+    "apart",
     "files",
     "accelerator",
     "blocks",

@@ -78,6 +78,7 @@ class Checkpoint(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         self._refuse_same_names(trainer)
         if trainer.strategy.is_main:
+            _directory(trainer).mkdir(parents=True, exist_ok=True)
             files.sweep(_directory(trainer))
             self._finish_killed_save(trainer)
 

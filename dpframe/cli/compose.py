@@ -92,6 +92,7 @@ class Composed:
     config_dir: Path | None = None
     number: int | None = None  # of a sweep's run
     is_repeated: bool = False  # from its beginning, as its ranks failed before a checkpoint
+    history: Any = None  # a History, of a run from Python
 
     @property
     def objective(self) -> Objective:

@@ -41,10 +41,17 @@ def load(
     trust = Trust(frozenset(trusted_modules), typed=frozenset(trusted_modules), closed=closed)
     if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
         trust = trust.within(trust.part(node["_target_"], "task", Task))
+    name = settings.get("precision", "32") if isinstance(settings, Mapping) else "32"
+    return trained(node, file, precision=str(name), device=device, trust=trust)
+
+
+def trained(
+    node: Any, file: Path, *, precision: str, device: str | torch.device = "cpu", trust: Trust
+) -> Task:
+    """The task of a config's node with a checkpoint's weights."""
     state = checkpoint.load(file)
     task: Task = build(node, "task", Task, trust=trust)
-    name = settings.get("precision", "32") if isinstance(settings, Mapping) else "32"
-    task.to(device, Precision(str(name), torch.device("cpu")).dtype)
+    task.to(device, Precision(precision, torch.device("cpu")).dtype)
     checkpoint.load_task(task, state)
     return task.eval()
 

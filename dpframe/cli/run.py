@@ -41,9 +41,12 @@ from dpframe.trainer.progress import Progress
 log = logging.getLogger("dpframe")
 
 
-def run(job: Composed) -> dict[str, Any]:
-    """Returns the main process's summary; the strategy starts the processes."""
-    launch.allow_fork()
+def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
+    """Returns the main process's summary; the strategy starts the processes.
+
+    One that it does not own may have computed, so that it can't be forked."""
+    if owns_process:
+        launch.allow_fork()
     interruption.allow(job.settings.trainer.grace_seconds)
     with exits_told():  # in a module that it imports
         trust = check_targets(job)
@@ -181,6 +184,8 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
             }
             if strategy.is_main:
                 _write(Path(path) / "summary.json", json.dumps(summary, indent=2) + "\n")
+        if job.history is not None:  # from Python, which has no use for commands
+            return summary | {"history": job.history.rows}
         if strategy.is_main and settings.mode == "fit" and job.number is None:
             updates = trainer.updates.values()
             goes_longer = not any(hasattr(each.scheduler, "total_steps") for each in updates)
@@ -220,6 +225,8 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
     beat()
     callbacks = _several(make, settings.callbacks, "callbacks", Callback)
     loggers = _several(make, settings.logger, "logger", Logger)
+    if job.history is not None:
+        loggers.append(job.history)
     return Trainer(
         task,
         data,

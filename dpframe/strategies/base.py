@@ -59,6 +59,11 @@ class Strategy:
         """One name a replica, in replica order."""
         return [str(self.device)]
 
+    @property
+    def needs_launch(self) -> bool:
+        """Whether `setup` can't run in this process, but in those that `launch` starts."""
+        return False
+
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Calls `run(*args)` in every process of the job and returns the main one's value."""
         if ranks.are_several():
@@ -67,6 +72,10 @@ class Strategy:
                 f"{os.environ['WORLD_SIZE']}; use strategy=ddp, or start it without torchrun"
             )
         return run(*args)
+
+    def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
+        """`launch` for a program that may have computed already, where `needs_launch`."""
+        return self.launch(run, *args)
 
     def open(self) -> bool:
         """Calls `setup`, unless it has run; whether it did so now. Override `setup` instead."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dpframe import apart
 from dpframe.data import split
 from dpframe.errors import UserError
 from dpframe.strategies import launch, ranks
@@ -39,6 +40,10 @@ class Processes(Strategy):
         self._groups: dict[int, dist.ProcessGroup] = {}  # of the first ranks, by how many
         self._store: dist.Store | None = None  # None: the group is the program's own
 
+    @property
+    def needs_launch(self) -> bool:
+        return not (self.is_set_up or ranks.is_rank())
+
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun started them already."""
         here = ranks.this_rank() if ranks.is_rank() else None
@@ -55,6 +60,10 @@ class Processes(Strategy):
             uses_gpus=devices[0].type != "cpu",
             timeout_seconds=self.timeout_seconds,
         )
+
+    def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
+        """By a new interpreter, of which the ranks may be forks."""
+        return apart.call(_launch, self, run, apart.packed(args))
 
     def setup(self) -> None:
         here = ranks.this_rank()
@@ -169,6 +178,15 @@ class Processes(Strategy):
             for group in filter(None, (*self._groups.values(), dist.group.WORLD)):
                 group.abort()
         super().abort(error)
+
+
+def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
+    launch.allow_fork()
+    return strategy.launch(_run, run, args)
+
+
+def _run(run: Callable[..., Any], args: bytes) -> Any:
+    return run(*apart.unpacked(args))
 
 
 def backend_of(device: torch.device) -> str:

@@ -8,8 +8,9 @@ import math
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from copy import deepcopy
+from dataclasses import fields, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from dpframe import checkpoint, memory, seeding
+from dpframe import apart, checkpoint, interruption, memory, seeding
 from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
@@ -49,7 +50,10 @@ DOING = {"validate": "validation", "test": "test", "predict": "prediction"}  # b
 
 
 class Trainer:
-    """Trains a task on data where the strategy says. `metrics` holds the newest of each name."""
+    """Trains a task on data where the strategy says. `metrics` holds the newest of each name.
+
+    TrainerSettings may be given as `settings`, or one by one: `Trainer(task, data, max_epochs=3)`.
+    """
 
     feed: Feed  # all of these once `prepare` has run
     updates: dict[str, Update]  # by the optimizers' names; one alone has the name ""
@@ -58,7 +62,7 @@ class Trainer:
     validation: dict[str, Evaluation]  # by the data set's name; empty without validation
     profile: Profile | None = None
     _devices: list[torch.device]  # of this process
-    _owns_strategy: bool
+    _owns_strategy = False
     _look_at: int
     _logged_at: float
     _logged_rows: int
@@ -75,23 +79,22 @@ class Trainer:
         seed: int = 0,
         run: Run | None = None,
         interruption: Interruption | None = None,
+        **more: Any,
     ) -> None:
         callbacks, loggers = list(callbacks), list(loggers)
         _check_parts(task, data, strategy, settings, callbacks, loggers)
         self.task = task
         self.data = data
         self.settings = settings or TrainerSettings()
-        self.strategy = self._opened(strategy)
+        if more:
+            self.settings = _changed(self.settings, more)
         self.callbacks = sorted(callbacks, key=lambda c: (c.runs_last, c.reads_metrics))
         self.seed = seed
         self.run = run or Run()
         self.interruption = interruption  # by signals; None: the program handles them itself
-        self.lookout = Lookout(self.strategy, interruption)
         self.mode = ""  # fit, validate, test or predict, once one of them runs
         self._is_validating = False  # within a fit
         self.has_begun = False  # training
-        self.report = Report(self.strategy.logger(loggers), self.run)
-        self._write = self.report.log
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
         self.step_metrics: dict[str, float] = {}  # step/…: means of this epoch's newest updates
@@ -100,6 +103,17 @@ class Trainer:
         self.checkpoint: str | None = None
         self.should_stop = False
         self.stop_reason = ""
+        self.strategy = self._chosen(strategy)
+        self._given: dict[str, list[Any]] = {"callbacks": callbacks, "loggers": loggers}
+        self._launches = self.strategy.needs_launch
+        if self._launches:  # each rank makes its own Trainer
+            return
+        self._owns_strategy = self.strategy.open()
+        if self._owns_strategy:
+            atexit.register(self.strategy.shut)
+        self.lookout = Lookout(self.strategy, interruption)
+        self.report = Report(self.strategy.logger(loggers), self.run)
+        self._write = self.report.log
         if self.settings.deterministic:
             seeding.refuse_nondeterminism(self.strategy.device)
         self.precision = Precision(self.settings.precision, self.strategy.device)
@@ -139,6 +153,8 @@ class Trainer:
         """Trains, from the checkpoint `resume` if there is one: a file, the state of one, or "last"
         for the newest in the run's directory. `resume_anyway`: even from one of a run that differs
         from this one."""
+        if self._launches:
+            return self._launched("fit", resume, resume_anyway=resume_anyway)
         self._refuse_closed()
         if self.mode != "fit":
             # Training changes what it has loaded: the caller's state stays as it is.
@@ -163,6 +179,8 @@ class Trainer:
         return self.metrics
 
     def validate(self) -> dict[str, float]:
+        if self._launches:
+            return self._launched("validate")
         self._refuse_closed()
         self.mode = "validate"
         with modes_kept(self.task):
@@ -174,6 +192,8 @@ class Trainer:
         return self.metrics
 
     def test(self) -> dict[str, float]:
+        if self._launches:
+            return self._launched("test")
         self._refuse_closed()
         self.mode = "test"
         with modes_kept(self.task):
@@ -186,6 +206,8 @@ class Trainer:
         """The Predictions, by the data sets' names where there are several; None on processes but
         the main one. Those that are large are kept in the directory `spool`, if there is one, and
         not in memory."""
+        if self._launches:
+            return self._launched("predict")
         self._refuse_closed()
         self.mode = "predict"
         by_name: dict[str, Predictions] = {}
@@ -579,17 +601,30 @@ class Trainer:
 
     # ---- set up, once
 
-    def _opened(self, strategy: Strategy | None) -> Strategy:
-        """The strategy, set up for all modes, until `close` or the end of the program."""
+    def _chosen(self, strategy: Strategy | None) -> Strategy:
         settings = self.settings
         if strategy is None:
-            strategy = auto(settings.gpus, settings.accelerator, settings.max_replicas_per_core)
-        elif not strategy.is_set_up:
+            return auto(settings.gpus, settings.accelerator, settings.max_replicas_per_core)
+        if not strategy.is_set_up:
             _refuse_other_devices(strategy, settings)
-        self._owns_strategy = strategy.open()
-        if self._owns_strategy:
-            atexit.register(strategy.shut)
         return strategy
+
+    def _launched(self, mode: str, *args: Any, **options: Any) -> Any:
+        """Runs the mode in ranks, and takes over what the first one came to."""
+        parts: dict[str, Any] = {"task": self.task, "data": self.data, "settings": self.settings}
+        parts |= {"seed": self.seed, "run": self.run, **self._given}
+        ending = self.strategy.launch_apart(_in_rank, self.strategy, parts, mode, args, options)
+        value, ended = apart.unpacked(ending)
+        self.mode = mode
+        self.metrics.update(ended["metrics"])
+        for callback, state in zip(self._given["callbacks"], ended["callbacks"], strict=True):
+            vars(callback).update(state)
+        if mode == "fit":
+            self.task.to(dtype=Precision(self.settings.precision, torch.device("cpu")).dtype)
+            self.task.load_state_dict(ended["weights"])
+            self.progress, self.checkpoint = ended["progress"], ended["checkpoint"]
+            self.stop_reason = ended["stop_reason"]
+        return value if mode == "predict" else self.metrics
 
     def _refuse_closed(self) -> None:
         if not self.strategy.is_set_up:
@@ -870,6 +905,42 @@ class Trainer:
             )
         self._changes = changes
         self._call("on_load", state)
+
+
+def _in_rank(
+    strategy: Strategy, parts: dict[str, Any], mode: str, args: tuple, options: dict[str, Any]
+) -> bytes:
+    """What the mode returns, and what the Trainer that has launched it takes over."""
+    signals = interruption.installed()
+    with (
+        interruption.watched(parts["settings"].hang_seconds),
+        Trainer(**parts, strategy=strategy, interruption=signals) as trainer,
+    ):
+        value = getattr(trainer, mode)(*args, **options)
+        names = ("metrics", "progress", "checkpoint", "stop_reason")
+        ended = {name: getattr(trainer, name) for name in names}
+        ended["weights"] = trainer.state_dict()["task"] if mode == "fit" else None
+        ended["callbacks"] = [sendable(vars(callback)) for callback in parts["callbacks"]]
+        return apart.packed((value, ended)) if strategy.is_main else b""
+
+
+def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that another process can get."""
+    kept = {}
+    for name, value in values.items():
+        with suppress(UserError):
+            apart.packed(value)
+            kept[name] = value
+    return kept
+
+
+def _changed(settings: TrainerSettings, more: dict[str, Any]) -> TrainerSettings:
+    known = [field.name for field in fields(TrainerSettings)]
+    for name in more:
+        if name not in known:
+            valid = [*known, *inspect.signature(Trainer).parameters]
+            raise UserError(f"Trainer: there is no setting {name}; {suggestion(name, valid)}")
+    return replace(settings, **more)
 
 
 def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None:

@@ -1,0 +1,192 @@
+"""Calls a function in a new interpreter, which has computed nothing and has no other thread.
+
+There ranks can be forked in milliseconds, whatever the program around has done before, e.g. a
+notebook; and nothing of that program is imported or run again. Run as a program, this file is that
+interpreter.
+"""
+
+import codecs
+import importlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
+
+BLOCK = 1 << 16  # bytes
+NOTEBOOK = "pip install 'dpframe[notebook]'"
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`: what it prints is printed here, what it raises is raised here.
+
+    Ctrl-C is its own to end by, e.g. after a checkpoint; a second one ends it at once.
+    """
+    work = packed((function, args))
+    with _Interpreter() as there:
+        try:
+            there.send(sys.path, work)
+            kind, value = there.ending()
+        except KeyboardInterrupt:
+            there.interrupt()
+            kind, value = there.ending()
+            if kind == "interrupted":
+                print(f"dpframe: {value}", file=sys.stderr, flush=True)
+            raise
+    if kind == "done":
+        return value
+    raise value
+
+
+def packed(value: Any) -> bytes:
+    """Pickled; with cloudpickle also what the program itself defines, e.g. a cell of a notebook."""
+    pickler: Any = pickle
+    with suppress(ImportError):
+        pickler = importlib.import_module("cloudpickle")
+    try:
+        return pickler.dumps(value)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        from dpframe.errors import UserError
+
+        hint = f"; {NOTEBOOK}" if pickler is pickle else ""
+        raise UserError(f"another process can't get all of this: {error}{hint}") from error
+
+
+def unpacked(content: bytes) -> Any:
+    try:
+        return pickle.loads(content)
+    except AttributeError as error:
+        from dpframe.errors import UserError
+
+        raise UserError(
+            f"{error}: what the program itself defines is unknown in another process; {NOTEBOOK}, "
+            "or define it in a module"
+        ) from None
+
+
+class _Interpreter:
+    """The process, as its parent sees it."""
+
+    def __enter__(self) -> "_Interpreter":
+        theirs, self._outbox = Pipe(duplex=False)
+        self._inbox, answers = Pipe(duplex=False)
+        numbers = theirs.fileno(), answers.fileno()
+        # A terminal is theirs as well; what a notebook or a test has for one is written to here.
+        inherited = [None if _is_terminal(s) else subprocess.PIPE for s in _streams()]
+        self._process = subprocess.Popen(
+            [sys.executable, "-u", "-P", __file__, *map(str, numbers)],
+            stdin=subprocess.DEVNULL,
+            stdout=inherited[0],
+            stderr=inherited[1],
+            pass_fds=numbers,
+        )
+        theirs.close()
+        answers.close()
+        pipes = self._process.stdout, self._process.stderr
+        self._printed = {
+            pipe.fileno(): (at, codecs.getincrementaldecoder("utf-8")("replace"))
+            for at, pipe in enumerate(pipes)
+            if pipe is not None
+        }
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdout, self._process.stderr, self._inbox, self._outbox):
+            if pipe is not None:
+                pipe.close()
+
+    def send(self, *parts: Any) -> None:
+        with suppress(BrokenPipeError):  # it has ended, and says why
+            for part in parts:
+                self._outbox.send_bytes(part if isinstance(part, bytes) else pickle.dumps(part))
+
+    def interrupt(self) -> None:
+        """A terminal has sent the signal to both, but then it counts once."""
+        self._process.send_signal(signal.SIGINT)
+
+    def ending(self) -> tuple[str, Any]:
+        """`done` and the value, `failed` and the error, or `interrupted` and how; once all is
+        printed."""
+        from dpframe.errors import Interrupted
+
+        message = None
+        while message is None and self._process.poll() is None:
+            self._show(0.1)
+            if self._inbox.poll():
+                with suppress(EOFError):
+                    message = unpacked(self._inbox.recv_bytes())
+        self._process.wait()
+        if message is None and self._inbox.poll():
+            with suppress(EOFError):
+                message = unpacked(self._inbox.recv_bytes())
+        while self._show(0.0):
+            pass
+        code = self._process.returncode
+        if message is None and code > 128:
+            message = "interrupted", Interrupted(code - 128)
+        return message or ("failed", RuntimeError(f"the process ended with exit code {code}"))
+
+    def _show(self, seconds: float) -> bool:
+        """Whether there was anything."""
+        ready = select.select([*self._printed, self._inbox.fileno()], [], [], seconds)[0]
+        printed = [number for number in ready if number in self._printed]
+        for number in printed:
+            at, decoder = self._printed[number]
+            block = os.read(number, BLOCK)
+            if not block:
+                del self._printed[number]
+            stream = _streams()[at]
+            stream.write(decoder.decode(block))
+            stream.flush()
+        return bool(printed)
+
+
+def _streams() -> tuple[Any, Any]:
+    return sys.stdout, sys.stderr
+
+
+def _is_terminal(stream: Any) -> bool:
+    return stream is not None and stream.isatty()
+
+
+# ---- in the new interpreter
+
+
+def _answer(inbox: Connection, outbox: Connection) -> None:
+    sys.path[:] = pickle.loads(inbox.recv_bytes())
+    from dpframe import apart, interruption  # from where the program has it
+    from dpframe.errors import Interrupted
+
+    interruption.end_with(inbox.fileno())
+    signals = interruption.Interruption(is_quiet=True)
+    signals.open()
+    try:
+        function, args = apart.unpacked(inbox.recv_bytes())
+        message: tuple[str, Any] = "done", function(*args)
+    except Interrupted as error:
+        message = "interrupted", error
+    except BaseException as error:
+        message = "failed", error
+    interruption.end_children()
+    try:
+        content = apart.packed(message)
+        if message[0] == "failed":
+            apart.unpacked(content)  # an exception may not come out of its own pickle
+    except Exception:
+        text = "".join(traceback.format_exception(message[1])) if message[0] == "failed" else ""
+        content = pickle.dumps(("failed", RuntimeError(text or f"{message[1]!r} can't be sent")))
+    outbox.send_bytes(content)
+
+
+if __name__ == "__main__":
+    _numbers = [int(number) for number in sys.argv[1:]]
+    _answer(Connection(_numbers[0], writable=False), Connection(_numbers[1], readable=False))

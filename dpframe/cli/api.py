@@ -1,0 +1,133 @@
+"""`dpframe.run`: what the command does, from Python; in a notebook with one live line."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+
+from dpframe.cli.compose import Composed, composed
+from dpframe.cli.configs import quoted
+from dpframe.cli.settings import EVALUATIONS, is_off, shown
+from dpframe.errors import UserError
+
+if TYPE_CHECKING:
+    from dpframe.task import Task
+
+TRAINS = ("fit", *EVALUATIONS)
+BAR, LINE = "dpframe.callbacks.progress.Progress", "dpframe.callbacks.live.Live"
+
+
+@dataclass
+class Result:
+    """What a run came to. `history` has a row for each logged step: pandas.DataFrame takes it."""
+
+    metrics: dict[str, float]
+    history: list[dict[str, float]]
+    directory: str
+    checkpoint: str | None  # the best one, or the last
+    summary: dict[str, Any]  # as in summary.json
+    job: Composed
+
+    @cached_property
+    def task(self) -> "Task":
+        """The task with the weights of `checkpoint`, on the CPU, in evaluation mode."""
+        from dpframe.cli.load import trained
+        from dpframe.cli.trust import trust_of
+
+        job = self.job
+        if self.checkpoint is None:
+            raise UserError(
+                "this run has kept no weights; leave callbacks.checkpoint as it is, or pass "
+                "checkpoint=FILE"
+            )
+        precision = job.settings.trainer.precision
+        file = Path(self.checkpoint)
+        return trained(job.config["task"], file, precision=precision, trust=trust_of(job))
+
+
+def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Result:
+    """One run, as the command makes it: `dpframe.run("recipe=boston", "trainer.gpus=2")`, or
+    `dpframe.run(recipe="boston", trainer={"gpus": 2})`. What the command prints as an error is
+    raised as a UserError. Ranks have processes of their own."""
+    for word in overrides:
+        if not isinstance(word, str) or word.startswith("-"):
+            raise UserError(
+                f"dpframe.run: {word!r} is not an override; pass key=value texts, config_dir=DIR, "
+                "and several values by several calls"
+            )
+    with hydra_kept():
+        job = composed([*overrides, *typed(settings)], config_dir=config_dir)
+        summary = _run(job)
+    return Result(
+        metrics=summary["metrics"],
+        history=summary.pop("history", []),
+        directory=summary.get("directory", ""),
+        checkpoint=summary.get("checkpoint"),
+        summary=summary,
+        job=job,
+    )
+
+
+def _run(job: Composed) -> dict[str, Any]:
+    from dpframe import apart  # imports torch: only now that the config is known to be good
+    from dpframe.cli.build import build, check_targets
+    from dpframe.cli.run import run as run_job
+    from dpframe.loggers.history import History
+    from dpframe.seeding import seeded
+    from dpframe.strategies import Strategy
+
+    job.history = History()
+    if _is_notebook():
+        _draw_line(job.settings.callbacks)
+    trust = check_targets(job)
+    strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
+    if strategy.needs_launch or job.settings.mode not in TRAINS:
+        return apart.call(run_job, job)
+    with seeded(job.settings.seed):
+        return run_job(job, owns_process=False)
+
+
+def typed(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """`{"trainer": {"gpus": [0, 1]}}` as one types it: `trainer.gpus=[0,1]`."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value and "_target_" not in value:
+            yield from typed(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}={_text(value)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{_text(part)}' for key, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(_text, value))}]"
+    is_plain = value is None or isinstance(value, bool | int | float)
+    return shown(value) if is_plain else quoted(str(value))
+
+
+@contextmanager
+def hydra_kept() -> Iterator[None]:
+    """A program of Hydra's, e.g. a `@hydra.main`, has its own again afterwards."""
+    program, config = GlobalHydra.instance(), HydraConfig.instance()
+    before = program.hydra, config.cfg
+    try:
+        yield
+    finally:
+        program.hydra, config.cfg = before
+
+
+def _is_notebook() -> bool:
+    """Whether a kernel runs this, and no terminal shows what it prints."""
+    return "ipykernel" in sys.modules and not sys.stdout.isatty()
+
+
+def _draw_line(callbacks: dict[str, Any]) -> None:
+    for name, node in callbacks.items():
+        if not is_off(node) and node["_target_"] == BAR and node.get("bar", "auto") == "auto":
+            callbacks[name] = {"_target_": LINE}

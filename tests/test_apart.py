@@ -1,0 +1,82 @@
+"""A function in an interpreter of its own: its prints, its errors, and how it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from command import environment
+
+from dpframe import UserError, apart, interruption
+from dpframe.errors import Interrupted
+
+
+def told(text: str) -> int:
+    print(text)
+    print("aside", file=sys.stderr)
+    raise UserError(f"{text}, but not this")
+
+
+def test_what_it_prints_is_printed_here_and_what_it_raises_is_raised_here(capsys):
+    with pytest.raises(UserError, match="^ärger, but not this$"):
+        apart.call(told, "ärger")
+    assert capsys.readouterr() == ("ärger\n", "aside\n")
+
+
+class Odd(Exception):
+    def __init__(self, one, two):
+        super().__init__("its pickle lacks an argument")
+
+
+def odd() -> None:
+    raise Odd(1, 2)
+
+
+def test_what_can_not_be_sent_back_is_told_as_text():
+    with pytest.raises(RuntimeError, match="Odd: its pickle lacks an argument"):
+        apart.call(odd)
+
+
+def waits(folder: Path) -> None:
+    signals = interruption.installed()
+    assert signals is not None
+    signals.begin()
+    (folder / "pid").write_text(str(os.getpid()))
+    while signals.number is None:
+        time.sleep(0.01)
+    raise Interrupted(signals.number, " after step 3")
+
+
+def test_ctrl_c_is_its_own_to_end_by(tmp_path, capsys):
+    def interrupt():
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        apart.call(waits, tmp_path)
+    thread.join()
+    assert capsys.readouterr().err == "dpframe: interrupted by SIGINT after step 3\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's kernel ends it")
+def test_it_ends_with_the_program_that_has_called_it(tmp_path):
+    code = "import pathlib, test_apart; from dpframe import apart; "
+    code += f"apart.call(test_apart.waits, pathlib.Path({str(tmp_path)!r}))"
+    paths = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
+    program = subprocess.Popen([sys.executable, "-c", code], env=environment(PYTHONPATH=paths))
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.01)
+    program.kill()
+    program.wait()  # and `nothing_leaks` looks for the other
+
+
+def test_what_no_process_can_get_is_refused_in_one_line():
+    with pytest.raises(UserError, match="^another process can't get all of this: .*lock"):
+        apart.packed(threading.Lock())
