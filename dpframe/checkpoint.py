@@ -205,15 +205,21 @@ def load_task(
     *,
     is_resumed: bool = False,
     key: str = "checkpoint",
+    part: Callable[[Tensor, Any], Tensor] | None = None,
 ) -> None:
-    """Where the weights were averaged, their average; a run resumes with the weights themselves."""
+    """Where the weights were averaged, their average; a run resumes with the weights themselves.
+    `part`: the strategy's, of a Trainer that has the task."""
     what = f"{key}={state['file']}" if "file" in state else "the checkpoint"
-    part = "averaged" if "averaged" in state and not is_resumed else "task"
-    if mismatch := _first_mismatch(task.state_dict(), state[part]):
+    weights = state["averaged" if "averaged" in state and not is_resumed else "task"]
+    here = task.state_dict()
+    if mismatch := _first_mismatch(here, weights):
         raise UserError(f"{what} does not fit this recipe's {type(task).__name__}: {mismatch}")
-    if name := _first_nan(state[part]):
+    if name := _first_nan(weights):
         raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
-    task.load_state_dict(state[part])
+    if part is not None:
+        are = {name: isinstance(value, Tensor) for name, value in weights.items()}
+        weights = {n: part(value, here[n]) if are[n] else value for n, value in weights.items()}
+    task.load_state_dict(weights)
 
 
 def _first_mismatch(wanted: dict[str, Any], saved: dict[str, Any]) -> str:

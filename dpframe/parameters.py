@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpframe.errors import UserError, nearest, suggestion
@@ -119,3 +119,8 @@ def _near(pattern: str, named: Sequence[tuple[str, Tensor]]) -> str:
         known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
     near = nearest(pattern.rstrip(".*"), known)
     return f"did you mean {near}?" if near else f"there is, e.g., {named[0][0]}"
+
+
+def has_sparse(module: nn.Module) -> bool:
+    """Whether the module makes sparse gradients: its embeddings say so."""
+    return any(getattr(part, "sparse", False) for part in module.modules())

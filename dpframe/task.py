@@ -17,7 +17,7 @@ from dpframe.data import Share
 from dpframe.errors import UserError, miscalled, suggestion
 from dpframe.instead import INSTEAD, Instead, refusal
 from dpframe.metrics import described, is_number
-from dpframe.parameters import grouped, optimizer_over
+from dpframe.parameters import grouped, has_sparse, optimizer_over
 
 Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
@@ -44,6 +44,8 @@ class Placed(Protocol):
     world_size: int
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor: ...
+
+    def whole(self, value: Any, *, for_all: bool = False) -> Any: ...
 
 
 class Attached:
@@ -330,11 +332,6 @@ class Ahead:
 
 for _name in INSTEAD:
     setattr(Task, _name, Instead(_name))
-
-
-def has_sparse(module: nn.Module) -> bool:
-    """Whether the module makes sparse gradients: its embeddings say so."""
-    return any(getattr(part, "sparse", False) for part in module.modules())
 
 
 class Nothing(torch.autograd.Function):

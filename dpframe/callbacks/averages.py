@@ -29,9 +29,11 @@ class Average(Callback):
 
     def __init__(self) -> None:
         self.count = 0  # how many were averaged
-        self.tensors: list[Tensor] = []  # of the task
+        self.known: list[Tensor] = []  # of the task
+        self.tensors: list[Tensor] = []  # the same, or the parts that this process keeps
         self.averages: list[Tensor] = []  # or, while these are in the task, what was there before
         self.is_in = False
+        self.is_cut = False  # the strategy keeps parts
 
     def make_update(self) -> MultiAverage:
         raise NotImplementedError
@@ -67,6 +69,8 @@ class Average(Callback):
         if self.count:
             with self._swapped():
                 other = trainer.task.state_dict()
+                if self.is_cut:  # the numbers are about to be exchanged again
+                    other = {n: v.clone() if isinstance(v, Tensor) else v for n, v in other.items()}
             weights = state["task"]
             state["task"], state["averaged"] = (other, weights) if self.is_in else (weights, other)
 
@@ -77,7 +81,7 @@ class Average(Callback):
         if not self.count:  # the run, or its callback of this kind, had averaged nothing
             return
         with self._swapped():  # what is not averaged is the same in both
-            checkpoint.load_task(trainer.task, state)
+            checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
@@ -114,15 +118,24 @@ class Average(Callback):
                     f"{self.key}: an average of weights that are {tensor.dtype} would lose its "
                     "small steps; use trainer.precision=bf16, whose weights are float32"
                 )
-        if [*map(id, tensors)] == [*map(id, self.tensors)]:
+        if [*map(id, tensors)] == [*map(id, self.known)]:
             return False
-        self.tensors, self.averages = tensors, [tensor.detach().clone() for tensor in tensors]
+        self.is_cut, local = trainer.strategy.cuts_weights, trainer.strategy.local
+        self.known, self.tensors = tensors, [local(tensor.detach()) for tensor in tensors]
+        self.averages = [tensor.detach().clone() for tensor in self.tensors]
+        if not self.is_cut:
+            self.tensors = tensors
         return True
 
     def _swap(self) -> None:
-        """Exchanges memory, not numbers."""
+        """Exchanges memory, not numbers, where the strategy does not hold on to the memory."""
         for tensor, average in zip(self.tensors, self.averages, strict=True):
-            tensor.data, average.data = average.data, tensor.data
+            if self.is_cut:
+                before = tensor.clone()
+                tensor.copy_(average)
+                average.copy_(before)
+            else:
+                tensor.data, average.data = average.data, tensor.data
         self.is_in = not self.is_in
 
     @contextmanager

@@ -109,6 +109,10 @@ AROUND_VALIDATION = (
 )
 
 
+ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "on_fit_end")
+"""Where hooks may call the task, e.g. to draw samples, in one process alone."""
+
+
 def may_be_logged(name: str, hooks: dict[str, list[Callable[..., None]]]) -> bool:
     """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""
     of_these = AROUND_VALIDATION if name.startswith("val/") else HOOKS

@@ -29,6 +29,10 @@ class ConfusionMatrix(Callback):
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
     ) -> None:
+        with trainer.strategy.whole_weights(trainer.task):
+            self._count(trainer, batch)
+
+    def _count(self, trainer: "Trainer", batch: Batch) -> None:
         for share in batch.shares:
             if not share.rows:
                 continue

@@ -23,14 +23,18 @@ class Histograms(Callback):
         self.gradients = gradients
 
     def on_before_step(self, trainer: "Trainer") -> None:
-        if trainer.global_step % self.every_n_steps or not trainer.loggers:
+        whole = trainer.strategy.whole
+        is_watched = trainer.loggers or trainer.strategy.cuts_weights  # then all have to take part
+        if trainer.global_step % self.every_n_steps or not is_watched:
             return
         groups = trainer.update.optimizer.param_groups
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in trainer.task.named_parameters():
             if id(parameter) in trained and parameter.requires_grad:
                 if self.weights:
-                    trainer.log_histogram(f"weights/{name}", parameter)
+                    trainer.log_histogram(f"weights/{name}", whole(parameter))
                 if self.gradients and parameter.grad is not None:
-                    gradient = parameter.grad.to_dense()
+                    gradient = whole(parameter.grad)
+                    if gradient is not None:  # sparse, perhaps
+                        gradient = gradient.to_dense()
                     trainer.log_histogram(f"gradients/{name}", gradient)

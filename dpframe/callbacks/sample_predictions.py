@@ -42,13 +42,14 @@ class SamplePredictions(Callback):
             return
         self.missing -= batch.rows
         shares = []
-        for share in batch.shares:
-            if share.rows:
-                inputs = move(share.batch, trainer.strategy.device)
-                with seeding.seeded(trainer.seed):  # what it draws is not missing elsewhere
-                    predicted = trainer.task.predict_step(inputs)
-                parts = {**dict(named("batch", inputs)), **dict(named("predicted", predicted))}
-                shares.append({name: first(part, self.rows) for name, part in parts.items()})
+        with trainer.strategy.whole_weights(trainer.task):
+            for share in batch.shares:
+                if share.rows:
+                    inputs = move(share.batch, trainer.strategy.device)
+                    with seeding.seeded(trainer.seed):  # what it draws is not missing elsewhere
+                        predicted = trainer.task.predict_step(inputs)
+                    parts = {**dict(named("batch", inputs)), **dict(named("predicted", predicted))}
+                    shares.append({name: first(part, self.rows) for name, part in parts.items()})
         self.batches.append(shares)
 
     def on_validation_end(self, trainer: "Trainer") -> None:

@@ -252,9 +252,8 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
     if state is not None and settings.mode in EVALUATIONS:
         notes = compared(job, state, task=trainer.task, data=trainer.data)
     if state is not None and settings.resume is None:
-        checkpoint.load_task(
-            trainer.task, state
-        )  # which the Trainer has converted to trainer.precision
+        # The Trainer has converted it to trainer.precision.
+        checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
         state = None
     if settings.mode == "fit":
         trainer.prepare(state, resume_anyway=settings.resume_anyway)
@@ -284,7 +283,7 @@ def _test_best(trainer: Trainer) -> None:
     path = trainer.checkpoint  # which the main process alone knows
     state = trainer.strategy.share(checkpoint.load(path) if path is not None else None)
     if state is not None:
-        checkpoint.load_task(trainer.task, state)
+        checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
     trainer.test()
 
 

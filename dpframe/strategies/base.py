@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from dpframe.data import Share, move
@@ -34,6 +36,9 @@ class Strategy:
     is_set_up = False
     _device_before: int | None = None  # the current one, before `take`
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
+    cuts_weights = False  # each process keeps a part of them
+    whole_in_hooks = False  # whether hooks that may run the task see them whole
+    fuses: tuple[str, ...] | None = None  # optimizers with fused kernels for them; None: all
 
     def __init__(
         self,
@@ -115,6 +120,30 @@ class Strategy:
         accelerator = self.accelerator if self.uses_gpus else "cpu"
         limit = self.max_replicas_per_core
         return choose(self.gpus, accelerator, default=default, max_per_core=limit)
+
+    def shard(self, task: nn.Module, *, has_autocast: bool) -> None:
+        """Cuts the weights of a task in parts, before its optimizers are made."""
+
+    def local(self, tensor: Any) -> Any:
+        """This process's part of a weight, a gradient or an optimizer's state."""
+        return tensor
+
+    def part(self, whole: Tensor, like: Any) -> Tensor:
+        """`whole` as it is for a weight `like`: cut as that is."""
+        return whole
+
+    def whole(self, value: Any, *, for_all: bool = False) -> Any:
+        """A state with whole tensors in it, on the main process; elsewhere only if it is `for_all`.
+        Every process has to call it."""
+        return value
+
+    def total_norm(self, gradients: list[Any]) -> Tensor:
+        """Of all of them together; parts are those of one whole."""
+        return get_total_norm(gradients)
+
+    def whole_weights(self, task: nn.Module) -> AbstractContextManager[None]:
+        """Inside, each process has the whole weights and may call the task alone."""
+        return nullcontext()
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         """`module(share, ...)` becomes one that computes all of this process's shares."""

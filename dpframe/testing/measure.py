@@ -95,7 +95,7 @@ def _exit_after(seconds: float, plan: Plan) -> None:
 
 
 def facts(strategy: Strategy) -> dict[str, Any]:
-    names = ("rank", "world_size", "replicas", "is_main", "devices", "name")
+    names = ("rank", "world_size", "replicas", "is_main", "devices", "name", "cuts_weights")
     return {"pid": os.getpid(), **{name: getattr(strategy, name) for name in names}}
 
 
@@ -158,11 +158,12 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
     )
     metrics, step = trainer.fit(state), trainer.global_step
     rows: Any = data.train_dataset()
+    weights = strategy.whole(task.state_dict(), for_all=course.is_small)
     results = Run(
         steps=step,
         log=recorder.log_,
         validated={k: [(step, v)] for k, v in metrics.items() if k.startswith("val/")},
-        weights=weights_of(task) if strategy.is_main or course.is_small else {},
+        weights=weights_of(weights) if strategy.is_main or course.is_small else {},
         read=rows.read if isinstance(rows, Frozen) else [],
         seen=getattr(task, "seen", {}),
         unlike=saves.unlike,
@@ -193,7 +194,8 @@ class Saves(Callback):
         if trainer.global_step:
             parts = ("task", "optimizer", "scheduler")
             saved, read = checkpoint.load(self.path), trainer.state_dict()
-            self.unlike = nests_apart({p: read[p] for p in parts}, {p: saved[p] for p in parts})
+            if trainer.strategy.is_main or not trainer.strategy.cuts_weights:
+                self.unlike = nests_apart({p: read[p] for p in parts}, {p: saved[p] for p in parts})
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.global_step == trainer.steps_per_epoch + 1:

@@ -144,7 +144,7 @@ def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [row
                 scheduler.step(log[settings.plateau_monitor][-1][1])
             elif scheduler is not None and not by_step:
                 scheduler.step()
-    return Curve(log, weights_of(task), roundings(everything))
+    return Curve(log, weights_of(task.state_dict()), roundings(everything))
 
 
 def sensitivity(course: Course, replicas: int) -> float:
@@ -161,8 +161,8 @@ def sensitivity(course: Course, replicas: int) -> float:
     return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
 
 
-def weights_of(task: Task) -> Weights:
-    return {name: tensor.detach().cpu().clone() for name, tensor in task.state_dict().items()}
+def weights_of(state: dict[str, Any]) -> Weights:
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
 def _updates(course: Course, data: DataModule, rows: int, epoch: int) -> list[list[Tensor]]:

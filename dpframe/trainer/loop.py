@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from dpframe import apart, checkpoint, interruption, memory, seeding
-from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged
+from dpframe.callbacks.base import ENDS, Callback, hooks_of, is_own, may_be_logged
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
@@ -118,7 +118,7 @@ class Trainer:
             seeding.refuse_nondeterminism(self.strategy.device)
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
-        self.layout = place(task, self.precision, self.settings)
+        self.layout = place(task, self.strategy, self.precision, self.settings)
         self.task_metrics = TaskMetrics(task, self.strategy)
         beat()
         data.setup()
@@ -216,7 +216,7 @@ class Trainer:
                 predictions = evaluation.predictions(spool)
                 if predictions is not None:
                     by_name[name] = predictions
-                    self._call("on_predict_end", predictions)
+                self._end_prediction(predictions)
         self.report.close(self.metrics, succeeded=True)
         return by_name.get("", by_name or None)
 
@@ -819,9 +819,24 @@ class Trainer:
     # ---- hooks
 
     def _call(self, name: str, *args: Any) -> None:
+        may_run_task = self.strategy.whole_in_hooks and name in ENDS
         for hook in self.hooks[name]:
             beat()
-            hook(self, *args)
+            if may_run_task and not is_own(hook):
+                with self.strategy.whole_weights(self.task):
+                    hook(self, *args)
+            else:
+                hook(self, *args)
+
+    def _end_prediction(self, predictions: Predictions | None) -> None:
+        """The hooks are the main process's, but all have parts of the weights."""
+        if predictions is not None:
+            self._call("on_predict_end", predictions)
+        elif self.strategy.whole_in_hooks:
+            for hook in self.hooks["on_predict_end"]:
+                if not is_own(hook):
+                    with self.strategy.whole_weights(self.task):
+                        pass
 
     # ---- the state that a checkpoint holds
 
@@ -861,14 +876,14 @@ class Trainer:
             "stream": [place for *_, place in everywhere if place is not None],
         }
         self._call("on_save", state)
-        return state
+        return strategy.whole(state)
 
     def _load_state_dict(self, state: dict[str, Any], *, anyway: bool) -> None:
         """Refuses a state of another run unless `anyway`; what differs is told when it begins."""
         strategy, progress = self.strategy, self.progress
         rank, world_size = strategy.rank, strategy.world_size
         changes = changes_since(state, self.fingerprint, anyway=anyway)
-        checkpoint.load_task(self.task, state, is_resumed=True)
+        checkpoint.load_task(self.task, state, is_resumed=True, part=strategy.part)
         with refusing(state):
             before = json.loads(state["fingerprint"])
             of_strategy = state.get("strategy", {}).get(strategy.name, {})

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
+from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import use_threads
 from dpframe.task import Autocast
 from dpframe.trainer.settings import TrainerSettings
@@ -43,7 +44,9 @@ class Precision:
             self.scaler = torch.amp.GradScaler(device.type)
 
 
-def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> str:
+def place(
+    task: nn.Module, strategy: Strategy, precision: Precision, settings: TrainerSettings
+) -> str:
     """Moves the task to its device; returns the layout of its convolutions, "" if it is torch's.
 
     A convolution with weights in channels_last memory returns its output so, whatever its input:
@@ -51,7 +54,10 @@ def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> s
     """
     if precision.dtype is None and not has_float64(precision.device):
         _refuse_float64(task, precision.device)
-    task.to(precision.device, precision.dtype)
+    if strategy.cuts_weights:  # it moves them part by part
+        task.to(dtype=precision.dtype)
+    else:
+        task.to(precision.device, precision.dtype)
     if settings.matmul_precision is not None:
         torch.set_float32_matmul_precision(settings.matmul_precision)
     if settings.cudnn_benchmark is not None:
@@ -61,9 +67,12 @@ def place(task: nn.Module, precision: Precision, settings: TrainerSettings) -> s
         use_threads(settings.threads)
     elif parameters < SMALL_MODEL:  # slower on several threads, and much slower beside other work
         use_threads(1)
-    weights = _convolutions(task) if settings.channels_last else []
+    # What is gathered of parts is in torch's layout.
+    may_lay_out = settings.channels_last and not strategy.cuts_weights
+    weights = _convolutions(task) if may_lay_out else []
     for weight in weights:
         weight.data = weight.data.to(memory_format=MEMORY_FORMATS[weight.dim()])
+    strategy.shard(task, has_autocast=precision.autocast is not None)
     return CHANNELS_LAST if weights else ""
 
 

@@ -1,13 +1,13 @@
 """An optimizer update: scaling, clipping, the fused step, and the learning rate's schedule."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -17,13 +17,13 @@ from dpframe.callbacks.monitor import check_measured
 from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.metrics import SOMETIMES_WEIGHTED
+from dpframe.parameters import has_sparse
 from dpframe.strategies.base import Strategy
 from dpframe.task import (
     Made,
     Measured,
     Task,
     check_signature,
-    has_sparse,
     optimizers_of,
     updated_by,
 )
@@ -66,7 +66,7 @@ class Update:
         self.parameters = list(task.parameters())  # one that is frozen may thaw later
         updated = {id(weight) for weight in updated_by(self.optimizer)}
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
-        fuse(self.optimizer, task)
+        fuse(self.optimizer, task, kinds=strategy.fuses)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
@@ -78,6 +78,11 @@ class Update:
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
         if self.needs_closure:
             self._refuse_with_closure()
+        if scaler is not None and strategy.cuts_weights:
+            raise UserError(
+                f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
+                "ranks would scale their losses by themselves; use trainer.precision=bf16"
+            )
         self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
         self.backward: Callable[[Tensor], Any] = Tensor.backward
         if scaler is not None:
@@ -115,6 +120,11 @@ class Update:
     def _refuse_with_closure(self) -> None:
         """Each call of the closure makes new gradients, neither clipped nor scaled."""
         kind, settings = type(self.optimizer).__name__, self.settings
+        if self.strategy.cuts_weights:
+            raise UserError(
+                f"{kind} needs whole weights in each process, and {self.strategy.name} cuts them; "
+                "use strategy=ddp, or another optimizer"
+            )
         for key, value, use in (
             ("clip_norm", self.clip_norm, "null"),
             ("clip_value", self.clip_value, "null"),
@@ -152,11 +162,12 @@ class Update:
     def step(self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool) -> None:
         """`closure` computes the gradients again, for an optimizer that needs that."""
         if self.clip_norm is not None:
-            self.grad_norm = clip_grad_norm_(self._updated(), self.clip_norm)
+            self.grad_norm = self._total_norm()
+            clip_grads_with_norm_(self._parts(), self.clip_norm, self.grad_norm)
         elif wants_norm:
-            self.grad_norm = get_total_norm([weight.grad for weight in self._updated()])
+            self.grad_norm = self._total_norm()
         if self.clip_value is not None:
-            clip_grad_value_(self._updated(), self.clip_value)
+            clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:
             self._awaits_momenta = _unfuse_late(self.optimizer)
         if closure is not None:
@@ -207,7 +218,7 @@ class Update:
             here = here + move(weight, here.device)
         total = self.strategy.reduce(here.sum())
         factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing moves nothing
-        for weight in self._updated():
+        for weight in self._parts():
             weight.grad.mul_(factor.to(weight.grad))
         self.fill_gradients()
 
@@ -236,6 +247,20 @@ class Update:
                 weights.append(weight)
         return weights
 
+    def _total_norm(self) -> Tensor:
+        return self.strategy.total_norm([weight.grad for weight in self._updated()])
+
+    def _parts(self) -> list[Any]:
+        """Of what `_updated` returns, what this process keeps; with the same memory."""
+        if not self.strategy.cuts_weights:
+            return self._updated()
+        parts = []
+        for weight in self._updated():
+            part = self.strategy.local(weight.detach())
+            part.grad = self.strategy.local(weight.grad)
+            parts.append(part)
+        return parts
+
     def kinds(self) -> dict[str, str | None]:
         whose = self.name and f"{self.name}'s "
         return {
@@ -263,7 +288,7 @@ class Update:
             for group in self.optimizer.param_groups
         ]
         if has_optimizer:
-            saved = self._own(state["optimizer"])
+            saved = self._cut(self._own(state["optimizer"]))
             self.optimizer.load_state_dict(_computed_as(options, saved))
             if there.get("trainer.precision") == here["trainer.precision"]:
                 self._keep_types(saved)
@@ -292,6 +317,21 @@ class Update:
 
     def _own(self, states: dict[str, Any]) -> Any:
         return states[self.name] if self.name else states
+
+    def _cut(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """What is saved of a weight, e.g. a momentum, is in parts as the weight is."""
+        if not self.strategy.cuts_weights:
+            return saved
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        states = dict(saved["state"])
+        for weight, number in zip(updated_by(self.optimizer), numbers, strict=True):
+            states[number] = {
+                name: self.strategy.part(value, weight)
+                if isinstance(value, Tensor) and value.shape == weight.shape
+                else value
+                for name, value in states.get(number, {}).items()
+            }
+        return {**saved, "state": {n: state for n, state in states.items() if state}}
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
         """Torch converts what it loads to its weight's type, even NAdam's product of momenta."""
@@ -368,11 +408,11 @@ def _computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[st
     return {**saved, "param_groups": [*({**there, **own} for there, own in pairs), *rest]}
 
 
-def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
+def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = None) -> bool:
     """Has an optimizer of torch use its fused kernels: one call for all weights, not ten for each.
 
     They round differently in the last digit. Not where the user chose an implementation, nor for
-    weights or gradients that the kernels can't take.
+    weights or gradients that the kernels can't take; if `kinds` are given, for these alone.
     """
     defaults, groups = optimizer.defaults, optimizer.param_groups
     choices = ("fused", "foreach", "capturable", "differentiable")
@@ -382,7 +422,8 @@ def fuse(optimizer: Optimizer, model: nn.Module) -> bool:
     # What is frozen has no gradient: the kernels leave it out, whatever its type.
     weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
     kind = type(optimizer).__name__
-    have = [name for name, kinds in FUSED.items() if kinds is None or kind in kinds]
+    have = [name for name, those in FUSED.items() if those is None or kind in those]
+    is_stock &= kinds is None or kind in kinds
     fits = all(w.device.type in have and w.dtype in FUSED_DTYPES for w in weights)
     if is_chosen or not is_stock or not fits or has_sparse(model):
         return False
