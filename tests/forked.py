@@ -33,6 +33,7 @@ SERVER.set_forkserver_preload(
         "dpframe.loggers.tensorboard",
         "dpframe.recipes.boston",
         "dpframe.strategies.ddp",
+        "dpframe.strategies.fsdp",
         "dpframe.trainer.loop",
         "pytest",
         "torch._dynamo",  # which DistributedDataParallel imports, in every rank

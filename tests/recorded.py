@@ -21,8 +21,9 @@ class Recorder(Logger):
 
 
 def weights(module: nn.Module) -> dict[str, Any]:
-    """As NumPy arrays: they travel between processes by value."""
-    return {name: t.detach().cpu().numpy().copy() for name, t in module.state_dict().items()}
+    """As NumPy arrays: they travel between processes by value. Of parts the whole."""
+    state = {n: getattr(t, "full_tensor", lambda t=t: t)() for n, t in module.state_dict().items()}
+    return {name: t.detach().cpu().numpy().copy() for name, t in state.items()}
 
 
 def weights_apart(mine: dict[str, Any], other: dict[str, Any]) -> float:

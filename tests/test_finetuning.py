@@ -20,6 +20,7 @@ from dpframe.callbacks.freeze import Freeze
 from dpframe.data import permutation
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
 
 EXACT = 1e-12
@@ -173,11 +174,12 @@ def all_of_them(strategy: Strategy) -> dict[str, Any]:
 def on_place(place: str) -> dict[str, Any]:
     kind, _, count = place.partition("-")
     kinds = {"cpu": CPU, "data_parallel": partial(DataParallel, int(count or 1), "cpu")}
-    return on(kinds.get(kind, partial(DDP, 2, "cpu"))(), all_of_them)
+    ranks = partial({"ddp": DDP, "fsdp": FSDP}.get(kind, DDP), 2, "cpu")
+    return on(kinds.get(kind, ranks)(), all_of_them)
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("place", ["cpu", "data_parallel-3", "ddp-2"])
+@pytest.mark.parametrize("place", ["cpu", "data_parallel-3", "ddp-2", "fsdp-2"])
 def test_frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_bit(place, name):
     mine, loss, apart = on_place(place)[name]
     assert weights_apart(mine, by_hand(name)[0]) < EXACT

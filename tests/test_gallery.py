@@ -26,6 +26,8 @@ from dpframe.data import DataModule
 from dpframe.recipes import clip, gpt, huggingface, multilabel, stream, text, transfer, vae
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.processes import Processes
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.task import Task
 from dpframe.trainer import Run
@@ -128,15 +130,15 @@ def by_one(name: str) -> dict[str, Any]:
 
 
 @once
-def by_ranks(replicas: int) -> dict[str, Any]:
-    return on(DDP(replicas, "cpu"), all_of_them)
+def by_ranks(kind: type[Processes], replicas: int) -> dict[str, Any]:
+    return on(kind(replicas, "cpu"), all_of_them)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind, replicas", [(DDP, 2), (DDP, 3), (DataParallel, 3)])
+@pytest.mark.parametrize("kind, replicas", [(DDP, 2), (DDP, 3), (FSDP, 3), (DataParallel, 3)])
 def test_replicas_train_as_one_process(kind, replicas, name):
     is_here = kind is DataParallel
-    mine = numbers(kind(replicas, "cpu"), name) if is_here else by_ranks(replicas)[name]
+    mine = numbers(kind(replicas, "cpu"), name) if is_here else by_ranks(kind, replicas)[name]
     wanted = by_one(name)
     assert len(wanted["log"]) > 3
     assert logs_apart(mine["log"], wanted["log"]) <= 1e-12

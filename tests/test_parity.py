@@ -22,6 +22,8 @@ from dpframe.recipes.boston import Boston, BostonData
 from dpframe.recipes.lenet import LeNet, LeNetData
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.processes import Processes
 from dpframe.strategies.single import CPU
 
 SEED = 3
@@ -266,21 +268,24 @@ def columns(dataset: Any, task: Task) -> tuple[Tensor, ...]:
     return tuple(c.to(dtype) if c.is_floating_point() else c for c in found)
 
 
-RANKS = {2: ("64", "32"), 3: ("64",), 4: ("64",)}
+RANKS: dict[Any, dict[int, tuple[str, ...]]] = {
+    DDP: {2: ("64", "32"), 3: ("64",), 4: ("64",)},
+    FSDP: {2: ("64",), 3: ("64",)},
+}
 
 
-def all_of_them(strategy: DDP) -> dict[tuple[str, str], dict[str, Any]]:
+def all_of_them(strategy: Processes) -> dict[tuple[str, str], dict[str, Any]]:
     """Every case in one group of ranks; a group takes seconds to start."""
     return {
         (name, precision): trained(strategy, name, precision)
         for name in CASES
-        for precision in RANKS[strategy.replicas]
+        for precision in RANKS[type(strategy)][strategy.replicas]
     }
 
 
 @once
-def by_ranks(replicas: int) -> dict[tuple[str, str], dict[str, Any]]:
-    return on(DDP(replicas, "cpu"), all_of_them)
+def by_ranks(kind: type[Processes], replicas: int) -> dict[tuple[str, str], dict[str, Any]]:
+    return on(kind(replicas, "cpu"), all_of_them)
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
@@ -293,10 +298,11 @@ def test_one_process_equals_the_hand_written_loop(name, replicas, precision):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
-    ("replicas", "precision"), [(n, precision) for n in RANKS for precision in RANKS[n]]
+    ("kind", "replicas", "precision"),
+    [(kind, n, precision) for kind in RANKS for n in RANKS[kind] for precision in RANKS[kind][n]],
 )
-def test_ddp_equals_the_hand_written_loop(replicas, name, precision):
-    check(by_ranks(replicas)[name, precision], name, precision)
+def test_ranks_equal_the_hand_written_loop(kind, replicas, name, precision):
+    check(by_ranks(kind, replicas)[name, precision], name, precision)
 
 
 def check(mine: dict[str, Any], name: str, precision: str) -> None:

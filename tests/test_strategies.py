@@ -329,7 +329,7 @@ def test_float64_is_refused_where_the_device_has_none():
     task = Plain().double()
     line = "even.weight is float64 and MPS has no floats of 64 bits; make it float32, or use train"
     with pytest.raises(UserError, match=f"^{line}"):
-        place(task, Precision("32", torch.device("mps", 0)), TrainerSettings())
+        place(task, Strategy(), Precision("32", torch.device("mps", 0)), TrainerSettings())
 
 
 # What reaches torch's DDP

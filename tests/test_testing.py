@@ -19,6 +19,7 @@ from torch import nn
 from dpframe import Task, TrainerSettings, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.testing import Recipe, check_strategy, verify
 from dpframe.testing.checks import CHECKS
@@ -59,6 +60,7 @@ def imported_once() -> None:
         (SingleGPU, {"accelerator": "cpu"}),
         ("data_parallel", {**THREE, "overrides": ["seed=4"]}),
         (DDP, THREE),
+        (FSDP, THREE),
     ],
 )
 def test_the_strategies_pass_every_check(strategy, arguments):
@@ -67,7 +69,9 @@ def test_the_strategies_pass_every_check(strategy, arguments):
     void = {finding.check for finding in report.findings if finding.passed is None}
     assert void == (set() if strategy is DDP else {"gradient_sync"})
     assert "8 of boston" in report["weights"].compared
-    assert re.match(r"verify boston on (CPU: 1|SingleGPU: 1|DataParallel: 3|DDP: 3)", report.title)
+    assert re.match(
+        r"verify boston on ((CPU|SingleGPU): 1|(DataParallel|DDP|FSDP): 3)", report.title
+    )
 
 
 @pytest.mark.gpu
