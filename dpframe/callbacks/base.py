@@ -124,6 +124,11 @@ def is_own(hook: Callable[..., None]) -> bool:
     return hook.__module__.partition(".")[0] == "dpframe"
 
 
+def may_run_task(name: str, hook: Callable[..., None]) -> bool:
+    """Whether a hook is at an end, and not one of dpframe's callbacks' but a recipe's or a user's."""
+    return name in ENDS and (not is_own(hook) or hook.__module__.startswith("dpframe.recipes."))
+
+
 def hooks_of(parts: Iterable[object]) -> dict[str, list[Callable[..., None]]]:
     """By hook, the methods of a task and its callbacks; one with another name or other arguments
     is refused."""

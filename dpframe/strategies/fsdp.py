@@ -355,7 +355,11 @@ class Gathering(nn.Module):
         if not self.is_watched:
             self.is_watched = True
             _watch(self.step.task)
-        return self.step(*args)
+        result = self.step(*args)
+        if self.is_training:  # fully_shard warns of a loss that is a view
+            loss, measured = result
+            return loss.clone(), measured
+        return result
 
 
 class Telling:

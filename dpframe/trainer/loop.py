@@ -19,7 +19,7 @@ from typing import Any, Self
 import torch
 
 from dpframe import apart, checkpoint, interruption, memory, seeding
-from dpframe.callbacks.base import ENDS, Callback, hooks_of, is_own, may_be_logged
+from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged, may_run_task
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
@@ -819,10 +819,10 @@ class Trainer:
     # ---- hooks
 
     def _call(self, name: str, *args: Any) -> None:
-        may_run_task = self.strategy.whole_in_hooks and name in ENDS
+        gathers = self.strategy.whole_in_hooks
         for hook in self.hooks[name]:
             beat()
-            if may_run_task and not is_own(hook):
+            if gathers and may_run_task(name, hook):
                 with self.strategy.whole_weights(self.task):
                     hook(self, *args)
             else:
@@ -834,7 +834,7 @@ class Trainer:
             self._call("on_predict_end", predictions)
         elif self.strategy.whole_in_hooks:
             for hook in self.hooks["on_predict_end"]:
-                if not is_own(hook):
+                if may_run_task("on_predict_end", hook):
                     with self.strategy.whole_weights(self.task):
                         pass
 
