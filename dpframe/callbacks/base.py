@@ -125,7 +125,7 @@ def is_own(hook: Callable[..., None]) -> bool:
 
 
 def may_run_task(name: str, hook: Callable[..., None]) -> bool:
-    """Whether a hook is at an end, and not one of dpframe's callbacks' but a recipe's or a user's."""
+    """Whether a hook is at an end and is a recipe's or a user's, not a callback of dpframe's."""
     return name in ENDS and (not is_own(hook) or hook.__module__.startswith("dpframe.recipes."))
 
 
