@@ -119,6 +119,8 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         return Path(str(config.hydra.run.dir)).parent
 
     overrides = list(typed)
+    if value_of("mode", typed) == "doctor" and value_of("recipe", typed) is None:
+        overrides.append("recipe=boston")  # which is not measured
     if (name := value_of("checkpoint", typed)) in WORDS:
         file = newest_file(name, runs())
         others = [each for each in typed if key_of(each) != "checkpoint"]

@@ -42,6 +42,8 @@ examples
   dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
   dpframe recipe=boston mode=plan plan.bandwidth=1.25e9            (what would 4096 replicas bring?)
   dpframe recipe=lenet mode=tune                     (the largest batch that fits, a learning rate)
+  dpframe mode=doctor                                (what is here, and what is wrong with it?)
+  dpframe recipe=lenet mode=compare                  (which strategy is fastest?)
 
 options
   -h, --help              this page

@@ -1,4 +1,4 @@
-"""`mode=verify`, `mode=plan` and `mode=tune`: reports that train nothing to keep."""
+"""`mode=verify`, `plan`, `tune`, `compare` and `doctor`: reports that train nothing to keep."""
 
 import json
 import sys
@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dpframe import seeding
+from dpframe.cli import compare, doctor
 from dpframe.cli.build import build
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
+from dpframe.cli.resume import value_of
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError, printable
+from dpframe.plan.contest import a_few_steps
 from dpframe.plan.curve import svg
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Link, predictions
@@ -51,8 +54,7 @@ def verified(job: Composed) -> dict[str, Any]:
 def planned(job: Composed) -> dict[str, Any]:
     """Prints what the recipe would cost on 1 to 4096 replicas."""
     _refuse_checkpoint(job, "measures what no weights change")
-    if ranks.are_several():
-        raise UserError("mode=plan measures one replica in one process; start it without torchrun")
+    _refuse_ranks("plan")
     plan = plan_of(job)
     lines = [{**each._asdict(), "efficiency": each.efficiency} for each in plan.predictions]
     _show(str(plan), {"plan": lines}, job)
@@ -62,8 +64,7 @@ def planned(job: Composed) -> dict[str, Any]:
 def tuned(job: Composed) -> dict[str, Any]:
     """Prints the largest batch that fits, a learning rate, and the overrides to type."""
     _refuse_checkpoint(job, "begins each trial with fresh weights")
-    if ranks.are_several():
-        raise UserError("mode=tune measures one replica in one process; start it without torchrun")
+    _refuse_ranks("tune")
     tuning = tuning_of(job)
     texts = {}
     if tuning.rates is not None and tuning.rates.points:
@@ -72,7 +73,40 @@ def tuned(job: Composed) -> dict[str, Any]:
     return {"metrics": {}, "tune": tuning.summary()}
 
 
-MODES = {"verify": verified, "plan": planned, "tune": tuned}
+def compared(job: Composed) -> dict[str, Any]:
+    """Prints what an epoch takes by each strategy and number of replicas."""
+    _refuse_checkpoint(job, "begins each training with fresh weights")
+    _refuse_ranks("compare")
+    asked = job.settings.compare
+    found = compare.variants(job, asked.strategies, asked.gpus)
+    contest = compare.contest(job, found, job.settings.trainer)
+    contest.metric = job.objective.metric
+    lines = [vars(entry) for entry in contest.entries]
+    _show(str(contest), {"compare": lines}, job, {"compare.svg": contest.svg()})
+    return {"metrics": {}, "compare": lines}
+
+
+def examined(job: Composed) -> dict[str, Any]:
+    """Prints what this machine has; and for a recipe the pace of a few steps by each strategy."""
+    text = doctor.report(job)
+    lines: list[dict[str, Any]] = []
+    if value_of("recipe", job.typed) is not None:
+        _refuse_ranks("doctor")
+        settings = a_few_steps(job.settings.trainer, job.settings.plan.steps)
+        contest = compare.contest(job, compare.variants(job), settings)
+        lines = [vars(entry) for entry in contest.entries]
+        text = f"{text}\n\n{contest}"
+    _show(text, {"doctor": lines}, job)
+    return {"metrics": {}, "doctor": lines}
+
+
+MODES = {
+    "verify": verified,
+    "plan": planned,
+    "tune": tuned,
+    "compare": compared,
+    "doctor": examined,
+}
 
 
 def recipe_of(job: Composed) -> "Recipe":
@@ -171,6 +205,11 @@ def _refuse_checkpoint(job: Composed, why: str) -> None:
         raise UserError(
             f"checkpoint={settings.checkpoint}: mode={settings.mode} {why}; leave it out"
         )
+
+
+def _refuse_ranks(mode: str) -> None:
+    if ranks.are_several():
+        raise UserError(f"mode={mode} starts what it measures; start it without torchrun")
 
 
 def _show(

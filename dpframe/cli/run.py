@@ -50,7 +50,7 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
     interruption.allow(job.settings.trainer.grace_seconds)
     with exits_told():  # in a module that it imports
         trust = check_targets(job)
-    if job.settings.mode in ("verify", "plan", "tune"):
+    if job.settings.mode not in ("fit", *EVALUATIONS):
         from dpframe.cli import reports
 
         return reports.MODES[job.settings.mode](job)

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.errors import UserError, not_one_of, suggestion
-from dpframe.plan.settings import PlanSettings, TuneSettings
+from dpframe.plan.settings import CompareSettings, PlanSettings, TuneSettings
 from dpframe.trainer.settings import TrainerSettings
 
-MODES = ("fit", "validate", "test", "predict", "verify", "plan", "tune")
+MODES = ("fit", "validate", "test", "predict", "verify", "plan", "tune", "compare", "doctor")
 EVALUATIONS = ("validate", "test", "predict")
 PARTS = ("task", "data", "strategy")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
@@ -33,6 +33,7 @@ TYPED = {
     "trainer": TrainerSettings,
     "plan": PlanSettings,
     "tune": TuneSettings,
+    "compare": CompareSettings,
     "sweep": SweepSettings,
 }
 
@@ -46,6 +47,7 @@ class RunSettings:
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     plan: PlanSettings = field(default_factory=PlanSettings)
     tune: TuneSettings = field(default_factory=TuneSettings)
+    compare: CompareSettings = field(default_factory=CompareSettings)
     sweep: SweepSettings = field(default_factory=SweepSettings)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)

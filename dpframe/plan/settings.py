@@ -1,4 +1,4 @@
-"""What `plan.*` and `tune.*` may be; conf/config.yaml explains each key."""
+"""What `plan.*`, `tune.*` and `compare.*` may be; conf/config.yaml explains each key."""
 
 from dataclasses import dataclass, field
 
@@ -49,3 +49,14 @@ class TuneSettings:
         ):
             if not is_sane:
                 raise UserError(f"tune.{key}={getattr(self, key)} is out of range; use {wanted}")
+
+
+@dataclass
+class CompareSettings:
+    strategies: list[str] | None = None
+    gpus: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        for count in self.gpus or ():
+            if count < 1:
+                raise UserError(f"compare.gpus: {count} is out of range; use 1 or more")

@@ -189,6 +189,17 @@ def _run(run: Callable[..., Any], args: bytes) -> Any:
     return run(*apart.unpacked(args))
 
 
+def backends() -> list[str]:
+    """Those that torch has here."""
+    available = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "xccl": dist.is_xccl_available,
+        "mpi": dist.is_mpi_available,
+    }
+    return [name for name, is_here in available.items() if is_here()]
+
+
 def backend_of(device: torch.device) -> str:
     """What init_process_group takes for ranks on such devices; gloo alone can do with the host's
     tensors."""

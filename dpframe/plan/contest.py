@@ -1,0 +1,225 @@
+"""A recipe trained by several strategies: what an epoch takes on each, and where it comes to."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from html import escape
+from statistics import median
+
+from dpframe import interruption, memory, seeding
+from dpframe.callbacks.base import Callback
+from dpframe.data import DataModule
+from dpframe.plan.measure import WARM_UPS, now
+from dpframe.plan.report import size, time
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+from dpframe.trainer import Trainer
+from dpframe.trainer.feed import local_devices
+from dpframe.trainer.placement import process_settings_restored
+from dpframe.trainer.settings import TrainerSettings
+
+WIDTH, HEIGHT, MARGIN = 480, 320, 50  # pixels
+COLORS = ("steelblue", "firebrick", "seagreen", "darkorange", "purple", "dimgray")
+
+
+@dataclass
+class Entry:
+    """What a strategy came to; `failure` is the reason where it came to nothing."""
+
+    strategy: str
+    replicas: int
+    devices: list[str] = field(default_factory=list)
+    rows_per_second: float = 0.0  # of training, warmed up
+    seconds: float | None = None  # of an epoch's training, at that rate
+    memory: list[int] | None = None  # by device; None where nobody counts
+    metrics: dict[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+@dataclass
+class Contest:
+    title: str
+    entries: list[Entry]
+    metric: str = ""  # of which the last value is shown
+
+    @property
+    def fastest(self) -> Entry | None:
+        done = [entry for entry in self.entries if not entry.failure]
+        return max(done, key=lambda entry: entry.rows_per_second, default=None)
+
+    def speed_up(self, entry: Entry) -> float:
+        """Over the first one that has finished."""
+        first = next(each for each in self.entries if not each.failure)
+        return entry.rows_per_second / first.rows_per_second
+
+    def __str__(self) -> str:
+        head = ["strategy", "replicas", "an epoch", "samples/s", "speed-up", "memory by device"]
+        rows = [[*head, self.metric] if self.metric else head]
+        for entry in self.entries:
+            cells = [entry.strategy, str(entry.replicas)]
+            if entry.failure:
+                rows.append([*cells, entry.failure])
+                continue
+            cells += ["" if entry.seconds is None else time(entry.seconds)]
+            cells += [f"{entry.rows_per_second:,.0f}", f"{self.speed_up(entry):.2f}"]
+            cells += [" + ".join(map(size, entry.memory)) if entry.memory else "not counted"]
+            value = entry.metrics.get(self.metric)
+            rows.append([*cells, f"{value:.6g}" if value is not None else ""][: len(rows[0])])
+        whole = [row for row in rows if len(row) == len(rows[0])]
+        widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        if self.fastest is not None:
+            lines += ["", f"fastest: {_named(self.fastest)}"]
+        return "\n".join([self.title, *lines])
+
+    def svg(self) -> str:
+        """Samples a second over replicas, a line for each strategy; "" where none has finished."""
+        done = [entry for entry in self.entries if not entry.failure]
+        if not done:
+            return ""
+        most = max(entry.rows_per_second for entry in done)
+        last = max(2, *(entry.replicas for entry in done))
+        parts = [f'<path d="M{MARGIN},{MARGIN} V{HEIGHT - MARGIN} H{WIDTH - MARGIN}" {LINE}/>']
+        for number, name in enumerate(dict.fromkeys(entry.strategy for entry in done)):
+            color = COLORS[number % len(COLORS)]
+            points = [
+                (
+                    MARGIN + (entry.replicas - 1) / (last - 1) * (WIDTH - 2 * MARGIN),
+                    HEIGHT - MARGIN - entry.rows_per_second / most * (HEIGHT - 2 * MARGIN),
+                )
+                for entry in sorted(done, key=lambda entry: entry.replicas)
+                if entry.strategy == name
+            ]
+            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in points
+            ]
+            parts.append(_text(WIDTH - MARGIN, MARGIN + 16 * number, name, color))
+        for replicas in sorted({entry.replicas for entry in done}):
+            x = MARGIN + (replicas - 1) / (last - 1) * (WIDTH - 2 * MARGIN)
+            parts.append(_text(x, HEIGHT - MARGIN + 18, str(replicas)))
+        parts.append(_text(WIDTH / 2, HEIGHT - 10, "replicas"))
+        parts.append(_text(MARGIN, MARGIN - 10, f"{most:,.0f} samples/s"))
+        parts.append(_text(WIDTH / 2, 20, self.title))
+        frame = f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {frame}>'
+        back = '<rect width="100%" height="100%" fill="white"/>'
+        return "\n".join([head, back, *parts, "</svg>\n"])
+
+
+LINE = 'fill="none" stroke="black"'
+
+
+def trained(
+    make_strategy: Callable[[], Strategy],
+    make_task: Callable[[], Task],
+    make_data: Callable[[], DataModule],
+    settings: TrainerSettings,
+    seed: int,
+    name: str,
+) -> Entry:
+    """In each process of the strategy."""
+    with interruption.watched(settings.hang_seconds), process_settings_restored():
+        strategy = make_strategy()
+        strategy.open()
+        try:
+            entry = _trained(strategy, make_task, make_data, settings, seed, name)
+        except BaseException as error:
+            strategy.shut(error)
+            raise
+        strategy.shut()
+        return entry
+
+
+def a_few_steps(settings: TrainerSettings, steps: int) -> TrainerSettings:
+    """Of the same batches and accumulation, and next to no validation."""
+    return replace(
+        settings,
+        max_epochs=1,
+        max_seconds=None,
+        max_steps=WARM_UPS + steps,
+        min_epochs=None,
+        min_steps=None,
+        limit_val_batches=1,
+        sanity_batches=0,
+        profile=False,
+        validate_every_steps=None,
+    )
+
+
+def _trained(
+    strategy: Strategy,
+    make_task: Callable[[], Task],
+    make_data: Callable[[], DataModule],
+    settings: TrainerSettings,
+    seed: int,
+    name: str,
+) -> Entry:
+    for device in local_devices(strategy):
+        memory.begin_peak(device)
+    seeding.seed_everything(seed)
+    pace, task, data = Pace(), make_task(), make_data()
+    signals = interruption.installed()
+    trainer = Trainer(
+        task,
+        data,
+        strategy=strategy,
+        settings=settings,
+        callbacks=[pace],
+        seed=seed,
+        interruption=signals,
+    )
+    trainer.fit()
+    rate = median(pace.rates)
+    source, batches = trainer.feed.source, trainer.feed.batches_per_epoch
+    rows = None
+    if batches is not None:
+        rows = min(batches * source.batch_size, len(source.dataset))
+    return Entry(
+        name,
+        strategy.replicas,
+        strategy.devices,
+        rate,
+        None if rows is None else rows / rate,
+        trainer.peak_memory(),
+        dict(trainer.metrics),
+    )
+
+
+class Pace(Callback):
+    """Rows a second of each epoch's training, without the first steps and without validation."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.began: tuple[float, int] | None = None
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        self.began = self._here(trainer)
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.global_step == WARM_UPS and not self.rates:
+            self.began = self._here(trainer)
+
+    def on_validation_start(self, trainer: Trainer) -> None:
+        self.on_epoch_end(trainer)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        if self.began is None:
+            return
+        (began, rows), (ended, more) = self.began, self._here(trainer)
+        self.began = None
+        if more > rows:
+            self.rates.append((more - rows) / (ended - began))
+
+    def _here(self, trainer: Trainer) -> tuple[float, int]:
+        return now(trainer.strategy.device), trainer.progress.rows_seen
+
+
+def _named(entry: Entry) -> str:
+    count = f" trainer.gpus={entry.replicas}" if entry.replicas > 1 else ""
+    return f"strategy={entry.strategy}{count}, {entry.rows_per_second:,.0f} samples/s"
+
+
+def _text(x: float, y: float, words: str, color: str = "black") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="middle" fill="{color}"'
+    return f"<text {place}>{escape(words)}</text>"

@@ -1,0 +1,48 @@
+"""`mode=doctor`: what is here, what each strategy would use, and what is wrong."""
+
+import re
+import resource
+import shutil
+from types import SimpleNamespace
+
+from command import dpframe
+
+from dpframe.cli import doctor
+from dpframe.cli.compare import strategies
+from dpframe.cli.compose import composed
+
+
+def test_without_a_recipe_it_tells_what_each_strategy_would_use(tmp_path):
+    done = dpframe("mode=doctor", "trainer.gpus=3", "trainer.accelerator=cpu", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = dict(re.findall(r"^(\w+) {2,}(\S.*)$", done.stdout, re.M))
+    assert set(strategies(composed(["mode=doctor"]))) <= set(rows)
+    assert rows["data_parallel"] == "3 x cpu" and rows["ddp"] == "3 x cpu, in ranks"
+    assert rows["cpu"].startswith("trainer.gpus=3 but CPU is one replica; use trainer.gpus=1")
+    assert rows["ranks"] == "2 have talked to each other" and "gloo" in rows["backends"]
+    assert "fastest" not in done.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_with_a_recipe_it_measures_a_few_steps_by_each_strategy(tmp_path):
+    done = dpframe("mode=doctor", "recipe=boston", "plan.steps=2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    table = done.stdout.partition("speed-up")[2]
+    assert all(re.search(rf"^{name} +\d", table, re.M) for name in ("cpu", "data_parallel", "ddp"))
+    assert re.search(r"^fastest: strategy=\w+", table, re.M)
+
+
+def test_what_is_wrong_with_a_machine_is_told_with_what_to_do(monkeypatch):
+    assert not [problem for problem in doctor._problems() if "RANK" in problem]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    usage = SimpleNamespace(total=64 << 20, free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setenv("RANK", "7")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    told = "\n".join(doctor._problems())
+    for words in (
+        "/dev/shm has 64 MiB, which data workers may fill; use data.workers=0",
+        "TMPDIR has 1 MiB free; make room",
+        "a process may open 64 files; ulimit -n 1024",
+        "RANK and WORLD_SIZE are set, and this is no rank; unset RANK WORLD_SIZE",
+    ):
+        assert words in told
