@@ -68,12 +68,15 @@ def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.Comp
 
 
 @contextmanager
-def started(words: Sequence[str], folder: Path, **variables: str) -> Iterator["Job"]:
-    """The same, in a process group of its own, killed at the end if it still runs."""
+def started(
+    words: Sequence[str], folder: Path, *, enter: Callable[[], None] = bool, **variables: str
+) -> Iterator["Job"]:
+    """The same, in a process group of its own, killed at the end if it still runs; `enter` is
+    called there first."""
     with TemporaryDirectory() as output:
         for name in ("printed", "said"):
             Path(output, name).touch()
-        args = (list(words), folder, Path(output), os.environ | variables)
+        args = (list(words), folder, Path(output), os.environ | variables, enter)
         process = server().Process(target=_become, args=args)
         process.start()
         try:
@@ -158,7 +161,14 @@ def _call(
     return call(*args)
 
 
-def _become(words: list[str], folder: Path, output: Path, environment: dict[str, str]) -> None:
+def _become(
+    words: list[str],
+    folder: Path,
+    output: Path,
+    environment: dict[str, str],
+    enter: Callable[[], None],
+) -> None:
+    enter()
     os.setpgid(0, 0)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     _begin(folder, environment)

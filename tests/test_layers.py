@@ -41,7 +41,7 @@ OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
     "torch.distributed": [
-        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "processes", "ranks")
+        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "nodes", "processes", "ranks")
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],

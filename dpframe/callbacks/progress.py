@@ -214,7 +214,7 @@ def banner(trainer: "Trainer") -> str:
     strategy = trainer.strategy
     rows = [
         ("recipe", f"{trainer.run.recipe}  ({type(trainer.task).__name__}, seed {trainer.seed})"),
-        ("strategy", f"{strategy.name} on {_devices(strategy.devices)}"),
+        ("strategy", f"{strategy.name} on {_devices(strategy.devices)}{_nodes(trainer)}"),
         ("step", _batch(trainer)),
         ("data", _data(trainer)),
         ("precision", trainer.settings.precision),
@@ -286,6 +286,11 @@ def _columns(rows: list[tuple[str, ...]]) -> str:
 def _devices(names: list[str]) -> str:
     kinds = sorted(set(names))
     return f"{len(names)} x {kinds[0]}" if len(kinds) == 1 and len(names) > 1 else ", ".join(names)
+
+
+def _nodes(trainer: "Trainer") -> str:
+    nodes, replicas = trainer.strategy.nodes, trainer.strategy.replicas
+    return f": {replicas} replicas = {nodes} nodes x {replicas // nodes}" if nodes > 1 else ""
 
 
 def _gib(size: int) -> str:

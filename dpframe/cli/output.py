@@ -75,13 +75,17 @@ class _Stream:
 
 @contextmanager
 def logging_to(directory: Path, *, rank: int, logs_error: bool = True) -> Iterator[None]:
-    """Sends what dpframe and user code log to the run's file, and of rank 0 to the screen.
+    """Sends what dpframe and user code log to the run's file, and of rank 0 to the screen. A
+    machine that does not see the directory shows its warnings.
 
     The error that ends the run goes only into the file: the command prints it on the screen last.
     """
     root = logging.getLogger()
     before = root.level
     handlers = [_file(directory, f"rank {rank}")] + ([_screen()] if rank == 0 else [])
+    if rank > 0 and not directory.is_dir():
+        handlers = [_screen()]
+        handlers[0].setLevel(logging.WARNING)
     root.setLevel(logging.INFO)
     for handler in handlers:
         root.addHandler(handler)

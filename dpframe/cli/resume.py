@@ -23,6 +23,8 @@ OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouc
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
+    "trainer.nodes",
+    "trainer.rendezvous",
     "trainer.accelerator",
     "trainer.max_replicas_per_core",
     "trainer.max_restarts",
@@ -33,6 +35,10 @@ OF_TRAINING = ("test_after_fit",)
 LIMITS = [  # for a short run; an evaluation reads all rows
     f"trainer.limit_{kind}_batches" for kind in ("eval", "val", "test", "predict")
 ]
+
+
+class NoFile(UserError):
+    """Not on this machine: another node of the job may have it."""
 
 
 def start_file(settings: RunSettings, runs: Path) -> Path | None:
@@ -68,7 +74,7 @@ def _resumed_run(resume: str, runs: Path) -> Path | None:
     if not os.path.isdir(path):  # False, too, for a name that is too long
         return None
     if not any(path.glob("checkpoints/*.ckpt")):
-        raise UserError(f"resume={resume}: there is no checkpoint in {path / 'checkpoints'}")
+        raise NoFile(f"resume={resume}: there is no checkpoint in {path / 'checkpoints'}")
     return path
 
 
@@ -88,7 +94,7 @@ def _newest_run(runs: Path, typed: str) -> Path:
     """The one that has written a checkpoint last."""
     checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=files.written_at)
     if not checkpoints:
-        raise UserError(f"{typed}: there is no run with a checkpoint in {runs}")
+        raise NoFile(f"{typed}: there is no run with a checkpoint in {runs}")
     return checkpoints[-1].parent.parent
 
 
@@ -188,5 +194,5 @@ def _file(key: str, name: str) -> Path:
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"
         )
     if not os.path.isfile(path):
-        raise UserError(f"{key}={path}: there is no such file")
+        raise NoFile(f"{key}={path}: there is no such file")
     return path

@@ -17,7 +17,7 @@ from typing import Any
 from dpframe import checkpoint, files, interruption, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
-from dpframe.cli import faults, output
+from dpframe.cli import faults, nodes, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
@@ -27,7 +27,15 @@ from dpframe.cli.resume import run_directory
 from dpframe.cli.settings import EVALUATIONS, RunSettings, is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import DeviceLost, Failure, Interrupted, UserError, exits_told, printable
+from dpframe.errors import (
+    DeviceLost,
+    Failure,
+    Interrupted,
+    NodeLost,
+    UserError,
+    exits_told,
+    printable,
+)
 from dpframe.heartbeat import beat
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, launch, ranks
@@ -48,15 +56,15 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
     if owns_process:
         launch.allow_fork()
     interruption.allow(job.settings.trainer.grace_seconds)
-    with exits_told():  # in a module that it imports
-        trust = check_targets(job)
     if job.settings.mode not in ("fit", *EVALUATIONS):
         from dpframe.cli import reports
 
+        nodes.refuse_several(job, f"mode={job.settings.mode} runs on one machine")
+        with exits_told():  # in a module that it imports
+            check_targets(job)
         return reports.MODES[job.settings.mode](job)
-    strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     try:
-        return _launched(strategy, job)
+        return _launched(job)
     except UserError as error:
         made = error.told.get("made", [])  # by the main rank, where another one met the mistake
         is_mistake = error.exit_code == UserError.exit_code
@@ -65,23 +73,26 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
         raise
 
 
-def _launched(strategy: Strategy, job: Composed) -> dict[str, Any]:
+def _launched(job: Composed) -> dict[str, Any]:
     """Starts the ranks again after one has failed, `trainer.max_restarts` times.
 
     What a user did wrong, a lack of memory and a signal end the job at once.
     """
     allowed = job.settings.trainer.max_restarts
-    if allowed:
-        _refuse_restarts(strategy, allowed)
+    strategy = _strategy(job) if job.lacks is None else None
     for number in count(1):
         try:
-            return strategy.launch(_work, job)
+            with nodes.met(job) as (shared, meeting):
+                allowed = shared.settings.trainer.max_restarts
+                strategy = strategy or _strategy(shared)
+                strategy.meeting = meeting
+                return strategy.launch(_work, shared)
         except (RankFailed, UserError) as error:
             path = error.told.get("directory", "")
             if os.path.isdir(path):
                 output.append(Path(path), error.details + str(error))
                 _note_failure(Path(path), error, job)
-            is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost)
+            is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost | NodeLost)
             if number > allowed or is_final:
                 raise
             print(printable(str(error)), file=sys.stderr)
@@ -89,6 +100,16 @@ def _launched(strategy: Strategy, job: Composed) -> dict[str, Any]:
             print(f"restart {number} of {allowed} {where}", file=sys.stderr, flush=True)
             interruption.look()
     raise AssertionError
+
+
+def _strategy(job: Composed) -> Strategy:
+    with exits_told():  # in a module that it imports
+        trust = check_targets(job)
+    strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
+    nodes.refuse(strategy, job)
+    if allowed := job.settings.trainer.max_restarts:
+        _refuse_restarts(strategy, allowed)
+    return strategy
 
 
 def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
@@ -107,7 +128,8 @@ def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
 def _again(job: Composed, directory: str) -> tuple[Composed, str]:
     """The job from its newest checkpoint that is whole; and where that is."""
     if not directory:
-        return job, "from the beginning"
+        is_alone = job.settings.trainer.nodes == 1
+        return job, "from the beginning" if is_alone else "with the other nodes"
     job = replace(job, run_dir=directory, is_run_dir_given=True)
     path = files.newest_good(Path(directory) / "checkpoints")
     if path is None:
@@ -142,7 +164,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     for device in local_devices(strategy):
         memory.begin_peak(device)  # of the run before, in a sweep
     told = partial(faults.told, strategy, settings.trainer, resumes=settings.resume is not None)
-    state = checkpoint.load(job.start) if job.start is not None else None
+    state = nodes.start_of(job, strategy)
     objective = job.objective
     best = Best(*objective, is_needed=objective.key == OPTIMIZED)
     # What can be refused is refused before there is a run directory.

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import ranks
 from dpframe.strategies.devices import Gpus, choose
+
+if TYPE_CHECKING:
+    from dpframe.strategies.nodes import Meeting
 
 NO_GATHER = "it has no gather_rows"
 
@@ -31,6 +34,9 @@ class Strategy:
     replicas = 1  # over all processes
     averaged_over = 1  # gradients come out of backward divided by this many replicas
     launches_ranks = False  # and so can start them again
+    meeting: "Meeting | None" = None  # of the machines on which `launch` starts them
+    spans_nodes = False  # whether its `launch` heeds that
+    nodes = 1  # machines
     uses_gpus = True  # where there are any
     runs_copies = False  # of the task: what a step sets on it is lost
     is_set_up = False

@@ -8,15 +8,18 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.connection import wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpframe import heartbeat, interruption
 from dpframe.errors import Interrupted, UserError
 from dpframe.heartbeat import BEAT, SIGNALS, TICK_SECONDS, Clock
 from dpframe.interruption import STOP, Interruption
 from dpframe.strategies.ranks import SAFE_PATH, SIGNALED, Fault, live
+
+if TYPE_CHECKING:
+    from dpframe.strategies.nodes import Meeting
 
 HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
@@ -46,10 +49,12 @@ def allow_fork() -> None:
         _idle_threads = _idle_threads or _native_threads()
 
 
-def start_method(*, uses_gpus: bool) -> str:
-    """A child of a process with other threads inherits locks that nobody will ever release."""
-    is_alone = not uses_gpus and _idle_threads and threading.active_count() == 1
-    return "fork" if is_alone and _native_threads() <= _idle_threads else "spawn"
+def start_method(*, uses_gpus: bool, meeting: "Meeting | None" = None) -> str:
+    """A child of a process with other threads inherits locks that nobody will ever release; a
+    meeting's threads can be kept still."""
+    own, native = meeting.threads if meeting is not None else (0, 0)
+    is_alone = not uses_gpus and _idle_threads and threading.active_count() == 1 + own
+    return "fork" if is_alone and _native_threads() <= _idle_threads + native else "spawn"
 
 
 def _native_threads() -> int:
@@ -58,12 +63,21 @@ def _native_threads() -> int:
 
 
 def launch(
-    run: Callable[..., Any], args: tuple, *, count: int, uses_gpus: bool, timeout_seconds: float
+    run: Callable[..., Any],
+    args: tuple,
+    *,
+    count: int,
+    uses_gpus: bool,
+    timeout_seconds: float,
+    meeting: "Meeting | None" = None,
 ) -> Any:
-    """Runs `run(*args)` in `count` processes on this machine; returns rank 0's value."""
+    """Runs `run(*args)` in `count` processes on this machine, one node of the `meeting` if there is
+    one; returns rank 0's value."""
     interruption.look()
     stop = interruption.installed() or Interruption()
-    job = _Job(stop, uses_gpus=uses_gpus, timeout_seconds=timeout_seconds)
+    if meeting is not None:
+        meeting.agree_on("the number of ranks (trainer.gpus)", count)
+    job = _Job(stop, uses_gpus=uses_gpus, timeout_seconds=timeout_seconds, meeting=meeting)
     with stop.waits():
         try:
             job.start(run, args, count)
@@ -73,18 +87,25 @@ def launch(
     return job.outcome()
 
 
-def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun would give a rank; the store is the parent's, at any free port."""
+def environment_of(
+    rank: int, count: int, port: int, *, node: int = 0, nodes: int = 1, address: str = HERE
+) -> dict[str, str]:
+    """What torchrun would give a rank of this node; the store is its parent's, at any free port, or
+    where the nodes have met."""
     numbers = {
-        "RANK": rank,
+        "RANK": node * count + rank,
         "LOCAL_RANK": rank,
-        "WORLD_SIZE": count,
+        "WORLD_SIZE": nodes * count,
         "LOCAL_WORLD_SIZE": count,
+        "GROUP_RANK": node,
+        "GROUP_WORLD_SIZE": nodes,
         "MASTER_PORT": port,
     }
-    words = {"MASTER_ADDR": HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words = {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     words |= {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
-    if sys.platform == "linux":  # gloo and NCCL would listen where others can reach this machine
+    if (
+        sys.platform == "linux" and nodes == 1
+    ):  # gloo and NCCL would listen where others can reach this machine
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             words[name] = os.environ.get(name, "lo")
     # Four times as long, a minute by default, NCCL's watchdog keeps a rank after its timeout.
@@ -140,9 +161,18 @@ class _Member:
 
 
 class _Job:
-    def __init__(self, stop: Interruption, *, uses_gpus: bool, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        stop: Interruption,
+        *,
+        uses_gpus: bool,
+        timeout_seconds: float,
+        meeting: "Meeting | None",
+    ) -> None:
         self.members: list[_Member] = []
         self.stop = stop
+        self.meeting = meeting
+        self.abroad: list[Fault] = []  # those of other nodes
         self.uses_gpus = uses_gpus
         self.timeout_seconds = timeout_seconds
         self.number: int | None = None  # of the signal that ends the job
@@ -159,26 +189,32 @@ class _Job:
         from torch.distributed import TCPStore
 
         interruption.share_sockets()
-        method, work = start_method(uses_gpus=self.uses_gpus), (run, args)
+        method, work = start_method(uses_gpus=self.uses_gpus, meeting=self.meeting), (run, args)
         if method == "fork":
             # DDP's constructor imports torch._dynamo, for a second: here once for all ranks.
             torch.compiler.reset()
-        # Left to itself, the store would listen on every network that the machine is in.
-        listening = socket.create_server((HERE, 0))
-        port = listening.getsockname()[1]
-        environments = [environment_of(rank, count, port) for rank in range(count)]
+        listening = None
+        if self.meeting is None:
+            # Left to itself, the store would listen on every network that the machine is in.
+            listening = socket.create_server((HERE, 0))
+            port, place = listening.getsockname()[1], {}
+        else:
+            port, place = self.meeting.port, self.meeting.place
+        environments = [environment_of(rank, count, port, **place) for rank in range(count)]
         context = multiprocessing.get_context(method)
         pickled = work if method == "fork" else pickle.dumps(work)
-        with births():
+        still = self.meeting.still() if self.meeting is not None else nullcontext()
+        with births(), still:
             for environment in environments:
                 self.members.append(_Member(context, environment, pickled))
-        self.store = TCPStore(  # after the forks: it starts a thread
-            HERE,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
+        if listening is not None:
+            self.store = TCPStore(  # after the forks: it starts a thread
+                HERE,
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
 
     def watch(self) -> None:
         """Until every rank has ended, by itself or because its time is up."""
@@ -188,17 +224,24 @@ class _Job:
             self._heed_signals()
             for member in self.members:
                 self._hear(member)
+            self._hear_nodes()
             self._pause()
             if self._hangs() or self._is_late():
                 return
 
     def outcome(self) -> Any:
-        faults = [member.fault for member in self.members if member.fault is not None]
+        if self.meeting is not None:
+            is_done = self.number is None and not self._faults()
+            self._hear_nodes()
+            self.value = self.meeting.last_words(self.value, is_done=is_done)
+            self._hear_nodes()
+        faults = self._faults()
         if self.number is not None and all(fault.is_echo for fault in faults):
             raise Interrupted(self.number, self.said)
         if faults:
             silent = [member.rank for member in self.members if member.is_silent]
-            faults += [Fault(rank, "it was ended", is_echo=True) for rank in silent]
+            node = self.meeting.name if self.meeting is not None else ""
+            faults += [Fault(rank, "it was ended", is_echo=True, node=node) for rank in silent]
             error = failure(faults)
             error.told = self.told
             raise error
@@ -211,6 +254,22 @@ class _Job:
         self.store = None  # which ends its thread
 
     # ---- what happens
+
+    def _faults(self) -> list[Fault]:
+        return [member.fault for member in self.members if member.fault is not None] + self.abroad
+
+    def _hear_nodes(self) -> None:
+        if self.meeting is None:
+            return
+        own = [member.fault for member in self.members if member.fault is not None]
+        self.meeting.tell(own, self.number)
+        if news := self.meeting.heard():
+            self.abroad += news
+            self._expect_end(PEER_SECONDS)
+        if self.meeting.number is not None:
+            self._interrupt(self.meeting.number)
+        if self.meeting.main_has_ended:
+            self._expect_end(self.timeout_seconds)
 
     def _hear(self, member: _Member) -> None:
         has_ended = not member.process.is_alive()  # asked first: then these are its last words
@@ -330,7 +389,7 @@ class _Job:
         if self._clock.seconds() < self._deadline:
             return False
         silent = [member for member in self.members if member.is_silent]
-        faults = [member.fault for member in self.members if member.fault is not None]
+        faults = self._faults()
         if self.number is None and all(fault.is_echo for fault in faults):
             for member in silent:
                 member.fault = Fault(member.rank, member.stack(), is_hang=True)
@@ -368,14 +427,16 @@ def failure(faults: list[Fault]) -> RankFailed | UserError:
         return line
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
-        line = first.kind(first.line)
+        line = first.kind(
+            f"{first.node}: {first.line}" if first.rank >= 0 and first.node else first.line
+        )
         line.details = first.details
         return line
-    lines = [f"rank {fault.rank} {_of_peer(fault)}" for fault in rest]
+    lines = [f"{fault.who} {_of_peer(fault)}" for fault in rest]
     if first.is_echo:
         lines.append("the ranks waited for each other in different collectives")
     heading = "hung; its stack:" if first.is_hang else "failed:"
-    lines += [f"rank {first.rank} {heading}", first.text, first.verdict]
+    lines += [f"{first.who} {heading}", first.text, first.verdict]
     return RankFailed("\n".join(filter(None, lines)))
 
 

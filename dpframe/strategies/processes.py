@@ -12,7 +12,7 @@ from torch import Tensor
 from dpframe import apart
 from dpframe.data import split
 from dpframe.errors import UserError
-from dpframe.strategies import launch, ranks
+from dpframe.strategies import launch, network, ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, cores, use_threads
 
@@ -23,6 +23,7 @@ class Processes(Strategy):
     """Ranks, their process group and its collectives; how gradients are shared is a subclass's."""
 
     launches_ranks = True
+    spans_nodes = True
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Processes(Strategy):
             count=len(devices),
             uses_gpus=devices[0].type != "cpu",
             timeout_seconds=self.timeout_seconds,
+            meeting=self.meeting,
         )
 
     def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -75,6 +77,7 @@ class Processes(Strategy):
             )
         self.rank, self.world_size = here.rank, here.world_size
         self.replicas = self.averaged_over = here.world_size
+        self.nodes = here.nodes
         self.take(devices[here.local_rank])
         if self.device.type == "cpu":
             use_threads(max(1, cores() // here.local_world_size))
@@ -85,6 +88,8 @@ class Processes(Strategy):
         dist.all_gather_object(self.names, str(self.device))
 
     def _open_group(self) -> None:
+        if self.nodes > 1:
+            network.use_interface()
         timeout = timedelta(seconds=self.timeout_seconds)
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
         store.set_timeout(timeout)

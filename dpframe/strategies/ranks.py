@@ -14,12 +14,13 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 from dpframe import heartbeat, interruption
-from dpframe.errors import DeviceLost, Failure, Interrupted, UserError
+from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, UserError
 from dpframe.interruption import SIGNALS, STOP, Interruption
 
+ALIKE = "type the same command on every node"
 SAFE_PATH = "PYTHONSAFEPATH"
 SIGNALED = (*SIGNALS, STOP)
-LINES = (DeviceLost, Failure, UserError)  # kinds of lines that end a job
+LINES = (DeviceLost, NodeLost, Failure, UserError)  # kinds of lines that end a job
 
 _parent: "Parent | None" = None
 
@@ -29,6 +30,10 @@ class Rank(NamedTuple):
     world_size: int
     local_rank: int
     local_world_size: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.local_world_size)
 
 
 def is_rank() -> bool:
@@ -92,6 +97,11 @@ class Fault:
     is_hang: bool = False
     verdict: str = ""  # of a hang; it is shown last
     time: int = field(default_factory=time.time_ns)
+    node: str = ""  # of several
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank}{self.node and f' on {self.node}'}"
 
 
 class Parent(Interruption):

@@ -27,11 +27,13 @@ class SingleGPU(Strategy):
         announce([self.device], self.accelerator, kind="process")
 
 
-def auto(gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8) -> Strategy:
-    """ddp under torchrun or for several GPUs, else the one GPU of this machine, or its CPU."""
+def auto(
+    gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8, nodes: int = 1
+) -> Strategy:
+    """ddp under torchrun, for several GPUs or machines; else the one GPU there is, or the CPU."""
     available = 0 if accelerator == "cpu" else torch.accelerator.device_count()
     count = count_of(gpus, available)
-    if (count or 0) > 1 or ranks.are_several():
+    if (count or 0) > 1 or nodes > 1 or ranks.are_several():
         from dpframe.strategies.ddp import DDP  # imports torch.distributed: only when used
 
         return DDP(gpus, accelerator, max_replicas_per_core)

@@ -32,6 +32,7 @@ LEAST = {
     "threads": 1,
     "max_replicas_per_core": 1,
     "max_restarts": 0,
+    "nodes": 1,
 }
 SHARES = {  # whole numbers, or below 1 a share of what they are out of
     "validate_every_epochs": "the epoch",
@@ -61,6 +62,8 @@ class TrainerSettings:
     min_epochs: int | None = None
     min_steps: int | None = None
     gpus: Any = None  # a count, a list of ids, a UUID, all, or auto and None
+    nodes: int = 1
+    rendezvous: str | None = None
     accelerator: str = "auto"
     precision: str = "32"
     matmul_precision: str | None = None
@@ -129,6 +132,7 @@ class TrainerSettings:
         self._check_compile()
         self._check_activations()
         self._check_gpus()
+        self._check_nodes()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
             raise UserError(
                 "trainer.max_epochs, max_steps and max_seconds are all null: training would never "
@@ -227,6 +231,18 @@ class TrainerSettings:
                 "auto, all nor null; use trainer.gpus=4, [0,1,3], or GPU-8f2a… as nvidia-smi -L "
                 "shows it"
             )
+
+    def _check_nodes(self) -> None:
+        address, example = self.rendezvous, "e.g. trainer.rendezvous=node1:29500"
+        if address is None and self.nodes > 1:
+            raise UserError(
+                f"trainer.nodes={self.nodes} but trainer.rendezvous is null; name an address of "
+                f"one of them, and a port that is free there, {example}"
+            )
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+                raise UserError(f"trainer.rendezvous={address} is not HOST:PORT; {example}")
 
 
 def _is_gpu(one: Any) -> bool:

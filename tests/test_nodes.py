@@ -1,0 +1,192 @@
+"""Several machines, made up of namespaces: one job, one voice, the numbers of one machine."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import forked
+import injector
+import pytest
+import torch
+from command import attempts
+from nodes.hosts import Host, hosts, why_not
+from small import is_same
+
+from dpframe import checkpoint
+from dpframe.strategies.nodes import numbered
+
+NODES = ("strategy=ddp", "trainer.nodes=2", "trainer.rendezvous=10.77.0.1:29500")
+BOSTON = ("recipe=boston", "trainer.max_epochs=2", "trainer.precision='64'", "logger=none")
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[list[Host]]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with hosts(tmp_path, 2) as made:
+        yield made
+
+
+class Ended:
+    def __init__(self, job: forked.Job) -> None:
+        self.code, self.printed, self.said = job.code, job.printed(), job.said()
+        lines = self.said.splitlines()  # torch warns that a host without DNS has no name
+        self.lines = [line for line in lines if "REHEARSAL" not in line and "[c10d]" not in line]
+
+
+def run(two: list[Host], *words: str, **variables: str) -> list[Ended]:
+    """The same command on both."""
+    with ExitStack() as running:
+        jobs = [running.enter_context(host.started(words, **variables)) for host in two]
+        for job in jobs:
+            job.wait(60)
+        return [Ended(job) for job in jobs]
+
+
+def files_of(host: Host) -> set[str]:
+    return {str(p.relative_to(host.disk)) for p in host.disk.rglob("*") if p.is_file()}
+
+
+def last(folder: Path) -> dict[str, Any]:
+    (path,) = folder.glob("outputs/boston/*/checkpoints/last.ckpt")
+    return checkpoint.load(path)["task"]
+
+
+def test_two_nodes_have_the_numbers_of_one_machine_and_the_first_one_alone_writes(two, tmp_path):
+    one, other = run(two, *NODES, *BOSTON, "trainer.gpus=2")
+    assert (one.code, other.code) == (0, 0), one.said + other.said
+    assert "DDP on 4 x cpu: 4 replicas = 2 nodes x 2\n" in one.printed
+    assert other.printed == "" and one.lines == other.lines == []
+    assert files_of(two[1]) == set()
+    alone = forked.run([*BOSTON, "strategy=cpu"], tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    theirs, ours = last(two[0].disk), last(tmp_path)
+    assert theirs.keys() == ours.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def injected(two: list[Host], *words: str, **variables: str) -> list[Ended]:
+    for host in two:
+        injector.words(host.disk)
+    given = [f"--config-dir={two[0].local}", "recipe=injected", "hydra.run.dir=run", *NODES, *words]
+    return run(two, *given, "trainer.gpus=1", "logger=none", **variables)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_speaks_last_on_both_nodes_with_its_nodes_name(two, rank):
+    one, other = injected(two, **injector.fail_at(rank, 3, "raise"))
+    assert (one.code, other.code) == (1, 1)
+    for ended in (one, other):
+        assert ended.lines[-1] == f"ValueError: broken in rank {rank}"
+        assert f"rank {rank} on node{rank + 1} failed:" in ended.lines
+        (peer,) = [line for line in ended.lines if " ended after it: " in line]
+        assert peer.startswith(f"rank {1 - rank} on node{2 - rank} ended after it: ")
+    assert "ValueError: broken in rank" in (two[0].disk / "run" / "run.log").read_text()
+    assert not (two[1].disk / "run").exists()
+
+
+REFUSED = {
+    "trainer.max_epochs=3": "trainer.max_epochs is 3 on node2, and 2 on node1; type the same",
+    "trainer.gpus=2": "the number of ranks (trainer.gpus) is 2 on node2, and 1 on node1; type",
+    "trainer.nodes=3": "trainer.nodes=3 here, and 2 on the node that was first at 10.77.0.1:29500",
+    "resume=run": "resume= or checkpoint= is typed on node2, and not typed on node1; type the same",
+}
+
+
+@pytest.mark.parametrize(("word", "line"), REFUSED.items(), ids=lambda text: text.split()[0])
+def test_nodes_on_which_something_else_is_typed_are_refused_in_one_line(two, word, line):
+    given = [*NODES, *BOSTON, "trainer.gpus=1"]
+    with two[0].started(given) as first, two[1].started([*given, word]) as second:
+        assert second.wait(60) == 2
+        assert Ended(second).lines[-1].startswith(f"dpframe: {line}")
+        if "nodes" not in word:
+            assert first.wait(60) == 2
+            assert Ended(first).lines == Ended(second).lines
+    assert files_of(two[0]) == files_of(two[1]) == set()
+
+
+ALONE = {
+    "trainer.nodes=2": "trainer.nodes=2 but trainer.rendezvous is null; name an address of one",
+    "trainer.nodes=0": "trainer.nodes=0 is out of range; use 1 or more",
+    "trainer.rendezvous=node1": "trainer.rendezvous=node1 is not HOST:PORT; e.g.",
+    "trainer.rendezvous=node1:0": "trainer.rendezvous=node1:0 is not HOST:PORT; e.g.",
+    "trainer.rendezvous=no.such.invalid:29500": "trainer.rendezvous=no.such.invalid:29500: no.such",
+    "strategy=cpu": "trainer.nodes=2 but CPU runs on one machine; use strategy=ddp, or leave",
+    "strategy=data_parallel": "trainer.nodes=2 but DataParallel runs on one machine; use",
+    "mode=plan": "trainer.nodes=2 but mode=plan runs on one machine; leave it out",
+}
+
+
+def test_nodes_that_can_not_be_had_are_refused_in_one_line(tmp_path):
+    nodes = ["trainer.nodes=2", "trainer.rendezvous=127.0.0.1:29500", "strategy=ddp"]
+    lines = [["recipe=boston", *nodes, word] for word in ALONE]
+    lines[0] = ["recipe=boston", "trainer.nodes=2"]
+    for attempt, line in zip(attempts(lines, tmp_path), ALONE.values(), strict=True):
+        said = [each for each in attempt.err.splitlines() if "REHEARSAL" not in each]
+        assert attempt.code == 2 and len(said) == 1, said
+        assert said[0].startswith(f"dpframe: {line}"), said
+
+
+def test_a_node_that_never_comes_is_waited_for_as_long_as_asked_for(two):
+    given = [*NODES, *BOSTON, "trainer.gpus=1", "strategy.timeout_seconds=1"]
+    for host, line in zip(
+        two,
+        (
+            "1 of trainer.nodes=2 came to 10.77.0.1:29500: node1",
+            "trainer.rendezvous=10.77.0.1:29500: nothing answers there (Connection refused)",
+        ),
+        strict=True,
+    ):
+        with host.started(given) as job:
+            assert job.wait(60) == 2
+            after = ", after strategy.timeout_seconds=1; type the same command on every node"
+            assert Ended(job).lines == [f"dpframe: {line}{after}"]
+
+
+def test_a_rendezvous_listens_on_its_address_and_nowhere_else(two):
+    with two[0].started([*NODES, *BOSTON, "trainer.gpus=1"]):
+        while not (listening := listening_on(two[0])):
+            pass
+        assert listening == {"10.77.0.1:29500"}
+
+
+def test_two_nodes_on_one_machine_have_two_names():
+    assert numbered(["a", "b", "a", "a"]) == ["a", "b", "a (2)", "a (3)"]
+
+
+def listening_on(host: Host) -> set[str]:
+    (table,) = host.run("ss --no-header --listening --tcp --numeric")
+    return {line.split()[3] for line in table.splitlines()}
+
+
+def test_a_run_goes_on_from_the_checkpoint_that_one_node_alone_has(two, tmp_path):
+    whole = run(two, *NODES, *BOSTON, "trainer.gpus=1", "hydra.run.dir=whole")
+    first = run(two, *NODES, *BOSTON, "trainer.gpus=1", "hydra.run.dir=run", "trainer.max_epochs=1")
+    shutil.move(two[0].disk / "run", two[1].disk / "run")  # which has no rendezvous
+    second = run(two, *NODES, "resume=run", "trainer.max_epochs=2")
+    for ended in (*whole, *first, *second):
+        assert ended.code == 0, ended.said
+    assert "resumed at epoch 1, step 4" in second[1].printed and second[0].printed == ""
+    ours, theirs = (
+        checkpoint.load(p / "checkpoints/last.ckpt")
+        for p in (two[0].disk / "whole", two[1].disk / "run")
+    )
+    assert is_same(ours["task"], theirs["task"]) and is_same(ours["optimizer"], theirs["optimizer"])
+    assert not (two[0].disk / "run").exists()
+
+
+def test_nodes_with_a_disk_in_common_write_one_directory_whatever_their_clocks_say(two):
+    folder = two[0].shared
+    given = [*NODES, *BOSTON, "trainer.gpus=1"]
+    with (
+        two[0].started(given, folder) as first,
+        two[1].started([*given, "hydra.run.dir=outputs/boston/tomorrow"], folder) as second,
+    ):
+        assert (first.wait(60), second.wait(60)) == (0, 0)
+    (made,) = (folder / "outputs/boston").iterdir()
+    assert made.name != "tomorrow"
+    text = (made / "run.log").read_text()
+    assert text.count("epoch 2/2") == 1
