@@ -1,8 +1,7 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +9,11 @@ from torch import Tensor
 
 from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
+from dpframe.exact import Exact
 
-Sums = dict[str, tuple[float, float]]
-"""By name: the weighted values' sum, and the weights'."""
+Number = float | Exact
+Sums = dict[str, tuple[Any, Any]]
+"""By name: the weighted values' sum, and the weights', each a Number."""
 NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
 SOMETIMES_WEIGHTED = (
     "a step returned a 'weight' for some batches and none for others; return one always, or never"
@@ -31,9 +32,13 @@ class Means:
         self,
         reduce: Callable[[Tensor], Tensor] | None,
         agree: Callable[[list[str]], list[str]],
+        *,
+        is_exact: bool = False,
     ) -> None:
+        """`is_exact`: without rounding, so that the sums don't depend on who added what."""
         self._reduce = reduce
         self._agree = agree
+        self._zero: Number = Exact() if is_exact else 0.0
         self._names: list[str] = []
         self._kept: list[tuple[dict[str, Any], Any]] = []
         self._window: Sums = {}
@@ -71,11 +76,14 @@ class Means:
             means._reduced = sums
         return _divided(self._reduced or {})
 
-    def state_dict(self) -> dict[str, dict[str, list[float]]]:
+    def state_dict(self) -> dict[str, dict[str, list[float | str]]]:
         """This process's sums."""
         self._collect()
         parts = {"window": self._window, "totals": self._totals}
-        return {part: {name: list(pair) for name, pair in parts[part].items()} for part in parts}
+        return {
+            part: {name: list(map(_plain, pair)) for name, pair in parts[part].items()}
+            for part in parts
+        }
 
     def load_state_dict(
         self, states: list[dict[str, Any]], *, rank: int = 0, world_size: int = 1
@@ -85,8 +93,10 @@ class Means:
         counts = len(states) == world_size or rank == 0
         if len(states) == world_size:
             states = [states[rank]]
-        self._window = _joined([state["window"] for state in states], counts)
-        self._totals = _joined([state["totals"] for state in states], counts)
+        self._window, self._totals = (
+            _joined([_read(state[part], self._zero) for state in states], counts, self._zero)
+            for part in ("window", "totals")
+        )
         self._reduced = None
 
     def _collect(self) -> None:
@@ -98,7 +108,7 @@ class Means:
             for sums in (self._window, self._totals):
                 # One after the other: from Python 3.12 on `sum` compensates for rounding, so its
                 # result would depend on where a column ends.
-                total, whole = sums.get(name, (0.0, 0.0))
+                total, whole = sums.get(name, (self._zero, self._zero))
                 for value, weight in column:
                     total += value * weight
                     whole += weight
@@ -108,14 +118,16 @@ class Means:
         """Over all processes, by one all-reduce. All of them make it or none, whatever they have
         measured themselves."""
         if self._reduce is None or not several:
-            return [dict(sorted(sums.items())) for sums in local]
+            return [{n: (float(a), float(b)) for n, (a, b) in sorted(s.items())} for s in local]
         both = list(zip(several, local, strict=True))
         while True:
             # The first numbers count the names that are new here: if any process has one, all of
             # them agree on the names again, so that the vectors line up.
             numbers = [float(len(sums.keys() - set(one._names))) for one, sums in both]
             for one, sums in both:
-                numbers += chain.from_iterable(sums.get(name, (0.0, 0.0)) for name in one._names)
+                for name in one._names:
+                    for number in sums.get(name, (self._zero, self._zero)):
+                        numbers += number.spread() if isinstance(number, Exact) else [number]
             numbers = self._reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
             new = numbers[: len(both)]
             if not any(new):
@@ -124,12 +136,15 @@ class Means:
                 if count:
                     one._names = self._agree(sorted({*one._names, *sums}))
         rest = iter(numbers[len(both) :])
-        return [{name: (next(rest), next(rest)) for name in one._names} for one in several]
+        return [{n: (self._next(rest), self._next(rest)) for n in one._names} for one in several]
+
+    def _next(self, numbers: Iterator[float]) -> float:
+        return float(Exact.joined(numbers)) if isinstance(self._zero, Exact) else next(numbers)
 
 
 def pooled(several: Iterable[Means]) -> dict[str, float]:
     """The means over all that several have added, after their `total` was read."""
-    return _divided(_joined([means._reduced or {} for means in several], counts=True))
+    return _divided(_joined([means._reduced or {} for means in several], True, 0.0))
 
 
 def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[float, float]]]:
@@ -155,13 +170,26 @@ def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[flo
     return columns
 
 
-def _joined(several: list[Any], counts: bool) -> Sums:
+def _joined(several: list[Any], counts: bool, zero: Number) -> Sums:
     sums: Sums = {}
     for part in several:
         for name, (value, weight) in part.items():
-            before = sums.get(name, (0.0, 0.0))
+            before = sums.get(name, (zero, zero))
             sums[name] = (before[0] + value, before[1] + weight) if counts else before
     return sums
+
+
+def _plain(number: Number) -> float | str:
+    """As a checkpoint holds it."""
+    return str(number) if isinstance(number, Exact) else number
+
+
+def _read(state: Mapping[str, Any], zero: Number) -> Sums:
+    def number(part: Any) -> Any:
+        exact = Exact.parse(part) if isinstance(part, str) else Exact.of(part)
+        return exact if isinstance(zero, Exact) else float(exact)
+
+    return {name: (number(value), number(weight)) for name, (value, weight) in state.items()}
 
 
 def fraction(of: Tensor) -> Tensor:

@@ -219,6 +219,8 @@ def banner(trainer: "Trainer") -> str:
         ("data", _data(trainer)),
         ("precision", trainer.settings.precision),
     ]
+    if shares := trainer.strategy.logical_shares:
+        rows.append(("bits", f"the same on 1 to {shares} replicas: {shares} shares of each batch"))
     if trainer.layout:
         rows.append(("layout", trainer.layout))
     if trainer.run.directory:

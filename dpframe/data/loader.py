@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
 from functools import partial
-from itertools import chain, count, islice, repeat
+from itertools import chain, count, islice, repeat, starmap
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Loader:
         collate: Callable[[list], Any] = default_collate,
         pin_memory: bool = False,
         rank: int = 0,
+        first_share: int | None = None,
         agree: Agree = lambda value: value,
         timeout_seconds: float = 0.0,
         place: Keep = lambda tensors: tensors,
@@ -54,8 +55,10 @@ class Loader:
         told: str = "train_sampler returned",
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        """By `rank`, each process's workers draw random numbers of their own; `timeout_seconds` is
-        how long to wait for a worker, 0: without end. `options` are those of a DataLoader."""
+        """By `rank`, each process's workers draw random numbers of their own; rows of logical
+        shares, of which this process's begin at `first_share`, by the share, wherever they are
+        read. `timeout_seconds` is how long to wait for a worker, 0: without end. `options` are
+        those of a DataLoader."""
         rows = Rows(dataset, collate)
         self.order = order_of(
             dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, told=told
@@ -63,6 +66,7 @@ class Loader:
         self.batch_size = batch_size
         self.seed = seed
         self.rank = rank
+        self._first_share = first_share
         self.device = torch.device("cpu")  # where the data is: all of it, if that is a GPU
         self.how = rows.described()
         self._shares = shares
@@ -83,6 +87,9 @@ class Loader:
         else:
             self.how += f", {workers.described()}"
             self._read = partial(_read, rows, pin_memory)
+        self._answer: Callable[[int, list[int]], Any] | None = None
+        if first_share is not None and not rows.are_tensors:
+            self._answer = partial(_answer_apart, rows, pin_memory)
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or workers.processes > 0
         self.division = division
@@ -91,7 +98,9 @@ class Loader:
         self._reader: Reader | None = None
         if rows.is_stream:
             divided = division is not None
-            self._reader = Reader(rows, batch_size, shares, is_divided=divided, rank=rank)
+            self._reader = Reader(
+                rows, batch_size, shares, is_divided=divided, rank=rank, first_share=first_share
+            )
         self._places: dict[int, Place] = {}  # in the stream, by the batches before it
         self._sought: Place | None = None
         self._processes: Processes | None = None
@@ -120,6 +129,9 @@ class Loader:
             requests = self._requests(epoch, skip, limit, worker_seed)
             answers = self._processes.read(requests, worker_seed)
             read = lambda rows: next(answers)  # noqa: E731
+        elif self._answer is not None:
+            answers = starmap(self._answer, self._requests(epoch, skip, limit, worker_seed))
+            read = lambda rows: next(answers)  # noqa: E731
         return self._batches(self._plan(epoch, skip, limit), read)
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
@@ -143,7 +155,7 @@ class Loader:
 
         It is the share's, whatever a worker read before, so a resumed run draws the same."""
         for batch, (shares, _) in enumerate(self._plan(epoch, skip, limit), skip):
-            for share, (rows, n) in enumerate(shares):
+            for share, (rows, n) in enumerate(shares, self._first_share or 0):
                 if n:
                     yield seeding.mix(seed, batch, share), rows.tolist()
 
@@ -250,6 +262,14 @@ def _pinned(leaf: Any) -> Any:
         leaf = copy(leaf)
         leaf.update({key: pinned(value) for key, value in leaf.items()})
     return leaf
+
+
+def _answer_apart(rows: Rows, pin_memory: bool, seed: int, numbers: list[int]) -> Any:
+    """In this process, whose random numbers are none of a worker's."""
+    before = seeding.random_state()
+    batch = _answer(rows, seed, numbers)
+    seeding.restore_random_state(before)
+    return pinned(batch) if pin_memory else batch
 
 
 def _answer(rows: Rows, seed: int, numbers: list[int]) -> Any:

@@ -148,12 +148,21 @@ class Reader:
     """
 
     def __init__(
-        self, rows: Rows, batch_size: int, shares: Shares, *, is_divided: bool, rank: int
+        self,
+        rows: Rows,
+        batch_size: int,
+        shares: Shares,
+        *,
+        is_divided: bool,
+        rank: int,
+        first_share: int | None = None,
     ) -> None:
+        """Where there are logical shares, a collate draws random numbers by the share."""
         self._rows = rows
         self._shares = shares
         self._is_divided = is_divided
         self._rank = rank
+        self._first_share = first_share
         self._own = sum(map(len, shares(range(batch_size))))
         self.batch_size = self._own if is_divided else batch_size
         self.nothing = [(None, 0)] * len(shares(range(batch_size))), 0
@@ -221,9 +230,15 @@ class Reader:
         cut = self._cut if self._is_divided else self._shares
         numbers = cut(range(first, first + len(batch)))
         return [
-            (self._rows.combine(share, rows) if share else None, len(share))
-            for share, rows in zip(map(list, cut(batch)), numbers, strict=True)
+            (self._combined(share, rows, first, number) if share else None, len(share))
+            for number, (share, rows) in enumerate(zip(map(list, cut(batch)), numbers, strict=True))
         ]
+
+    def _combined(self, share: list, rows: Sequence[int], first: int, number: int) -> Any:
+        if self._first_share is None:
+            return self._rows.combine(share, rows)
+        with seeding.seeded(*self._seed, first, self._first_share + number):
+            return self._rows.combine(share, rows)
 
     def _cut(self, rows: Sequence) -> list[Sequence]:
         """The rows that this process has read, for its replicas."""

@@ -1,7 +1,7 @@
 """The simplest strategy, complete as it stands: one process, one device. Override what differs."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,9 @@ class Strategy:
     spans_nodes = False  # whether its `launch` heeds that
     nodes = 1  # machines
     uses_gpus = True  # where there are any
+    logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica
+    first_share: int | None = None  # of the logical ones, in this process
+    takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
     runs_copies = False  # of the task: what a step sets on it is lost
     is_set_up = False
     _device_before: int | None = None  # the current one, before `take`
@@ -45,6 +48,11 @@ class Strategy:
     cuts_weights = False  # each process keeps a part of them
     whole_in_hooks = False  # whether hooks that may run the task see them whole
     fuses: tuple[str, ...] | None = None  # optimizers with fused kernels for them; None: all
+
+    def __init_subclass__(cls, *, takes_logical_shares: bool = False, **options: Any) -> None:
+        """Each class says so itself: one that inherits from it may share gradients otherwise."""
+        super().__init_subclass__(**options)
+        cls.takes_logical_shares = takes_logical_shares
 
     def __init__(
         self,
@@ -173,6 +181,9 @@ class Strategy:
         """
         return module
 
+    def begin_pass(self, module: nn.Module) -> None:
+        """Before a validation, a test or a prediction by this wrapped module."""
+
     def grad_sync(self, is_last: bool) -> None:
         """Before each micro-batch under accumulation: only the last one's gradients are shared."""
 
@@ -197,6 +208,20 @@ class Strategy:
     def tally(self, numbers: list[float]) -> list[float]:
         """Host numbers summed over the processes, without waiting for a device."""
         return numbers
+
+    def totals(self, columns: Iterable[Iterable[float]]) -> list[float]:
+        """The sum of each column of host numbers over the processes."""
+        return self.tally([sum(column) for column in columns])
+
+    def sum_by(
+        self, add: Callable[[list[Tensor]], Tensor], vectors: list[Tensor], counts: list[int]
+    ) -> Tensor:
+        """`add` of all processes' vectors, in rank order; of each process there are `counts`. It
+        adds up element by element, so that it may be called with a part of each vector."""
+        return add(vectors)
+
+    def even_out(self, tensors: Iterable[Tensor]) -> None:
+        """Gives them the main process's values."""
 
     def gather(self, value: Any) -> list[Any]:
         """Every process's value in rank order, on the main process; an empty list elsewhere."""

@@ -16,7 +16,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import announce
 
 
-class DataParallel(Strategy):
+class DataParallel(Strategy, takes_logical_shares=True):
     """On a machine without GPUs, N virtual replicas on the CPU with the same shares."""
 
     def setup(self) -> None:

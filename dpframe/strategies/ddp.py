@@ -30,7 +30,7 @@ LATE_SECONDS = 10.0  # when ranks that have not frozen or thawed what others hav
 log = logging.getLogger("dpframe")
 
 
-class DDP(Processes):
+class DDP(Processes, takes_logical_shares=True):
     def __init__(
         self,
         gpus: Gpus = None,

@@ -1,13 +1,13 @@
 """One process a replica, by torchrun or started here: what DDP and FSDP have in common."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpframe import apart
 from dpframe.data import split
@@ -120,6 +120,30 @@ class Processes(Strategy):
         sums = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(sums)  # on the host, with GPUs too: it runs ahead of the device
         return sums.tolist()
+
+    def sum_by(
+        self, add: Callable[[list[Tensor]], Tensor], vectors: list[Tensor], counts: list[int]
+    ) -> Tensor:
+        """Each rank adds up one part of all the vectors. So a rank sends as much as in an
+        all-reduce, for each vector that it has."""
+        length, ranks = len(vectors[0]), self.world_size
+        size = -(-length // ranks)
+        padded = nn.functional.pad(torch.stack(vectors), (0, size * ranks - length))
+        mine = padded.view(len(vectors), ranks, size).transpose(0, 1).contiguous()
+        parts = mine.new_empty(sum(counts), size)
+        dist.all_to_all_single(
+            parts.view(-1), mine.view(-1), [n * size for n in counts], [len(vectors) * size] * ranks
+        )
+        total = parts.new_empty(ranks * size)
+        dist.all_gather(list(total.chunk(ranks)), add(list(parts)))
+        return total[:length]
+
+    @torch.no_grad()
+    def even_out(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            values = tensor.contiguous()
+            dist.broadcast(values, src=0)
+            tensor.copy_(values)
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.world_size if self.is_main else None

@@ -8,7 +8,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, count_of
 
 
-class CPU(Strategy):
+class CPU(Strategy, takes_logical_shares=True):
     uses_gpus = False
 
     def setup(self) -> None:
@@ -19,7 +19,7 @@ class CPU(Strategy):
         super().setup()
 
 
-class SingleGPU(Strategy):
+class SingleGPU(Strategy, takes_logical_shares=True):
     """`trainer.gpus=[2]` picks the card."""
 
     def setup(self) -> None:

@@ -115,6 +115,7 @@ class Evaluation:
     ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         module, to_device = self.step, self.to_device
         module.eval()
+        self.strategy.begin_pass(module)
         look_at = 0 if at_most else self.lookout.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at
@@ -185,7 +186,8 @@ def means_over(strategy: Strategy) -> Means:
     def agree(names: list[str]) -> list[str]:
         return strategy.share(sorted(set().union(*strategy.gather(names))))
 
-    return Means(strategy.reduce if strategy.world_size > 1 else None, agree)
+    reduce = strategy.reduce if strategy.world_size > 1 else None
+    return Means(reduce, agree, is_exact=strategy.logical_shares > 0)
 
 
 class Predictions:

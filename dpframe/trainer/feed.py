@@ -154,9 +154,16 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         workers = _measured_workers(source, strategy, seed)
     if not isinstance(workers, Workers):
         workers = Workers(workers, draws_apart=workers > 0)
+    if strategy.logical_shares:
+        workers = workers._replace(draws_apart=True)
     has_one_replica = strategy.replicas == strategy.world_size  # in this process
     division = None
     if source.is_divided and isinstance(source.dataset, IterableDataset):
+        if strategy.logical_shares:
+            raise UserError(
+                "data.divide_streams=true with trainer.logical_replicas: which rows meet in a "
+                "batch would depend on the number of ranks; use data.divide_streams=false"
+            )
         division = Division(source.dataset, strategy.world_size, workers.processes)
     loader = Loader(
         division.part(source.dataset, strategy.rank) if division else source.dataset,
@@ -168,7 +175,8 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         workers=workers,
         collate=source.collate,
         pin_memory=strategy.device.type != "cpu" and has_streams(strategy.device),
-        rank=strategy.rank,
+        rank=0 if strategy.logical_shares else strategy.rank,
+        first_share=strategy.first_share,
         agree=strategy.share,
         timeout_seconds=source.timeout_seconds or settings.data_timeout_seconds,
         place=partial(

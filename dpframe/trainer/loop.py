@@ -29,6 +29,7 @@ from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
 from dpframe.strategies.base import Strategy
+from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
 from dpframe.task import Attached, Measured, Task, TrainStep, cloned, prefixed
 from dpframe.trainer.activations import drop_activations
@@ -88,8 +89,8 @@ class Trainer:
         self.settings = settings or TrainerSettings()
         if more:
             self.settings = _changed(self.settings, more)
-        self.callbacks = sorted(callbacks, key=lambda c: (c.runs_last, c.reads_metrics))
         self.seed = seed
+        self.callbacks = sorted(callbacks, key=lambda c: (c.runs_last, c.reads_metrics))
         self.run = run or Run()
         self.interruption = interruption  # by signals; None: the program handles them itself
         self.mode = ""  # fit, validate, test or predict, once one of them runs
@@ -109,12 +110,17 @@ class Trainer:
         if self._launches:  # each rank makes its own Trainer
             return
         self._owns_strategy = self.strategy.open()
+        self._shut = self.strategy.shut
         if self._owns_strategy:
-            atexit.register(self.strategy.shut)
+            atexit.register(self._shut)
+        if self.settings.logical_replicas is not None:
+            self.strategy = Logical(self.strategy, self.settings.logical_replicas, seed)
+        self._draws_as = 0 if self.strategy.logical_shares else self.strategy.rank
         self.lookout = Lookout(self.strategy, interruption)
         self.report = Report(self.strategy.logger(loggers), self.run)
         self._write = self.report.log
-        if self.settings.deterministic:
+        is_logical = self.strategy.logical_shares and self.strategy.device.type != "cpu"
+        if self.settings.deterministic or is_logical:
             seeding.refuse_nondeterminism(self.strategy.device)
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
@@ -144,8 +150,8 @@ class Trainer:
         other processes."""
         if self._owns_strategy:
             self._owns_strategy = False
-            atexit.unregister(self.strategy.shut)
-            self.strategy.shut(error)
+            atexit.unregister(self._shut)
+            self._shut(error)
 
     # ---- the four modes
 
@@ -318,7 +324,7 @@ class Trainer:
         strategy, progress = self.strategy, self.progress
         # Each process draws its own, e.g. for dropout. Between epochs there is nothing to save.
         if progress.batches_done == 0:
-            seed = seeding.mix(self.seed, strategy.rank, progress.epoch)
+            seed = seeding.mix(self.seed, self._draws_as, progress.epoch)
             seeding.reseed(seed, self._devices)
         if not self.task.training:
             self.task.train()
@@ -441,8 +447,8 @@ class Trainer:
         def closure() -> torch.Tensor:
             losses = known.pop() if known else self.recompute() or []
             pairs = [(float(o["loss"]), float(o.get("weight", rows))) for rows, o in losses]
-            sums = [sum(loss * weight for loss, weight in pairs), sum(w for _, w in pairs)]
-            total, weight = self.strategy.tally(sums)
+            columns = [[loss * weight for loss, weight in pairs], [w for _, w in pairs]]
+            total, weight = self.strategy.totals(columns)
             return torch.tensor(total / weight if weight else math.nan)
 
         return closure
@@ -711,7 +717,7 @@ class Trainer:
         else:
             self.report.open(self.strategy)
             # From here on every process draws its own random numbers, e.g. in on_fit_start.
-            seed = seeding.mix(self.seed, self.strategy.rank)
+            seed = seeding.mix(self.seed, self._draws_as)
             seeding.seed_everything(seed, self._devices)
         self.task_metrics.tables.clear()  # those of a validation before
         mode = self.settings.compile_mode
@@ -906,7 +912,9 @@ class Trainer:
                 callback.load_state_dict(of_callback)
         with refusing(state):
             processes = len(state["random"])
-            if processes == world_size:
+            if processes and strategy.logical_shares:  # all drew the same
+                seeding.restore_random_state(state["random"][0], self._devices)
+            elif processes == world_size:
                 seeding.restore_random_state(state["random"][rank], self._devices)
             elif progress.batches_done:
                 changes = [*changes, f"{processes} processes there, {world_size} here"]

@@ -65,7 +65,9 @@ def place(
     parameters = sum(parameter.numel() for parameter in task.parameters())
     if settings.threads is not None:
         use_threads(settings.threads)
-    elif parameters < SMALL_MODEL:  # slower on several threads, and much slower beside other work
+    elif settings.logical_replicas is not None or parameters < SMALL_MODEL:
+        # Sums round by the number of threads. And a small model is slower on several of them, and
+        # much slower beside other work.
         use_threads(1)
     # What is gathered of parts is in torch's layout.
     may_lay_out = settings.channels_last and not strategy.cuts_weights

@@ -76,6 +76,9 @@ def fingerprint(
         optimizers = each_of(updates, partial(_options, task))
         facts |= _leaves({"optimizer" if "" in updates else "optimizers": optimizers})
     facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
+    if settings.logical_replicas is not None:
+        facts["trainer.logical_replicas"] = settings.logical_replicas
+        facts["trainer.threads"] = settings.threads or 1
     facts |= {"seed": seed, "data.batch_size": source.batch_size, "data.shuffle": source.shuffle}
     for update in updates.values():
         facts |= update.kinds()

@@ -30,6 +30,7 @@ LEAST = {
     "sanity_batches": 0,
     "log_every": 1,
     "threads": 1,
+    "logical_replicas": 1,
     "max_replicas_per_core": 1,
     "max_restarts": 0,
     "nodes": 1,
@@ -82,6 +83,7 @@ class TrainerSettings:
     limit_val_batches: int | float | None = None
     limit_test_batches: int | float | None = None
     limit_predict_batches: int | float | None = None
+    logical_replicas: int | None = None  # shares of each batch: the same bits on 1 to so many
     deterministic: bool = False
     compile: Any = False  # or True, a mode of torch.compile, or a dict of COMPILE_OPTIONS
     checkpoint_activations: Any = None  # or True, a pattern of modules' names, or a list of these
@@ -125,6 +127,8 @@ class TrainerSettings:
                 "chosen by their speed differ from run to run; set one of them to false"
             )
         self._check_clipping()
+        if self.logical_replicas is not None:
+            self._check_logical()
         if self.data_on_device != "auto" and not isinstance(self.data_on_device, bool):
             raise not_one_of(
                 "trainer.data_on_device", self.data_on_device, ("auto", "true", "false")
@@ -177,6 +181,22 @@ class TrainerSettings:
     def are_done(self, epochs: int, steps: int) -> bool:
         counts = (epochs, self.max_epochs), (steps, self.max_steps)
         return any(limit is not None and count >= limit for count, limit in counts)
+
+    def _check_logical(self) -> None:
+        for key, value, is_refused, use in (
+            ("precision", self.precision, self.precision == "fp16", "precision=bf16 or 32"),
+            (
+                "compile.mode",
+                self.compile_mode,
+                self.compile_mode in CUDA_GRAPH_MODES,
+                "compile.mode=default",
+            ),
+        ):
+            if is_refused:
+                raise UserError(
+                    f"trainer.{key}={value} with trainer.logical_replicas={self.logical_replicas}: "
+                    f"each share has a forward and a backward of its own; use trainer.{use}"
+                )
 
     def _check_clipping(self) -> None:
         for key in ("clip_norm", "clip_value"):

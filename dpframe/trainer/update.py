@@ -213,10 +213,12 @@ class Update:
         device = self.strategy.device
         if not has_float64(device):  # the host sums them
             device, weights = torch.device("cpu"), [float(weight) for weight in weights]
+        if self.strategy.logical_shares:  # the host sums them without rounding
+            weights = self.strategy.totals([[float(weight) for weight in weights]])
         here = torch.zeros((), dtype=torch.float64, device=device)
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
-        total = self.strategy.reduce(here.sum())
+        total = here if self.strategy.logical_shares else self.strategy.reduce(here.sum())
         factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing moves nothing
         for weight in self._parts():
             weight.grad.mul_(factor.to(weight.grad))

@@ -1,0 +1,76 @@
+"""Sums without rounding: they are the same in whatever order their numbers come."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+FINEST = 1074  # 2**-1074 is the smallest float: every finite one is a whole number of these
+LIMB_BITS = 32  # as floats, limbs of millions of processes add up without rounding
+LIMBS = 68  # of the largest float, with room for 2**78 of them
+WIDTH = LIMBS + 1  # floats that one sum is sent as
+
+
+class Exact:
+    """A sum of floats. What is infinite or NaN is kept beside it."""
+
+    __slots__ = ("rest", "units")
+
+    def __init__(self, units: int = 0, rest: float = 0.0) -> None:
+        self.units = units
+        self.rest = rest
+
+    @classmethod
+    def of(cls, number: float) -> "Exact":
+        if not math.isfinite(number):
+            return cls(0, number)
+        numerator, denominator = number.as_integer_ratio()  # a power of two
+        return cls(numerator << (FINEST + 1 - denominator.bit_length()))
+
+    @classmethod
+    def parse(cls, text: str) -> "Exact":
+        units, rest = text.split()
+        return cls(int(units, 16), float(rest))
+
+    def __str__(self) -> str:
+        return f"{self.units:x} {self.rest!r}"
+
+    def __add__(self, other: "Exact | float") -> "Exact":
+        if not isinstance(other, Exact):
+            other = Exact.of(other)
+        return Exact(self.units + other.units, self.rest + other.rest)
+
+    def __float__(self) -> float:
+        if self.rest:  # NaN is, too
+            return self.rest
+        try:
+            return self.units / (1 << FINEST)  # rounded once
+        except OverflowError:
+            return math.inf if self.units > 0 else -math.inf
+
+    def spread(self) -> list[float]:
+        """As floats, of which those of several sums add up one by one without rounding."""
+        size, sign = abs(self.units), -1.0 if self.units < 0 else 1.0
+        mask = (1 << LIMB_BITS) - 1
+        limbs = [sign * ((size >> (LIMB_BITS * place)) & mask) for place in range(LIMBS)]
+        return [*limbs, self.rest]
+
+    @classmethod
+    def joined(cls, numbers: Iterator[float]) -> "Exact":
+        """From as many floats as `spread` makes."""
+        units = sum(int(next(numbers)) << (LIMB_BITS * place) for place in range(LIMBS))
+        return cls(units, next(numbers))
+
+
+def totals(
+    columns: Iterable[Iterable[float]], tally: Callable[[list[float]], list[float]]
+) -> list[float]:
+    """The sum of each column over all processes; `tally` adds up lists of numbers over them."""
+    sums = [_sum(column) for column in columns]
+    numbers = iter(tally([number for each in sums for number in each.spread()]))
+    return [float(Exact.joined(numbers)) for _ in sums]
+
+
+def _sum(column: Iterable[float]) -> Exact:
+    total = Exact()
+    for number in column:
+        total = total + number
+    return total
