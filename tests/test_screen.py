@@ -77,6 +77,7 @@ def test_no_line_is_wider_than_the_terminal(terminal, second_a_step, monkeypatch
     lines = [line.rstrip() for line in re.split(rf"{MOVES}|\n", terminal.getvalue())]
     shown = [re.sub(r"\x1b\[[\d;]*m", "", line) for line in lines[lines.index("") :]]
     assert max(len(line) for line in shown if "epoch" in line or "━" in line) <= columns
+    assert all("━" in frame[-1] for frame in terminal.frames()), "it is never broken"
 
 
 def test_a_bar_says_the_step_where_nobody_knows_the_end(terminal, second_a_step):

@@ -63,6 +63,8 @@ def _bar(
         animation_time=time.monotonic(),
     )
     line = Table.grid(padding=(0, 1))
+    for _ in range(3):
+        line.add_column(no_wrap=True, overflow="crop")
     line.add_row(_text(where), bar, _text(printable(pace + "".join(words))))
     return line
 
