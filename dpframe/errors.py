@@ -80,6 +80,14 @@ def printable(text: str) -> str:
     return STEERING.sub(lambda found: repr(found[0])[1:-1], text)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, with the next one where it ends in a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 def suggestion(given: str, valid: Iterable[str]) -> str:
     """'did you mean X?', or the list of what there is when nothing is near."""
     names = sorted(set(valid))

@@ -18,11 +18,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.cli.compose import Composed
 from dpframe.cli.locate import locate
-from dpframe.cli.refusal import first_line
 from dpframe.cli.settings import kind_of, shown, unfit
 from dpframe.cli.trust import NOBODY, Trust, slots, trust_of
 from dpframe.data import DataModule
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, first_line, suggestion
 
 SPECIAL = {"_target_": str, "_args_": list, "_partial_": bool}
 TORCH = str(Path(torch.__file__).parent)

@@ -8,7 +8,7 @@ for them, and the search space.
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -25,16 +25,19 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from dpframe.cli import plugins
+from dpframe.cli.hints import elsewhere, has, is_taken, similar
+from dpframe.cli.locate import see_own_folders
 from dpframe.cli.refusal import one_line
 from dpframe.cli.resume import key_of
 from dpframe.cli.settings import TOP_LEVEL, WHOLE, literal
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError
 
 CONFIG_NAME = "config"
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "experiment")
@@ -102,11 +105,7 @@ class Configs:
 
     def explained(self, overrides: Sequence[str]) -> AbstractContextManager[None]:
         """Turns what Hydra refuses inside into a UserError."""
-
-        def compose(others: list[str]) -> DictConfig:
-            return self.load_configuration(CONFIG_NAME, others, RunMode.RUN)
-
-        return one_line(overrides, compose, self.options)
+        return one_line(overrides, self._of_right, self.options, self.offers)
 
     def options(self, group: str) -> list[str]:
         return sorted(set(self.get_group_options(group)))
@@ -116,20 +115,70 @@ class Configs:
         names = set(self.list_groups("")) - {"hydra"}
         return [*GROUPS, *sorted(names - set(GROUPS))]
 
+    def offers(self, key: str) -> list[str]:
+        """The options that bring a key of this last part, each with the whole key."""
+        name, found = key.rpartition(".")[2], list[str]()
+        if name.startswith("_"):
+            return []
+        for group in ("callbacks", "logger", "strategy"):
+            for option in self.options(group):
+                for _, path in plugins.files_of(group, option, self.folder)[:1]:
+                    with suppress(yaml.YAMLError, OSError):
+                        node = {group: yaml.safe_load(path.read_text(encoding="utf-8"))}
+                        keys = (k for k, _ in _leaves(node) if k.rpartition(".")[2] == name)
+                        found += [f"{group}={option} {whole}" for whole in keys]
+        return found
+
     # What Hydra asks of a loader
 
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, **options: Any
     ) -> DictConfig:
-        config = self.loader.load_configuration(config_name, overrides, run_mode, **options)
+        try:
+            config = self.loader.load_configuration(config_name, overrides, run_mode, **options)
+        except ConfigCompositionException:
+            if (overrides := self._with_arguments(overrides)) is None:
+                raise
+            config = self.loader.load_configuration(config_name, overrides, run_mode, **options)
         return self._guarded(config, overrides)
 
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
     ) -> DictConfig:
-        config = self.loader.load_sweep_config(master_config, sweep_overrides)
+        try:
+            config = self.loader.load_sweep_config(master_config, sweep_overrides)
+        except ConfigCompositionException:
+            if (sweep_overrides := self._with_arguments(sweep_overrides)) is None:
+                raise
+            config = self.loader.load_sweep_config(master_config, sweep_overrides)
         shared: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
         return self._guarded(config, [*shared["hydra"], *sweep_overrides])
+
+    def _with_arguments(self, overrides: Sequence[str]) -> Any:
+        """With ++ before what a part's class takes, though no file sets it; None: there is none."""
+        try:
+            base = self._of_right(overrides)
+        except Exception:  # another of the overrides is wrong, too
+            return None
+        added = [
+            f"++{each}" if not has(base, key := key_of(each)) and is_taken(base, key) else each
+            for each in overrides
+        ]
+        return added if added != list(overrides) else None
+
+    def _of_right(self, overrides: Sequence[str]) -> DictConfig:
+        """The config with those of the overrides whose keys there are."""
+        first = [each for each in overrides if "." not in key_of(each) or each[0] == "+"]
+        base = self.loader.load_configuration(CONFIG_NAME, first, RunMode.RUN)
+        right = [each for each in overrides if each in first or has(base, key_of(each))]
+        if right != first:
+            with suppress(ConfigCompositionException):  # of a key in a value, e.g. in {lr:0.1}
+                base = self.loader.load_configuration(CONFIG_NAME, right, RunMode.RUN)
+        plain: Any = OmegaConf.to_container(base, enum_to_str=True)
+        for key, value in _leaves(plain):
+            if key.endswith("._target_") and isinstance(value, str):
+                see_own_folders(value.split(".")[0], self.folder)
+        return base
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while it is unpickled, as by a launcher
@@ -152,11 +201,28 @@ class Configs:
                 )
             head = re.split(r"[./]", match.group(1))[0]
             if head not in (*heads, "hydra"):
-                whole = WHOLE.get(head)
-                near = f"did you mean {whole}?" if whole else suggestion(head, heads)
+                near = self._meant(key_of(override), heads, overrides)
                 raise UserError(f"{override}: there is no key '{head}'; {near}")
             if re.match(r"(recipe|strategy)=\[.*,", override):
                 raise UserError(f"{override}: a run has one {head}; -m {head}=ONE,OTHER runs each")
+
+    def _meant(self, key: str, heads: Sequence[str], overrides: Sequence[str]) -> str:
+        """A key without its beginning, or by its name in another framework; else the nearest."""
+        known = [each for each in overrides if re.split(r"[./@]", key_of(each))[0] in heads]
+        head, name = key.split(".")[0], key.rpartition(".")[2]
+        try:
+            base = self._of_right(known)
+        except Exception:  # e.g. no recipe is chosen yet
+            whole = [WHOLE[name]] if name in WHOLE else []
+        else:
+            whole = elsewhere(base, name) or elsewhere(base, head)
+            if not whole and (options := self.offers(key)):
+                return " has ".join(options[0].split())
+            if not whole and name in WHOLE:
+                return f"nothing in this config has {name}"
+            whole = whole or similar(base, name, heads)
+        there = f"there is: {', '.join(sorted(heads))}"
+        return f"did you mean {' or '.join(whole)}?" if whole else there
 
 
 def with_path_quoted(override: str) -> str:
@@ -175,7 +241,7 @@ def quoted(text: str) -> str:
 
 def directory_name(overrides: str) -> str:
     """A sweep's overrides as the name of one directory: no slashes, and not too long."""
-    name = overrides.replace("/", "_").encode()
+    name = re.sub(r"(?<![^,])\+\+", "", overrides).replace("/", "_").encode()
     if len(name) > LONGEST_NAME:
         name = name[:LONGEST_NAME] + "…".encode()
     return name.decode(errors="ignore")

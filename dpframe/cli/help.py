@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from dpframe.cli import plugins
 from dpframe.cli.compose import compose, from_hydra, without_hydra
 from dpframe.cli.configs import CONFIG_NAME, Configs
-from dpframe.cli.refusal import has, nearest
+from dpframe.cli.hints import has, hint
 from dpframe.cli.resume import value_of
 from dpframe.cli.settings import MODES, shown
 from dpframe.errors import UserError, printable
@@ -98,7 +98,7 @@ def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
     if resolve:
         OmegaConf.resolve(config)
     if package and not has(config, package):
-        raise UserError(f"--package={package}: there is no such part; {nearest(config, package)}")
+        raise UserError(f"--package={package}: there is no such part; {hint(config, package)}")
     part = OmegaConf.select(config, package) if package else config
     if not isinstance(part, DictConfig | ListConfig):
         return shown(part)

@@ -16,10 +16,9 @@ import torch
 from dpframe import interruption
 from dpframe.cli.compose import Composed
 from dpframe.cli.main import leave_after, show_failure
-from dpframe.cli.refusal import first_line
 from dpframe.cli.results import Outcome, outcome_of
 from dpframe.cli.run import run
-from dpframe.errors import Interrupted, UserError, printable
+from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.heartbeat import SIGNALS, TICK_SECONDS
 from dpframe.interruption import Interruption
 from dpframe.strategies import launch

@@ -16,8 +16,7 @@ from typing import Any
 
 import dpframe
 from dpframe.cli import plugins
-from dpframe.cli.refusal import first_line
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, first_line, suggestion
 
 MOST = 200  # names that are followed from one target to the next
 Bindings = dict[str, list[str]]  # a module's names, each with the dotted paths that it refers to
@@ -49,16 +48,20 @@ def parts_of(path: str, where: str) -> list[str]:
     return parts
 
 
-def see_current_directory(top: str) -> None:
-    """Appends the current directory to `sys.path` once a config names a module that is only there.
+def see_own_folders(top: str, config_dir: Path | None = None) -> None:
+    """Appends the current directory, or the folder that the `--config-dir` is in, to `sys.path`.
 
-    Not earlier, so that no file there stands in for a package that Hydra or torch tries to import.
+    Only once a config names a module that is only there, so that no file there stands in for a
+    package that Hydra or torch tries to import.
     """
-    if sys.flags.safe_path or spec_of(top) is not None:
+    if spec_of(top) is not None:
         return
-    here = os.getcwd()
-    if here not in sys.path and PathFinder.find_spec(top, [here]) is not None:
-        sys.path.append(here)
+    folders = [] if sys.flags.safe_path else [os.getcwd()]
+    folders += [] if config_dir is None else [str(config_dir.parent)]
+    for folder in folders:
+        if folder not in sys.path and PathFinder.find_spec(top, [folder]) is not None:
+            sys.path.append(folder)
+            return
 
 
 def spec_of(name: str) -> ModuleSpec | None:
@@ -120,6 +123,33 @@ def says(path: str, kind: type) -> bool:
     return False
 
 
+def parameters_of(path: str) -> tuple[list[str], bool]:
+    """What a class or a function takes, as its source says: nothing is imported for it.
+
+    Also whether these are all: not where the rest goes to a base class that nobody can read.
+    """
+    waiting, seen, names = [path], set[str](), list[str]()
+    while waiting and len(seen) < MOST:
+        path = waiting.pop(0)
+        if path in seen:
+            continue
+        seen.add(path)
+        function = _definition(path)
+        if isinstance(function, ast.ClassDef):
+            if function.decorator_list:  # e.g. a dataclass
+                break
+            of_class = (each for each in function.body if isinstance(each, ast.FunctionDef))
+            function = next((each for each in of_class if each.name == "__init__"), None)
+        if isinstance(function, ast.FunctionDef):
+            arguments = function.args
+            plain = [*arguments.args, *arguments.kwonlyargs]
+            names += [each.arg for each in plain if each.arg not in ("self", *names)]
+            if arguments.kwarg is None:
+                return names, True
+        waiting = _meant(path) + waiting
+    return names, False
+
+
 def not_a_maker(given: str, kind: type, hint: str = "") -> UserError:
     name = kind.__name__
     return UserError(
@@ -168,10 +198,21 @@ def _bindings(module: str, given: str = "") -> Bindings:
 
     Nothing where there is no source, e.g. of a compiled module or a folder.
     """
-    spec, bindings = spec_of(module), Bindings()
+    spec, tree, bindings = spec_of(module), _tree(module, given), Bindings()
+    is_package = spec is not None and spec.submodule_search_locations
+    package = module if is_package else module.rpartition(".")[0]
+    for node in _statements(tree):
+        for name, *paths in _bound(node, module, package):
+            bindings.setdefault(name, []).extend(paths)
+    return bindings
+
+
+def _tree(module: str, given: str = "") -> ast.Module:
+    """Of its source; empty where there is none."""
+    spec = spec_of(module)
     try:
         text = spec.loader.get_source(spec.name)  # type: ignore[union-attr]
-        tree = ast.parse(text or "", spec.origin or "")  # type: ignore[union-attr]
+        return ast.parse(text or "", spec.origin or "")  # type: ignore[union-attr]
     except (
         SyntaxError,
         RecursionError,
@@ -179,13 +220,30 @@ def _bindings(module: str, given: str = "") -> Bindings:
     ) as error:  # too deep: the parser raises either
         raise UserError(f"{given}: {module} can't be read: {first_line(error)}") from None
     except (ImportError, AttributeError, OSError, ValueError):
-        return bindings
-    is_package = spec is not None and spec.submodule_search_locations
-    package = module if is_package else module.rpartition(".")[0]
-    for node in _statements(tree):
-        for name, *paths in _bound(node, module, package):
-            bindings.setdefault(name, []).extend(paths)
-    return bindings
+        return ast.Module([], [])
+
+
+def _meant(path: str) -> list[str]:
+    """The paths that a path refers to in the innermost module that it names; a class's bases."""
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module, name, rest = ".".join(parts[:length]), parts[length], parts[length + 1 :]
+        if spec_of(module) is not None:
+            with suppress(UserError):
+                bindings = _bindings(module)
+                tops = bindings.get(name) or [f"{star}.{name}" for star in bindings.get("*", ())]
+                return [".".join([top, *rest]) for top in tops]
+    return []
+
+
+def _definition(path: str) -> ast.ClassDef | ast.FunctionDef | None:
+    module, _, name = path.rpartition(".")
+    found = None
+    with suppress(UserError):
+        for node in _statements(_tree(module)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+                found = node
+    return found
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import yaml
 from hydra.errors import (
@@ -12,7 +11,7 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationToMissingValueError,
@@ -20,21 +19,22 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
+from dpframe.cli.hints import has, hint
 from dpframe.cli.resume import key_of
-from dpframe.errors import UserError, suggestion
-
-PARTS = ("callbacks", "logger")  # of which each has a class
-OPEN = ("task", "data", "callbacks", "logger", "strategy", "vars")  # where a user adds keys
+from dpframe.errors import UserError, first_line, suggestion
 
 
 @contextmanager
 def one_line(
-    overrides: Sequence[str], compose: Callable[[list[str]], DictConfig], options: Callable
+    overrides: Sequence[str],
+    compose: Callable[[Sequence[str]], DictConfig],
+    options: Callable[[str], list[str]],
+    offers: Callable[[str], list[str]],
 ) -> Iterator[None]:
     """Turns an error inside into a UserError.
 
-    `compose` returns the config of a run with fewer overrides, and `options` the options of a
-    group: both are where the nearest name is looked for.
+    `compose` returns the config with those overrides that are right, `options` the options of a
+    group, `offers` those that bring a key: all are where the nearest name is looked for.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def one_line(
         try_this = "check its quotes" if set(value) & set("\"'\\") else quote
         raise UserError(f"{error.override}: can't be read; {try_this}") from None
     except ConfigCompositionException as error:
-        raise _not_composed(error, overrides, compose, options) from None
+        raise _not_composed(error, overrides, compose, options, offers) from None
     except yaml.YAMLError as error:
         raise UserError(_yaml_line(error)) from None
     except RecursionError:
@@ -64,60 +64,13 @@ def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
     key = error.full_key or ""
     missing = re.search(r"Interpolation key '([^']+)' not found", str(error))
     if isinstance(error, InterpolationKeyError) and missing:
-        try_this = nearest(config, missing[1])
+        try_this = hint(config, missing[1])
         return UserError(f"{key}=${{{missing[1]}}}: there is no key {missing[1]}; {try_this}")
     if isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError):
         named = str(error).splitlines()[0].rpartition(": ")[2]
         key = named if isinstance(error, InterpolationToMissingValueError) else key or named
         return UserError(f"{key} is not set; set {key}=VALUE")
     return UserError(f"{key}: {first_line(error)}")
-
-
-def nearest(config: Any, key: str, options: Callable[[str], list[str]] | None = None) -> str:
-    """'did you mean trainer.gpus?' for `trainer.gpu`; for a known part, what is in it."""
-    known, node = _known(config, key)
-    here = ".".join(known)
-    if isinstance(node, list):
-        return f"{here} is a list; set all of it, as {here}=[…]"
-    if known and not isinstance(node, dict) and node is not None:
-        return f"{here} is one value, with nothing in it"
-    parts = key.split(".")
-    names = [str(name) for name in node or () if name != "hydra"]
-    near = suggestion(parts[len(known)] if len(known) < len(parts) else parts[-1], names)
-    head, name = parts[0], ".".join(parts[1:2])
-    if not near.startswith("did") and head in OPEN:
-        if head in PARTS and not OmegaConf.select(config, f"{head}.{name}"):
-            has_option = options is not None and name in options(head)
-            return f"{head}={name} has it" if has_option else f"+{head}.{name}._target_=… adds it"
-        return f"+{key}=… adds it" + ("" if head == "vars" else ", if its class takes it")
-    return near.replace("mean ", f"mean {here}." if here else "mean ")
-
-
-def has(config: DictConfig, key: str) -> bool:
-    """Whether there is such a key, even if it is null or ???."""
-    return len(_known(config, key)[0]) == len(key.split("."))
-
-
-def _known(config: Any, key: str) -> tuple[list[str], Any]:
-    """How much of the key there is, and what is there."""
-    node, known = OmegaConf.to_container(config), []
-    for part in key.split("."):
-        if isinstance(node, dict) and part in node:
-            node = node[part]
-        elif isinstance(node, list) and part.isdigit() and int(part) < len(node):
-            node = node[int(part)]
-        else:
-            break
-        known.append(part)
-    return known, node
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, with the next one where it ends in a colon."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return type(error).__name__
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 def _unknown_option(error: MissingConfigException, options: Callable) -> UserError:
@@ -135,7 +88,11 @@ def _unknown_option(error: MissingConfigException, options: Callable) -> UserErr
 
 
 def _not_composed(
-    error: Exception, overrides: Sequence[str], compose: Callable, options: Callable
+    error: Exception,
+    overrides: Sequence[str],
+    compose: Callable,
+    options: Callable,
+    offers: Callable,
 ) -> UserError:
     text = str(error)
     if match := re.search(r"[Yy]ou must specify '([\w/@.]+)'", text):
@@ -153,7 +110,7 @@ def _not_composed(
         key = match[1] or match[2]
         return UserError(f"{key} has a value already; write {key}=… without the +")
     try:
-        base = compose([o for o in overrides if "." not in key_of(o)])
+        base = compose(overrides)
     except Exception:  # another of the overrides is wrong, too
         return _nothing_better(error.__cause__ or error)
     new = [f"{key_of(override)}." for override in overrides if override.startswith("+")]
@@ -161,11 +118,11 @@ def _not_composed(
         key = key_of(override)
         is_new = any(f"{key}.".startswith(name) for name in new)
         if not (is_new or re.search(r"[@/\[]", key) or has(base, key)):
-            return UserError(f"{override}: there is no key {key}; {nearest(base, key, options)}")
+            return UserError(f"{override}: there is no key {key}; {hint(base, key, offers)}")
         inside = getattr(error.__cause__, "full_key", None) or ""
         is_dict = override.partition("=")[2].startswith("{")
         if is_dict and inside.startswith(f"{key}.") and not has(base, inside):
-            near = nearest(base, inside, options)
+            near = hint(base, inside, offers)
             return UserError(f"{override}: there is no key {inside}; {near}")
     return _nothing_better(error.__cause__ or error)
 

@@ -38,11 +38,10 @@ from dpframe.cli.compose import (
 from dpframe.cli.configs import Configs, quoted, with_path_quoted
 from dpframe.cli.directory import create, refuse_ways_out
 from dpframe.cli.picture import svg
-from dpframe.cli.refusal import first_line
 from dpframe.cli.results import Earlier, Outcome, Result, Results, earlier
 from dpframe.cli.resume import WORDS, key_of, value_of, with_saved
 from dpframe.cli.settings import SweepSettings, shown, sweep_settings
-from dpframe.errors import Interrupted, UserError, printable
+from dpframe.errors import Interrupted, UserError, first_line, printable
 
 # A sweeper's key, and its values for the modes min, which is every sweeper's default, and max.
 DIRECTIONS: dict[str, dict[str, Any]] = {

@@ -24,7 +24,7 @@ from dpframe.cli.locate import (
     not_a_maker,
     parts_of,
     refuse_unsaid,
-    see_current_directory,
+    see_own_folders,
     spec_of,
 )
 from dpframe.cli.settings import RunSettings, is_off
@@ -73,7 +73,9 @@ FUNCTIONS = {
 def trust_of(job: Composed) -> "Trust":
     """What the parts of a config let it call. The package of one part may define another's."""
     typed = frozenset(job.settings.trusted_modules)
-    trust = Trust(typed | set(job.plugins), typed=typed, closed=_closed(job))
+    trust = Trust(
+        typed | set(job.plugins), typed=typed, closed=_closed(job), config_dir=job.config_dir
+    )
     vouched = trust
     for where, node, kind in slots(job.settings):
         path = node.get("_target_") if isinstance(node, Mapping) else None
@@ -105,6 +107,7 @@ class Trust:
     packages: frozenset[str] = frozenset()
     typed: frozenset[str] = frozenset()
     closed: tuple[Path, ...] = ()
+    config_dir: Path | None = None  # of `--config-dir`: what is beside it can be imported
 
     def part(self, path: str, where: str, kind: type) -> Any:
         """A slot's own target, which has to be of its kind; its source is asked first."""
@@ -113,7 +116,7 @@ class Trust:
         # A logger in dpframe.testing writes wherever it is told to.
         is_other = top in NEVER_WHOLE - {"dpframe"} or _is_within(path, "dpframe.testing")
         if not is_other and top != "dpframe":
-            see_current_directory(top)
+            see_own_folders(top, self.config_dir)
             self._refuse_closed(path, where)
             if not self._names(path):
                 refuse_unsaid(path, where, kind)
@@ -139,7 +142,7 @@ class Trust:
             if not near and spec_of(parts[0]) is None:
                 raise no_module(path, where)
             raise _refusal(path, path, where, hint=f"did you mean {near}?" if near else "")
-        see_current_directory(parts[0])
+        see_own_folders(parts[0], self.config_dir)
         self._refuse_closed(path, where)
         target = locate(path, where)
         if path not in self.packages and not self.allows(target):

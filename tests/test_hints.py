@@ -1,0 +1,131 @@
+"""A hint leads somewhere: what it says is taken the next time; and so is what a class takes."""
+
+import pytest
+from command import attempts, cold_attempts, write
+
+from dpframe.cli.locate import parameters_of
+
+RECIPE = """
+# @package _global_
+recipe: lines
+task:
+  _target_: parts.lines.Lines
+  net: {_target_: torch.nn.Linear, in_features: 1, out_features: 1}
+  optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.1}
+data:
+  _target_: parts.lines.LinesData
+  batch_size: 25
+"""
+PARTS = """
+import dpframe
+import torch
+from torch.utils.data import TensorDataset
+
+class Lines(dpframe.Task):
+    def training_step(self, batch):
+        x, y = batch
+        return {"loss": (self.net(x) - y).square().mean()}
+
+class Base(dpframe.DataModule):
+    def __init__(self, batch_size: int, *, rows: int = 100, **more):
+        super().__init__(batch_size, **more)
+        self.rows = rows
+
+class LinesData(Base):
+    def train_dataset(self):
+        x = torch.linspace(-1, 1, self.rows).reshape(-1, 1)
+        return TensorDataset(x, 3 * x)
+"""
+# What is typed after a recipe, a part of the hint, and what one types then.
+HINTS = [
+    ("boston lr=0.1", "did you mean task.optimizer.lr?", "task.optimizer.lr=0.1"),
+    ("boston max_epochs=3", "did you mean trainer.max_epochs?", "trainer.max_epochs=3"),
+    ("boston batchsize=32", "did you mean data.batch_size?", "data.batch_size=32"),
+    (
+        "boston weight_decay=0.1",
+        "did you mean task.optimizer.weight_decay?",
+        "task.optimizer.weight_decay=0.1",
+    ),
+    ("gan lr=0.1", "task.optimizers.critic.lr or task", "task.optimizers.generator.lr=0.1"),
+    ("shapes lr=0.1", "nothing in this config has lr", ""),
+    ("boston trainer.lr=0.1", "did you mean task.optimizer.lr?", "task.optimizer.lr=0.1"),
+    ("boston monitor=val/mae", "callbacks.checkpoint.m", "callbacks.checkpoint.monitor=val/mae"),
+    (
+        "boston patience=3",
+        "callbacks=early_stopping has callbacks.early_stopping.patience",
+        "callbacks=early_stopping callbacks.early_stopping.patience=3",
+    ),
+    (
+        "boston strategy.timeout_seconds=9",
+        "strategy=ddp has it",
+        "strategy=ddp strategy.timeout_seconds=9",
+    ),
+    (
+        "boston task.optimizer.momentum=0.9",
+        "there is: amsgrad, betas",
+        "task.optimizer._target_=torch.optim.SGD task.optimizer.momentum=0.9",
+    ),
+    (
+        "boston task.scheduler.step_size=3",
+        "+task.scheduler._target_=… +task.scheduler._partial_=true +task.scheduler.step_size=…",
+        "+task.scheduler._target_=torch.optim.lr_scheduler.StepLR +task.scheduler._partial_=true "
+        "+task.scheduler.step_size=3",
+    ),
+    ("lines data.workerz=2", "did you mean data.workers?", "data.workers=2"),
+    ("lines data.row=9", "did you mean data.rows?", "data.rows=9"),
+    ("lines task.net.bia=false", "did you mean task.net.bias?", "task.net.bias=false"),
+    ("lines data.speed=9", "there is: batch_size, divide_streams, drop_last", ""),
+]
+
+
+def test_what_a_hint_says_is_taken_and_torch_is_not_imported(tmp_path):
+    """`parts` is found though it is not in the current directory, but beside the configs."""
+    own = write(tmp_path, {"own/conf/recipe/lines.yaml": RECIPE, "own/parts/lines.py": PARTS})
+    start = ["--config-dir=own/conf"]
+    mistakes = [[*start, *f"recipe={typed}".split()] for typed, _, _ in HINTS]
+    followed = [
+        [*start, f"recipe={typed.split()[0]}", *then.split(), "-c", "job"]
+        for typed, _, then in HINTS
+    ]
+    done, heavy = cold_attempts([*mistakes, *followed], own)
+    assert heavy == []
+    for (typed, says, then), mistake, correct in zip(HINTS, done, done[len(HINTS) :], strict=False):
+        assert (mistake.code, mistake.out) == (2, "") and says in mistake.err, (typed, mistake)
+        assert correct.code == 0, (then, correct.err)
+
+
+def test_what_a_class_takes_is_a_key_in_a_run_its_resume_and_a_sweep(tmp_path):
+    own = write(tmp_path, {"own/conf/recipe/lines.yaml": RECIPE, "own/parts/lines.py": PARTS})
+    start = ["--config-dir=own/conf", "callbacks.progress.bar=false"]
+    lines = [
+        [*start, "recipe=lines", "trainer.max_epochs=1", "data.rows=50", "hydra.run.dir=run"],
+        [*start, "resume=run", "trainer.max_epochs=2"],
+        [*start, "-m", "recipe=lines", "trainer.max_epochs=1", "data.rows=25,50"],
+        [*start, "recipe=lines", "data.rows=many"],
+    ]
+    first, resumed, swept, wrong = attempts(lines, own)
+    assert (first.code, resumed.code, swept.code) == (0, 0, 0), (first, resumed, swept)
+    assert "epoch 1/1  step 2 " in first.out and "epoch 2/2  step 4 " in resumed.out
+    names = sorted(path.name for path in own.glob("multirun/lines/*/*") if path.is_dir())
+    assert [name.split(",")[0] for name in names] == ["0_data.rows=25", "1_data.rows=50"]
+    assert wrong.err == "dpframe: data.rows=many is text; use a whole number\n"
+
+
+@pytest.mark.parametrize(
+    "path, first, last, is_all",
+    [
+        ("torch.optim.Adam", "params", "decoupled_weight_decay", True),
+        ("torch.nn.Linear", "in_features", "dtype", True),
+        ("dpframe.strategies.ddp.DDP", "gpus", "timeout_seconds", True),
+        ("dpframe.strategies.single.auto", "gpus", "max_replicas_per_core", True),
+        ("dpframe.recipes.boston.Boston", "net", "scheduler", True),
+    ],
+)
+def test_the_source_says_what_a_class_takes(path, first, last, is_all):
+    names, has_all = parameters_of(path)
+    assert (names[0], names[-1], has_all) == (first, last, is_all)
+
+
+@pytest.mark.parametrize("path", ["builtins.dict", "no.such.Thing", "torch.nope", "torch"])
+def test_what_no_source_says_is_not_known(path):
+    assert parameters_of(path) == ([], False)
