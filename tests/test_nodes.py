@@ -1,6 +1,9 @@
 """Several machines, made up of namespaces: one job, one voice, the numbers of one machine."""
 
+import os
 import shutil
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +21,7 @@ from dpframe import checkpoint
 from dpframe.strategies.nodes import numbered
 
 NODES = ("strategy=ddp", "trainer.nodes=2", "trainer.rendezvous=10.77.0.1:29500")
+FAULT_SECONDS = 10
 BOSTON = ("recipe=boston", "trainer.max_epochs=2", "trainer.precision='64'", "logger=none")
 
 
@@ -68,17 +72,18 @@ def test_two_nodes_have_the_numbers_of_one_machine_and_the_first_one_alone_write
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-12, atol=1e-14)
 
 
-def injected(two: list[Host], *words: str, **variables: str) -> list[Ended]:
+def injected(two: list[Host], *words: str) -> list[str]:
     for host in two:
         injector.words(host.disk)
-    given = [f"--config-dir={two[0].local}", "recipe=injected", "hydra.run.dir=run", *NODES, *words]
-    return run(two, *given, "trainer.gpus=1", "logger=none", **variables)
+    given = [f"--config-dir={two[0].local}", "recipe=injected", "hydra.run.dir=run", *NODES]
+    return [*given, "trainer.gpus=1", "logger=none", *words]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_speaks_last_on_both_nodes_with_its_nodes_name(two, rank):
-    one, other = injected(two, **injector.fail_at(rank, 3, "raise"))
+    one, other = run(two, *injected(two), **injector.fail_at(rank, 3, "raise"))
     assert (one.code, other.code) == (1, 1)
+    assert time.time() - (two[rank].disk / "fired").stat().st_mtime < FAULT_SECONDS
     for ended in (one, other):
         assert ended.lines[-1] == f"ValueError: broken in rank {rank}"
         assert f"rank {rank} on node{rank + 1} failed:" in ended.lines
@@ -86,6 +91,89 @@ def test_a_rank_that_raises_speaks_last_on_both_nodes_with_its_nodes_name(two, r
         assert peer.startswith(f"rank {1 - rank} on node{2 - rank} ended after it: ")
     assert "ValueError: broken in rank" in (two[0].disk / "run" / "run.log").read_text()
     assert not (two[1].disk / "run").exists()
+
+
+def test_a_rank_that_hangs_is_named_with_its_node_and_its_stack(two):
+    words = injected(two, "trainer.hang_seconds=4")
+    for ended in run(two, *words, **injector.fail_at(1, 3, "hang")):
+        assert ended.code == 1
+        assert "rank 1 on node2 hung; its stack:" in ended.lines
+        assert "rank 1 hangs in _fail (injector.py" in ended.lines[-1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_is_killed_is_named(two, rank):
+    words = injected(two, "trainer.max_epochs=1000")
+    with two[0].started(words) as first, two[1].started(words) as second:
+        first.wait_for("training-0")
+        second.wait_for("training-1")
+        jobs = [first, second]
+        os.killpg(jobs[rank].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        left = jobs[1 - rank]
+        assert left.wait(60) == 1
+        assert time.monotonic() - killed < FAULT_SECONDS
+        line = ("node1 lost the rendezvous", "node2 left without a word: it is down")[rank]
+        if rank == 0:
+            line = "node2 lost the rendezvous 10.77.0.1:29500: that machine is down, or the network"
+        assert Ended(left).lines[-1].startswith(f"dpframe: {line}"), Ended(left).lines
+
+
+def test_a_network_that_is_cut_is_told_on_both_sides(two):
+    words = injected(two, "trainer.max_epochs=1000", "strategy.timeout_seconds=6")
+    with two[0].started(words) as first, two[1].started(words) as second:
+        first.wait_for("training-0")
+        second.wait_for("training-1")
+        two[1].cut()
+        assert (first.wait(60), second.wait(60)) == (1, 1)
+        (*_, one), (*_, other) = Ended(first).lines, Ended(second).lines
+        assert one.startswith("dpframe: node2 was not heard of for 6 s: it is down or stopped")
+        assert other.startswith("dpframe: node2 lost the rendezvous 10.77.0.1:29500: that machine")
+
+
+def test_a_network_that_is_cut_for_a_moment_changes_nothing(two):
+    whole = run(two, *injected(two, "hydra.run.dir=whole"))
+    words = injected(two)
+    with (
+        two[0].started(words, STEP_SECONDS="0.1") as first,
+        two[1].started(words, STEP_SECONDS="0.1") as second,
+    ):
+        second.wait_for("training-1")
+        two[1].cut()
+        time.sleep(2)  # of silence
+        two[1].mend()
+        assert (first.wait(60), second.wait(60)) == (0, 0)
+    assert [ended.code for ended in whole] == [0, 0]
+    kept = [two[0].disk / name / "checkpoints/last.ckpt" for name in ("whole", "run")]
+    assert is_same(*(checkpoint.load(path)["task"] for path in kept))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_on_one_node_ends_all_with_one_checkpoint(two, rank):
+    words = injected(two, "trainer.max_epochs=1000")
+    with two[0].started(words) as first, two[1].started(words) as second:
+        first.wait_for("training-0")
+        second.wait_for("training-1")
+        os.kill((first, second)[rank].pid, signal.SIGTERM)
+        assert (first.wait(60), second.wait(60)) == (143, 143)
+        assert "dpframe: interrupted by SIGTERM after step" in Ended(first).lines[-1]
+    assert (two[0].disk / "run/checkpoints/last.ckpt").exists()
+
+
+def test_a_job_goes_on_when_a_lost_node_is_back(two):
+    words = injected(two, "trainer.max_restarts=1")
+    whole = run(two, *injected(two, "hydra.run.dir=whole"))
+    with two[0].started(words, STEP_SECONDS="0.2") as first:
+        with two[1].started(words, STEP_SECONDS="0.2") as second:
+            while not (two[0].disk / "run/checkpoints/last.ckpt").exists():
+                assert first.code is None, first.said()
+            os.killpg(second.pid, signal.SIGKILL)
+        with two[1].started(words) as again:
+            assert (first.wait(60), again.wait(60)) == (0, 0), first.said()
+        assert "\nrestart 1 of 1 from run/checkpoints/last.ckpt, step " in first.said()
+    assert [ended.code for ended in whole] == [0, 0]
+    kept = [two[0].disk / name / "checkpoints/last.ckpt" for name in ("whole", "run")]
+    assert is_same(*(checkpoint.load(path)["task"] for path in kept))
 
 
 REFUSED = {

@@ -235,6 +235,9 @@ class _Job:
             self._hear_nodes()
             self.value = self.meeting.last_words(self.value, is_done=is_done)
             self._hear_nodes()
+            are_echoes = not is_done and all(fault.is_echo for fault in self._faults())
+            if self.number is None and are_echoes and (fault := self.meeting.gone()):
+                self.abroad.append(fault)
         faults = self._faults()
         if self.number is not None and all(fault.is_echo for fault in faults):
             raise Interrupted(self.number, self.said)

@@ -27,6 +27,8 @@ def interface_to(host: str, port: int) -> str | None:
         with socket.socket(family, kind) as probe:
             probe.connect(where)  # sends nothing
             own = probe.getsockname()[0].partition("%")[0]
+        if own.startswith("127.") and not host.startswith(("127.", "localhost")):
+            return None  # this machine's own name, as its /etc/hosts has it: others can't use that
         return _by_address().get(own)
     return None
 

@@ -26,7 +26,7 @@ from dpframe.strategies.ranks import ALIKE, LINES, Fault
 TICK_SECONDS = 0.1  # between two exchanges of a few nodes
 TOLD_SECONDS = 5.0  # of waiting, before the screen says for what
 LOST_SECONDS = 30.0  # without a word from a node; TCP bridges a network that is cut for less
-LAST_SECONDS = 5.0  # to hear what the other nodes say last
+LAST_SECONDS = 3.0  # to hear what the other nodes say last
 STORE_SECONDS = 10.0  # for the store to answer that has taken a connection
 
 
@@ -68,6 +68,7 @@ class Meeting:
         self._waits_for = "nothing answers there"
         self._problem: Exception | None = None
         self._known: set[str] = set()  # ranks of other nodes whose faults were heard
+        self._are_gone = False
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held while the thread is at the store
         self._is_over = threading.Event()
@@ -224,6 +225,14 @@ class Meeting:
                 self._changed.wait(TICK_SECONDS)
             return self._all[self._order[0]].value if self.index else value
 
+    def gone(self) -> Fault | None:
+        """A node that did not say its last words, where ranks have only missed others."""
+        with self._changed:
+            names = [words.node for words in self._others() if not words.has_ended]
+            self._are_gone = bool(names)
+        line = f"{', '.join(names)} left without a word: it is down, or the network is cut"
+        return Fault(-1, line, line=line, kind=NodeLost) if names else None
+
     # ---- at the end
 
     def leave(self, error: BaseException | None = None) -> None:
@@ -236,7 +245,7 @@ class Meeting:
             elif error is not None and not self._mine.has_ended:
                 self._mine.reason = str(error).partition("\n")[0]
             self._mine.has_ended = self._mine.has_left = True
-            if self._mine.is_host:
+            if self._mine.is_host and not self._are_gone:
                 self._changed.wait_for(self._is_free, LAST_SECONDS)
         if self._mine.is_host or not self._all:
             self._is_over.set()

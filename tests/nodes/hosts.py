@@ -18,7 +18,14 @@ from pathlib import Path
 import forked
 
 NAMESPACES = ("net", "uts", "mnt")
-HOLD = "hostname {name}; mount -t tmpfs tmpfs {disk}; ip link set lo up; echo; exec sleep infinity"
+HOLD = """
+hostname {name}
+mount -t tmpfs tmpfs {folder}/disk
+mount --bind {folder}/hosts /etc/hosts
+ip link set lo up
+echo
+exec sleep infinity
+"""
 
 
 @cache
@@ -36,12 +43,14 @@ def hosts(folder: Path, count: int) -> Iterator[list["Host"]]:
     """`node1` has 10.77.0.1, and so on; all have `folder/shared`, and each a `folder/disk`."""
     for name in ("shared", "disk"):
         (folder / name).mkdir(parents=True)
+    names = [f"10.77.0.{number} node{number}\n" for number in range(1, count + 1)]
+    (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(names))
     with ExitStack() as held:
-        switch = held.enter_context(_held("switch", folder / "disk"))
+        switch = held.enter_context(_held("switch", folder))
         _in(switch, "ip link add br0 type bridge", "ip link set br0 up")
         made = []
         for number in range(1, count + 1):
-            pid = held.enter_context(_held(f"node{number}", folder / "disk"))
+            pid = held.enter_context(_held(f"node{number}", folder))
             _in(
                 switch,
                 f"ip link add port{number} type veth peer name eth0 netns {pid}",
@@ -80,9 +89,11 @@ class Host:
 
 
 @contextmanager
-def _held(name: str, disk: Path) -> Iterator[int]:
+def _held(name: str, folder: Path) -> Iterator[int]:
     command = ["unshare", "--net", "--uts", "--mount", "--propagation", "private", "sh", "-ec"]
-    held = subprocess.Popen([*command, HOLD.format(name=name, disk=disk)], stdout=subprocess.PIPE)
+    held = subprocess.Popen(
+        [*command, HOLD.format(name=name, folder=folder)], stdout=subprocess.PIPE
+    )
     assert held.stdout is not None
     try:
         assert held.stdout.readline() == b"\n", f"{name} can't be made up"
