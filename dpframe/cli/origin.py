@@ -24,7 +24,8 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.workers",
     "data.workers > 0",
 )
-OF_FIT = ("callbacks", "logger", "plan", "tune", "trainer.max_epochs", "trainer.max_steps", *LIMITS)
+OF_REPORTS = ("plan", "tune", "compare", "export")
+OF_FIT = ("callbacks", "logger", *OF_REPORTS, "trainer.max_epochs", "trainer.max_steps", *LIMITS)
 DECIDING = ("task", "data", "seed", "trainer.precision")
 
 

@@ -310,6 +310,17 @@ def _test_best(trainer: Trainer) -> None:
 
 
 def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
+    if settings.checkpoint is None and settings.mode != "predict":
+        what = (
+            "untrained weights" if settings.mode == "export" else "the numbers of untrained weights"
+        )
+        log.warning("no checkpoint=FILE: these are %s", what)
+    if settings.mode == "export":
+        from dpframe.cli.export import exported
+
+        if trainer.strategy.is_main:
+            print(*exported(trainer, Path(path), settings.export.formats), sep="\n")
+        return
     kind = "val" if settings.mode == "validate" else settings.mode
     for key in (f"limit_{kind}_batches", "limit_eval_batches"):
         limit = getattr(settings.trainer, key)
@@ -323,8 +334,6 @@ def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
             if each is not None:
                 print(f"predictions  {each.save(Path(path))}")
         return
-    if settings.checkpoint is None:
-        log.warning("no checkpoint=FILE: these are the numbers of untrained weights")
     getattr(trainer, settings.mode)()
 
 

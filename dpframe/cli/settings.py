@@ -13,8 +13,20 @@ from dpframe.errors import UserError, not_one_of, suggestion
 from dpframe.plan.settings import CompareSettings, PlanSettings, TuneSettings
 from dpframe.trainer.settings import TrainerSettings
 
-MODES = ("fit", "validate", "test", "predict", "verify", "plan", "tune", "compare", "doctor")
-EVALUATIONS = ("validate", "test", "predict")
+MODES = (
+    "fit",
+    "validate",
+    "test",
+    "predict",
+    "export",
+    "verify",
+    "plan",
+    "tune",
+    "compare",
+    "doctor",
+)
+EVALUATIONS = ("validate", "test", "predict", "export")
+FORMATS = ("program", "weights", "safetensors")  # of mode=export
 PARTS = ("task", "data", "strategy")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 
@@ -29,7 +41,18 @@ class SweepSettings:
             raise UserError(f"sweep.jobs={self.jobs} is out of range; use 1 or more")
 
 
+@dataclass
+class ExportSettings:
+    formats: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.formats or ():
+            if name not in FORMATS:
+                raise not_one_of("export.formats", name, FORMATS)
+
+
 TYPED = {
+    "export": ExportSettings,
     "trainer": TrainerSettings,
     "plan": PlanSettings,
     "tune": TuneSettings,
@@ -48,6 +71,7 @@ class RunSettings:
     plan: PlanSettings = field(default_factory=PlanSettings)
     tune: TuneSettings = field(default_factory=TuneSettings)
     compare: CompareSettings = field(default_factory=CompareSettings)
+    export: ExportSettings = field(default_factory=ExportSettings)
     sweep: SweepSettings = field(default_factory=SweepSettings)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)

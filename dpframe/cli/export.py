@@ -1,0 +1,184 @@
+"""`mode=export`: the trained task as files that torch alone can use, each tried without dpframe."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe import checkpoint, files
+from dpframe.cli.refusal import first_line
+from dpframe.data.module import leaves, mapped, move
+from dpframe.errors import Failure, UserError
+from dpframe.task import Task
+from dpframe.trainer import Trainer
+from dpframe.trainer.feed import evaluated
+
+PROGRAM, WEIGHTS, SAFETENSORS = "program.pt2", "weights.pt", "weights.safetensors"
+NET = "net."
+TRIED = Path(__file__).with_name("tried.py")
+
+
+def exported(trainer: Trainer, directory: Path, formats: Sequence[str] | None) -> list[str]:
+    """Writes the files, and returns a line about each. None: all formats that can be had."""
+    wanted = formats or ("program", "weights", "safetensors")
+    task = trainer.task.cpu().eval()
+    directory.mkdir(parents=True, exist_ok=True)
+    lines: list[str] = []
+    cases: list[tuple[Any, Any]] = []
+    weights = weights_of(task)
+    if "weights" in wanted:
+        with files.whole(directory / WEIGHTS) as part, part.open("wb") as file:
+            checkpoint.dump(weights, file)
+        of = "of task.net" if isinstance(getattr(task, "net", None), nn.Module) else "of the task"
+        lines.append(f"{directory / WEIGHTS}  {len(weights)} tensors {of}, by torch.load")
+    if "safetensors" in wanted and _has_safetensors(is_needed=formats is not None):
+        save_file = importlib.import_module("safetensors.torch").save_file
+        with files.whole(directory / SAFETENSORS) as part:
+            save_file({name: weight.clone() for name, weight in weights.items()}, part)
+        lines.append(f"{directory / SAFETENSORS}  the same tensors")
+    if "program" in wanted:
+        batch = _first_batch(trainer)
+        try:
+            cases, takes = _save_program(task, batch, directory / PROGRAM)
+        except Exception as error:  # torch.export raises many kinds
+            if isinstance(error, OSError):
+                raise
+            line = f"torch.export can't take {type(task).__name__}.predict_step: "
+            line += first_line(error)
+            if formats is not None:
+                raise Failure(f"{line}; leave program out of export.formats") from error
+            lines.append(line)
+        else:
+            lines.append(f"{directory / PROGRAM}  takes {takes}, by torch.export.load")
+    lines.append(_tried(directory, cases))
+    return lines
+
+
+def weights_of(task: Task) -> dict[str, Tensor]:
+    """As the network itself names them, where all are in `task.net`."""
+    state = {name: value.contiguous() for name, value in task.state_dict().items()}
+    if all(name.startswith(NET) for name in state):
+        return {name.removeprefix(NET): value for name, value in state.items()}
+    return state
+
+
+class Predict(nn.Module):
+    """`predict_step` of those tensors of a batch that it reads."""
+
+    def __init__(self, task: Task, batch: Any, used: Sequence[int]) -> None:
+        super().__init__()
+        self.task = task
+        self.batch = mapped(lambda leaf: None if isinstance(leaf, Tensor) else leaf, batch)
+        self.used = list(used)
+        self.places = [isinstance(leaf, Tensor) for leaf in leaves(batch)]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        given = dict(zip(self.used, tensors, strict=True))
+        numbers = iter(range(len(self.places)))
+
+        def filled(leaf: Any) -> Any:
+            return given.get(next(numbers), leaf)
+
+        return self.task.predict_step(mapped(filled, self.batch))
+
+
+def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, Any]], str]:
+    """Cases to try it with, and what it takes."""
+    names = list(_names(batch))
+    tensors = {at: leaf for at, leaf in enumerate(leaves(batch)) if isinstance(leaf, Tensor)}
+    program = _program(task, batch, tensors)
+    read = _read_inputs(program)
+    used = {
+        at: tensor for (at, tensor), is_read in zip(tensors.items(), read, strict=True) if is_read
+    }
+    if len(used) < len(tensors):
+        program = _program(task, batch, used)
+    with files.whole(path) as part, part.open("wb") as file:
+        torch.export.save(program, file)
+    rows = len(next(iter(used.values())))
+    cases = []
+    with torch.no_grad():
+        model = Predict(task, batch, list(used))
+        for count in dict.fromkeys((rows, max(1, rows // 2))):
+            inputs = [tensor[:count] for tensor in used.values()]
+            cases.append((inputs, model(*inputs)))
+    takes = [f"{names[at]}: {_form(tensor)}" for at, tensor in used.items()]
+    return cases, ", ".join(takes)
+
+
+def _program(task: Task, batch: Any, tensors: dict[int, Tensor]) -> Any:
+    model = Predict(task, batch, list(tensors)).eval()
+    rows = torch.export.Dim.AUTO  # any number of them, if the task's code does not fix it
+    shapes = ({0: rows},) * len(tensors)
+    with torch.no_grad():
+        return torch.export.export(model, tuple(tensors.values()), dynamic_shapes=(shapes,))
+
+
+def _read_inputs(program: Any) -> list[bool]:
+    """Whether each input of a program is read by anything."""
+    names = set(program.graph_signature.user_inputs)
+    nodes = [
+        node for node in program.graph.nodes if node.op == "placeholder" and node.name in names
+    ]
+    return [bool(node.users) for node in nodes]
+
+
+def _tried(directory: Path, cases: list[tuple[Any, Any]]) -> str:
+    """Has an interpreter load all that was written, without dpframe."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save(cases, Path(folder) / "cases.pt")
+        command = [sys.executable, "-P", str(TRIED), str(directory.absolute()), folder]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
+        raise Failure(f"{directory}: what was exported does not load without dpframe: {last}")
+    counts = json.loads(done.stdout.splitlines()[-1])
+    if not counts:
+        return "loaded without dpframe"
+    alone = ", and it takes no other number" * (len(counts) < len(cases))
+    same = f"the same outputs for {' and '.join(map(str, counts))} rows{alone}"
+    return f"loaded without dpframe: {same}"
+
+
+def _first_batch(trainer: Trainer) -> Any:
+    args = trainer.data, trainer.strategy, trainer.settings
+    loader = next(iter(evaluated("predict", *args, seed=trainer.seed).values()))
+    first = next(islice(loader.epoch(limit=1), 1), None)
+    if first is None:
+        raise UserError("mode=export: predict_dataset() gave no rows to try it with")
+    return move(first.shares[0].batch, torch.device("cpu"), trainer.precision.dtype)
+
+
+def _has_safetensors(*, is_needed: bool) -> bool:
+    is_there = importlib.util.find_spec("safetensors") is not None
+    if is_needed and not is_there:
+        raise UserError(
+            "export.formats=safetensors needs the package safetensors: "
+            "pip install 'dpframe[export]'"
+        )
+    return is_there
+
+
+def _names(batch: Any, name: str = "batch") -> Any:
+    """Of the leaves of a batch: `batch[0]`, `batch['image']`."""
+    if isinstance(batch, dict):
+        for key, part in batch.items():
+            yield from _names(part, f"{name}[{key!r}]")
+    elif isinstance(batch, list | tuple) and not hasattr(batch, "to"):
+        for at, part in enumerate(batch):
+            yield from _names(part, f"{name}[{at}]")
+    else:
+        yield name
+
+
+def _form(tensor: Tensor) -> str:
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} [{', '.join(['rows', *map(str, tensor.shape[1:])])}]"

@@ -1,0 +1,80 @@
+"""`mode=export`: what torch alone can load, and the interpreter that tries it."""
+
+import importlib.util
+
+import pytest
+import torch
+from command import attempts, dpframe
+from small import Rows, Small, trainer
+from torch import nn
+
+from dpframe import UserError, load
+from dpframe.cli import export
+from dpframe.cli.export import PROGRAM, SAFETENSORS, WEIGHTS, exported
+from dpframe.errors import Failure
+from dpframe.recipes.boston import BostonData
+
+
+def test_a_trained_recipe_predicts_the_same_by_torch_alone(tmp_path):
+    words = ["recipe=boston", "trainer.max_epochs=2", "hydra.run.dir=run"]
+    assert dpframe(*words, cwd=tmp_path).returncode == 0
+    best = "run/checkpoints/best.ckpt"
+    more = ["recipe=boston", "mode=export", f"checkpoint={best}", "hydra.run.dir=there"]
+    done = dpframe(*more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "takes batch[0]: float32 [rows, 13], by torch.export.load" in done.stdout
+    assert "loaded without dpframe: the same outputs for 102 and 51 rows" in done.stdout
+    data = BostonData()
+    data.setup()
+    rows = data.test_dataset().tensors[0][:7]
+    wanted = load(tmp_path / best).predict_step((rows,))
+    model = torch.export.load(tmp_path / "there" / PROGRAM).module()
+    torch.testing.assert_close(model(rows), wanted)
+    layers = nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)
+    net = nn.Sequential(*layers)
+    net.load_state_dict(torch.load(tmp_path / "there" / WEIGHTS))
+    assert torch.equal(net(rows), wanted)
+    if importlib.util.find_spec("safetensors"):
+        from safetensors.torch import load_file
+
+        net.load_state_dict(load_file(tmp_path / "there" / SAFETENSORS))
+        assert torch.equal(net(rows), wanted)
+
+
+class Branching(Small):
+    def predict_step(self, batch):
+        return self.net(batch[0]) if batch[0].sum() > 0 else batch[1]
+
+
+def test_weights_of_a_task_that_torch_can_not_export_are_written_with_the_reason(tmp_path):
+    made = trainer(Branching(), Rows())
+    lines = exported(made, tmp_path, None)
+    assert sum("torch.export can't take Branching.predict_step: " in line for line in lines) == 1
+    assert lines[-1] == "loaded without dpframe"
+    assert {path.name for path in tmp_path.iterdir()} - {SAFETENSORS} == {WEIGHTS}
+    with pytest.raises(Failure, match="leave program out of export.formats$"):
+        exported(made, tmp_path, ["program"])
+
+
+def test_other_outputs_than_the_tasks_are_told(tmp_path):
+    made = trainer(Small(), Rows())
+    exported(made, tmp_path, ["program"])
+    rows = torch.ones(4, 3)
+    with pytest.raises(Failure, match="does not load without dpframe: .+"):
+        export._tried(tmp_path, [([rows], torch.zeros(4, 1))])
+
+
+def test_leaves_of_a_batch_are_called_as_a_step_would():
+    batch = {"image": [torch.ones(1), (torch.ones(1),)], "label": torch.ones(1)}
+    named = ["batch['image'][0]", "batch['image'][1][0]", "batch['label']"]
+    assert list(export._names(batch)) == named
+
+
+def test_what_can_not_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
+    line = ["recipe=boston", "mode=export", "export.formats=[onnx]"]
+    (tried,) = attempts([line], tmp_path)
+    assert tried.code == 2
+    assert "export.formats=onnx is not one of program, weights, safetensors" in tried.err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"pip install 'dpframe\[export\]'$"):
+        exported(trainer(Small(), Rows()), tmp_path, ["safetensors"])
