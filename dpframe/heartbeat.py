@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 from itertools import takewhile
 from pathlib import Path
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for it; users have plans for USR1
+STACK = getattr(signal, "SIGRTMIN", signal.SIGUSR1)  # asks for it
+USR1 = () if STACK == signal.SIGUSR1 else (signal.SIGUSR1,)  # Slurm's, before a time limit
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *USR1)
 EXIT = STACK + 1
 BEAT = 0x80  # no signal has this number, and no stack this byte
 TEXT = {ord("\n"), *range(ord(" "), 127)}  # faulthandler's

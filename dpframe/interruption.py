@@ -15,6 +15,7 @@ from typing import Any
 from dpframe import heartbeat
 from dpframe.errors import Interrupted
 from dpframe.heartbeat import SIGNALS as SIGNALS
+from dpframe.heartbeat import USR1
 
 STOP = signal.SIGTSTP  # Ctrl-Z
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
@@ -195,7 +196,7 @@ def leave_to_parent() -> None:
     """
     end_with_parent()
     forget()
-    for number in (signal.SIGINT, signal.SIGHUP, STOP):
+    for number in (signal.SIGINT, signal.SIGHUP, STOP, *USR1):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])

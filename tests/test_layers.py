@@ -36,6 +36,7 @@ GROUND |= {
     "lean",
     "parameters",
     "interruption",
+    "launcher",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {

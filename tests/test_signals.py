@@ -32,6 +32,7 @@ WORKERS = ("data.workers=1",)
 SLOW = {"STEP_SECONDS": "0.5"}  # a run that no signal ends takes ten seconds
 SECONDS = 20  # for a way out, on a busy machine; the grace period is 30 where none is set
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+USR1 = signal.SIGUSR1  # Slurm's, to every process of a job
 
 
 def send(job, number: int, target: str) -> None:
@@ -49,6 +50,7 @@ CASES = [  # what runs, the signal and who gets it, and whether the run is gone 
     ((*TWO, *WORKERS), TERM, "group", True),
     ((*ONE, *WORKERS), INT, "group", True),
     (ONE, HUP, "parent", False),
+    ((*TWO, *WORKERS), USR1, "group", False),
 ]
 
 

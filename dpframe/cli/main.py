@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-from dpframe import __version__
+from dpframe import __version__, launcher
 from dpframe.cli import output
 from dpframe.errors import Interrupted, UserError, printable, suggestion
 from dpframe.interruption import Interruption, end_children, look
@@ -63,6 +63,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
 def leave_after(work: Callable[[], int]) -> NoReturn:
     """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
     output.open_all()
+    launcher.join()
     interruption = Interruption(is_quiet=not _is_main())
     interruption.open()  # before the imports, which take the longest of a start-up
     gc.disable()  # imports make a million objects and no garbage
@@ -130,11 +131,10 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _say(error: UserError | Interrupted) -> int:
-    """Prints one line once: all ranks of torchrun find the same mistake in the config."""
+    """Prints one line once: all ranks of a launcher find the same mistake in the config."""
     if isinstance(error, Interrupted) and not _is_main():
         return error.exit_code
-    is_of_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if is_of_torchrun and not _is_main() and "dpframe.cli.run" not in sys.modules:
+    if not _is_main() and "dpframe.cli.run" not in sys.modules:
         # Torchrun ends all ranks when the first one exits: that has to be the one that prints.
         time.sleep(RANK_0_SECONDS)
     line = " ".join(str(error).splitlines())
@@ -143,7 +143,7 @@ def _say(error: UserError | Interrupted) -> int:
 
 
 def _is_main() -> bool:
-    """Of torchrun's ranks."""
+    """Of a launcher's ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpframe import seeding
+from dpframe import launcher, seeding
 from dpframe.cli import compare, doctor
 from dpframe.cli.build import build
 from dpframe.cli.compose import Composed
@@ -209,7 +209,7 @@ def _refuse_checkpoint(job: Composed, why: str) -> None:
 
 def _refuse_ranks(mode: str) -> None:
     if ranks.are_several():
-        raise UserError(f"mode={mode} starts what it measures; start it without torchrun")
+        raise UserError(f"mode={mode} begins in one process; start it without {launcher.name()}")
 
 
 def _show(

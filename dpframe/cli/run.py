@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, files, interruption, memory, seeding
+from dpframe import checkpoint, files, interruption, launcher, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.cli import faults, nodes, output
@@ -114,9 +114,10 @@ def _strategy(job: Composed) -> Strategy:
 
 def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
     if ranks.is_rank():
+        by = launcher.name()
+        use = f"use torchrun --max-restarts={allowed}," if by == "torchrun" else "start it again"
         raise UserError(
-            f"trainer.max_restarts={allowed} but torchrun has started this rank; "
-            f"use torchrun --max-restarts={allowed}, with resume=DIR"
+            f"trainer.max_restarts={allowed} but {by} has started this rank; {use} with resume=DIR"
         )
     if not strategy.launches_ranks:
         raise UserError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
+from dpframe import launcher
 from dpframe.data import Share, move
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
@@ -85,10 +86,12 @@ class Strategy:
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Calls `run(*args)` in every process of the job and returns the main one's value."""
+        launcher.join()
         if ranks.are_several():
             raise UserError(
                 f"{self.name} is one process, but this is one of WORLD_SIZE="
-                f"{os.environ['WORLD_SIZE']}; use strategy=ddp, or start it without torchrun"
+                f"{os.environ['WORLD_SIZE']}; use strategy=ddp, or start it without "
+                f"{launcher.name()}"
             )
         return run(*args)
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dpframe import launcher
 from dpframe.errors import UserError
 
 Gpus = int | str | list[int | str] | None
@@ -33,11 +34,10 @@ def choose(
     if asked is None and count > len(there) == 1 and _limits(there[0].type):
         return there * count  # each of torchrun's ranks sees a device of its own alone
     if count > len(there) or any(number >= len(there) for number in numbers):
-        what = f"trainer.gpus={gpus}" if asked else f"torchrun started {count} ranks"
-        use = "trainer.gpus" if asked else "--nproc-per-node"
+        what = f"trainer.gpus={gpus}" if asked else f"{launcher.name()} started {count} ranks"
+        use = f"trainer.gpus={len(there)}" if asked else launcher.count_option(len(there))
         raise UserError(
-            f"{what} but {_there_are(there)}; use {use}={len(there)}, or "
-            "trainer.accelerator=cpu to rehearse"
+            f"{what} but {_there_are(there)}; use {use}, or trainer.accelerator=cpu to rehearse"
         )
     if isinstance(gpus, str) and gpus not in WORDS:
         return [_by_uuid(gpus, there)]

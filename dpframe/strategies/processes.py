@@ -1,17 +1,20 @@
 """One process a replica, by torchrun or started here: what DDP and FSDP have in common."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dpframe import apart
+from dpframe import apart, interruption, launcher
 from dpframe.data import split
-from dpframe.errors import UserError
+from dpframe.errors import Interrupted, UserError
 from dpframe.strategies import launch, network, ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, cores, use_threads
@@ -46,7 +49,7 @@ class Processes(Strategy):
         return not (self.is_set_up or ranks.is_rank())
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Starts the ranks, or is one of them where torchrun started them already."""
+        """Starts the ranks, or is one of them where torchrun, srun or mpirun has started them."""
         here = ranks.this_rank() if ranks.is_rank() else None
         devices = self.choose_devices(default=here.local_world_size if here else None)
         backend_of(devices[0])
@@ -72,8 +75,9 @@ class Processes(Strategy):
         devices = self.choose_devices(default=here.local_world_size)
         if self.gpus is not None and len(devices) != here.local_world_size:
             raise UserError(
-                f"trainer.gpus={self.gpus} but this machine was given {here.local_world_size} "
-                "ranks; leave trainer.gpus out under torchrun"
+                f"trainer.gpus={self.gpus} but {launcher.name()} has started "
+                f"{here.local_world_size} of the ranks on this machine; leave trainer.gpus out, or "
+                f"use {launcher.count_option(len(devices))}"
             )
         self.rank, self.world_size = here.rank, here.world_size
         self.replicas = self.averaged_over = here.world_size
@@ -91,7 +95,7 @@ class Processes(Strategy):
         if self.nodes > 1:
             network.use_interface()
         timeout = timedelta(seconds=self.timeout_seconds)
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store = self._hosted(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
         store.set_timeout(timeout)
         # torchrun's store outlives a group; the next one must not find the keys of this one.
         self._store = dist.PrefixStore(f"dpframe{next(_groups)}", store)
@@ -103,6 +107,13 @@ class Processes(Strategy):
             world_size=self.world_size,
             timeout=timeout,
         )
+
+    def _hosted(self, timeout: timedelta) -> dist.Store | None:
+        """The store, in rank 0 of a launcher that keeps none; torch's own would listen on every
+        network that this machine is in."""
+        if self.rank > 0 or launcher.has_store():
+            return None
+        return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
 
     @property
     def devices(self) -> list[str]:
@@ -203,10 +214,23 @@ class Processes(Strategy):
     def abort(self, error: BaseException) -> None:
         """NCCL ends a group together with all its ranks, and those may be in a collective."""
         ranks.fail(error)
+        if isinstance(error, Interrupted) and not ranks.has_parent():
+            self._leave_after_main()
         if self.owns_group and self.device.type != "cpu" and dist.is_initialized():
             for group in filter(None, (*self._groups.values(), dist.group.WORLD)):
                 group.abort()
         super().abort(error)
+
+    def _leave_after_main(self) -> None:
+        """A launcher ends all ranks when the first of them leaves: the main one may be saving."""
+        stop = interruption.installed()
+        if self._store is None or stop is None:
+            return
+        with suppress(dist.DistError):  # it has left, and its store with it
+            if self.is_main:
+                self._store.set("main is done", "")
+            else:
+                self._store.wait(["main is done"], timedelta(seconds=stop.grace_seconds))
 
 
 def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
@@ -216,6 +240,19 @@ def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
 
 def _run(run: Callable[..., Any], args: bytes) -> Any:
     return run(*apart.unpacked(args))
+
+
+@cache  # the other ranks may be there already for the next group
+def _store_at(host: str, port: int, timeout: timedelta) -> dist.Store:
+    listening = launcher.listen(host, port)
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timeout,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def backends() -> list[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
-from dpframe import heartbeat, interruption
+from dpframe import heartbeat, interruption, launcher
 from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, UserError
 from dpframe.interruption import SIGNALS, STOP, Interruption
 
@@ -37,16 +37,19 @@ class Rank(NamedTuple):
 
 
 def is_rank() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    given = os.environ | launcher.variables(os.environ)
+    return "RANK" in given and "WORLD_SIZE" in given
 
 
 def are_several() -> bool:
-    """Whether this process is one of several, e.g. of torchrun's."""
-    return is_rank() and os.environ["WORLD_SIZE"] not in ("", "0", "1")
+    """Whether this process is one of several that a launcher, e.g. torchrun, has started."""
+    given = os.environ | launcher.variables(os.environ)
+    return is_rank() and given["WORLD_SIZE"] not in ("", "0", "1")
 
 
 def this_rank() -> Rank:
-    """What torchrun and our own launch put into the environment, checked."""
+    """What torchrun, its like and our own launch put into the environment, checked."""
+    launcher.join()
     rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     values = {
         "RANK": rank,
@@ -59,6 +62,12 @@ def this_rank() -> Rank:
         this = Rank(*map(int, values.values()))
         if this.rank < this.world_size and this.local_rank < this.local_world_size:
             return this
+    if launcher.name() == "mpirun" and not address["MASTER_ADDR"]:
+        raise UserError(
+            "mpirun tells the ranks of several machines not where to meet; add "
+            "-x MASTER_ADDR=HOST -x MASTER_PORT=29500, with the machine of rank 0 (with MPICH and "
+            "Intel MPI: -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
+        )
     shown = " ".join(f"{name}={value or '(unset)'}" for name, value in (values | address).items())
     raise UserError(
         f"no rank of strategy=ddp can have the environment {shown}; start this program by torchrun "

@@ -30,7 +30,7 @@ class SingleGPU(Strategy, takes_logical_shares=True):
 def auto(
     gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8, nodes: int = 1
 ) -> Strategy:
-    """ddp under torchrun, for several GPUs or machines; else the one GPU there is, or the CPU."""
+    """ddp under torchrun and its like, for several GPUs or machines; else one GPU, or the CPU."""
     available = 0 if accelerator == "cpu" else torch.accelerator.device_count()
     count = count_of(gpus, available)
     if (count or 0) > 1 or nodes > 1 or ranks.are_several():

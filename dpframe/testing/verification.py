@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dpframe import seeding
+from dpframe import launcher, seeding
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy, ranks
 from dpframe.strategies.launch import RankFailed
@@ -108,7 +108,7 @@ def verify(
     The job starts before this process computes anything, so that its ranks may be forked.
     """
     if ranks.is_rank():
-        raise UserError("mode=verify starts its own ranks; start it without torchrun")
+        raise UserError(f"mode=verify starts its own ranks; start it without {launcher.name()}")
     names = chosen(only, skip)
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="dpframe_verify_") as folder:

@@ -1,0 +1,133 @@
+"""Who started this process as one of several: srun's and mpirun's variables, as torchrun's."""
+
+import os
+import re
+import socket
+import zlib
+from collections.abc import Mapping
+
+from dpframe.errors import UserError
+
+FIRST_PORT, PORTS = 20000, 10000  # below those that Linux gives to clients
+USUAL_PORT = 29500  # torchrun's
+COUNT_OPTIONS = {
+    "torchrun": "--nproc-per-node=",
+    "srun": "--ntasks-per-node=",
+    "mpirun": "--npernode ",
+}
+
+
+def join() -> None:
+    """Where srun or mpirun started this process, adds what torchrun would have put into its
+    environment; the rest of dpframe, and torch, read that."""
+    os.environ.update(variables(os.environ))
+
+
+def name() -> str:
+    """The command that started the processes of this job."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        for name, found in (("mpirun", _of_mpi(os.environ)), ("srun", _of_slurm(os.environ))):
+            if _are_several(found):
+                return name
+    return "torchrun"
+
+
+def count_option(count: int) -> str:
+    """What tells it the number of ranks on a machine."""
+    return COUNT_OPTIONS[name()] + str(count)
+
+
+def has_store() -> bool:
+    """Whether another process than rank 0 keeps the store where ranks meet, or torch knows."""
+    return name() == "torchrun" or "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """At that address of this machine alone."""
+    try:
+        place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(place[4][:2], family=place[0])
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # Python adds where it was tried
+        raise UserError(
+            f"rank 0 on {socket.gethostname()} can't listen on MASTER_ADDR={host} "
+            f"MASTER_PORT={port}: {reason}; export an address of that machine and a free "
+            "port before you start the job"
+        ) from None
+
+
+def variables(given: Mapping[str, str]) -> dict[str, str]:
+    """What is missing of torchrun's variables; nothing for a process that is alone, or that has a
+    RANK already, e.g. under `srun torchrun`."""
+    if given.get("RANK"):
+        return {}
+    # mpirun under Slurm starts its daemons by srun: their variables are no rank's.
+    found = _of_mpi(given) or _of_slurm(given)
+    if not _are_several(found):
+        return {}
+    kept = ("MASTER_ADDR", "MASTER_PORT")  # a user's, who knows the network better
+    return found | {key: given[key] for key in kept if given.get(key)}
+
+
+def _are_several(found: Mapping[str, str]) -> bool:
+    return found.get("WORLD_SIZE", "1") != "1"
+
+
+def _of_slurm(given: Mapping[str, str]) -> dict[str, str]:
+    """Only a task of a step has such peers. A batch script and the shell of salloc have a number of
+    tasks as well, and those of a step in which they were submitted; under --pty a shell waits for
+    its user, and its peers wait for nobody."""
+    size = given.get("SLURM_STEP_NUM_TASKS", "")
+    if size != given.get("SLURM_NTASKS") or "SLURM_PTY_PORT" in given:
+        return {}
+    node, counts = given.get("SLURM_NODEID", ""), given.get("SLURM_STEP_TASKS_PER_NODE", "")
+    job = f"{given.get('SLURM_JOB_ID')}.{given.get('SLURM_STEP_ID')}"
+    return {
+        "RANK": given.get("SLURM_PROCID", ""),
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": given.get("SLURM_LOCALID", ""),
+        "LOCAL_WORLD_SIZE": _count_on(node, counts),
+        "MASTER_ADDR": _first(given.get("SLURM_STEP_NODELIST", "")),
+        "MASTER_PORT": _port(job),
+    }
+
+
+def _of_mpi(given: Mapping[str, str]) -> dict[str, str]:
+    """Open MPI's, and MPICH's and Intel's. Rank 0 is on the first node of Slurm's; elsewhere none
+    is told which machine that is, and only several machines need it."""
+    prefix = "OMPI_COMM_WORLD_"
+    names = [f"{prefix}{key}" for key in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
+    if names[0] not in given:
+        names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
+    if not all(key in given for key in names):
+        return {}
+    rank, size, local_rank, local_size = (given[key] for key in names)
+    is_here = size == local_size
+    job = given.get("PMIX_NAMESPACE", "")  # Open MPI's number for it
+    return {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": local_rank,
+        "LOCAL_WORLD_SIZE": local_size,
+        "MASTER_ADDR": "127.0.0.1" if is_here else _first(given.get("SLURM_JOB_NODELIST", "")),
+        "MASTER_PORT": _port(job) if job else str(USUAL_PORT),
+    }
+
+
+def _port(job: str) -> str:
+    """The same in all processes of a job, and hardly ever that of another job on the machine."""
+    return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
+
+
+def _first(nodes: str) -> str:
+    """The first of `gpu[01-04,07],login`: gpu01, as `scontrol show hostnames` has it."""
+    found = re.match(r"([^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found[0]) if found else ""
+
+
+def _count_on(node: str, counts: str) -> str:
+    """The tasks on the node of that number, from e.g. `2(x3),1`."""
+    each = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
+        each += [count] * int(times or 1)
+    return each[int(node)] if node.isdigit() and int(node) < len(each) else ""
