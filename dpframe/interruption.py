@@ -29,6 +29,12 @@ def installed() -> "Interruption | None":
     return _installed
 
 
+def install(interruption: "Interruption") -> None:
+    """For a process that is told of signals and handles none itself."""
+    global _installed
+    _installed = interruption
+
+
 def look() -> None:
     """Ends a start-up in which a signal has come."""
     if _installed is not None and _installed.number is not None:

@@ -43,7 +43,11 @@ OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
     "torch.distributed": [
+<<<<<<< HEAD
         f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "nodes", "processes", "ranks")
+=======
+        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "processes", "ranks", "ray")
+>>>>>>> 0d26f4f (strategy=ray: Ray Train starts ddp's ranks on the nodes of a cluster; a sweep runs over one by Hydra's launcher)
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],

@@ -55,6 +55,7 @@ NAME = r"\w[\w .,+=@-]*(/\w[\w .,+=@-]*)*"
 TYPED: dict[str, Any] = {
     "resume": None,
     "resume_anyway": False,
+    "strategy.storage": None,
     "sweep.resume": None,
     "trusted_modules": [],
 }

@@ -292,9 +292,12 @@ def _by_sweeper(
     results.runs += before.runs if before else []
     done = sum(result.is_done for result in results.runs)
     with configs.explained(words):
-        words += [f"hydra.sweep.dir={quoted(str(results.directory))}"]
-        node = configs.compose(words, RunMode.MULTIRUN).hydra.sweeper
-        words += _study(node, results.directory)
+        directory, shared = results.directory, configs.compose(words, RunMode.MULTIRUN)
+        if not _is(shared, LAUNCHER):  # its processes may have another current directory
+            results.directory = directory = directory.absolute()
+        words += [f"hydra.sweep.dir={quoted(str(directory))}"]
+        node = shared.hydra.sweeper
+        words += _study(node, directory)
         if before and (trials := node.get("n_trials")) is not None:
             words += [f"hydra.sweeper.n_trials={trials - done}"]
             if trials <= done:
@@ -312,7 +315,9 @@ def _by_sweeper(
         print("sweep: the sweeper has ended it, as a run failed", file=sys.stderr)
     except HydraException as error:
         raise UserError(first_line(error)) from None
-    except ValueError:  # Optuna's, which names the best trial last
+    except ValueError as error:  # Optuna's, which names the best trial last
+        if not results.runs:  # a launcher's
+            raise UserError(f"the sweep did not start: {first_line(error)}") from None
         if any(result.status != "failed" for result in results.runs):
             raise
 

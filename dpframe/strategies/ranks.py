@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from dpframe import heartbeat, interruption, launcher
 from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, UserError
@@ -113,13 +113,21 @@ class Fault:
         return f"rank {self.rank}{self.node and f' on {self.node}'}"
 
 
+class Messages(Protocol):
+    """The rank's end of a pipe, or what stands in for one."""
+
+    def send_bytes(self, message: bytes, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+
 class Parent(Interruption):
     """In a rank: the process that started it counts its signals, watches it and pauses it."""
 
     ends_at_second = False  # the parent ends it
     exit_code: int | None = None  # of the failure that it was told
 
-    def __init__(self, messages: Connection) -> None:
+    def __init__(self, messages: Messages) -> None:
         super().__init__(is_quiet=True)
         self._messages = messages
 
@@ -155,22 +163,29 @@ def live(
     work: bytes | tuple[Callable[..., Any], tuple],
 ) -> None:
     """The first function of a rank; `work` is pickled for a process that was not forked."""
-    global _parent
     interruption.end_with_parent()
     interruption.forget()
     os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
     os.environ.update(environment)
     faulthandler.enable()
     heartbeat.connect(pulse.fileno())
-    _parent = Parent(messages)
-    _parent.open()
-    with _parent.pauses():
+    parent = Parent(messages)
+    join(parent)
+    parent.open()
+    with parent.pauses():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
-        code = _outcome(_parent, work)
+        code = outcome(parent, work)
     sys.exit(code)
 
 
-def _outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> int:
+def join(parent: Parent) -> None:
+    """This process is one of its ranks from now on."""
+    global _parent
+    _parent = parent
+
+
+def outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> int:
+    """Does the work, tells the parent how it has ended, and returns the exit code."""
     try:
         run, args = pickle.loads(work) if isinstance(work, bytes) else work
         value = run(*args)

@@ -1,0 +1,286 @@
+"""Ray on a cluster of two nodes: the numbers of one process, what Ray is told, and how jobs end."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from command import attempts, environment, write
+from forked import fresh, started
+
+from dpframe import UserError, checkpoint
+from dpframe.strategies import ray
+
+# Each process of Ray's imports much: on a busy machine the jobs take minutes.
+SECONDS = 500
+pytestmark = pytest.mark.timeout(2 * SECONDS)
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+
+node = {"num_cpus": 4, "resources": {"seat": 1}, "object_store_memory": 100 << 20}
+cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+cluster.add_node(**node)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+OWN = """
+import time
+from pathlib import Path
+
+import dpframe
+import ray
+
+
+class Placed(dpframe.Callback):
+    def on_fit_start(self, trainer):
+        node = ray.get_runtime_context().get_node_id()
+        Path(f"rank{trainer.strategy.rank}").write_text(node)
+
+
+class Failing(dpframe.Callback):
+    def on_step_end(self, trainer):
+        if trainer.strategy.rank == 1 and trainer.global_step == 3:
+            raise KeyError("broken")
+
+
+class Slow(dpframe.Callback):
+    def on_step_end(self, trainer):
+        if trainer.global_step == 3:
+            Path("slow").touch()
+            trainer.interruption_seconds = 60.0
+        deadline = time.monotonic() + getattr(trainer, "interruption_seconds", 0.0)
+        while time.monotonic() < deadline and trainer.interruption.number is None:
+            time.sleep(0.01)
+"""
+BOSTON = ["recipe=boston", "trainer.max_epochs=2", "trainer.sanity_batches=0"]
+TWO = [*BOSTON, "strategy=ray", "trainer.gpus=2"]
+FITTED = [*BOSTON, "trainer.precision=64", "hydra.run.dir=fitted"]
+FITTED += ["strategy=ray", "trainer.gpus=2", "+strategy.resources.seat=1", "strategy.storage=store"]
+FITTED += ["+callbacks.placed._target_=own.Placed"]
+FAILING = [*TWO, "+callbacks.failing._target_=own.Failing", "hydra.run.dir=failing"]
+SLOW = [
+    *BOSTON,
+    "strategy=ray",
+    "trainer.gpus=1",
+    "+callbacks.slow._target_=own.Slow",
+    "hydra.run.dir=slow_run",
+]
+VERIFIED = ["mode=verify", "recipe=boston", "strategy=ray", "trainer.gpus=2"]
+SWEPT = ["-m", "recipe=boston", "task.optimizer.lr=0.01,0.02", "hydra/launcher=ray"]
+SWEPT += ["+hydra.launcher.ray.init.object_store_memory=null", "hydra.sweep.dir=swept"]
+SWEPT += ["trainer.max_epochs=2"]
+REFUSED: list[dict[str, Any]] = [
+    {"gpus": 9},
+    {"gpus": 2, "resources": {"CPU": 5}},
+    {"accelerator": "cuda"},
+]
+
+
+@contextmanager
+def cluster() -> Iterator[str]:
+    """Two nodes with four CPUs and one seat each."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        variables = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        process = subprocess.Popen(
+            [sys.executable, "-c", CLUSTER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment(**variables),
+        )
+        assert process.stdin and process.stdout
+        try:
+            yield process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """What came of some commands, which ran beside each other on one cluster."""
+    pytest.importorskip("ray.train", reason="dpframe[ray] is not installed")
+    folder = write(tmp_path_factory.mktemp("ray"), {"own.py": OWN})
+    commands = [FITTED, FAILING, VERIFIED, SWEPT]
+    with cluster() as address, ThreadPoolExecutor(2) as pool:
+        variables = environment(RAY_ADDRESS=address)
+        waiting = [pool.submit(done, words, folder, variables) for words in commands]
+        stopped = done(SLOW, folder, variables, stops_at="slow")
+        refused = fresh(refusals, environment=variables)
+        fitted, failing, verified, swept = [each.result() for each in waiting]
+    return SimpleNamespace(
+        folder=folder,
+        fitted=fitted,
+        failing=failing,
+        verified=verified,
+        swept=swept,
+        refused=refused,
+        stopped=stopped,
+    )
+
+
+def done(
+    words: list[str], folder: Path, variables: dict[str, str], *, stops_at: str = ""
+) -> SimpleNamespace:
+    """A command that has ended, by SIGTERM once there is that file."""
+    with started(words, folder, **variables) as job:
+        if stops_at:
+            job.wait_for(stops_at)
+            os.kill(job.pid, signal.SIGTERM)
+        code = job.wait(SECONDS)
+        return SimpleNamespace(returncode=code, stdout=job.printed(), stderr=job.said())
+
+
+def refusals() -> list[str]:
+    said = []
+    for options in REFUSED:
+        with pytest.raises(UserError) as refused:
+            ray.Ray(**options).launch(print)
+        said.append(str(refused.value))
+    return said
+
+
+def weights(path: Path) -> dict[str, Any]:
+    return checkpoint.load(path)["task"]
+
+
+def test_ranks_on_two_nodes_have_the_numbers_of_one_process(jobs, tmp_path):
+    assert jobs.fitted.returncode == 0, jobs.fitted.stderr
+    nodes = [(jobs.folder / f"rank{rank}").read_text() for rank in range(2)]
+    assert len(set(nodes)) == 2
+    words = [*BOSTON, "trainer.precision=64", "strategy=cpu", "hydra.run.dir=run"]
+    assert [each.code for each in attempts([words], tmp_path)] == [0]
+    summary, expected = (
+        json.loads((path / "summary.json").read_text())
+        for path in (jobs.folder / "fitted", tmp_path / "run")
+    )
+    assert (summary["strategy"], summary["replicas"]) == ("Ray", 2)
+    assert summary["metrics"].keys() == expected["metrics"].keys()
+    for name, value in expected["metrics"].items():
+        assert summary["metrics"][name] == pytest.approx(value, rel=1e-12), name
+    here, there = (
+        weights(path / "checkpoints" / "last.ckpt")
+        for path in (jobs.folder / "fitted", tmp_path / "run")
+    )
+    assert here.keys() == there.keys()
+    for name, weight in there.items():
+        torch.testing.assert_close(here[name], weight, rtol=0, atol=1e-12)
+
+
+def test_ray_has_the_numbers_and_a_copy_of_the_newest_checkpoint(jobs):
+    from ray.train import Result
+
+    (kept,) = (jobs.folder / "store").iterdir()
+    result = Result.from_path(kept)
+    summary = json.loads((jobs.folder / "fitted" / "summary.json").read_text())
+    assert result.metrics.items() >= summary["metrics"].items()
+    assert (result.metrics["step"], result.metrics["progress/epoch"]) == (8, 2.0)
+    with result.checkpoint.as_directory() as folder:
+        (copy,) = Path(folder).iterdir()
+        own = jobs.folder / "fitted" / "checkpoints" / copy.name
+        assert copy.read_bytes() == own.read_bytes()
+    assert not list((jobs.folder / "fitted").rglob("ray_*"))
+
+
+def test_what_a_rank_prints_is_shown_as_that_of_a_process_here(jobs):
+    lines = jobs.fitted.stdout.splitlines()
+    for line in ("recipe     boston  (Boston, seed 0)", "strategy   Ray on 2 x cpu"):
+        assert lines.count(line) == 1
+    assert sum(line.startswith("epoch 2/2") for line in lines) == 1
+    assert not any("TrainingReport" in line for line in lines)
+    assert "2 workers of Ray's stand in for 2 GPUs" in jobs.fitted.stderr
+
+
+def test_a_rank_that_fails_ends_the_job_with_its_traceback(jobs):
+    assert jobs.failing.returncode == 1
+    said = jobs.failing.stderr
+    assert "rank 1 failed:\nTraceback (most recent call last):" in said
+    assert said.splitlines()[-1] == "KeyError: 'broken'"
+    summary = json.loads((jobs.folder / "failing" / "summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", "KeyError: 'broken'")
+
+
+def test_a_signal_saves_and_says_how_to_go_on(jobs):
+    assert jobs.stopped.returncode == 128 + signal.SIGTERM
+    last = jobs.stopped.stderr.splitlines()[-1]
+    found = re.fullmatch(
+        r"dpframe: interrupted by SIGTERM after step (\d+); go on with resume=slow_run", last
+    )
+    assert found, jobs.stopped.stderr
+    path = jobs.folder / "slow_run" / "checkpoints" / "last.ckpt"
+    assert checkpoint.load(path)["progress"]["global_step"] == int(found[1])
+
+
+def test_the_kit_finds_the_strategy_exact(jobs):
+    assert jobs.verified.returncode == 0, jobs.verified.stdout
+    assert jobs.verified.stdout.splitlines()[-1] == "20 of 20 checks passed"
+
+
+def test_a_sweep_runs_over_the_cluster_by_hydras_launcher(jobs):
+    pytest.importorskip("hydra_plugins.hydra_ray_launcher", reason="it is not installed")
+    assert jobs.swept.returncode == 0, jobs.swept.stderr
+    runs = json.loads((jobs.folder / "swept" / "sweep.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["finished", "finished"]
+    rates = {word for run in runs for word in run["overrides"] if "optimizer.lr" in word}
+    assert rates == {"task.optimizer.lr=0.01", "task.optimizer.lr=0.02"}
+
+
+def test_more_than_the_cluster_has_is_refused_in_one_line(jobs):
+    there = "the Ray cluster has CPU 8, GPU 0 on 2 nodes"
+    assert jobs.refused == [
+        f"trainer.gpus=9 needs 9 workers of CPU 1 each, and {there}, so room for 8; use "
+        "trainer.gpus=8, or add nodes",
+        f"trainer.gpus=2 needs 2 workers of CPU 5 each, and {there}, so room for 0; set "
+        "strategy.resources to less, or add nodes",
+        f"trainer.accelerator=cuda but {there}; use trainer.accelerator=auto, or cpu to rehearse",
+    ]
+
+
+# ---- without a cluster
+
+
+def test_cards_that_are_named_and_torchruns_ranks_are_refused(monkeypatch):
+    for gpus in ([0, 1], "GPU-8f2a"):
+        with pytest.raises(UserError, match="names cards, and under strategy=ray Ray chooses"):
+            ray.Ray(gpus)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="torchrun has started this one"):
+        ray.Ray(2).launch(print)
+
+
+def test_without_ray_there_is_one_line_that_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"strategy=ray needs Ray Train .*dpframe\[ray\]"):
+        ray.Ray(2).launch(print)
+
+
+def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
+    pytest.importorskip("ray.train", reason="dpframe[ray] is not installed")
+    for address, why in [("127.0.0.1:9", "Connection refused"), ("ray://x:1", "is Ray Client")]:
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(UserError, match=f"RAY_ADDRESS={address}.*{why}"):
+            ray.Ray(2).launch(print)
+
+
+def test_where_ray_writes_comes_from_the_command_line_alone(tmp_path):
+    write(tmp_path, {"mine/strategy/mine.yaml": "defaults: [ray]\nstorage: elsewhere\n"})
+    words = ["--config-dir", "mine", *BOSTON, "strategy=mine"]
+    (refused,) = attempts([words], tmp_path)
+    assert refused.code == 2
+    assert "a config file sets strategy.storage, which only you can" in refused.err
