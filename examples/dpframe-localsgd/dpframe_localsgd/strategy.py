@@ -3,9 +3,13 @@
 With `outer_momentum` it is DiLoCo (arXiv 2311.08105): the change of a round serves as a gradient,
 and Nesterov's method moves the common weights along it. Without, at an outer learning rate of 1, it
 is federated averaging.
+
+With `overlap_steps` nobody waits for the link: the average of a round travels while the next one is
+trained, and what that one has changed so far is kept (as in Streaming DiLoCo, arXiv 2501.18512).
 """
 
-from typing import Any
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,25 @@ from torch.optim import Optimizer
 from dpframe import UserError
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.devices import Gpus
+
+
+class Exchange(NamedTuple):
+    """An average on its way: of these tensors, and of what they were when it began."""
+
+    tensors: list[Tensor]
+    values: list[Tensor]
+    vectors: list[Tensor]  # one for each type of number: on a slow link each collective waits
+    works: list[Any]
+
+    def averages(self, ranks: int) -> list[Tensor]:
+        """Waits for it."""
+        for work in self.works:
+            work.wait()
+        parts: dict[torch.dtype, Any] = {}
+        for vector in self.vectors:
+            sizes = [v.numel() for v in self.values if v.dtype == vector.dtype]
+            parts[vector.dtype] = iter((vector / ranks).split(sizes))
+        return [next(parts[value.dtype]).view_as(value) for value in self.values]
 
 
 class LocalSGD(DDP):
@@ -29,6 +52,7 @@ class LocalSGD(DDP):
         inner_steps: int = 50,
         outer_learning_rate: float = 0.7,
         outer_momentum: float = 0.9,
+        overlap_steps: int = 0,
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
@@ -38,12 +62,26 @@ class LocalSGD(DDP):
             raise UserError(f"strategy.outer_learning_rate={outer_learning_rate}; use more than 0")
         if not 0 <= outer_momentum < 1:
             raise UserError(f"strategy.outer_momentum={outer_momentum}; use 0 or more, below 1")
+        if not 0 <= overlap_steps <= inner_steps:
+            raise UserError(
+                f"strategy.overlap_steps={overlap_steps}; use 0 or more, and at most "
+                f"strategy.inner_steps={inner_steps}"
+            )
         self.inner_steps = inner_steps
         self.outer_learning_rate = outer_learning_rate
         self.outer_momentum = outer_momentum
+        self.overlap_steps = overlap_steps
+        self.link: dist.ProcessGroup | None = None  # None: all ranks' own group
         self.rounds = 0
 
     # ---- what the Trainer calls
+
+    def setup(self) -> None:
+        super().setup()
+        # Averages have connections of their own: nothing that the ranks tell each other meanwhile
+        # stands behind them.
+        if self.overlap_steps:
+            self.link = dist.new_group(timeout=timedelta(seconds=self.timeout_seconds))
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         if training:
@@ -63,9 +101,15 @@ class LocalSGD(DDP):
         if not is_read:
             self.steps += 1
             self.ddp_bytes += sum(weight.nbytes for weight in self.weights if weight.requires_grad)
+        if self.under_way and (is_read or self.steps == self.overlap_steps):
+            self._receive(self.under_way)
         if self.steps == self.inner_steps or (is_read and self.steps):
             self.early_rounds += self.steps < self.inner_steps
-            self._end_round()
+            self.under_way = self._send()
+            self.rounds += 1
+            self.steps = 0
+            if is_read or not self.overlap_steps:
+                self._receive(self.under_way)
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         return {"velocity": self.velocity, "inner": self.gather(_on_cpu(optimizer.state_dict()))}
@@ -87,6 +131,9 @@ class LocalSGD(DDP):
                 f"{self.ddp_bytes / self.sent_bytes:.3g} times as many",
                 flush=True,
             )
+        if self.link is not None and dist.is_initialized():
+            dist.destroy_process_group(self.link)
+        self.link = None
         super().close()
 
     # ---- the outer loop
@@ -96,29 +143,35 @@ class LocalSGD(DDP):
         self.common = [weight.detach().clone() for weight in self.weights]
         self.velocity = [torch.zeros_like(weight) for weight in self.common]
         self.steps = 0  # of the round at hand
+        self.under_way: Exchange | None = None
 
-    def _end_round(self) -> None:
-        trios = zip(self.weights, self.common, self.velocity, strict=True)
-        trained = [trio for trio in trios if trio[0].requires_grad]
-        self._average([*(weight for weight, _, _ in trained), *self.buffers])
-        for weight, common, velocity in trained:
-            gradient = common - weight
+    def _send(self) -> Exchange:
+        """Begins to average the weights that are trained, and the running statistics."""
+        self.trained = [place for place, w in enumerate(self.weights) if w.requires_grad]
+        tensors = [*(self.weights[place] for place in self.trained), *self.buffers]
+        values = [tensor.detach().clone() for tensor in tensors] if self.overlap_steps else tensors
+        vectors = [
+            torch.cat([value.flatten() for value in values if value.dtype == dtype])
+            for dtype in dict.fromkeys(value.dtype for value in values)
+        ]
+        self.sent_bytes += sum(vector.nbytes for vector in vectors)
+        works = [dist.all_reduce(v, group=self.link, async_op=True) for v in vectors]
+        return Exchange(tensors, values, vectors, works)
+
+    def _receive(self, exchange: Exchange) -> None:
+        """Moves the common weights; what a rank has trained since the exchange began is added."""
+        averages = exchange.averages(self.world_size)
+        for place, average in zip(self.trained, averages, strict=False):
+            common, velocity = self.common[place], self.velocity[place]
+            gradient = common - average
             velocity.mul_(self.outer_momentum).add_(gradient)
             gradient.add_(velocity, alpha=self.outer_momentum)  # Nesterov looks one step ahead
             common.sub_(gradient, alpha=self.outer_learning_rate)
-            weight.copy_(common)
-        self.steps = 0
-        self.rounds += 1
-
-    def _average(self, tensors: list[Tensor]) -> None:
-        """One collective for each type of number: on a slow link every one of them waits."""
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
-            vector = torch.cat([tensor.flatten() for tensor in alike])
-            self.sent_bytes += vector.nbytes
-            parts = (self.reduce(vector) / self.world_size).split([t.numel() for t in alike])
-            for tensor, part in zip(alike, parts, strict=True):
-                tensor.copy_(part.view_as(tensor))
+        moved = [*(self.common[place] for place in self.trained), *averages[len(self.trained) :]]
+        for tensor, value, new in zip(exchange.tensors, exchange.values, moved, strict=True):
+            # The same bits on all ranks, where they have trained nothing since.
+            tensor.add_(new - value) if self.steps else tensor.copy_(new)
+        self.under_way = None
 
 
 def _on_cpu(state: dict[str, Any]) -> dict[str, Any]:

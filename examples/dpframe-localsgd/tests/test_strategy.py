@@ -112,13 +112,17 @@ def test_a_plain_average_after_every_update_conforms_but_for_its_gradients():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_rounds_equal_the_outer_loop_written_by_hand(ranks):
-    strategy = local(ranks, inner_steps=4, outer_learning_rate=0.7, outer_momentum=0.9)
-    metrics, weights, *_ = on_ranks(strategy, partial(Adam, lr=0.01))
-    assert apart(weights, by_hand(ranks, epochs=4, inner_steps=4)) <= 1e-12
+@pytest.mark.parametrize("overlap", [0, 1, 3, 4])
+def test_rounds_equal_the_outer_loop_written_by_hand(ranks, overlap):
+    outer = {"outer_learning_rate": 0.7, "outer_momentum": 0.9, "overlap_steps": overlap}
+    strategy = local(ranks, inner_steps=4, **outer)
+    _, weights, seen, _ = on_ranks(strategy, partial(Adam, lr=0.01))
+    assert apart(weights, by_hand(ranks, epochs=4, inner_steps=4, overlap=overlap)) <= 1e-12
+    for mine, *others in zip(*seen, strict=True):
+        assert all(torch.equal(mine[name], other[name]) for other in others for name in mine)
 
 
-def by_hand(ranks: int, *, epochs: int, inner_steps: int) -> dict[str, Tensor]:
+def by_hand(ranks: int, *, epochs: int, inner_steps: int, overlap: int) -> dict[str, Tensor]:
     """All ranks in this process; the outer step is torch's own Nesterov."""
     data = BostonData(batch_size=BATCH)
     data.setup()
@@ -132,6 +136,7 @@ def by_hand(ranks: int, *, epochs: int, inner_steps: int) -> dict[str, Tensor]:
     outer = SGD(common.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     for epoch in range(epochs):
         batches = permutation(len(x), seed=0, epoch=epoch).split(BATCH)
+        sent: list[Any] = []  # the weights of each rank as they were
         for step, batch in enumerate(batches, start=1):
             for replica, optimizer, rows in zip(replicas, inner, split(batch, ranks), strict=True):
                 # A share weighs by its rows: what all ranks lose together is the batch's mean.
@@ -139,24 +144,33 @@ def by_hand(ranks: int, *, epochs: int, inner_steps: int) -> dict[str, Tensor]:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-            if step % inner_steps == 0 or step == len(batches):  # each epoch ends in a validation
-                outer_step(common, replicas, outer)
+            is_last = step == len(batches)  # each epoch ends in a validation
+            if sent and (step % inner_steps == overlap % inner_steps or is_last):
+                outer_step(common, replicas, sent.pop(), outer)
+            if step % inner_steps == 0 or is_last:
+                sent.append([copied(replica) for replica in replicas])
+            if sent and (is_last or not overlap):
+                outer_step(common, replicas, sent.pop(), outer)
     return copied(common)
 
 
-def outer_step(common: Task, replicas: list[Task], outer: SGD) -> None:
-    with torch.no_grad():
-        for weight, *theirs in zip(*(m.parameters() for m in (common, *replicas)), strict=True):
-            weight.grad = weight - torch.stack(theirs).mean(dim=0)
+def outer_step(common: Task, replicas: list[Task], sent: list[Any], outer: SGD) -> None:
+    """What was sent is averaged; what was trained since is kept."""
+    for name, weight in common.named_parameters():
+        weight.grad = weight.detach() - torch.stack([each[name] for each in sent]).mean(dim=0)
     outer.step()
-    for replica in replicas:
-        replica.load_state_dict(common.state_dict())
+    with torch.no_grad():
+        for replica, before in zip(replicas, sent, strict=True):
+            for name, weight in replica.named_parameters():
+                weight.add_(common.get_parameter(name) - before[name])
 
 
-def test_every_look_sees_the_same_weights_on_all_ranks():
+@pytest.mark.parametrize("overlap", [0, 2, 5])
+def test_every_look_sees_the_same_weights_on_all_ranks(overlap):
     normalized = partial(network, nn.BatchNorm1d(16))
     steps = {"validate_every_steps": 4, "max_steps": 23, "max_epochs": None, "net": normalized}
-    _, _, seen, _ = on_ranks(local(2, inner_steps=5), partial(Adam, lr=0.01), **steps)
+    strategy = local(2, inner_steps=5, overlap_steps=overlap)
+    _, _, seen, _ = on_ranks(strategy, partial(Adam, lr=0.01), **steps)
     assert [len(one) for one in seen] == [9, 9]  # after 4 8 9 12 16 18 20 23 updates, and fit
     for moment in zip(*seen, strict=True):
         assert all(torch.equal(moment[0][n], other[n]) for other in moment for n in moment[0])
@@ -197,8 +211,10 @@ def test_frozen_weights_stay_and_do_not_travel():
     assert sent[2] == 4 * 8 * 17
 
 
-def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path):
-    strategy = local(2, inner_steps=4, outer_learning_rate=0.7, outer_momentum=0.9)
+@pytest.mark.parametrize("overlap", [0, 3])
+def test_a_resumed_run_ends_as_if_it_had_never_stopped(tmp_path, overlap):
+    outer = {"outer_learning_rate": 0.7, "outer_momentum": 0.9, "overlap_steps": overlap}
+    strategy = local(2, inner_steps=4, **outer)
     whole, resumed = strategy.launch(twice, strategy, tmp_path / "half.ckpt")
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
@@ -266,6 +282,7 @@ def steps_after(strategy: LocalSGD, file: Path) -> int:
         ({"inner_steps": 0}, "inner_steps=0; use 1 or more"),
         ({"outer_learning_rate": 0.0}, "outer_learning_rate=0.0; use more than 0"),
         ({"outer_momentum": 1.0}, "outer_momentum=1.0; use 0 or more, below 1"),
+        ({"inner_steps": 4, "overlap_steps": 5}, "overlap_steps=5; use 0 or more, and at most"),
     ],
 )
 def test_a_setting_out_of_range_is_refused(given, said):
