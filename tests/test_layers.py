@@ -43,16 +43,13 @@ OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
     "torch.distributed": [
-<<<<<<< HEAD
-        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "nodes", "processes", "ranks")
-=======
-        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "processes", "ranks", "ray")
->>>>>>> 0d26f4f (strategy=ray: Ray Train starts ddp's ranks on the nodes of a cluster; a sweep runs over one by Hydra's launcher)
+        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "nodes", "processes", "ranks", "ray")
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],
     "wandb": ["loggers.wandb"],
     "mlflow": ["loggers.mlflow"],
+    "ray": ["strategies.ray"],
     "rich": ["callbacks.screen"],
 }
 FILES = sorted(

@@ -228,7 +228,7 @@ def test_a_signal_saves_and_says_how_to_go_on(jobs):
 
 def test_the_kit_finds_the_strategy_exact(jobs):
     assert jobs.verified.returncode == 0, jobs.verified.stdout
-    assert jobs.verified.stdout.splitlines()[-1] == "20 of 20 checks passed"
+    assert re.fullmatch(r"(\d+) of \1 checks passed", jobs.verified.stdout.splitlines()[-1])
 
 
 def test_a_sweep_runs_over_the_cluster_by_hydras_launcher(jobs):
