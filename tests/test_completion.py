@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from command import ROOT, environment, write
 
+from dpframe.cli.settings import MODES
+
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
 RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml"))
 TYPED = {
@@ -21,6 +23,14 @@ TYPED = {
     "recipe=bosten trainer.max_": "",
     "recipe=boston 'x y": "",
     "--hlp": "",
+}
+HERE = ("best", "dpframe", "last", "mine/", "python")  # two words, and what is in the folder
+CHOSEN = {
+    "recipe=boston mode=": " ".join(sorted(f"mode={mode}" for mode in MODES)),
+    "mode=te": "mode=test",
+    "mode=test checkpoint=": " ".join(f"checkpoint={word}" for word in HERE),
+    "mode=test checkpoint=mine/r": "checkpoint=mine/recipe/",
+    "trainer.deterministic=": "trainer.deterministic=false trainer.deterministic=true",
 }
 # What each shell runs when a key is pressed, with the line up to the cursor in $1 or $argv.
 SHELLS = {
@@ -79,6 +89,7 @@ def quoted(line: str) -> str:
 def test_a_shell_completes(shell, command, tmp_path):
     write(tmp_path / "mine", {"recipe/ours.yaml": BOSTON})
     typed = TYPED if command.endswith(" dpframe") else dict(list(TYPED.items())[1:7:2])
+    typed = typed | CHOSEN
     assert completed(shell, command, list(typed), tmp_path) == list(typed.values())
 
 

@@ -9,14 +9,27 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import fields
 from typing import Any
 
 from hydra.core.plugins import Plugins
 from hydra.plugins.completion_plugin import CompletionPlugin
 
 from dpframe.cli.configs import CONFIG_NAME, Configs
+from dpframe.cli.settings import MODES
 from dpframe.errors import UserError, suggestion
+from dpframe.trainer.settings import CHOICES as SETTINGS
+from dpframe.trainer.settings import TrainerSettings
 
+CHOICES = {
+    "mode": MODES,
+    "optimized_mode": ("min", "max"),
+    "checkpoint": ("best", "last"),
+    "resume": ("last",),
+    **{f"trainer.{key}": values for key, values in SETTINGS.items()},
+    **{f"trainer.{f.name}": ("true", "false") for f in fields(TrainerSettings) if f.type is bool},
+}
+FILES = ("checkpoint", "resume", "sweep.resume")
 WORD = re.compile(r"[\w./:=+~@,%^-]+")
 
 # Python's -P: completion does not import what is in the current directory.
@@ -81,9 +94,28 @@ def _query() -> str:
         words = (line.replace(option[0], "", 1) if option else line).split(" ")
         if not any(re.match(r"~?recipe\b", word) for word in words[1:-1]):
             words.insert(1, "~recipe")  # else nothing composes before a recipe is chosen
+        if choices := _choices(words[-1]):
+            return "".join(f"{word}\n" for word in choices if WORD.fullmatch(word))
         os.environ["COMP_LINE"] = " ".join(words)
         configs = Configs(config_dir)
         kinds: Any = Plugins.instance().discover(CompletionPlugin)
         fish = next(kind for kind in kinds if kind.provides() == "fish")
         fish(configs).query(CONFIG_NAME)  # a word a line
     return "".join(f"{word}\n" for word in output.getvalue().splitlines() if WORD.fullmatch(word))
+
+
+def _choices(typed: str) -> list[str]:
+    """The values of a key that has only some, and the files where it names one."""
+    key, equals, begun = typed.partition("=")
+    values = list(CHOICES.get(key, ())) if equals else []
+    values += _files(begun) if key in FILES and equals else []
+    return sorted(f"{key}={value}" for value in values if value.startswith(begun))
+
+
+def _files(begun: str) -> list[str]:
+    """What is in the folder that the word has come to; hidden files only if they are meant."""
+    folder, name = os.path.split(begun)
+    with suppress(OSError), os.scandir(os.path.expanduser(folder) or ".") as entries:
+        shown = (entry for entry in entries if name.startswith(".") or entry.name[0] != ".")
+        return [os.path.join(folder, entry.name) + "/" * entry.is_dir() for entry in shown]
+    return []

@@ -33,6 +33,7 @@ keys people set most
 
 EXAMPLES = """\
 examples
+  dpframe new mine                                                 (a small project to begin with)
   dpframe recipe=boston
   dpframe recipe=boston strategy=ddp trainer.gpus=4
   dpframe recipe=shapes strategy=data_parallel trainer.gpus=3
@@ -47,7 +48,7 @@ examples
   dpframe recipe=lenet mode=compare                  (which strategy is fastest?)
 
 options
-  -h, --help              this page
+  -h, --help [TOPIC]      this page; the settings of trainer, strategy=ddp, boston, plan …
   -m, --multirun          one run for each combination of the values given, e.g. lr=1,2
   -c, --cfg job           print the config that would run (--resolve: with ${…} filled in)
   --config-dir DIR        a folder of your own recipe/, strategy/ … files
@@ -60,7 +61,11 @@ options
 def shown_for(arguments: argparse.Namespace, options: str) -> str:
     """What `--help`, `--cfg`, `--info` or `--hydra-help` prints; `options` are the command's."""
     configs, overrides = Configs(arguments.config_dir), arguments.overrides
-    if arguments.help:
+    if arguments.help and overrides:
+        from dpframe.cli.topics import settings_of
+
+        text = "\n\n".join(settings_of(topic, configs) for topic in overrides)
+    elif arguments.help:
         text = _help(configs)
     elif arguments.cfg:
         text = _config(configs, overrides, arguments)

@@ -40,7 +40,12 @@ def parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
     add = parser.add_argument
     add("overrides", nargs="*", help="key=value, e.g. trainer.max_epochs=3")
-    add("--help", "-h", action="store_true", help="dpframe's help")
+    add(
+        "--help",
+        "-h",
+        action="store_true",
+        help="dpframe's help; of the words given, their settings",
+    )
     add("--hydra-help", action="store_true", help="this page")
     add("--version", action="store_true", help="dpframe's version")
     add("--run", "-r", action="store_true", help="one run, the default")
@@ -99,6 +104,10 @@ def _command(given: Sequence[str]) -> int:
         raise UserError("--package and --resolve go with --cfg")
     if arguments.version:
         print(f"dpframe {__version__}")
+    elif arguments.overrides[:1] == ["new"] and not arguments.help:
+        from dpframe.cli.new import new
+
+        print(new(arguments.overrides[1:]))
     elif arguments.shell_completion:
         from dpframe.cli.completion import complete
 

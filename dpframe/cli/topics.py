@@ -1,0 +1,127 @@
+"""`--help TOPIC`: the settings of a group, of an option or below a key, with their comments."""
+
+import re
+from collections.abc import Iterable, Iterator
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import yaml
+
+from dpframe.cli import plugins
+from dpframe.cli.configs import Configs
+from dpframe.cli.hints import parameters_of_node
+from dpframe.cli.locate import see_own_folders
+from dpframe.cli.resume import key_of
+from dpframe.errors import UserError, suggestion
+
+WIDEST = 44  # columns of a setting, for the comments to begin in one
+UNTOLD = ("defaults", "_partial_")
+OF_KEYS = ("trainer", "callbacks", "logger", "strategy")  # groups in which a key is looked up
+
+
+class Setting(NamedTuple):
+    key: str
+    text: str  # as it is typed; a part of the config has only its name
+    comment: str
+
+
+def settings_of(topic: str, configs: Configs) -> str:
+    """Of `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus`, `plan` or `seed`."""
+    groups = configs.groups()
+    group, _, option = topic.partition("=")
+    if group in groups and option:
+        if option not in configs.options(group):
+            near = suggestion(option, configs.options(group))
+            raise UserError(f"--help {topic}: there is no such {group}; {near}")
+        return _option(group, option, configs)
+    if group in groups:
+        return "\n\n".join(_option(group, each, configs) for each in configs.options(group))
+    of = {option: group for group in reversed(groups) for option in configs.options(group)}
+    if topic in of:
+        return _option(of[topic], topic, configs)
+    key, settings = key_of(topic), _all(configs)
+    below = [each for name, each in settings.items() if f"{name}.".startswith(f"{key}.")]
+    if not below:
+        near = suggestion(key, {*groups, *of, *settings})
+        there = near if near.startswith("did") else f"there is: {', '.join(groups)}"
+        raise UserError(f"--help {topic}: there is no such group, option or key; {there}")
+    return _lines(below)
+
+
+def _option(group: str, option: str, configs: Configs) -> str:
+    """Its first comment, its settings, and what its classes take besides."""
+    text, prefix = _text(group, option, configs)
+    comments = (line[1:].strip() for line in text.splitlines() if line.startswith("#"))
+    first = next((line for line in comments if not line.startswith("@package")), "")
+    lines = [f"{group}={option}  {first}".rstrip(), _lines(_settings(text, prefix))]
+    for where, node in _parts(yaml.safe_load(text) or {}, prefix):
+        see_own_folders(str(node["_target_"]).split(".")[0], configs.folder)
+        more = [name for name in parameters_of_node(node)[0] if name not in node]
+        lines += [f"  {where} also takes {', '.join(more)}"] if more else []
+    return "\n".join(filter(None, lines))
+
+
+def _all(configs: Configs) -> dict[str, Setting]:
+    text = files("dpframe.conf").joinpath("config.yaml").read_text(encoding="utf-8")
+    settings = list(_settings(text, ""))
+    for group in OF_KEYS:
+        for option in configs.options(group):
+            settings += _settings(*_text(group, option, configs))
+    found: dict[str, Setting] = {}
+    for setting in settings:
+        found.setdefault(setting.key, setting)
+    return found
+
+
+def _text(group: str, option: str, configs: Configs) -> tuple[str, str]:
+    """Of its file; and what is before its keys in the config."""
+    path = plugins.files_of(group, option, configs.folder)[0][1]
+    text = path.read_text(encoding="utf-8", errors="replace")
+    is_global = re.search(r"^# *@package +_global_ *$", text, re.MULTILINE)
+    return text, "" if is_global else f"{group.replace('/', '.')}."
+
+
+def _settings(text: str, prefix: str) -> Iterator[Setting]:
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"broken YAML: {str(error).splitlines()[0]}") from None
+    if isinstance(root, yaml.MappingNode):
+        yield from _below(root, prefix, text)
+
+
+def _below(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[Setting]:
+    for name, value in node.value:
+        if name.value in UNTOLD:
+            continue
+        key = f"{prefix}{name.value}"
+        if isinstance(value, yaml.MappingNode) and not value.flow_style and value.value:
+            if comment := _comment(text, name.end_mark):
+                yield Setting(key, key, comment)
+            yield from _below(value, f"{key}.", text)
+            continue
+        source = text[value.start_mark.index : value.end_mark.index].strip()
+        is_long = "\n" in source
+        comment = _comment(text, name.end_mark if is_long else value.end_mark)
+        yield Setting(key, f"{key}={'[…]' if is_long else source or 'null'}", comment)
+
+
+def _comment(text: str, mark: Any) -> str:
+    """At the end of the line in which something ends."""
+    found = re.search(r"(?:^|\s)#\s*(.*)", text[mark.index :].partition("\n")[0])
+    return found[1].strip() if found else ""
+
+
+def _parts(node: Any, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    if not isinstance(node, dict):
+        return
+    if isinstance(node.get("_target_"), str):
+        yield prefix.rstrip("."), node
+    for name, value in node.items():
+        yield from _parts(value, f"{prefix}{name}.")
+
+
+def _lines(settings: Iterable[Setting]) -> str:
+    settings = list(settings)
+    width = max((len(each.text) for each in settings if len(each.text) <= WIDEST), default=0)
+    return "\n".join(f"  {each.text:<{width}}  {each.comment}".rstrip() for each in settings)

@@ -1,0 +1,53 @@
+"""`dpframe new` writes a project that works as it stands: its own test says so."""
+
+import subprocess
+import sys
+
+import pytest
+from command import ROOT, attempts, cold_attempts, cold_dpframe, environment
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("new")
+    (done,), heavy = cold_attempts([["new", "waves"]], folder)
+    assert (done.code, done.err, heavy) == (0, "", [])
+    assert done.out.splitlines()[1:3] == ["  cd waves", "  pip install -e '.[dev]'"]
+    return folder / "waves"
+
+
+def test_a_new_projects_own_test_passes(project):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=project, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4 passed" in done.stdout
+
+
+def test_help_has_an_installed_projects_options(project, tmp_path):
+    pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(tmp_path)]
+    subprocess.run([sys.executable, "-m", *pip, str(project)], check=True)
+    shown = cold_dpframe("--help", cwd=tmp_path.parent, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
+    for option in ("recipe=waves", "callbacks=waves_norm", "strategy=waves_laptop"):
+        assert option in " ".join(shown.split())
+    assert shown.count("(waves 0.1.0)") == 4
+
+
+def test_what_can_not_be_a_project_is_refused_in_one_line(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes").touch()
+    mistakes = {
+        "there": "there is there already; name another",
+        "my-project": "a project is a Python package; name it by letters, digits and _",
+        "class": "a project is a Python package",
+        "json": "there is another module json; use another name",
+        "one two": "name one project, e.g. dpframe new mine",
+        "": "name one project, e.g. dpframe new mine",
+        "there/notes/mine": "there/notes/mine can't be written: Not a directory; name another",
+    }
+    for done, says in zip(
+        attempts([["new", *words.split()] for words in mistakes], tmp_path),
+        mistakes.values(),
+        strict=True,
+    ):
+        assert done.code == 2 and says in done.err and done.err.count("\n") == 1, (says, done)
+        assert done.files == ["there"]

@@ -1,0 +1,77 @@
+"""`--help TOPIC` prints settings with their comments, and imports nothing heavy."""
+
+import re
+
+import pytest
+from command import attempts, cold_attempts, write
+
+OURS = """
+# @package _global_
+# A recipe of one's own.
+defaults: [boston, _self_]
+task:
+  optimizer: {lr: 0.5}
+vars:
+  layers:  # from the first one
+    - 1
+    - 2
+"""
+SHOWN = {
+    "trainer": [
+        r"trainer=default  How long, how exactly",
+        r"^  trainer\.max_epochs=10 +whichever of these three comes first; null: no limit$",
+        r"^  trainer\.compile\.mode=null +torch\.compile: default, reduce-overhead",
+    ],
+    "strategy": [r"^strategy=cpu  One process", r"^  strategy\.timeout_seconds=1800 +how long a"],
+    "callbacks": [r"^  callbacks\.early_stopping\.patience=10 +validations, or epochs"],
+    "callbacks=ema": [r"^  callbacks\.ema\.decay=0\.999 +what stays of the average"],
+    "boston": [
+        r"^recipe=boston  House prices",
+        r"^  task\.optimizer\.lr=0\.01$",
+        r"^  task\.optimizer also takes .*weight_decay",
+        r"^  data\.split_seed=0 +which 102 rows",
+    ],
+    "recipe=ours": [r"one's own", r"lr: 0\.5", r"^  vars\.layers=\[…\] +from the first one$"],
+    "trainer.max_epochs=3": [r"^  trainer\.max_epochs=10 +whichever"],
+    "strategy.timeout_seconds": [r"^  strategy\.timeout_seconds=1800"],
+    "plan": [r"^  plan +what mode=plan assumes", r"^  plan\.steps=10 +measured"],
+    "seed": [r"^  seed=0 +of weights, shuffling"],
+}
+REFUSED = {
+    "trainr": "did you mean trainer?",
+    "strategy=dpd": "did you mean ddp?",
+    "trainer.max_epoch": "did you mean trainer.max_epochs?",
+    "xyz": "there is: recipe, strategy, trainer",
+}
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    folder = write(tmp_path_factory.mktemp("help"), {"mine/recipe/ours.yaml": OURS})
+    lines = [["--config-dir=mine", "--help", topic] for topic in (*SHOWN, *REFUSED)]
+    done, heavy = cold_attempts(lines, folder)
+    assert heavy == []
+    return dict(zip((*SHOWN, *REFUSED), done, strict=True))
+
+
+@pytest.mark.parametrize("topic", SHOWN)
+def test_help_on_a_topic_has_its_settings_with_their_comments(shown, topic):
+    assert shown[topic].code == 0, shown[topic].err
+    for pattern in SHOWN[topic]:
+        assert re.search(pattern, shown[topic].out, re.MULTILINE), shown[topic].out
+
+
+def test_a_topic_that_is_not_there_is_told_with_the_nearest(shown):
+    for topic, says in REFUSED.items():
+        assert shown[topic].code == 2 and says in shown[topic].err, shown[topic]
+
+
+def test_help_shows_every_setting_of_every_option(tmp_path):
+    """And no value twice: what is shown is what the file says."""
+    (done,) = attempts([["--help", "trainer"]], tmp_path)
+    keys = re.findall(r"^  (trainer\.[\w.]+)=", done.out, re.MULTILINE)
+    from dpframe.trainer.settings import TrainerSettings
+
+    assert len(keys) == len(set(keys))
+    tops = {key.split(".")[1] for key in keys}
+    assert set(TrainerSettings.__dataclass_fields__) <= tops | {"compile"}
