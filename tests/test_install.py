@@ -56,7 +56,10 @@ def test_the_wheel_carries_every_module_config_and_table_and_nothing_else(wheel)
     wanted |= {"dpframe/recipes/data/digits.csv.gz"}
     assert wanted - inside == set()
     assert {name.split("/")[0] for name in inside} == {"dpframe"}
-    assert not [name for name in inside if "__pycache__" in name or "/tests/" in name]
+    wanted_texts = {f"dpframe/{path}" for path in files("dpframe", "*.txt")}
+    assert wanted_texts <= inside, "what dpframe new writes"
+    others = inside - wanted_texts
+    assert not [name for name in others if "__pycache__" in name or "/tests/" in name]
 
 
 def files(folder, pattern):
