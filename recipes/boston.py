@@ -64,7 +64,10 @@ class BostonData(dpframe.DataModule):
         table = read_table(Path(self.file).expanduser() if self.file else PACKAGED_FILE)
         order = torch.randperm(len(table), generator=torch.Generator().manual_seed(self.split_seed))
         train, held_out = table[order].tensor_split([len(table) * 4 // 5])
-        mean, scale = feature_statistics(train) if self.normalize else (0.0, 1.0)
+        mean, scale = torch.zeros(1), torch.ones(1)
+        if self.normalize:
+            mean, scale = feature_statistics(train)
+        self.mean, self.scale = mean, scale
         self.train_rows = _dataset(train, mean, scale)
         self.held_out_rows = _dataset(held_out, mean, scale)
 
@@ -79,6 +82,14 @@ class BostonData(dpframe.DataModule):
     def test_dataset(self) -> TensorDataset:
         return self.held_out_rows
 
+    def input_row(self, row: dict[str, float | str]) -> tuple[Tensor]:
+        """Features by their names, in any order and beside others; normalised as in training."""
+        missing = [name for name in COLUMNS[:-1] if not isinstance(row.get(name), float)]
+        if missing:
+            raise dpframe.UserError(f"there is no number in the columns {', '.join(missing)}")
+        features = torch.tensor([row[name] for name in COLUMNS[:-1]], dtype=torch.float64)
+        return (((features - self.mean) / self.scale).float(),)
+
 
 def feature_statistics(table: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each feature; a constant one is left unscaled."""
@@ -89,7 +100,7 @@ def feature_statistics(table: Tensor) -> tuple[Tensor, Tensor]:
     return features.mean(dim=0), scale
 
 
-def _dataset(table: Tensor, mean: Tensor | float, scale: Tensor | float) -> TensorDataset:
+def _dataset(table: Tensor, mean: Tensor, scale: Tensor) -> TensorDataset:
     features, target = table[:, :-1], table[:, -1:]  # [N, 1], as the network's output is
     return TensorDataset(((features - mean) / scale).float(), target.float())
 

@@ -95,6 +95,12 @@ class LeNetData(dpframe.DataModule):
     def test_dataset(self) -> TensorDataset:
         return self.test_rows
 
+    def input_row(self, image: Tensor) -> tuple[Tensor]:
+        """Light strokes on a dark ground, as the images of both sets are; in grey and resized."""
+        grey = image.mean(dim=0)[None, None]
+        size = (SIDE, SIDE)
+        return (functional.interpolate(grey, size=size, mode="bilinear", antialias=True)[0],)
+
 
 class ReportSpeed(dpframe.Callback):
     """Says at the end how good, how fast and on what; an epoch's time includes its validation."""

@@ -43,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     for page in PAGES:
         write(folder, files_of(page))
-    for recipe, name in product(("boston", "gpt"), ("best", "last")):
+    for recipe, name in product(("boston", "gpt", "lenet"), ("best", "last")):
         checkpoint.save({"task": {}}, folder / f"outputs/{recipe}/1/checkpoints/{name}.ckpt")
         write(folder, {f"outputs/{recipe}/1/.hydra/overrides.yaml": f"- recipe={recipe}\n"})
     return folder

@@ -30,7 +30,7 @@ GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
 """An argument of every optimizer, which the Task takes out and makes parameter groups of."""
 OF_DATA = {
     name: inspect.signature(DataModule).parameters[name]
-    for name in ("drop_last", "eval_batch_size")
+    for name in ("drop_last", "eval_batch_size", "input")
 }
 """Of every DataModule, whatever its constructor takes."""
 MADE_LATER = {  # by the Task, and an example of each

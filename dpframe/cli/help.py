@@ -40,6 +40,7 @@ examples
   dpframe -m recipe=boston strategy=cpu,ddp task.optimizer.lr=0.01,0.001
   dpframe -m recipe=boston seed=0,1,2 sweep.jobs=2                 (two at a time)
   dpframe recipe=boston mode=test checkpoint=best                  (of the newest run, or a FILE)
+  dpframe recipe=boston mode=predict checkpoint=best data.input=FILE    (a CSV table, or images)
   dpframe recipe=boston mode=export checkpoint=best                (for torch alone)
   dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
   dpframe recipe=boston mode=plan plan.bandwidth=1.25e9            (what would 4096 replicas bring?)

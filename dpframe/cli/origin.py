@@ -20,6 +20,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.batch_size",
     "data.drop_last",
     "data.eval_batch_size",
+    "data.input",
     "data.shuffle",
     "data.workers",
     "data.workers > 0",

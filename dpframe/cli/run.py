@@ -5,6 +5,7 @@ import logging
 import os
 import shlex
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -329,11 +330,16 @@ def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
             log.warning("trainer.%s=%s: no more batches are read", key, limit)
             break
     if settings.mode == "predict":
+        began = time.perf_counter()
         predictions = trainer.predict(spool=path)
+        seconds = time.perf_counter() - began
         several = predictions if isinstance(predictions, dict) else {"": predictions}
-        for each in several.values():
-            if each is not None:
-                print(f"predictions  {each.save(Path(path))}")
+        there = [each for each in several.values() if each is not None]
+        for each in there:
+            print(f"predictions  {each.save(Path(path))}")
+        rows = sum(each.rows for each in there)
+        if there:
+            print(f"{rows:,} rows in {seconds:.2f} s, {rows / seconds:,.0f} samples/s")
         return
     getattr(trainer, settings.mode)()
 

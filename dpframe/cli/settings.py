@@ -119,7 +119,7 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
         if not isinstance(node, Mapping) or not node.get("_target_"):
             raise UserError(f"{name} has no _target_; a recipe names the class of its {name}")
     groups = {name: _mapping(name, config.get(name)) for name in (*TYPED, *OPEN)}
-    _check_data(config["data"])
+    _check_data(config["data"], config.get("mode", "fit"))
     untyped = {name: groups.get(name, config.get(name)) for name in (*PARTS, *OPEN)}
     typed = {k: groups.get(k, v) for k, v in config.items() if k not in untyped}
     try:
@@ -195,8 +195,12 @@ def _mapping(name: str, value: Any) -> dict[str, Any]:
 OR = {"workers": " or auto", "eval_batch_size": " or null"}
 
 
-def _check_data(data: Mapping[str, Any]) -> None:
+def _check_data(data: Mapping[str, Any], mode: Any) -> None:
     """The keys that every DataModule has, before torch is imported to find the class."""
+    if (name := data.get("input")) is not None and mode not in ("predict", "export"):
+        raise UserError(
+            f"data.input={name} is what to predict on, but mode={mode}; use mode=predict"
+        )
     if type(is_dropped := data.get("drop_last", False)) is not bool:
         raise unfit("data.drop_last", is_dropped, bool)
     for key, least in (("batch_size", 1), ("eval_batch_size", 1), ("workers", 0)):

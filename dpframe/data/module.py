@@ -18,6 +18,7 @@ from torch.utils.data import (
     default_collate,
 )
 
+from dpframe.data.input import numbers_of
 from dpframe.errors import UserError
 
 SHOWN = 10  # row numbers in an error
@@ -33,10 +34,12 @@ class DataModule:
     `divide_streams` has each rank and worker read shards of its own, so the batches depend on them.
     `drop_last` leaves out the last batch of an epoch of training where it has fewer rows.
     Validation, test and prediction have `eval_batch_size`, or `batch_size` where that is None.
+    `input` names a file or a folder to predict on, in place of `predict_dataset`.
     """
 
     drop_last = False  # where a class of its own does not call __init__
     eval_batch_size: int | None = None
+    input: str | None = None
 
     def __init__(
         self,
@@ -46,6 +49,7 @@ class DataModule:
         divide_streams: bool = False,
         drop_last: bool = False,
         eval_batch_size: int | None = None,
+        input: str | None = None,
     ) -> None:
         self.batch_size = batch_size
         self.workers = workers
@@ -53,6 +57,7 @@ class DataModule:
         self.divide_streams = divide_streams
         self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size
+        self.input = input
 
     def setup(self) -> None:
         """Reads what the data sets need; runs once in every process, before they are asked for."""
@@ -70,6 +75,11 @@ class DataModule:
 
     def predict_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
         return self.test_dataset()
+
+    def input_row(self, row: Any) -> Any:
+        """What `predict_dataset` would give, of a row of `input`: of a table a dict of numbers and
+        texts by column, of images a tensor [channels, height, width] from 0 to 1."""
+        return numbers_of(row)
 
     def train_sampler(self, dataset: Dataset) -> Iterable | None:
         """A Sampler or batch sampler of your own: its order is kept and split over the replicas."""

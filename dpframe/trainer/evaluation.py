@@ -96,10 +96,11 @@ class Evaluation:
         name = f"{type(self.task).__name__}.{STEPS[self.kind]}"
         here = (
             [by_rows(output, rows, f"{name} returned") for rows, output in part]
-            for _, part in self._batches()
+            for _, part in self._counted()
         )
         batches: Any = [] if spool is None else Spool(spool)
         count = 1
+        self.rows = 0
         while some := list(islice(here, count)):
             batches.extend(collected(self.strategy.gather(some)))
             [held] = self.strategy.tally([float(size_of(some))])
@@ -108,7 +109,12 @@ class Evaluation:
             return None
         if not batches:
             raise UserError("predict: the data set gave no rows")
-        return Predictions(batches, self.name)
+        return Predictions(batches, self.name, rows=self.rows)
+
+    def _counted(self) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
+        for rows, part in self._batches():
+            self.rows += rows
+            yield rows, part
 
     def _batches(
         self, after_batch: AfterBatch | None = None, at_most: int | None = None
@@ -194,9 +200,10 @@ class Predictions:
     """`batches` holds, for each global batch, what each replica returned, in replica order: every
     tensor has a first dimension of rows, every list an entry a row."""
 
-    def __init__(self, batches: Sequence[list[Any]], name: str = "") -> None:
+    def __init__(self, batches: Sequence[list[Any]], name: str = "", *, rows: int = 0) -> None:
         self.batches = batches
         self.name = name  # of the data set, where there are several
+        self.rows = rows
 
     def joined(self) -> Any:
         """One value over all rows: a tensor, or a tuple or dict of them; a list with an entry a

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset
 
 from dpframe.accelerator import has_streams
 from dpframe.data import DataModule, Loader, Rows, sets_of
+from dpframe.data.input import dataset_of
 from dpframe.data.prefetch import keep_on
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
@@ -137,6 +138,8 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
 def _returned(kind: str, data: DataModule) -> Any:
     """What the DataModule's method for it returns. Nothing, under a name of Lightning's that is not
     called, is refused: such a run would have no validation."""
+    if kind == "predict" and isinstance(data.input, str):
+        return dataset_of(data.input, data.input_row)
     ours = METHODS[kind]
     theirs = ours.replace("set", "loader")
     returned = getattr(data, ours)()

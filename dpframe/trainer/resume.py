@@ -68,7 +68,7 @@ def fingerprint(
 ) -> Fingerprint:
     source = feed.source
     facts = of_config(run.config, run.public)
-    for key in ("data.workers", "data.eval_batch_size", "data.drop_last"):
+    for key in ("data.workers", "data.eval_batch_size", "data.drop_last", "data.input"):
         facts.pop(key, None)  # only whether there are any workers decides
     if feed.source.drop_last:
         facts["data.drop_last"] = True

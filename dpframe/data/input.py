@@ -1,0 +1,121 @@
+"""Rows to predict on, from what the user names: a CSV table, an image, or a folder of images."""
+
+import csv
+import gzip
+import importlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from dpframe.errors import UserError
+
+TABLES = (".csv", ".csv.gz")
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+GREY = ("1", "L", "I", "I;16", "F")  # modes of Pillow's
+
+MakeRow = Callable[[Any], Any]
+
+
+def dataset_of(name: str, make_row: MakeRow) -> Dataset:
+    """`make_row` makes what the data set gives, of a table's row by its columns, or of an image."""
+    path = Path(name).expanduser()
+    if not path.exists():
+        raise UserError(f"data.input={name}: there is no such file; name a CSV file or images")
+    if path.is_dir():
+        paths = sorted(each for each in path.iterdir() if each.suffix.lower() in IMAGES)
+        if not paths:
+            raise UserError(f"data.input={name} has no images ({', '.join(IMAGES)}) in it")
+        return Images(paths, make_row)
+    if path.name.lower().endswith(TABLES):
+        return Table(path, make_row)
+    if path.suffix.lower() in IMAGES:
+        return Images([path], make_row)
+    known = ", ".join((*TABLES, *IMAGES))
+    raise UserError(f"data.input={name} is neither a table nor an image; use one of {known}")
+
+
+class Table(IterableDataset):
+    """The rows of a CSV file below its header, read one by one; numbers are numbers."""
+
+    def __init__(self, path: Path, make_row: MakeRow) -> None:
+        self.path = path
+        self.make_row = make_row
+
+    def __iter__(self) -> Iterator[Any]:
+        opened: Any = gzip.open if self.path.suffix == ".gz" else open
+        line = 1
+        try:
+            with opened(self.path, "rt", encoding="utf-8-sig", newline="") as text:
+                lines = csv.reader(text)
+                header = next(lines, [])
+                for fields in lines:
+                    line = lines.line_num
+                    if fields:  # a blank line is no row
+                        yield self.make_row(_by_column(header, fields))
+        except UserError as error:
+            raise UserError(f"{self.path} line {line}: {error}") from None
+        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+            raise UserError(f"{self.path} line {line} can't be read: {error}") from None
+
+
+class Images(Dataset):
+    """Each as a tensor [channels, height, width] of floats from 0 to 1; grey: one channel."""
+
+    def __init__(self, paths: list[Path], make_row: MakeRow) -> None:
+        self.paths = paths
+        self.make_row = make_row
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Any:
+        path = self.paths[index]
+        try:
+            return self.make_row(_read_image(path))
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+
+
+def numbers_of(row: Any) -> tuple[Tensor]:
+    """All numbers of a table's row in one tensor, or an image as it is."""
+    if isinstance(row, Tensor):
+        return (row,)
+    for column, value in row.items():
+        if isinstance(value, str):
+            raise UserError(
+                f"column {column}: {value!r} is not a number; write input_row in your DataModule, "
+                "or leave the column out"
+            )
+    return (torch.tensor(list(row.values()), dtype=torch.float32),)
+
+
+def _by_column(header: list[str], fields: list[str]) -> dict[str, float | str]:
+    if len(fields) != len(header):
+        raise UserError(f"{len(fields)} values for {len(header)} columns")
+    return {name.strip(): _number(text) for name, text in zip(header, fields, strict=True)}
+
+
+def _number(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _read_image(path: Path) -> Tensor:
+    try:
+        pillow = importlib.import_module("PIL.Image")
+    except ImportError:
+        raise UserError("images need the package pillow: pip install 'dpframe[images]'") from None
+    try:
+        with pillow.open(path) as image:
+            is_grey = image.mode in GREY
+            pixels = image.convert("L" if is_grey else "RGB")
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(f"is no image that can be read: {error}") from None
+    values = torch.frombuffer(bytearray(pixels.tobytes()), dtype=torch.uint8)
+    return values.reshape(pixels.height, pixels.width, -1).permute(2, 0, 1).float() / 255

@@ -1,0 +1,114 @@
+"""`mode=predict data.input=FILE`: a table and images, in order, on one or several devices."""
+
+import csv
+import gzip
+import re
+
+import pytest
+import torch
+from command import attempts, dpframe, write
+from small import Rows, Small, trainer
+
+from dpframe import UserError, load
+from dpframe.data.input import Images, Table, dataset_of, numbers_of
+from dpframe.recipes.boston import COLUMNS, BostonData, read_table
+from dpframe.recipes.boston import PACKAGED_FILE as BOSTON
+from dpframe.recipes.lenet import LeNetData
+
+TRAINED = "run/checkpoints/best.ckpt"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("input")
+    line = ["recipe=boston", "trainer.max_epochs=2", "trainer.precision=64", "hydra.run.dir=run"]
+    done = dpframe(*line, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    lines = list(csv.DictReader(BOSTON.open()))
+    names = [*reversed(COLUMNS[:-1]), "note"]  # in another order, without the price
+    with (folder / "houses.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, names, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows({**row, "note": "mine"} for row in lines)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words", [("strategy=cpu",), ("strategy=ddp", "trainer.gpus=2", "trainer.accelerator=cpu")]
+)
+def test_a_tables_rows_are_predicted_in_their_order_on_each_strategy(run, words):
+    where = f"predicted-{len(words)}"
+    line = ["recipe=boston", "mode=predict", f"checkpoint={TRAINED}", "data.input=houses.csv"]
+    done = dpframe(*line, *words, f"hydra.run.dir={where}", cwd=run)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^506 rows in [\d.]+ s, [\d,]+ samples/s$", done.stdout, re.M)
+    data = BostonData()
+    data.setup()
+    features = (read_table(BOSTON)[:, :-1] - data.mean) / data.scale
+    wanted = load(run / TRAINED).predict_step((features.float().double(),))[:, 0]
+    got = (run / where / "predictions.csv").read_text().split()[1:]
+    assert list(map(float, got)) == pytest.approx(wanted.tolist(), rel=1e-12)
+
+
+def test_a_table_is_read_as_it_goes(tmp_path):
+    write(tmp_path, {"long.csv": "a,b\n1,2\n\n3,x\n5\n"})
+    rows = iter(Table(tmp_path / "long.csv", dict))
+    assert [next(rows), next(rows)] == [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": "x"}]
+    with pytest.raises(UserError, match=r"long.csv line 5: 1 values for 2 columns$"):
+        next(rows)
+
+
+def test_a_data_module_without_input_row_takes_all_numbers(tmp_path):
+    (tmp_path / "packed.csv.gz").write_bytes(gzip.compress(b"x,y,z\n1,0,0\n0,1,0\n0,0,1\n"))
+    data = Rows()
+    data.input = str(tmp_path / "packed.csv.gz")
+    made = trainer(Small(), data)
+    predicted = made.predict()
+    assert predicted.rows == 3
+    with torch.no_grad():
+        assert torch.equal(predicted.joined(), made.task.net(torch.eye(3)))
+
+
+def test_images_come_in_the_order_of_their_names_and_as_the_recipe_wants_them(tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    pillow.new("L", (56, 40), 255).save(tmp_path / "b.png")
+    pillow.new("RGB", (28, 28), (0, 51, 102)).save(tmp_path / "a.PNG")
+    write(tmp_path, {"notes.txt": "no image"})
+    plain = dataset_of(str(tmp_path), numbers_of)
+    assert [path.name for path in plain.paths] == ["a.PNG", "b.png"]
+    assert [tuple(plain[row][0].shape) for row in range(2)] == [(3, 28, 28), (1, 40, 56)]
+    assert plain[0][0][:, 0, 0].tolist() == pytest.approx([0, 0.2, 0.4])
+    digits = dataset_of(str(tmp_path), LeNetData().input_row)
+    assert [tuple(digits[row][0].shape) for row in range(2)] == [(1, 28, 28)] * 2
+    assert digits[1][0].mean().item() == pytest.approx(1)
+    assert len(dataset_of(str(tmp_path / "b.png"), numbers_of)) == 1
+
+
+def first(data, path):
+    return next(iter(dataset_of(str(path), data.input_row)))
+
+
+def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
+    data = BostonData()
+    files = {"text.csv": "a\nword\n", "few.csv": "CRIM,ZN\n1,2\n", "rows.txt": "", "bad.png": "x"}
+    write(tmp_path, files | {"empty/notes.txt": ""})
+    data.mean = data.scale = torch.ones(1)
+    for name, said in {
+        "nowhere.csv": "there is no such file; name a CSV file or images",
+        "rows.txt": "is neither a table nor an image; use one of .csv, .csv.gz, .png",
+        "empty": "has no images",
+        "few.csv": "line 2: there is no number in the columns INDUS, CHAS,",
+        "bad.png": "bad.png: is no image that can be read",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            row = dataset_of(str(tmp_path / name), data.input_row)
+            row[0] if isinstance(row, Images) else next(iter(row))
+        assert said in str(caught.value) and "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"text.csv line 2: column a: 'word' is not a number; "):
+        first(Rows(), tmp_path / "text.csv")
+
+
+def test_another_mode_has_no_use_for_it(tmp_path):
+    (tried,) = attempts([["recipe=boston", "data.input=a.csv"]], tmp_path)
+    said = "dpframe: data.input=a.csv is what to predict on, but mode=fit; use mode=predict\n"
+    assert (tried.code, tried.err) == (2, said)
