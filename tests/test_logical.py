@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import on
+from forked import fresh, on
 from recorded import Recorder, once
 from small import SGD, Adam, Hooks, Listed, Rows, Small, Stream, is_same, trainer
 from torch import Tensor, nn
@@ -27,8 +28,9 @@ from dpframe.data.module import mapped
 from dpframe.exact import Exact, totals
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.logical import added, halves, parts, spans
+from dpframe.strategies.logical import Logical, added, halves, parts, spans
 from dpframe.strategies.single import CPU
+from dpframe.testing import Recipe, verify
 from dpframe.trainer.settings import TrainerSettings
 
 COSINE = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20)
@@ -68,7 +70,7 @@ class Words(Task):
         mask = torch.arange(words.shape[1]) < counts[:, None]
         logits = self.head(self.block(self.embedding(words), src_key_padding_mask=~mask))
         losses = nn.functional.cross_entropy(logits[mask], words[mask], reduction="sum")
-        return {"loss": losses / counts.sum(), "weight": counts.sum() / 7}
+        return {"loss": losses / counts.sum(), "weight": counts.sum().double() / 7}
 
     def predict_step(self, batch: Any) -> Tensor:
         return self.head(self.block(self.embedding(batch[0])))
@@ -562,3 +564,52 @@ def test_a_strategy_is_closed_by_the_trainer_that_has_set_it_up():
     assert not strategy.is_set_up
     with pytest.raises(UserError, match="CPU is closed"):
         made.fit()
+
+
+def test_negative_zero_is_zero_whether_others_give_nothing_or_zeros():
+    within = CPU()
+    within.open()
+    logical = Logical(within, 2, seed=0)
+    own = logical.own_sums(lambda share: None if share else [torch.tensor([-0.0, 1.0])])
+    (total,) = logical.total(own, list)
+    assert total.signbit().tolist() == [False, False]
+    within.shut()
+
+
+# What mode=verify says
+
+
+class ByRank(Norms):
+    """Its noise is a rank's own: no seed of a share decides it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noise = torch.Generator().manual_seed(7 + int(os.environ.get("RANK", 0)))
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        x, y = batch
+        return super().training_step((x + torch.randn(x.shape, generator=self.noise), y))
+
+
+class ByTime(Norms):
+    """Gradients of another kind each time."""
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        output = super().training_step(batch)
+        return output | {"loss": output["loss"] * (1 + time.perf_counter_ns() % 1000)}
+
+
+def verified(make: Any, strategy: Any = DataParallel) -> Any:
+    settings = TrainerSettings(logical_replicas=4, threads=1)
+    recipe = Recipe("mine", make, partial(Rows, 40, 10), settings)
+    return verify(partial(strategy, 2, "cpu"), recipe=recipe, only=["bits"])["bits"]
+
+
+def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
+    assert verified(Norms).result == "pass"
+    finding = fresh(verified, ByRank, DDP)
+    said = "mine has other bits than on one process, first in the forward of net.0 (Linear) on sha"
+    assert (finding.result, finding.cause[: len(said)]) == ("FAIL", said)
+    assert finding.cause.endswith("on share 2")  # the first of rank 1
+    said = "mine has other bits each time, first in the gradient of net."
+    assert verified(ByTime).cause.startswith(said)

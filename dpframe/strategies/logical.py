@@ -41,6 +41,7 @@ class Logical(Strategy):
         self.rank, self.world_size = strategy.rank, strategy.world_size
         self.replicas, self.device, self.nodes = strategy.replicas, strategy.device, strategy.nodes
         self.uses_gpus, self.launches_ranks = strategy.uses_gpus, strategy.launches_ranks
+        self.share_at = 0  # the one that is computed
         self.spans = spans(count, self.world_size)
         self.first_share = self.spans[self.rank][0]
         self._parts = [parts((0, count), *span) for span in self.spans]
@@ -217,6 +218,7 @@ class Shares(nn.Module):
         """The random numbers of one share; those of the share after the last one are what a
         process draws by after all of them."""
         strategy, progress = self._strategy, self.module.task.attached.progress
+        strategy.share_at = share
         step = progress.global_step if progress is not None else 0
         seed = seeding.mix(strategy._seed, step, self._kind, self.batches, share)
         seeding.reseed(seed, [strategy.device])

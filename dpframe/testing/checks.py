@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dpframe import checkpoint
@@ -19,6 +20,7 @@ from dpframe.testing.measure import (
     Plan,
     Run,
     Shares,
+    alone,
 )
 from dpframe.testing.reference import (
     FARTHEST,
@@ -488,6 +490,49 @@ def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
     return "" if apart.where else ": they are what bfloat16 gives"
 
 
+# ---- logical shares: bits
+
+
+def bits(evidence: Evidence) -> Verdict:
+    """Beside the recipe on one process: the same bits, or where they first differ."""
+    course = evidence.courses.get("bits")
+    if course is None:
+        return "trainer.logical_replicas is null", None, ""
+    compared = f"{course.logical_replicas} logical shares on one process"
+    mine: Run = evidence.main["bits"]
+    if not mine.steps:
+        return compared, None, ""
+    path = evidence.plan.directory / "alone.ckpt"
+    device = evidence.main["facts"]["devices"][0]
+    wanted = alone(course, device, path)
+    traces = {key: value for run in evidence.of_each("bits") for key, value in run.traces.items()}
+    places = _bits_apart(mine, traces, wanted)
+    cause = ""
+    if places:
+        cause = f"{course.recipe.name} has other bits than on one process, first in {places[0]}"
+        again = alone(course, device, path)
+        if unlike := _bits_apart(again, again.traces, wanted):
+            cause = (
+                f"{course.recipe.name} has other bits each time, first in {unlike[0]}: a kernel "
+                "that is not deterministic, or numbers that no seed of the run decides"
+            )
+    return compared, f"{counted(len(places), 'place')} apart", cause
+
+
+def _bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
+    """What differs: first in the first update, then what is logged, and the weights at the end."""
+    places = [name for name, value in wanted.traces.items() if traces.get(name) != value]
+    logged = [
+        (step, f"{name} at step {step}")
+        for name, points in wanted.log.items()
+        for (step, value), other in zip(points, mine.log.get(name, []), strict=False)
+        if "samples_per_second" not in name and other != (step, value)
+    ]
+    places += [place for _, place in sorted(logged)]
+    weights = wanted.weights.items()
+    return places + [f"{n} at the end" for n, w in weights if not torch.equal(w, mine.weights[n])]
+
+
 # ---- all of them
 
 Check = tuple[Callable[[Evidence], Verdict], *tuple[str, ...]]
@@ -510,6 +555,7 @@ CHECKS: dict[str, Check] = {
     "weighted": (partial(curves, of="weighted"), "shares", "weighted"),
     "gathered": (gathered, "shares", "gathered"),
     "gradient_sync": (gradient_sync, "watched"),
+    "bits": (bits, "bits"),
     "random_numbers": (random_numbers, "watched"),
     "logged_once": (logged_once, "kit"),
     "checkpoint": (checkpoints, "watched", "recipe"),

@@ -176,6 +176,7 @@ class Course:
     is_even: bool = False  # whole batches only; the data records which rows are read
     is_small: bool = True  # so that every process may keep its weights
     is_saved: bool = False  # within the second epoch, and resumed from there
+    logical_replicas: int | None = None
     epochs = 2
 
     def build(self) -> tuple[Task, "FirstRows"]:
@@ -196,6 +197,7 @@ class Course:
             limit_train_batches=None,
             limit_val_batches=None,
             log_every=1,
+            logical_replicas=self.logical_replicas,
             max_epochs=self.epochs,
             max_seconds=None,
             max_steps=None,
@@ -243,6 +245,17 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
         # BatchNorm refuses a share of one row.
         is_even = task.has_own("training_step") and bool(why_not(task))
         results["recipe"] = four_rows_each(3, course) if is_even else course
+        if count := recipe.settings.logical_replicas:
+            results["bits"] = Course(
+                recipe,
+                batch_size=4 * count,
+                rows=12 * count,
+                accumulate=accumulate,
+                precision=recipe.settings.precision,
+                is_even=True,
+                is_small=False,
+                logical_replicas=count,
+            )
     return results
 
 

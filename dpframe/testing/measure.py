@@ -8,20 +8,26 @@ import socket
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dpframe import checkpoint
 from dpframe.callbacks import Callback
+from dpframe.data.module import leaves
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
 from dpframe.strategies.base import NO_GATHER
+from dpframe.strategies.single import CPU, SingleGPU
+from dpframe.task import Task
 from dpframe.testing.course import CONTRASTIVE, Course, Frozen, Numbers, Recipe, Squares, courses
 from dpframe.testing.reference import Log, Weights, nests_apart, weights_of
 from dpframe.trainer import Trainer
@@ -116,6 +122,7 @@ class Run:
     resumed: "Run | None" = None
     predicted: Any = None
     refusal: str = ""  # of rows that other replicas gather
+    traces: dict[str, int] = field(default_factory=dict)  # of logical shares
 
 
 def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
@@ -147,6 +154,7 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
 def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
     task, data = course.build()
     recorder, saves = Recorder(), Saves(path)
+    traces = Traces(task) if course.logical_replicas else None
     trainer = Trainer(
         task,
         data,
@@ -167,8 +175,19 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
         read=rows.read if isinstance(rows, Frozen) else [],
         seen=getattr(task, "seen", {}),
         unlike=saves.unlike,
+        traces=traces.sums if traces is not None else {},
     )
     return results, task
+
+
+def alone(course: Course, device: str, path: Path) -> Run:
+    """The course on one process, here."""
+    strategy = CPU() if device == "cpu" else SingleGPU()
+    strategy.open()
+    try:
+        return _fitted(strategy, course, path)[0]
+    finally:
+        strategy.shut()
 
 
 class Recorder(Logger):
@@ -180,6 +199,36 @@ class Recorder(Logger):
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         for name, value in scalars.items():
             self.log_.setdefault(name, []).append((step, value))
+
+
+class Traces:
+    """Checksums of what each module gives, and of each gradient, in the shares of the first update.
+
+    By "the forward of net.0 (Linear) on share 3", in the order in which they are computed."""
+
+    def __init__(self, task: Task) -> None:
+        self.sums: dict[str, int] = {}
+        self._task = task
+        for name, module in task.named_modules():
+            whose = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            module.register_forward_hook(partial(self._note_output, f"the forward of {whose}"))
+        for name, weight in task.named_parameters():
+            if weight.requires_grad:
+                weight.register_hook(partial(self._note, f"the gradient of {name}"))
+
+    def _note_output(self, what: str, module: Any, inputs: Any, output: Any) -> None:
+        for tensor in leaves(output):
+            if isinstance(tensor, Tensor):
+                self._note(what, tensor)
+
+    def _note(self, what: str, tensor: Tensor) -> None:
+        attached = self._task.attached
+        strategy: Any = attached.strategy
+        if not self._task.training or attached.progress is None or attached.progress.global_step:
+            return
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        key = f"{what} on share {strategy.share_at}"
+        self.sums[key] = zlib.crc32(data.numpy().tobytes(), self.sums.get(key, 0))
 
 
 class Saves(Callback):
