@@ -22,6 +22,7 @@ FILES = {
 }
 TESTS = {
     "test_what_can_not_be_read_is_one_line_with_its_place",
+    "test_a_pod_that_starts_again_goes_on_from_the_last_checkpoint",
     "test_leaves_of_a_batch_are_called_as_a_step_would",
     "test_what_can_not_be_a_project_is_refused_in_one_line",
     "test_a_contest_is_a_table_with_the_speed_up_over_the_first",

@@ -152,8 +152,10 @@ def test_the_python_that_the_readme_shows_trains(written):
 
 def test_every_command_that_is_shown_composes(written):
     shown = {line: refused(page).get(line) for page in PAGES for line in commands_of(page)}
-    # These are no run's, and tests/test_sweep_resume.py and tests/test_optuna.py have their like.
-    shown = {k: v for k, v in shown.items() if not re.search("sweep.resume=|hydra/sweeper=", k)}
+    # These are no run's, or of a plugin of Hydra's: test_sweep_resume, test_optuna, test_slurm and
+    # test_ray have their like.
+    others = "sweep.resume=|hydra/(sweeper|launcher)="
+    shown = {line: refusal for line, refusal in shown.items() if not re.search(others, line)}
     lines = [
         [word.split(",")[0] if is_sweep(word) else word for word in shlex.split(line)]
         for line in shown

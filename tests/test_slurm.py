@@ -134,3 +134,18 @@ def test_scripts_and_shells_of_a_job_start_their_own_ranks_or_none(tmp_path):
     assert len({rank["MASTER_PORT"] for rank in ranks}) == 1
     assert (tmp_path / "sbatch.out").read_text() == "{}\n"
     assert (tmp_path / "nested.out").read_text() == "{}\n"
+
+
+def test_a_sweep_by_submitit_is_a_job_for_each_point_and_a_task_for_each_rank(tmp_path):
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs dpframe[slurm]")
+    printed = on_cluster(
+        f"python -m dpframe -m {RUN} strategy=ddp trainer.max_epochs=1 task.optimizer.lr=0.01,0.001"
+        " hydra/launcher=submitit_slurm hydra.launcher.tasks_per_node=2 "
+        "hydra.launcher.timeout_min=5 hydra.sweep.dir=rates",
+        tmp_path,
+    )
+    assert "sweep: 2 of 2 runs finished" in printed
+    runs = json.loads((tmp_path / "rates" / "sweep.json").read_text())["runs"]
+    for run in runs:
+        summary = json.loads((tmp_path / "rates" / run["directory"] / "summary.json").read_text())
+        assert (summary["strategy"], summary["replicas"]) == ("DDP", 2)
