@@ -149,6 +149,7 @@ SLOW_FILES = {
     "restarts",
     "run",
     "samplers",
+    "slurm",
     "sweep_resume",
     "task",
     "waits",
