@@ -25,6 +25,7 @@ TESTS = {
     "test_a_pod_that_starts_again_goes_on_from_the_last_checkpoint",
     "test_leaves_of_a_batch_are_called_as_a_step_would",
     "test_what_can_not_be_a_project_is_refused_in_one_line",
+    "test_ranks_go_on_from_the_checkpoint_of_the_torchrun_that_started_them",
     "test_a_contest_is_a_table_with_the_speed_up_over_the_first",
     "test_what_is_wrong_with_a_machine_is_told_with_what_to_do",
     "test_two_nodes_on_one_machine_have_two_names",

@@ -17,9 +17,10 @@ from command import attempts
 from nodes.hosts import Host, hosts, why_not
 from small import is_same
 
-from dpframe import checkpoint
+from dpframe import checkpoint, files
 from dpframe.strategies.nodes import numbered
 
+TESTS = Path(__file__).resolve().parent
 NODES = ("strategy=ddp", "trainer.nodes=2", "trainer.rendezvous=10.77.0.1:29500")
 FAULT_SECONDS = 10
 BOSTON = ("recipe=boston", "trainer.max_epochs=2", "trainer.precision='64'", "logger=none")
@@ -174,6 +175,44 @@ def test_a_job_goes_on_when_a_lost_node_is_back(two):
     assert [ended.code for ended in whole] == [0, 0]
     kept = [two[0].disk / name / "checkpoints/last.ckpt" for name in ("whole", "run")]
     assert is_same(*(checkpoint.load(path)["task"] for path in kept))
+
+
+ELASTIC = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d")
+ELASTIC += ("--rdzv-endpoint=node1:29500", "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1")
+
+
+def logged(host: Host) -> str:
+    return "".join(path.read_text() for path in host.disk.rglob("run.log"))
+
+
+def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(two):
+    """The second one is lost and comes back, with what its disk had."""
+    words = [word for word in injected(two) if word not in NODES[1:]]
+    given = [*ELASTIC, "-m", "dpframe", *words]
+    path = f"{TESTS.parent}:{TESTS}"
+    own = {"PYTHONPATH": path, "STEP_SECONDS": "0.5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    jobs = [host.torchrun(*given, **own) for host in two]
+    try:
+        while not (two[0].disk / "run/checkpoints/last.ckpt").exists():
+            assert jobs[0].poll() is None, said(two)
+        two[1].power_off()
+        while "they go on from run/checkpoints, step " not in logged(two[0]):
+            assert jobs[0].poll() is None, said(two)
+        jobs.append(two[1].torchrun(*given, **own))
+        assert [jobs[0].wait(240), jobs[2].wait(60)] == [0, 0], said(two)
+    finally:
+        for host in two:
+            host.power_off()
+        for job in jobs:
+            job.wait()
+    kept = [p for host in two for p in host.disk.glob("run/checkpoints/last.ckpt")]
+    assert max(files.step_of(path) for path in kept) == injector.STEPS
+    starts = "".join(map(logged, two)).count("they go on from run/checkpoints, step ")
+    assert starts == 2  # of one rank alone, then of two
+
+
+def said(two: list[Host]) -> str:
+    return "".join((host.disk / "said").read_text() for host in two)
 
 
 REFUSED = {

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe import __version__, checkpoint, files
+from dpframe import __version__, checkpoint, files, launcher
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.resume import key_of
 from dpframe.errors import UserError
@@ -66,7 +66,7 @@ def refuse(strategy: Strategy, job: Composed) -> None:
     if job.settings.trainer.nodes == 1:
         return
     if ranks.is_rank():
-        refuse_several(job, "torchrun has started this rank, and knows its nodes")
+        refuse_several(job, f"{launcher.name()} has started this rank, and knows its nodes")
     if not strategy.spans_nodes:
         raise UserError(
             f"trainer.nodes={job.settings.trainer.nodes} but {strategy.name} runs on one machine; "

@@ -18,7 +18,7 @@ from typing import Any
 from dpframe import checkpoint, files, interruption, launcher, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
-from dpframe.cli import faults, nodes, output
+from dpframe.cli import elastic, faults, nodes, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
@@ -116,10 +116,10 @@ def _strategy(job: Composed) -> Strategy:
 def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
     if ranks.is_rank():
         by = launcher.name()
-        use = f"use torchrun --max-restarts={allowed}," if by == "torchrun" else "start it again"
-        raise UserError(
-            f"trainer.max_restarts={allowed} but {by} has started this rank; {use} with resume=DIR"
-        )
+        use = "start it again with resume=DIR"
+        if by == "torchrun":
+            use = f"use torchrun --max-restarts={allowed}, which goes on from the last checkpoint"
+        raise UserError(f"trainer.max_restarts={allowed} but {by} has started this rank; {use}")
     if not strategy.launches_ranks:
         raise UserError(
             f"trainer.max_restarts={allowed} but {strategy.name} runs in this process, which can't "
@@ -162,22 +162,23 @@ def _work(job: Composed) -> dict[str, Any]:
 
 @exits_told()  # before the strategy is told of the error
 def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
+    job, state, said = elastic.started(job, strategy)
     settings = job.settings
     for device in local_devices(strategy):
         memory.begin_peak(device)  # of the run before, in a sweep
     told = partial(faults.told, strategy, settings.trainer, resumes=settings.resume is not None)
-    state = nodes.start_of(job, strategy)
     objective = job.objective
     best = Best(*objective, is_needed=objective.key == OPTIMIZED)
     # What can be refused is refused before there is a run directory.
     with told():
         trainer = _trainer(job, strategy, make, best)
     with told(trainer):
-        notes = _prepared(job, trainer, state)
+        notes = [*filter(None, [said]), *_prepared(job, trainer, state)]
     interruption.look()
     directory = _directory(job)
     path = strategy.share(directory.make(job.notes) if strategy.is_main else None)
     trainer.run.directory = path
+    elastic.note(path, strategy)
     ranks.tell("directory", path)
     if strategy.is_main:
         ranks.tell("made", directory.made)

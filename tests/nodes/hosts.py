@@ -9,13 +9,16 @@ They are held by processes that sleep, so that nothing is left when these are ki
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 
 import forked
+from command import environment
 
 NAMESPACES = ("net", "uts", "mnt")
 HOLD = """
@@ -79,6 +82,26 @@ class Host:
 
     def run(self, *commands: str) -> list[str]:
         return _in(self._pid, *commands)
+
+    def torchrun(self, *words: str, **variables: str) -> subprocess.Popen:
+        """`torchrun WORDS -m dpframe …` on this host, in new interpreters."""
+        enter = ["nsenter", f"--target={self._pid}", "--net", "--uts", "--mount"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words]
+        with open(self.disk / "printed", "a") as out, open(self.disk / "said", "a") as err:
+            return subprocess.Popen(
+                [*enter, f"--wdns={self.local}", *command],
+                env=environment(**variables),
+                stdout=out,
+                stderr=err,
+            )
+
+    def power_off(self) -> None:
+        """Kills all that runs on it; its disk stays."""
+        own = os.readlink(f"/proc/{self._pid}/ns/net")
+        for entry in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if int(entry.name) != self._pid and os.readlink(entry / "ns/net") == own:
+                    os.kill(int(entry.name), signal.SIGKILL)
 
     def cut(self) -> None:
         """Its cable."""
