@@ -3,7 +3,7 @@
 The hosts are two network namespaces with a veth pair, which tc makes as slow as asked: Linux, as
 root, with `ip` and `tc`, and the plugin (`pip install examples/dpframe-localsgd`). The bytes are
 those that the kernel counts on one end of the link; the seconds are those of training until a
-validation has this loss.
+validation has this loss, looked for every 60 steps.
 """
 
 import json
@@ -17,20 +17,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-HOSTS = ("dpframe-a", "dpframe-b")
+HOSTS = tuple(f"dpframe-{os.getpid()}-{number}" for number in (0, 1))
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = "29571"
 LINK = "link0"  # its name in each host
-LOCAL = ["strategy=localsgd", "strategy.inner_steps=20"]
+LOCAL = ["strategy=localsgd", "strategy.inner_steps=20", "strategy.outer_learning_rate=1"]
 LOOK = 60  # steps between two validations, which end a round
 METHODS = {
     "ddp": ["strategy=ddp"],
-    "averages": [*LOCAL, "strategy.outer_learning_rate=1", "strategy.outer_momentum=0"],
-    "DiLoCo": LOCAL,
-    "DiLoCo, overlapped": [*LOCAL, "strategy.overlap_steps=10"],
+    "averages": [*LOCAL, "strategy.outer_momentum=0"],
+    "averages, overlapped": [*LOCAL, "strategy.outer_momentum=0", "strategy.overlap_steps=20"],
+    "Nesterov": [*LOCAL, "strategy.outer_momentum=0.4"],
+    "Nesterov, overlapped": [*LOCAL, "strategy.outer_momentum=0.4", "strategy.overlap_steps=20"],
 }
 TIMED = """
-import json, time
+import json, os, time
 import dpframe
 
 class Timed(dpframe.Callback):
@@ -41,6 +42,8 @@ class Timed(dpframe.Callback):
     def on_validation_end(self, trainer):
         row = time.perf_counter() - self.began, trainer.global_step, trainer.metrics["val/loss"]
         self.rows.append(row)
+        if row[2] <= float(os.environ["LOSS"]):
+            trainer.stop("it is there")
         if trainer.strategy.is_main:
             open("rows.json", "w").write(json.dumps(self.rows))
 """
@@ -51,26 +54,26 @@ class Outcome(NamedTuple):
     sent_bytes: int  # by the first host
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--loss", type=float, default=0.3, help="the val/loss to wait for")
-    parser.add_argument("--mbit", type=float, default=20.0, help="the link's, a second")
+    parser.add_argument("--loss", type=float, default=0.15, help="the val/loss to wait for")
+    parser.add_argument("--mbit", type=float, default=5.0, help="the link's, a second")
     parser.add_argument("--steps", type=int, default=480, help=f"a multiple of {LOOK}")
-    options = parser.parse_args()
+    parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
+    options = parser.parse_args(arguments)
     print(
         f"recipe=lenet on two hosts, {options.mbit:g} Mbit/s between them; "
         f"val/loss at most {options.loss:g}\n"
     )
     print("| method | seconds | steps | seconds a step | bytes a step | last val/loss |")
     print("|---|--:|--:|--:|--:|--:|", flush=True)
-    for name, words in METHODS.items():
+    for name in options.method:
         with hosts(options.mbit):
-            outcome = train(words, options.steps)
-        found = next((row for row in outcome.rows if row[2] <= options.loss), None)
+            outcome = train(METHODS[name], options.steps, options.loss)
         seconds, steps, last = outcome.rows[-1]
-        reached = f"{found[0]:.1f} | {found[1]}" if found else "not reached | "
+        reached = f"{seconds:.1f}" if last <= options.loss else "not reached"
         each = f"{seconds / steps:.3f} | {outcome.sent_bytes / steps:,.0f}"
-        print(f"| {name} | {reached} | {each} | {last:.3f} |", flush=True)
+        print(f"| {name} | {reached} | {steps} | {each} | {last:.3f} |", flush=True)
     return 0
 
 
@@ -87,15 +90,16 @@ def hosts(mbit: float) -> Iterator[None]:
             _run(*inside, "addr", "add", f"{address}/24", "dev", LINK)
             for name in ("lo", LINK):
                 _run(*inside, "link", "set", name, "up")
-            slow = ("tbf", "rate", f"{mbit}mbit", "burst", "32kbit", "latency", "400ms")
+            slow = ("tbf", "rate", f"{mbit}mbit", "burst", "32kbit", "latency", "40ms")
             _run("tc", "-n", host, "qdisc", "add", "dev", LINK, "root", *slow)
         yield
 
 
-def train(words: list[str], steps: int) -> Outcome:
+def train(words: list[str], steps: int, loss: float) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "timed.py").write_text(TIMED)
-        ranks = [rank(number, [*words, f"trainer.max_steps={steps}"], folder) for number in (0, 1)]
+        words = [*words, f"trainer.max_steps={steps}"]
+        ranks = [rank(number, words, folder, LOSS=str(loss)) for number in (0, 1)]
         codes = [each.wait() for each in ranks]
         if any(codes):
             raise SystemExit(f"a rank failed: {' '.join(words)}")
@@ -104,7 +108,7 @@ def train(words: list[str], steps: int) -> Outcome:
         return Outcome(json.loads(Path(folder, "rows.json").read_text()), int(sent))
 
 
-def rank(number: int, words: list[str], folder: str) -> subprocess.Popen[bytes]:
+def rank(number: int, words: list[str], folder: str, **more: str) -> subprocess.Popen[bytes]:
     """As torchrun would start it: one rank on each host, which has a core to itself."""
     variables = {
         "RANK": str(number),
@@ -121,11 +125,12 @@ def rank(number: int, words: list[str], folder: str) -> subprocess.Popen[bytes]:
     fixed += ["trainer.max_epochs=null"]
     fixed += ["callbacks.progress=null", "callbacks.checkpoint.every_n_epochs=null"]
     fixed += ["callbacks.checkpoint.keep=0", "+callbacks.timed._target_=timed.Timed"]
-    command = ["ip", "netns", "exec", HOSTS[number], "taskset", "-c", str(number)]
+    core = str(number % (os.cpu_count() or 1))
+    command = ["ip", "netns", "exec", HOSTS[number], "taskset", "-c", core]
     return subprocess.Popen(
         [*command, sys.executable, "-m", "dpframe", *fixed, *words],
         cwd=folder,
-        env=os.environ | variables,
+        env=os.environ | variables | more,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

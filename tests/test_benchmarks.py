@@ -4,9 +4,11 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 from types import ModuleType
 
 import pytest
+from nodes.hosts import why_not
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 CPU = {"train/loss": 2.0, "val/loss": 0.0}
@@ -65,6 +67,22 @@ def test_a_planted_difference_fails(
 def test_a_run_that_fails_is_told_with_its_command(same_numbers: ModuleType) -> None:
     with pytest.raises(SystemExit, match=r"recipe=boston strategy=cpu (.|\n)*ended with 2"):
         same_numbers.train("boston", "cpu", 2, 1)
+
+
+def test_a_slow_link_has_a_row_for_a_method_and_leaves_no_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if reason := why_not() or ("" if which("tc") else "needs tc"):
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(FOLDER)
+    slow_link = pytest.importorskip("slow_link")
+    assert slow_link.main(["--method", "ddp", "--steps", "60", "--mbit", "500", "--loss", "0"]) == 0
+    *_, row = capsys.readouterr().out.splitlines()
+    name, seconds, steps, _, sent, _ = row.strip("| ").split(" | ")
+    assert (name, seconds, steps) == ("ddp", "not reached", "60")
+    assert int(sent.replace(",", "")) > 4 * 129_068  # LeNet's gradients, and what goes with them
+    hosts = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    assert not set(slow_link.HOSTS) & set(hosts.split())
 
 
 def test_least_squares_is_what_the_split_gives(monkeypatch: pytest.MonkeyPatch) -> None:
