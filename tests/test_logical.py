@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from command import attempts
 from forked import fresh, on
 from recorded import Recorder, once
 from small import SGD, Adam, Hooks, Listed, Rows, Small, Stream, is_same, trainer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from dpframe import ShardedStream, Strategy, Task, Trainer, UserError
+from dpframe import ShardedStream, Strategy, Task, Trainer, UserError, checkpoint
 from dpframe.callbacks.progress import banner
 from dpframe.data import DataModule
 from dpframe.data.module import mapped
@@ -124,11 +125,22 @@ class Thaws(Small):
 
 
 class Shaken(Small):
-    """Draws between a backward and its update, outside of a share."""
+    """Draws outside of shares: at the start of an epoch and of a batch, and before an update."""
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        if trainer.progress.batches_done == 0:  # else it is resumed within the epoch
+            self._shake(0.1)
+
+    def on_batch_start(self, trainer: Trainer, batch: Any) -> None:
+        self._shake(0.01)
 
     def on_before_step(self, trainer: Trainer) -> None:
+        self._shake(0.001)
+
+    @torch.no_grad()
+    def _shake(self, size: float) -> None:
         for weight in self.parameters():
-            weight.grad += 0.01 * torch.randn(weight.shape)
+            weight += size * torch.randn(weight.shape)
 
 
 class Apart(Small):
@@ -335,6 +347,7 @@ ELASTIC: dict[str, Case] = {
         {"clip_norm": 0.5, "scheduler_every": "step", "max_epochs": 3},
     ),
     "augmented": (partial(Small, Momentum), Augmented, {"max_epochs": 5}),
+    "shaken": (partial(Shaken, Momentum), partial(Rows, 30, 8), {"max_epochs": 3}),
     "a stream": (partial(Small, Momentum), partial(Augmented, kind=Stream), {"max_epochs": 5}),
 }
 
@@ -613,3 +626,25 @@ def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
     assert finding.cause.endswith("on share 2")  # the first of rank 1
     said = "mine has other bits each time, first in the gradient of net."
     assert verified(ByTime).cause.startswith(said)
+
+
+# From the command line
+
+
+def test_a_command_goes_on_on_another_count_with_the_same_bits(tmp_path):
+    shared = "recipe=boston trainer.logical_replicas=8 data.batch_size=50 trainer.accelerator=cpu"
+    on_three = "strategy=data_parallel trainer.gpus=3"
+    lines = [
+        f"{shared} trainer.max_steps=12 hydra.run.dir=whole",
+        f"{shared} trainer.max_steps=5 hydra.run.dir=parts {on_three}",
+        "resume=parts trainer.max_steps=12 strategy=cpu trainer.gpus=null",
+        "resume=parts trainer.max_steps=14 trainer.logical_replicas=4",
+    ]
+    *done, refused = attempts([line.split() for line in lines], tmp_path)
+    assert [attempt.code for attempt in done] == [0, 0, 0], done[-1].err
+    assert "bits       the same on 1 to 8 replicas: 8 shares of each batch" in done[0].out
+    whole, parts = (
+        checkpoint.load(tmp_path / f"{n}/checkpoints/last.ckpt") for n in ("whole", "parts")
+    )
+    assert is_same(whole["task"], parts["task"]) and is_same(whole["metrics"], parts["metrics"])
+    assert refused.code == 2 and "trainer.logical_replicas=8 there, 4 here" in refused.err
