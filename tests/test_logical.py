@@ -37,6 +37,7 @@ from dpframe.trainer.settings import TrainerSettings
 COSINE = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=20)
 AdamW = partial(torch.optim.AdamW, lr=0.01)
 Momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9, nesterov=True)
+RMSprop = partial(torch.optim.RMSprop, lr=0.002)
 
 # What is trained
 
@@ -246,6 +247,27 @@ CASES: dict[str, Case] = {
     "augmented": (Small, Augmented, {}),
     "a stream": (Small, partial(Augmented, kind=Stream), {}),
 }
+
+
+def drawn(seed: int) -> Case:
+    draw = random.Random(seed)
+    kinds = (partial(Small, dropout=0.3), Rows), (Branches, Rows), (Images, Pictures), (Words, Text)
+    task, data = draw.choice(kinds)
+    optimizer = draw.choice((SGD, Momentum, Adam, AdamW, RMSprop))
+    settings = {
+        "accumulate": draw.randint(1, 4),
+        "clip_norm": draw.choice((None, 0.3)),
+        "clip_value": draw.choice((None, 0.01)),
+        "precision": draw.choice(("32", "64", "bf16")),
+        "scheduler_every": draw.choice(("step", "epoch")),
+        "log_every": draw.randint(1, 3),
+        "logical_replicas": draw.randint(4, 12),
+    }
+    sizes = draw.randint(1, 40), draw.randint(1, 20)
+    return partial(task, optimizer, draw.choice((None, COSINE))), partial(data, *sizes), settings
+
+
+CASES |= {f"drawn {seed}": drawn(seed) for seed in range(8)}
 
 
 def result(strategy: Strategy, case: Case, **options: Any) -> dict[str, Any]:
@@ -643,8 +665,7 @@ def test_a_command_goes_on_on_another_count_with_the_same_bits(tmp_path):
     *done, refused = attempts([line.split() for line in lines], tmp_path)
     assert [attempt.code for attempt in done] == [0, 0, 0], done[-1].err
     assert "bits       the same on 1 to 8 replicas: 8 shares of each batch" in done[0].out
-    whole, parts = (
-        checkpoint.load(tmp_path / f"{n}/checkpoints/last.ckpt") for n in ("whole", "parts")
-    )
+    files = (tmp_path / run / "checkpoints/last.ckpt" for run in ("whole", "parts"))
+    whole, parts = map(checkpoint.load, files)
     assert is_same(whole["task"], parts["task"]) and is_same(whole["metrics"], parts["metrics"])
     assert refused.code == 2 and "trainer.logical_replicas=8 there, 4 here" in refused.err

@@ -40,6 +40,7 @@ from dpframe.errors import (
 from dpframe.heartbeat import beat
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy, launch, ranks
+from dpframe.strategies.devices import use_threads
 from dpframe.strategies.launch import RankFailed
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
@@ -244,6 +245,8 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
 def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: Best) -> Trainer:
     settings = job.settings
     seeding.seed_everything(settings.seed)
+    if settings.trainer.logical_replicas is not None:  # the first weights may be sums, too
+        use_threads(settings.trainer.threads or 1)
     beat()
     task = make(job.config["task"], "task", Task)
     data = make(job.config["data"], "data", DataModule)
