@@ -11,8 +11,10 @@ import pytest
 from small import Clock, Hooks, Rows, Scripted, Streamed, fitted
 
 from dpframe import Trainer
+from dpframe.callbacks import live, progress
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
+from dpframe.callbacks.live import Live
 from dpframe.callbacks.monitor import Best
 from dpframe.callbacks.progress import Progress
 
@@ -205,3 +207,15 @@ def test_what_is_printed_or_logged_on_a_terminal_comes_above_the_bar(
     plain = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
     for said in ("printed", "warning: logged"):
         assert re.search(rf"(?:{MOVES}){said}\nepoch 1/4", plain), "else the bar overwrites it"
+
+
+def test_the_line_of_a_notebook_has_the_same_number_and_a_loss_within_the_epoch(
+    capsys, monkeypatch
+):
+    ticks = Hooks(on_step_end=Clock(monkeypatch).ticks(1.0))
+    monkeypatch.setattr(live, "time", progress.time)
+    fitted(callbacks=[ticks, Live()], **LONG)
+    lines = capsys.readouterr().out.split("\r")
+    assert lines[1].split() == ["epoch", "1/4", "step", "1/80"]
+    assert lines[5].startswith("epoch 1/4  step 5/80  step/loss ")
+    assert lines[20].startswith("epoch 1/4  step 20/80  step/loss ")

@@ -24,6 +24,7 @@ SHOWN = {
     ],
     "strategy": [r"^strategy=cpu  One process", r"^  strategy\.timeout_seconds=1800 +how long a"],
     "callbacks": [r"^  callbacks\.early_stopping\.patience=10 +validations, or epochs"],
+    "recipe": [r"^recipe=boston  House prices", r"^dpframe --help recipe=NAME shows"],
     "callbacks=ema": [r"^  callbacks\.ema\.decay=0\.999 +what stays of the average"],
     "boston": [
         r"^recipe=boston  House prices",

@@ -38,10 +38,11 @@ class Live(Callback):
             return
         self.next_draw = time.perf_counter() + REDRAW_SECONDS
         epochs, steps = trainer.settings.max_epochs, trainer.total_steps
+        numbers = trainer.step_metrics | trainer.metrics
         parts = [
-            f"epoch {trainer.epoch}{f'/{epochs}' if epochs else ''}",
+            f"epoch {trainer.progress.current_epoch}{f'/{epochs}' if epochs else ''}",
             f"step {trainer.global_step}{f'/{steps}' if steps else ''}",
-            *(f"{name} {value:.4g}" for name, value in trainer.metrics.items()),
+            *(f"{name} {value:.4g}" for name, value in numbers.items()),
         ]
         line = printable("  ".join(parts))
         print(f"\r{line:<{self.width}}", end="", flush=True)

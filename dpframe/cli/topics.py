@@ -34,6 +34,9 @@ def settings_of(topic: str, configs: Configs) -> str:
             near = suggestion(option, configs.options(group))
             raise UserError(f"--help {topic}: there is no such {group}; {near}")
         return _option(group, option, configs)
+    if group == "recipe":
+        recipes = [_headed(group, each, configs) for each in configs.options(group)]
+        return "\n".join([*recipes, "", "dpframe --help recipe=NAME shows the settings of one"])
     if group in groups:
         return "\n\n".join(_option(group, each, configs) for each in configs.options(group))
     of = {option: group for group in reversed(groups) for option in configs.options(group)}
@@ -51,14 +54,19 @@ def settings_of(topic: str, configs: Configs) -> str:
 def _option(group: str, option: str, configs: Configs) -> str:
     """Its first comment, its settings, and what its classes take besides."""
     text, prefix = _text(group, option, configs)
-    comments = (line[1:].strip() for line in text.splitlines() if line.startswith("#"))
-    first = next((line for line in comments if not line.startswith("@package")), "")
-    lines = [f"{group}={option}  {first}".rstrip(), _lines(_settings(text, prefix))]
+    lines = [_headed(group, option, configs), _lines(_settings(text, prefix))]
     for where, node in _parts(yaml.safe_load(text) or {}, prefix):
         see_own_folders(str(node["_target_"]).split(".")[0], configs.folder)
         more = [name for name in parameters_of_node(node)[0] if name not in node]
         lines += [f"  {where} also takes {', '.join(more)}"] if more else []
     return "\n".join(filter(None, lines))
+
+
+def _headed(group: str, option: str, configs: Configs) -> str:
+    text, _ = _text(group, option, configs)
+    comments = (line[1:].strip() for line in text.splitlines() if line.startswith("#"))
+    first = next((line for line in comments if not line.startswith("@package")), "")
+    return f"{group}={option}  {first}".rstrip()
 
 
 def _all(configs: Configs) -> dict[str, Setting]:
