@@ -153,6 +153,7 @@ SLOW_FILES = {
     "slurm",
     "sweep_resume",
     "task",
+    "topics",
     "waits",
 }
 
