@@ -13,6 +13,7 @@ from dpframe.cli import export
 from dpframe.cli.export import PROGRAM, SAFETENSORS, WEIGHTS, exported
 from dpframe.errors import Failure
 from dpframe.recipes.boston import BostonData
+from dpframe.strategies.single import SingleGPU
 
 
 def test_a_trained_recipe_predicts_the_same_by_torch_alone(tmp_path):
@@ -62,6 +63,13 @@ def test_other_outputs_than_the_tasks_are_told(tmp_path):
     rows = torch.ones(4, 3)
     with pytest.raises(Failure, match="does not load without dpframe: .+"):
         export._tried(tmp_path, [([rows], torch.zeros(4, 1))])
+
+
+@pytest.mark.gpu
+def test_a_task_on_a_card_is_exported_for_the_cpu(tmp_path):
+    with trainer(Small(), Rows(), strategy=SingleGPU()) as made:
+        lines = exported(made, tmp_path, ["program", "weights"])
+    assert lines[-1] == "loaded without dpframe: the same outputs for 4 and 2 rows"
 
 
 def test_leaves_of_a_batch_are_called_as_a_step_would():

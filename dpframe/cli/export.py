@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dpframe import checkpoint, files
 from dpframe.cli.refusal import first_line
-from dpframe.data.module import leaves, mapped, move
+from dpframe.data.module import leaves, mapped
 from dpframe.errors import Failure, UserError
 from dpframe.task import Task
 from dpframe.trainer import Trainer
@@ -154,7 +154,13 @@ def _first_batch(trainer: Trainer) -> Any:
     first = next(islice(loader.epoch(limit=1), 1), None)
     if first is None:
         raise UserError("mode=export: predict_dataset() gave no rows to try it with")
-    return move(first.shares[0].batch, torch.device("cpu"), trainer.precision.dtype)
+
+    def here(leaf: Any) -> Any:  # waits for the copy
+        of_type = trainer.precision.dtype
+        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.to("cpu", of_type if is_float else None) if isinstance(leaf, Tensor) else leaf
+
+    return mapped(here, first.shares[0].batch)
 
 
 def _has_safetensors(*, is_needed: bool) -> bool:
