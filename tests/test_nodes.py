@@ -18,6 +18,7 @@ from nodes.hosts import Host, hosts, why_not
 from small import is_same
 
 from dpframe import checkpoint, files
+from dpframe.strategies import network
 from dpframe.strategies.nodes import numbered
 
 TESTS = Path(__file__).resolve().parent
@@ -278,6 +279,21 @@ def test_a_rendezvous_listens_on_its_address_and_nowhere_else(two):
         while not (listening := listening_on(two[0])):
             pass
         assert listening == {"10.77.0.1:29500"}
+
+
+def test_ranks_talk_through_the_interface_that_leads_to_the_rendezvous(two):
+    two[0].run(
+        "ip link add eth9 type veth peer name eth8",
+        "ip addr add 10.88.0.1/24 dev eth9",
+        "ip link set eth9 up",
+    )
+    ways = {"10.77.0.2": "eth0", "node2": "eth0", "10.77.0.1": "eth0", "10.88.0.7": "eth9"}
+    ways |= {"127.0.0.1": "lo", "10.99.0.1": None}
+    assert two[0].call(interfaces_to, list(ways)) == ways
+
+
+def interfaces_to(addresses: list[str]) -> dict[str, str | None]:
+    return {address: network.interface_to(address, 1) for address in addresses}
 
 
 def test_two_nodes_on_one_machine_have_two_names():

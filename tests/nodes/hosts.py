@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import forked
 from command import environment
@@ -80,6 +81,10 @@ class Host:
         enter = partial(_enter, self._pid)
         return forked.started(words, folder or self.disk, enter=enter, **variables)
 
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Its value there, in a process of its own."""
+        return forked.fresh(_called, self._pid, function, args)
+
     def run(self, *commands: str) -> list[str]:
         return _in(self._pid, *commands)
 
@@ -131,6 +136,11 @@ def _in(pid: int, *commands: str) -> list[str]:
     """What they print in that process's namespaces."""
     enter = ["nsenter", "--target", str(pid), "--net", "--uts", "--mount"]
     return [subprocess.check_output([*enter, *each.split()], text=True) for each in commands]
+
+
+def _called(pid: int, function: Callable[..., Any], args: tuple) -> Any:
+    _enter(pid)
+    return function(*args)
 
 
 def _enter(pid: int) -> None:
