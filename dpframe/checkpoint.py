@@ -181,13 +181,21 @@ def load(path: str | Path, *, key: str = "checkpoint") -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """What is wrong with it, or '' and the state."""
-    if flaw := files.flaw(path) or bombs.in_file(path):
-        return f"can't be used: {flaw}", {}
+    flaw = files.flaw(path)
+    bomb = bombs.in_file(path) if flaw in ("", files.UNSEALED) else ""
+    if bomb or (flaw and flaw != files.UNSEALED):
+        return f"can't be used: {flaw or bomb}", {}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        if flaw:
+            return f"can't be used: {flaw}", {}
         cause = (str(error).splitlines() or [type(error).__name__])[0]
         return f"can't be read: {cause.partition('. ')[0][:160]}", {}
+    if isinstance(state, dict) and "pytorch-lightning_version" in state:
+        state, flaw = _of_lightning(state), ""  # which has no seal
+    if flaw:
+        return f"can't be used: {flaw}", {}
     weights = [state.get("task"), state.get("averaged", {})] if isinstance(state, dict) else [None]
     if not all(isinstance(part, dict) for part in weights):
         return "is not a dpframe checkpoint", {}
@@ -197,6 +205,14 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
         return f"has format {state['format']}, this dpframe reads {FORMAT}; {what}", {}
     return bombs.in_state(state, path.stat().st_size), state
+
+
+def _of_lightning(state: dict[str, Any]) -> dict[str, Any]:
+    """What Lightning has saved of a LightningModule, as the task of recipe=lightning has it."""
+    weights = state.get("state_dict")
+    if isinstance(weights, dict):
+        weights = {f"module.{name}": value for name, value in weights.items()}
+    return {"format": FORMAT, "task": weights}
 
 
 def load_task(

@@ -55,6 +55,9 @@ def seal(file: BinaryIO, *, step: int | None = None) -> None:
     file.write(len(comment).to_bytes(2, "little") + comment)
 
 
+UNSEALED = "its seal is missing: it is cut short, or no checkpoint of dpframe's"
+
+
 def flaw(path: Path) -> str:
     """What is wrong with a sealed file, or '' if it is as it was written."""
     if not path.is_file():  # e.g. a pipe that nobody writes into
@@ -65,7 +68,7 @@ def flaw(path: Path) -> str:
                 return "it is empty"
             sealed = _seal(file)
             if sealed is None:
-                return "its seal is missing: it is cut short, or no checkpoint of dpframe's"
+                return UNSEALED
             is_whole = _hash(file, sealed.begin, b"\0\0" + sealed.step) == sealed.hash
             return "" if is_whole else "it is damaged: its hash is different"
     except OSError as error:

@@ -4,7 +4,7 @@ import inspect
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.accelerator import has_float64
-from dpframe.data import Share
+from dpframe.data import Share, split
 from dpframe.errors import UserError, miscalled, suggestion
 from dpframe.instead import INSTEAD, Instead, refusal
 from dpframe.metrics import described, is_number
@@ -61,6 +61,7 @@ class Attached:
         self.progress = progress
         self.strategy = strategy
         self.is_compiled = is_compiled
+        self.batch_index = 0  # of the batch at hand, in its epoch or its pass
 
     def __deepcopy__(self, memo: dict) -> "Attached":
         return self
@@ -101,6 +102,9 @@ class Task(nn.Module):
     steps_per_epoch = 0  # all four set by the Trainer before configure_optimizer
     total_steps = 0
     scheduler_steps = 0  # how often its scheduler will be stepped
+    optimizes_by_hand = False  # whether its training_step steps the optimizers itself
+    own_class: type | None = None  # where the user's code is, if not in the task's class
+    prefers_metrics = False  # of two numbers of one name, the result of a metric over a mean
     schedules_turns = False  # whether that is after each turn of its optimizer, not each epoch
     optimizer_names: Sequence[str] = ()  # set after it, where there are several
     attached = Attached()  # by the Trainer
@@ -200,6 +204,23 @@ class Task(nn.Module):
     def has_own(cls, step: str) -> bool:
         """Whether this kind of task has written the step itself."""
         return getattr(cls, step) is not getattr(Task, step)
+
+    def set_up(self, trainer: Any) -> None:
+        """Before its weights are placed, e.g. to make layers that depend on `trainer.data`."""
+
+    def begin_pass(self, kind: str) -> None:
+        """Before the batches of a validation, a test or a prediction: `val`, `test`, `predict`."""
+
+    def end_pass(self, kind: str, numbers: dict[str, float]) -> dict[str, float]:
+        """More numbers of a pass, or of an epoch of training, beside those that were measured.
+
+        Every process calls it, with metrics that have the states of all rows, and has to return
+        the same."""
+        return {}
+
+    def metric_name(self, kind: str, name: str) -> str:
+        """Under which name the result of a metric that it holds is logged."""
+        return name
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Turns the exact means of a pass into what is reported, e.g. the root of a mean."""
@@ -410,6 +431,29 @@ class TrainStep(nn.Module):
         for other, _ in results[1:]:
             loss = loss + other.to(loss.device)
         return loss, [measured for _, part in results for measured in part]
+
+
+class StepByHand(TrainStep):
+    """One training step of a task that steps its optimizers in it. Nothing is left to descend."""
+
+    def forward(self, share: Share, of: float) -> tuple[Any, list[Measured]]:
+        batch, rows, HERE.total = share
+        placed, kind = self.task.attached.strategy, self.task.own_class or type(self.task)
+        if placed is not None and not len(split(range(share.total), placed.replicas)[-1]):
+            raise UserError(
+                f"{kind.__name__} steps its optimizers itself, in which each of "
+                f"{placed.replicas} replicas takes part, and a batch of {share.total} rows leaves "
+                "one without a row; set data.drop_last=true, or use fewer replicas"
+            )
+        HERE.rows = rows
+        with nullcontext() if self.autocast is None else self.autocast():
+            output = self.task.training_step(batch)
+        HERE.rows = 0
+        return None, [(rows, detached(output))]
+
+    @staticmethod
+    def combine(results: list[tuple[Any, list[Measured]]]) -> tuple[Any, list[Measured]]:
+        return results[0]  # of the only replica of this process
 
 
 class EvalStep(nn.Module):

@@ -55,6 +55,7 @@ TESTS = {
     "test_what_a_task_has_only_in_lightning_is_one_line_with_what_to_write",
     "test_a_tasks_own_names_and_its_own_mistakes_stay_as_they_are",
     "test_manual_optimization_is_refused_before_training",
+    "test_what_can_not_be_exact_is_refused_in_one_line",
     "test_turns_that_can_not_be_counted_are_refused_in_one_line",
     "test_what_a_recipe_sets_of_a_callback_that_is_switched_off_goes_nowhere",
     "test_what_stream_can_not_read_is_one_line",

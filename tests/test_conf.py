@@ -35,11 +35,15 @@ def test_every_folder_is_a_group():
 
 
 WITH_RECIPE = {"gpt2_124m"}  # experiments that choose it themselves
+NEEDED = {  # what an option leaves to its user
+    "lightning": ["task.module._target_=lightning.pytorch.demos.boring_classes.BoringModel"]
+}
 EXTRAS = {  # the packages that an option needs
     "wandb": ["wandb"],
     "mlflow": ["mlflow"],
     "huggingface": ["transformers", "peft"],
     "multilabel": ["torchmetrics"],
+    "lightning": ["lightning"],
 }
 
 
@@ -48,7 +52,7 @@ def test_every_option_is_composed_and_built(group, option):
     for package in EXTRAS.get(option, ()):
         pytest.importorskip(package, reason=f"{package} is not installed")
     recipe = [] if group == "recipe" or option in WITH_RECIPE else ["recipe=boston"]
-    job = composed([*recipe, f"{group}={option}"])
+    job = composed([*recipe, f"{group}={option}", *NEEDED.get(option, ())])
     trust = check_targets(job)
     for where, node, kind in slots(job.settings):
         assert isinstance(build(node, where, kind, trust=trust), kind)
@@ -57,7 +61,8 @@ def test_every_option_is_composed_and_built(group, option):
 def test_every_pair_of_recipe_and_experiment_composes():
     for recipe in (option for group, option in OPTIONS if group == "recipe"):
         for experiment in (option for group, option in OPTIONS if group == "experiment"):
-            assert composed([f"recipe={recipe}", f"experiment={experiment}"]).settings
+            words = [f"recipe={recipe}", f"experiment={experiment}", *NEEDED.get(recipe, ())]
+            assert composed(words).settings
 
 
 def test_another_program_can_compose_from_the_package():

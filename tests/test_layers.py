@@ -17,6 +17,7 @@ FLOORS = {
     "cli": 5,
     "plan": 4,
     "trainer": 3,
+    "lightning": 2,
     "callbacks": 2,
     "task": 1,
     "strategies": 1,
@@ -184,6 +185,7 @@ def test_devices_are_asked_by_doors_that_all_kinds_have():
 ASKS_WHAT_IS_OVERRIDDEN = {
     "data.module": "a TensorDataset with a __getitem__ of its own is not read as tensors",
     "task": "Task.has_own says which of its steps a task has written",
+    "lightning.module": "what a module overrides of Lightning's is called, or refused",
 }
 
 

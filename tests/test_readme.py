@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from command import attempts, dpframe, write
+from command import attempts, dpframe, environment, write
 
 from dpframe import checkpoint
 
@@ -43,7 +43,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     for page in PAGES:
         write(folder, files_of(page))
-    for recipe, name in product(("boston", "gpt", "lenet"), ("best", "last")):
+    for recipe, name in product(("boston", "gpt", "lenet", "letters"), ("best", "last")):
         checkpoint.save({"task": {}}, folder / f"outputs/{recipe}/1/checkpoints/{name}.ckpt")
         write(folder, {f"outputs/{recipe}/1/.hydra/overrides.yaml": f"- recipe={recipe}\n"})
     return folder
@@ -74,6 +74,10 @@ SHOWN = {
     "dpframe --config-dir mine recipe=boston strategy=half trainer.gpus=2": (
         "trainer.max_epochs=2 trainer.accelerator=cpu",
         r"^strategy +Half on 2 x cpu$",
+    ),
+    "dpframe --config-dir mine recipe=letters": (
+        "",
+        r"^epoch 1/\d+  step 60  train/loss \d.*val/loss [12]\.\d+",
     ),
     "dpframe --config-dir mine recipe=lines": ("", r"^step +batch 32 = 1 replica x 32$"),
     "dpframe --config-dir mine recipe=ready": ("", r"^step +batch 40 = 1 replica x 40$"),
@@ -148,6 +152,16 @@ def test_the_python_that_the_readme_shows_trains(written):
     run = subprocess.run(command, cwd=written, capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
     assert re.match(r"{'train/loss': \d.*'val/loss': \d", run.stdout)
+
+
+def test_the_script_prints_what_its_recipe_learns(written):
+    script = [sys.executable, "script/train.py"]
+    one_thread = environment(OMP_NUM_THREADS="1")  # more are slower for such a network
+    run = subprocess.run(
+        script, cwd=written, env=one_thread, capture_output=True, text=True, timeout=200
+    )
+    assert run.returncode == 0, run.stderr
+    assert re.search(r"^step 60: loss [12]\.\d+$", run.stdout, re.M), run.stdout
 
 
 def test_every_command_that_is_shown_composes(written):

@@ -18,8 +18,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.cli.compose import Composed
 from dpframe.cli.locate import locate
-from dpframe.cli.settings import kind_of, shown, unfit
-from dpframe.cli.trust import NOBODY, Trust, slots, trust_of
+from dpframe.cli.settings import is_off, kind_of, shown, unfit
+from dpframe.cli.trust import NOBODY, THEIRS, Trust, slots, trust_of
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, suggestion
 
@@ -82,6 +82,8 @@ def check(
     `kind` is a slot's, `hint` the annotation of a constructor's argument.
     """
     hints: dict[str, Any] = {}
+    if where in THEIRS and is_off(node):
+        return
     if isinstance(node, Mapping) and "_target_" in node:
         _check_special(node, where)
         if kind is None:
@@ -195,8 +197,8 @@ def _hints(target: Any) -> dict[str, Any]:
 def _built(node: Any, where: str, trust: Trust) -> Any:
     if isinstance(node, list):
         return [_built(value, place, trust) for place, value in _values(node, where)]
-    if not isinstance(node, Mapping):
-        return node
+    if is_off(node) or not isinstance(node, Mapping):
+        return None if is_off(node) else node
     arguments = {
         name: _built(value, f"{where}.{name}", trust)
         for name, value in node.items()

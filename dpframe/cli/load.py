@@ -12,7 +12,7 @@ import yaml
 from dpframe import checkpoint
 from dpframe.cli.build import build
 from dpframe.cli.resume import run_directory
-from dpframe.cli.trust import Trust
+from dpframe.cli.trust import Trust, with_theirs
 from dpframe.errors import UserError
 from dpframe.task import Task
 from dpframe.trainer.placement import Precision
@@ -41,6 +41,7 @@ def load(
     trust = Trust(frozenset(trusted_modules), typed=frozenset(trusted_modules), closed=closed)
     if isinstance(node, Mapping) and isinstance(node.get("_target_"), str):
         trust = trust.within(trust.part(node["_target_"], "task", Task))
+        trust = with_theirs(trust, {"task": node})
     name = settings.get("precision", "32") if isinstance(settings, Mapping) else "32"
     return trained(node, file, precision=str(name), device=device, trust=trust)
 

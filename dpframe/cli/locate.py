@@ -18,6 +18,7 @@ import dpframe
 from dpframe.cli import plugins
 from dpframe.errors import UserError, first_line, suggestion
 
+LIGHTNING = ("lightning", "pytorch_lightning")  # the packages of one library
 MOST = 200  # names that are followed from one target to the next
 Bindings = dict[str, list[str]]  # a module's names, each with the dotted paths that it refers to
 
@@ -80,7 +81,7 @@ def spec_of(name: str) -> ModuleSpec | None:
         return None
 
 
-def refuse_unsaid(path: str, where: str, kind: type) -> None:
+def refuse_unsaid(path: str, where: str, kind: type | str) -> None:
     """Refuses a path whose source doesn't say that it is a `kind` or a function that returns one.
 
     Importing a module runs it, so its source is asked first.
@@ -101,8 +102,9 @@ def refuse_unsaid(path: str, where: str, kind: type) -> None:
         raise not_a_maker(given, kind, f", or add trusted_modules=[{parts[0]}] to the command")
 
 
-def says(path: str, kind: type) -> bool:
+def says(path: str, kind: type | str) -> bool:
     """Whether source files say that a path is a class below `kind` or a function returning one.
+    A class of Lightning's is told by its name, as nothing needs to be imported for that.
 
     Follows imports, base classes, `A = B` and return annotations to a name of dpframe's own.
     """
@@ -113,12 +115,15 @@ def says(path: str, kind: type) -> bool:
         if path in seen or top in sys.stdlib_module_names or top == "torch":
             continue
         seen.add(path)
+        if top in LIGHTNING and path.rpartition(".")[2] == kind:
+            return True
         if top != "dpframe":
             waiting += _followed(path, sources)
             continue
         with suppress(UserError):
             target = locate(path, "")
-            if isinstance(target, type) and issubclass(target, kind):
+            is_class = isinstance(target, type)
+            if is_class and isinstance(kind, type) and issubclass(target, kind):
                 return True
     return False
 
@@ -150,11 +155,11 @@ def parameters_of(path: str) -> tuple[list[str], bool]:
     return names, False
 
 
-def not_a_maker(given: str, kind: type, hint: str = "") -> UserError:
-    name = kind.__name__
+def not_a_maker(given: str, kind: type | str, hint: str = "") -> UserError:
+    name = kind if isinstance(kind, str) else kind.__name__
+    what = name if name == kind else f"dpframe {name}"
     return UserError(
-        f"{given} is not a dpframe {name}; annotate a function that returns one with "
-        f"'-> {name}'{hint}"
+        f"{given} is not a {what}; annotate a function that returns one with '-> {name}'{hint}"
     )
 
 

@@ -19,6 +19,7 @@ from torch.utils.data import Dataset, Sampler
 from dpframe.callbacks import Callback
 from dpframe.cli.compose import Composed
 from dpframe.cli.locate import (
+    LIGHTNING,
     locate,
     no_module,
     not_a_maker,
@@ -34,6 +35,11 @@ from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
 from dpframe.task import Task
 
+# What the tasks and data of dpframe.lightning take, by their keys: each is a part as they are.
+THEIRS = {
+    "task.module": ("dpframe.lightning.Lightning", "LightningModule"),
+    "data.module": ("dpframe.lightning.LightningData", "LightningDataModule"),
+}
 NEVER_WHOLE = {"torch", "dpframe", *sys.stdlib_module_names}  # a part vouches for nothing else
 OURS = (Task, DataModule, Callback, Logger, Strategy, nn.Module, Dataset, Sampler)
 # These set attributes by any name, or pass any calls on.
@@ -82,7 +88,20 @@ def trust_of(job: Composed) -> "Trust":
         if isinstance(path, str):
             with suppress(UserError):  # `build.check` raises it
                 vouched = vouched.within(trust.part(path, where, kind))
-    return vouched
+    return with_theirs(vouched, {"task": job.settings.task, "data": job.settings.data})
+
+
+def with_theirs(trust: "Trust", parts: Mapping[str, Any]) -> "Trust":
+    """Lightning's modules in these parts are parts, too, and vouch for their packages."""
+    for where, (owner, _) in THEIRS.items():
+        part, _, name = where.partition(".")
+        node = parts.get(part, {})
+        inner = node.get(name) if node.get("_target_") == owner else None
+        if isinstance(inner, Mapping) and isinstance(inner.get("_target_"), str):
+            trust = replace(trust, theirs=trust.theirs | {where})
+            with suppress(UserError):  # `build.check` raises it
+                trust = trust.within(trust.nested(inner["_target_"], where))
+    return trust
 
 
 def slots(settings: RunSettings) -> Iterator[tuple[str, Any, type]]:
@@ -108,6 +127,7 @@ class Trust:
     typed: frozenset[str] = frozenset()
     closed: tuple[Path, ...] = ()
     config_dir: Path | None = None  # of `--config-dir`: what is beside it can be imported
+    theirs: frozenset[str] = frozenset()  # keys of Lightning's modules
 
     def part(self, path: str, where: str, kind: type) -> Any:
         """A slot's own target, which has to be of its kind; its source is asked first."""
@@ -127,7 +147,7 @@ class Trust:
     def within(self, target: Any) -> "Trust":
         """With the package that a part is from: the part could call itself what else is there."""
         name = name_of(target)
-        if name.split(".")[0] in NEVER_WHOLE:
+        if name.split(".")[0] in NEVER_WHOLE | set(LIGHTNING):
             return self
         return replace(self, packages=self.packages | {_package_of(name)})
 
@@ -135,6 +155,8 @@ class Trust:
         """What a node inside a part calls. A name from elsewhere is refused without an import."""
         if path in known():
             return known()[path]
+        if where in self.theirs:
+            return self._their(path, where)
         where = f"{where}._target_"
         parts = parts_of(path, where)
         if not any(_is_within(path, name) for name in (*self.packages, "dpframe")):
@@ -147,6 +169,21 @@ class Trust:
         target = locate(path, where)
         if path not in self.packages and not self.allows(target):
             raise _refusal(path, name_of(target), where)
+        return target
+
+    def _their(self, path: str, where: str) -> Any:
+        """A class below Lightning's, or a function that is annotated with one: as a slot's own."""
+        kind = THEIRS[where][1]
+        where = f"{where}._target_"
+        top = parts_of(path, where)[0]
+        if not any(map(spec_of, LIGHTNING)):
+            raise UserError(f"{where}={path} needs lightning; pip install 'dpframe[lightning]'")
+        if top not in LIGHTNING and not (top in NEVER_WHOLE or self._names(path)):
+            see_own_folders(top, self.config_dir)
+            self._refuse_closed(path, where)
+            refuse_unsaid(path, where, kind)
+        if top in NEVER_WHOLE or not _is_theirs(_made_by(target := locate(path, where)), kind):
+            raise not_a_maker(f"{where}={path}", kind)
         return target
 
     def refuse_returned(self, value: Any, path: str, where: str) -> None:
@@ -172,13 +209,8 @@ class Trust:
         """A class below `kind`, or a function that is annotated with one, or vouched for."""
         if isinstance(target, type):
             return issubclass(target, kind)
-        try:
-            returned = get_type_hints(target).get("return")
-        except Exception:  # annotations that can't be resolved say nothing
-            returned = None
-        is_function = inspect.isfunction(target) or inspect.ismethod(target)
-        says = is_function and isinstance(returned, type) and issubclass(returned, kind)
-        return says or self._names(name_of(target))
+        made = _made_by(target)
+        return (made is not None and issubclass(made, kind)) or self._names(name_of(target))
 
     def _names(self, name: str) -> bool:
         return any(_is_within(name, package) for package in self.packages)
@@ -200,6 +232,23 @@ class Trust:
 
 
 NOBODY = Trust()
+
+
+def _made_by(target: Any) -> type | None:
+    """The class itself, or what a function's annotation says that it returns."""
+    if isinstance(target, type):
+        return target
+    try:
+        returned = get_type_hints(target).get("return")
+    except Exception:  # annotations that can't be resolved say nothing
+        return None
+    is_function = inspect.isfunction(target) or inspect.ismethod(target)
+    return returned if is_function and isinstance(returned, type) else None
+
+
+def _is_theirs(made: type | None, kind: str) -> bool:
+    parents = () if made is None else made.__mro__
+    return any(p.__name__ == kind and p.__module__.split(".")[0] in LIGHTNING for p in parents)
 
 
 @functools.cache

@@ -40,6 +40,7 @@ class DataModule:
     drop_last = False  # where a class of its own does not call __init__
     eval_batch_size: int | None = None
     input: str | None = None
+    own_class: type | None = None  # where the user's code is, if not in this class
 
     def __init__(
         self,

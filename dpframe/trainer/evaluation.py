@@ -129,6 +129,7 @@ class Evaluation:
         limits = [limit for limit in (self.limit_batches, at_most) if limit is not None]
         for done, batch in enumerate(self.read(limit=min(limits, default=None)), 1):
             beat()
+            self.task.attached.batch_index = done - 1
             shares = to_device(batch.shares)
             outputs = module(shares)
             yield batch.rows, outputs
@@ -164,9 +165,10 @@ def means_of(
     at_most: int | None = None,
 ) -> dict[str, float]:
     """The means of each data set by itself; and, where they have names, over the rows of all."""
-    if set(evaluations) == {""}:
-        return evaluations[""].means(*others, after_batch=after_batch, at_most=at_most)
     first = next(iter(evaluations.values()))
+    first.task.begin_pass(first.kind)
+    if set(evaluations) == {""}:
+        return first.means(*others, after_batch=after_batch, at_most=at_most)
     random_state = seeding.random_state()
     means: dict[str, float] = {}
     with first.task_metrics.apart():

@@ -31,7 +31,7 @@ from dpframe.metrics import Means, numbers_of
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
-from dpframe.task import Attached, Measured, Task, TrainStep, cloned, prefixed
+from dpframe.task import Attached, Measured, StepByHand, Task, TrainStep, cloned, prefixed
 from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.evaluation import Evaluation, Predictions, means_of, means_over, modes_kept
 from dpframe.trainer.feed import Feed, evaluated, local_devices
@@ -44,7 +44,7 @@ from dpframe.trainer.report import Report, Run
 from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, started
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.update import Update, each_of, states_of, updates_of
+from dpframe.trainer.update import ByHand, Update, each_of, states_of, updates_of
 
 log = logging.getLogger("dpframe")
 DOING = {"validate": "validation", "test": "test", "predict": "prediction"}  # by the mode
@@ -124,6 +124,7 @@ class Trainer:
             seeding.refuse_nondeterminism(self.strategy.device)
         self.precision = Precision(self.settings.precision, self.strategy.device)
         self.strategy.dtype = self.precision.dtype
+        task.set_up(self)
         self.layout = place(task, self.strategy, self.precision, self.settings)
         self.task_metrics = TaskMetrics(task, self.strategy)
         beat()
@@ -218,11 +219,13 @@ class Trainer:
         self.mode = "predict"
         by_name: dict[str, Predictions] = {}
         with modes_kept(self.task):
+            self.task.begin_pass("predict")
             for name, evaluation in self._evaluations("predict").items():
                 predictions = evaluation.predictions(spool)
                 if predictions is not None:
                     by_name[name] = predictions
                 self._end_prediction(predictions)
+            self.task.end_pass("predict", {})
         self.report.close(self.metrics, succeeded=True)
         return by_name.get("", by_name or None)
 
@@ -366,7 +369,7 @@ class Trainer:
 
         Returns what the steps measured, or None if the step is to be left out.
         """
-        strategy, progress = self.strategy, self.progress
+        strategy, progress, attached = self.strategy, self.progress, self.task.attached
         module = strategy.begin_step(update.module)
         if module is not update.module:
             update.run(module)
@@ -382,6 +385,7 @@ class Trainer:
             if self._accumulates:
                 strategy.grad_sync(batch is batches[-1])
             beat()
+            attached.batch_index = index
             shares = self._to_device(batch.shares)
             for batch_start in self.hooks["on_batch_start"]:
                 batch_start(self, placed(batch, shares))
@@ -480,6 +484,7 @@ class Trainer:
         norms = {
             "/".join(filter(None, ("grad_norm", name))): float(update.grad_norm)
             for name, update in self.updates.items()
+            if not self.task.optimizes_by_hand
         }
         scalars = {**means, **self._learning_rates(), **norms, "samples_per_second": rate}
         self._log({f"step/{name}": value for name, value in scalars.items()})
@@ -664,14 +669,19 @@ class Trainer:
             )
         self.recomputed = drop_activations(task, settings.checkpoint_activations)
         mode = settings.compile_mode
-        for update in self.updates.values():
+        self.update = next(iter(self.updates.values()))
+        self._only = () if self.update.name else (self.update,)
+        if task.optimizes_by_hand:
+            self._only = (ByHand(task, strategy, settings),)
+            step = strategy.wrap(StepByHand(task, self.precision.autocast), training=False)
+            for update in (*self._only, *self.updates.values()):
+                update.run(step)
+        for update in self.updates.values() if not task.optimizes_by_hand else ():
             step = TrainStep(task, self.precision.autocast, update.name)
             if mode is not None:
                 step.compile(**{**settings.compile_options, "mode": mode})
             with update.alone() if update.name else nullcontext():
                 update.run(strategy.wrap(step, training=True))
-        self.update = next(iter(self.updates.values()))
-        self._only = () if self.update.name else (self.update,)
         self._compares_turns = strategy.world_size > 1 and task.has_own("turns")
         self.means = means_over(strategy)
         self.task_metrics.reset()

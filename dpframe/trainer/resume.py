@@ -38,6 +38,7 @@ DECIDING = (
     "scheduler_every",
     "limit_train_batches",
 )
+LIBRARIES = ("torch", "builtins", "lightning", "pytorch_lightning")  # whose code may change
 NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
 
 
@@ -115,7 +116,10 @@ def is_hidden(value: Any) -> bool:
 
 
 def of_code(task: Task, data: DataModule) -> Fingerprint:
-    return {"task's code": _digest(type(task)), "data's code": _digest(type(data))}
+    return {
+        "task's code": _digest(task.own_class or type(task)),
+        "data's code": _digest(data.own_class or type(data)),
+    }
 
 
 def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -> list[str]:
@@ -204,7 +208,7 @@ def _digest(kind: type) -> str:
         module = sys.modules.get(parent.__module__)
         package, *inside = parent.__module__.split(".")
         is_ours = package == "dpframe" and inside[:1] != ["recipes"]
-        if module is None or is_ours or package in ("torch", "builtins"):
+        if module is None or is_ours or package in LIBRARIES:
             continue
         # It was typed at a prompt, or its file is being edited.
         with suppress(OSError, TypeError, SyntaxError, tokenize.TokenError):

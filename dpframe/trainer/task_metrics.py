@@ -9,11 +9,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpframe.errors import UserError
 from dpframe.metrics import is_number
 from dpframe.strategies.base import Strategy
+from dpframe.task import Task
 
 LONGEST = 100  # of a row that becomes numbers, and of the sides of a matrix that becomes a table
 log = logging.getLogger("dpframe")
@@ -31,8 +32,11 @@ class TaskMetrics:
     states of all and computes.
     """
 
-    def __init__(self, task: nn.Module, strategy: Strategy) -> None:
+    def __init__(self, task: Task, strategy: Strategy) -> None:
         self._task = type(task).__name__
+        self._prefers_metrics = task.prefers_metrics
+        self._name = task.metric_name
+        self._end_pass = task.end_pass if task.has_own("end_pass") else None
         self._strategy = strategy
         self.tables: list[Table] = []  # results that are still to be logged
         self._metrics: dict[str, Any] = {}
@@ -52,7 +56,7 @@ class TaskMetrics:
                 "use strategy=ddp, or trainer.gpus=1"
             )
 
-    def _find(self, task: nn.Module, torchmetrics: Any) -> None:
+    def _find(self, task: Task, torchmetrics: Any) -> None:
         for name, module in task.named_modules():
             if isinstance(module, torchmetrics.ClasswiseWrapper):
                 pass  # has the states of what it holds, and always says that it was updated
@@ -98,17 +102,24 @@ class TaskMetrics:
 
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """
-        if not self._metrics:
-            return {}
+        numbers = self._results(kind, means) if self._metrics else {}
+        if self._end_pass is None or "/" in kind:  # one of several data sets
+            return numbers
+        with self._whole():
+            return numbers | self._end_pass(kind, {**means, **numbers})
+
+    def _results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
         if self._strategy.world_size == 1 and not self._earlier:
             computed = self._computed(self._here())
         else:
-            everywhere = list(chain.from_iterable(self._strategy.gather(self.state_dict())))
+            everywhere = self._everywhere()
             computed = self._merged(everywhere) if self._strategy.is_main else []
         numbers: dict[str, float] = {}
         for name, value in computed:
-            name = f"{kind}/{name}"
-            if name in means or name in numbers:
+            name = f"{kind}/{self._name(kind, name)}"
+            if self._prefers_metrics:
+                pass
+            elif name in means or name in numbers:
                 other = "of another one" if name in numbers else "in what its step returns"
                 raise UserError(
                     f"{name} is the result of a metric of {self._task}, and {other}; rename one of "
@@ -160,10 +171,31 @@ class TaskMetrics:
                 for result in _flat("" if name in self._collections else name, module.compute())
             ]
 
+    def _everywhere(self) -> list[States]:
+        """The states of all processes, on the main one."""
+        return list(chain.from_iterable(self._strategy.gather(self.state_dict())))
+
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """Inside, the metrics have the states of all processes, in each of them."""
+        before = self._remembered()
+        if self._metrics and (self._strategy.world_size > 1 or self._earlier):
+            self._merge_all(self._strategy.share(self._everywhere()))
+        try:
+            yield
+        finally:
+            self._put_back(before)
+
     def _merged(self, everywhere: list[States]) -> list[tuple[str, Any]]:
         """The results over all these states; those of this process are as they were."""
-        names = dict.fromkeys(chain.from_iterable(everywhere))
         before = self._remembered()
+        computed = self._computed(self._merge_all(everywhere))
+        self._put_back(before)
+        return computed
+
+    def _merge_all(self, everywhere: list[States]) -> list[str]:
+        """Gives the metrics all these states; the names of those that have some."""
+        names = dict.fromkeys(chain.from_iterable(everywhere))
         for name in names:
             several = [states[name] for states in everywhere if name in states]
             if name in self._metrics:
@@ -173,9 +205,7 @@ class TaskMetrics:
                     f"{self._task}.{name} has metrics with the same states on some processes and "
                     "other states on others; use MetricCollection(..., compute_groups=False)"
                 )
-        computed = self._computed(names)
-        self._put_back(before)
-        return computed
+        return list(names)
 
     def _remembered(self) -> dict[str, dict[str, Any]]:
         """All attributes of each metric, which makes new ones at a reset, and empties its lists."""

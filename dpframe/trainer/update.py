@@ -355,6 +355,50 @@ class Update:
             self.scheduler.base_lrs[index] = rate
 
 
+class ByHand(Update):
+    """Stands where the loop updates, for a task that does so in its training_step. The updates of
+    its optimizers have their states."""
+
+    name = ""
+    needs_closure = False
+    is_weighted = False
+    scaler = None
+
+    def __init__(self, task: Task, strategy: Strategy, settings: TrainerSettings) -> None:
+        self.timed = lambda module: module
+        self.backward = lambda loss: None
+        kind = (task.own_class or type(task)).__name__
+        if strategy.replicas > strategy.world_size:
+            raise UserError(
+                f"{kind} steps its optimizers itself, and the {strategy.replicas} replicas of "
+                f"{strategy.name} in one process would each do so; use strategy=ddp"
+            )
+        for key, value, plain in (
+            ("accumulate", settings.accumulate, 1),
+            ("clip_norm", settings.clip_norm, None),
+            ("clip_value", settings.clip_value, None),
+            ("compile.mode", settings.compile_mode, None),
+            ("on_nonfinite", settings.on_nonfinite, "stop"),
+        ):
+            if value != plain:
+                raise UserError(
+                    f"trainer.{key}={value}: {kind} steps its optimizers itself; do this in its "
+                    f"training_step, and use trainer.{key}={'null' if plain is None else plain}"
+                )
+        if settings.precision == "fp16":
+            raise UserError(
+                f"trainer.precision=fp16 scales the loss, and {kind} steps its optimizers itself; "
+                "use trainer.precision=bf16 or 32"
+            )
+
+    def weights_of(self, measured: list[Measured]) -> list[Any]:
+        return []
+
+    def fill_gradients(self) -> None: ...
+
+    def step(self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool) -> None: ...
+
+
 def updates_of(
     task: Task,
     strategy: Strategy,
@@ -375,8 +419,9 @@ def updates_of(
                     f"trainer.{key}.{name}: there is no such optimizer; "
                     f"{suggestion(name, filter(None, optimizers))}"
                 )
-    check_signature(task, list(optimizers))
-    task.optimizer_names = tuple(filter(None, optimizers))
+    turns = [] if task.optimizes_by_hand else list(optimizers)
+    check_signature(task, turns)
+    task.optimizer_names = tuple(filter(None, turns))
     return {
         name: Update(name, made, task, strategy, settings, scaler)
         for name, made in optimizers.items()

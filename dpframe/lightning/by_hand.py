@@ -1,0 +1,136 @@
+"""Manual optimization: backwards whose gradients are the whole job's, and optimizers that count."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from dpframe.errors import UserError
+from dpframe.lightning.module import family
+from dpframe.strategies.base import Strategy
+from dpframe.task import HERE
+
+CHECKED = 3  # first steps of each optimizer
+TOLERANCE = 1e-6
+
+
+class ByHand:
+    """What `self.optimizers()` and `self.manual_backward` do."""
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.losses: list[Tensor] = []  # of the step at hand
+        self.steps = 0  # of all optimizers together, as Lightning counts them
+        self.steppers: list[Any] = []
+
+    def take(self, optimizers: Sequence[Optimizer]) -> None:
+        self.steppers = []
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._count)
+            stepper = stepper_of(family(self.task.module))(optimizer)
+            stepper.by_hand, stepper.looks = self, CHECKED
+            self.steppers.append(stepper)
+
+    def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        """The loss is a mean over this replica's rows: its share of the one over all rows."""
+        module, strategy = self.task.module, self._strategy
+        self.losses.append(loss.detach())
+        if strategy.world_size == 1:
+            return module.backward(loss, *args, **options)
+        weights = [weight for weight in module.parameters() if weight.requires_grad]
+        before = [weight.grad for weight in weights]
+        for weight in weights:
+            weight.grad = None
+        part = HERE.rows / HERE.total if HERE.rows else 1 / strategy.world_size
+        module.backward(loss * part, *args, **options)
+        add_up(weights, strategy)
+        for weight, earlier in zip(weights, before, strict=True):
+            if earlier is not None:
+                weight.grad = earlier if weight.grad is None else earlier + weight.grad
+        return None
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuses gradients that the ranks have not shared, e.g. of a plain `loss.backward()`."""
+        if self._strategy.world_size == 1:
+            return
+        here = sum(
+            float(weight.grad.double().abs().sum())
+            for group in optimizer.param_groups
+            for weight in group["params"]
+            if weight.grad is not None
+        )
+        ranks = self._strategy.world_size
+        if abs(self._strategy.tally([here])[0] - ranks * here) > TOLERANCE * ranks * here:
+            raise UserError(
+                f"{type(self.task.module).__name__} steps {type(optimizer).__name__} with "
+                "gradients that differ between the ranks; call self.manual_backward(loss) instead "
+                "of loss.backward(), on all ranks as often"
+            )
+
+    @torch.no_grad()
+    def share_state(self, tensors: Sequence[Tensor]) -> None:
+        """Gives all ranks the main one's, e.g. running statistics."""
+        strategy = self._strategy
+        for tensor in tensors if strategy.world_size > 1 else ():
+            sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.clone()
+            tensor.copy_(strategy.reduce(sent if strategy.is_main else torch.zeros_like(sent)))
+
+    @property
+    def _strategy(self) -> Strategy:
+        return self.task.trainer_here.strategy
+
+    def _count(self, *_: Any) -> None:
+        self.steps += 1
+
+
+@torch.no_grad()
+def add_up(weights: Sequence[Tensor], strategy: Strategy) -> None:
+    """Their gradients, over all processes; None where none has one."""
+    flags = torch.tensor([float(weight.grad is not None) for weight in weights])
+    has_some = strategy.reduce(flags).tolist()
+    shared = [weight for weight, some in zip(weights, has_some, strict=True) if some]
+    for dtype in dict.fromkeys(weight.dtype for weight in shared):
+        alike = [weight for weight in shared if weight.dtype == dtype]
+        flat = torch.cat([_dense(weight).flatten() for weight in alike])
+        parts = strategy.reduce(flat).split([weight.numel() for weight in alike])
+        for weight, part in zip(alike, parts, strict=True):
+            weight.grad = part.view_as(weight)
+
+
+def _dense(weight: Tensor) -> Tensor:
+    if weight.grad is None:
+        return torch.zeros_like(weight)
+    return weight.grad.to_dense() if weight.grad.is_sparse else weight.grad
+
+
+@cache
+def stepper_of(package: str) -> Any:
+    """A LightningOptimizer that asks dpframe, not Lightning's strategy."""
+    base: Any = import_module(f"{package}.core.optimizer").LightningOptimizer
+
+    class Stepper(base):  # type: ignore[misc]
+        by_hand: ByHand
+        looks: int
+
+        def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
+            def closed() -> Any:
+                value = closure() if closure is not None else None
+                if self.looks:
+                    self.looks -= 1
+                    self.by_hand.check(self.optimizer)
+                self.by_hand.task.module.on_before_optimizer_step(self.optimizer)
+                return value
+
+            return self.optimizer.step(closed, **options)
+
+        @contextmanager
+        def toggle_model(self, sync_grad: bool = True) -> Iterator[None]:
+            with self.by_hand.task.module.toggled_optimizer(self):
+                yield
+
+    return Stepper

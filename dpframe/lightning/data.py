@@ -1,0 +1,133 @@
+"""The data of a LightningDataModule, or of the LightningModule itself, as a DataModule."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from dpframe.data import DataModule
+from dpframe.errors import UserError
+from dpframe.lightning.module import is_a, own_class, owns
+
+LOADER = "dataloader"
+STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
+
+
+class LightningData(DataModule):
+    """`module` is a LightningDataModule; without one the data are the LightningModule's own.
+
+    A DataLoader's batch is the global one, on every strategy.
+    """
+
+    def __init__(self, module: Any = None) -> None:
+        super().__init__()
+        if module is not None and not is_a("LightningDataModule", module):
+            raise UserError(
+                f"data.module is a {type(module).__name__}; name a LightningDataModule, "
+                "data.module._target_=my.LitData, or leave it out where task.module has the loaders"
+            )
+        self.module = module
+        self.names: list[str] = []  # of the data sets that were asked for last
+        self._task_module: Any = None
+        self._is_validated = False  # by itself, not within a training
+        self._stages: set[tuple[int, str]] = set()
+        self._returned: dict[str, Any] = {}
+
+    def connect(self, task_module: Any, trainer: Any, stage: str) -> None:
+        """Sets both up for what is going to be done."""
+        self._task_module = task_module
+        self.own_class = own_class(self._owner)
+        self._is_validated = stage == "validate"
+        modules = [part for part in (self.module, task_module) if part is not None]
+        if self.module is not None:
+            self.module.trainer = trainer
+        for part in modules:
+            with in_turn():
+                part.prepare_data()
+        for part in modules:
+            self._enter(part, stage)
+
+    def train_dataset(self) -> Any:
+        return self._loaders("train")
+
+    def val_dataset(self) -> Any:
+        module = self._task_module
+        if module is not None and not owns(module, "validation_step"):
+            return None
+        return self._loaders("val")
+
+    def test_dataset(self) -> Any:
+        return self._loaders("test")
+
+    def predict_dataset(self) -> Any:
+        return self._loaders("predict")
+
+    def tear_down(self, stage: str) -> None:
+        if self.module is not None:
+            self.module.teardown(stage)
+
+    def _loaders(self, kind: str) -> Any:
+        """As the module returned them: asked for once, as Lightning does."""
+        if kind not in self._returned:
+            stage = "validate" if kind == "val" and self._is_validated else STAGES[kind]
+            if self.module is not None:
+                self._enter(self.module, stage)
+            returned = self._checked(getattr(self._owner, f"{kind}_{LOADER}")(), kind)
+            self._returned[kind] = returned
+        returned = self._returned[kind]
+        self.names = list(returned) if isinstance(returned, dict) else [""]
+        return returned
+
+    def _checked(self, returned: Any, kind: str) -> Any:
+        told = f"{type(self._owner).__name__}.{kind}_{LOADER}"
+        if isinstance(returned, list | tuple) and len(returned) == 1:
+            returned = returned[0]
+        if returned is None or isinstance(returned, DataLoader):
+            return returned
+        if isinstance(returned, list | tuple) and not returned:  # Lightning's for none
+            return None
+        if isinstance(returned, Mapping):
+            several = {str(name): loader for name, loader in returned.items()}
+        elif isinstance(returned, list | tuple):
+            several = {str(number): loader for number, loader in enumerate(returned)}
+        else:
+            several = {"": returned}
+        if kind == "train" and len(several) > 1:
+            raise UserError(
+                f"{told} returned {len(several)} loaders, whose rows can't be divided alike; "
+                "return one, e.g. of a data set that pairs their rows"
+            )
+        for loader in several.values():
+            if not isinstance(loader, DataLoader):
+                raise UserError(
+                    f"{told} returned a {type(loader).__name__}, whose rows nobody can divide; "
+                    "return a torch.utils.data.DataLoader"
+                )
+        return next(iter(several.values())) if kind == "train" else several
+
+    def _enter(self, module: Any, stage: str) -> None:
+        """Calls its `setup` once for each stage."""
+        if (id(module), stage) not in self._stages:
+            self._stages.add((id(module), stage))
+            module.setup(stage)
+
+    @property
+    def _owner(self) -> Any:
+        return self._task_module if self.module is None else self.module
+
+
+@contextmanager
+def in_turn() -> Iterator[None]:
+    """One process of a user's on this machine at a time, as what they write may be the same."""
+    try:
+        import fcntl
+    except ImportError:  # not on this system
+        yield
+        return
+    path = os.path.join(tempfile.gettempdir(), f"dpframe-prepare-{os.getuid()}")
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

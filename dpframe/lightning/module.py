@@ -1,0 +1,219 @@
+"""A LightningModule as it is, with dpframe behind the methods that ask Lightning's Trainer."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe.errors import UserError
+
+PACKAGES = ("lightning", "pytorch_lightning")  # which are the same library under two names
+UNCALLED = {  # what a module may override in Lightning, and why it is refused
+    "optimizer_zero_grad": "gradients are None at the beginning of each step; leave it out",
+    "configure_callbacks": "they are Lightning's; set callbacks.* in the config",
+    "configure_sharded_model": "build the layers in __init__, setup or configure_model",
+    "on_validation_model_zero_grad": "gradients are None there; leave it out",
+    **dict.fromkeys(
+        (
+            *("on_validation_model_eval", "on_validation_model_train", "on_test_model_eval"),
+            *("on_test_model_train", "on_predict_model_eval"),
+        ),
+        "an evaluation is in evaluation mode, and puts back each module's mode after it",
+    ),
+}
+
+
+def is_a(kind: str, value: Any) -> bool:
+    """Whether this is Lightning's LightningModule, say, without importing it."""
+    return any(base.__name__ == kind and _package(base) in PACKAGES for base in type(value).__mro__)
+
+
+def family(module: Any) -> str:
+    """The package that the module's class is from: `lightning.pytorch` or `pytorch_lightning`."""
+    return _base(_kind(module)).__module__.removesuffix(".core.module")
+
+
+def own_class(module: Any) -> type:
+    """As the user has written it."""
+    kind = _kind(module)
+    return kind.__mro__[2] if issubclass(kind, Adapted) else kind
+
+
+def owns(module: Any, name: str) -> bool:
+    """Whether the user's class has written this itself."""
+    kind = _kind(module)
+    return getattr(kind, name, None) is not getattr(_base(kind), name, None)
+
+
+def adapt(module: Any) -> None:
+    """Gives the module, and those in it, a class below their own, as torch's parametrizations and
+    fully_shard do: an object that exists can't be made by another constructor."""
+    for part in module.modules():
+        if is_a("LightningModule", part) and not isinstance(part, Adapted):
+            part.__class__ = _adapted(_kind(part))
+
+
+def called(method: Callable[..., Any], *args: Any) -> Any:
+    """With as many of the arguments as it takes: Lightning's may leave out the last ones."""
+    return method(*args[: _places(getattr(method, "__func__", method), inspect.ismethod(method))])
+
+
+def refuse_uncalled(module: Any) -> None:
+    name = type(module).__name__
+    for method, why in UNCALLED.items():
+        if hasattr(module, method) and owns(module, method):
+            raise UserError(f"{name}.{method} is never called here: {why}")
+    if "dataloader_iter" in inspect.signature(module.training_step).parameters:
+        raise UserError(
+            f"{name}.training_step takes a dataloader_iter: no batch of it could be divided over "
+            "replicas; take a batch"
+        )
+
+
+class Adapted:
+    """What a LightningModule asks of Lightning's Trainer by names that are not documented."""
+
+    trainer: Any
+    training: bool
+    modules: Callable[[], Any]
+    parameters: Callable[[], Any]
+    named_modules: Callable[[], Any]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As one of its own class, which a pickle can name."""
+        made: Any = super().__reduce_ex__(protocol)
+        return _made_again, (own_class(self),), *made[2:]
+
+    @property
+    def _task(self) -> Any:
+        return self.trainer.task
+
+    @property
+    def device(self) -> torch.device:
+        weight = next(iter(self.parameters()), None)
+        return torch.device("cpu") if weight is None else weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        types = (w.dtype for w in self.parameters() if w.is_floating_point())
+        return next(types, torch.get_default_dtype())
+
+    def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """See Lightning's; what is logged is an exact mean over rows, on every strategy."""
+        given = _LOG.bind(name, value, *args, **options).arguments
+        attribute = given.get("metric_attribute")
+        if attribute is None and is_metric(value):
+            names = (path for path, part in self.named_modules() if part is value)
+            attribute = next(names, None)
+        self._task.numbers.add(
+            name,
+            value,
+            attribute,
+            batch_size=given.get("batch_size"),
+            reduce_fx=given.get("reduce_fx", "mean"),
+            on_epoch=given.get("on_epoch"),
+        )
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        for name, value in dictionary.items():
+            self.log(name, value, *args, **options)
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        several = self._task.by_hand.steppers if use_pl_optimizer else self._task.optimizers
+        return several[0] if len(several) == 1 else list(several)
+
+    def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
+        if getattr(self, "automatic_optimization", True):
+            raise UserError(
+                f"{type(self).__name__}.manual_backward is for manual optimization; set "
+                "self.automatic_optimization = False in __init__"
+            )
+        self._task.by_hand.backward(loss, *args, **options)
+
+    def clip_gradients(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        if limit and (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm) == "value":
+            nn.utils.clip_grad_value_(weights, limit)
+        elif limit:
+            nn.utils.clip_grad_norm_(weights, limit)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """The rows of the whole batch, as one process has them: without a dimension of ranks."""
+        if isinstance(data, Mapping):
+            return {k: self.all_gather(v, group, sync_grads) for k, v in data.items()}
+        if isinstance(data, list | tuple):
+            return type(data)(self.all_gather(part, group, sync_grads) for part in data)
+        rows = self._task.all_gather(data)
+        return rows if sync_grads else rows.detach()
+
+
+def is_metric(value: Any) -> bool:
+    return any(
+        base.__name__ == "Metric" and _package(base) == "torchmetrics"
+        for base in type(value).__mro__
+    )
+
+
+def log(
+    name: str,
+    value: Any,
+    prog_bar: bool = False,
+    logger: bool | None = None,
+    on_step: bool | None = None,
+    on_epoch: bool | None = None,
+    reduce_fx: Any = "mean",
+    enable_graph: bool = False,
+    sync_dist: bool = False,
+    sync_dist_group: Any = None,
+    add_dataloader_idx: bool = True,
+    batch_size: int | None = None,
+    metric_attribute: str | None = None,
+    rank_zero_only: bool = False,
+) -> None:
+    """The arguments of Lightning's `self.log`."""
+
+
+_LOG = inspect.signature(log)
+
+
+def _made_again(kind: Any) -> Any:
+    adapted: Any = _adapted(kind)
+    return adapted.__new__(adapted)
+
+
+@cache
+def _adapted(kind: Any) -> type:
+    inner = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Adapted, kind), inner)
+
+
+@cache
+def _base(kind: Any) -> type:
+    theirs = (base for base in kind.__mro__ if _package(base) in PACKAGES)
+    return next(base for base in theirs if base.__name__ == "LightningModule")
+
+
+@cache
+def _places(function: Callable[..., Any], is_bound: bool) -> int:
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return 99
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(kind in named for kind in kinds) - is_bound
+
+
+def _kind(value: Any) -> Any:
+    return type(value)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.split(".")[0]

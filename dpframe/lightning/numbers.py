@@ -1,0 +1,207 @@
+"""What a LightningModule logs: exact means of what its steps log, and numbers that hooks log."""
+
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpframe.errors import UserError
+from dpframe.lightning.module import is_metric
+from dpframe.metrics import described, is_number
+from dpframe.strategies.base import Strategy
+from dpframe.task import HERE
+
+SUM, OF = ":sum", ":of"  # of a value that counts another number than its rows
+NOTHING = ":nothing"  # keeps a step that has only updated metrics from being empty
+STAGES = {
+    "train": ("train", "training"),
+    "val": ("val", "valid", "validation"),
+    "test": ("test",),
+    "predict": (),
+}
+REDUCTIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
+TOLERANCE = 1e-6  # of what processes log in a hook: other devices may round otherwise
+Numbers = dict[str, Any]
+
+
+class Local(threading.local):
+    """Of the step that this thread is in: replicas may have a thread each."""
+
+    numbers: Numbers | None = None
+
+
+LOCAL = Local()
+
+
+def bare(kind: str, name: str) -> str:
+    """`val_loss`, `val/loss` and `loss` of a validation are all `val/loss`."""
+    for stage in STAGES[kind]:
+        for mark in "_/-":
+            if name.startswith(f"{stage}{mark}") and len(name) > len(stage) + 1:
+                return name[len(stage) + 1 :]
+    return name
+
+
+def found(name: str, metrics: Mapping[str, float]) -> float | None:
+    """The number that a module calls so, e.g. in the `monitor` of a scheduler."""
+    name = re.sub("_(epoch|step)$", "", name)
+    for kind in ("val", "train", "test"):
+        key = f"{kind}/{bare(kind, name)}"
+        is_told = bare(kind, name) != name
+        if key in metrics and (is_told or not _is_of_other(kind, name)):
+            return metrics[key]
+    return metrics.get(name)
+
+
+class Log:
+    """Where `self.log` puts a number: into the step at hand, or what a hook of a pass logs."""
+
+    def __init__(self, kind_of_task: str) -> None:
+        self.kind = ""  # train, val, test or predict
+        self.names: dict[str, str] = {}  # under which a metric's result is logged, by the metric's
+        self.per_step: Callable[[Numbers], None] | None = None  # takes those of hooks of training
+        self._task = kind_of_task
+        # By pass and name, a reduction and its values.
+        self._of_passes: dict[str, dict[str, tuple[str, list[float]]]] = {}
+
+    @contextmanager
+    def step(self) -> Iterator[Numbers]:
+        """Inside, numbers are those of a step on a share."""
+        numbers: Numbers = {}
+        LOCAL.numbers = numbers
+        try:
+            yield numbers
+        finally:
+            LOCAL.numbers = None
+
+    def begin_pass(self, kind: str) -> None:
+        self.kind = kind
+        self._of_passes[kind] = {}
+
+    def add(
+        self,
+        name: str,
+        value: Any,
+        attribute: str | None,
+        *,
+        batch_size: int | None,
+        reduce_fx: Any,
+        on_epoch: bool | None,
+    ) -> None:
+        key = bare(self.kind, name)
+        if is_metric(value):
+            if attribute is None:
+                raise UserError(
+                    f"self.log({name!r}, …) got a metric that {self._task} does not hold; make it "
+                    "an attribute in __init__"
+                )
+            self.names[f"{self.kind}/{attribute}"] = key
+            return
+        if isinstance(value, Mapping):
+            for part, number in value.items():
+                self.add(
+                    f"{name}/{part}",
+                    number,
+                    attribute,
+                    batch_size=batch_size,
+                    reduce_fx=reduce_fx,
+                    on_epoch=on_epoch,
+                )
+            return
+        if not is_number(value):
+            raise UserError(f"{self._task}: self.log({name!r}, …) got it {described(value)}")
+        value = value.detach().reshape(()) if isinstance(value, Tensor) else value
+        how = getattr(reduce_fx, "__name__", str(reduce_fx))
+        step = LOCAL.numbers
+        if how not in ("mean", *REDUCTIONS):
+            raise UserError(
+                f"{self._task}: self.log({name!r}, reduce_fx={how}) could not be exact over "
+                "replicas; use mean, sum, min or max, or log a metric of torchmetrics"
+            )
+        if how != "mean" and self.kind == "train":
+            raise UserError(
+                f"{self._task}: self.log({name!r}, reduce_fx={how}) in training would be lost at a "
+                "resume; hold a torchmetrics.SumMetric, MinMetric or MaxMetric, and log that"
+            )
+        if self.kind == "predict":
+            raise UserError(
+                f"{self._task}: self.log({name!r}, …) in a prediction; return it instead"
+            )
+        if how != "mean":
+            self._of_pass.setdefault(key, (how, []))[1].append(float(value))
+        elif step is None and self.kind == "train" and self.per_step is not None:
+            if on_epoch:
+                raise UserError(
+                    f"{self._task}: self.log({name!r}, on_epoch=True) in a hook of a batch has no "
+                    "rows to be averaged over; log it in training_step"
+                )
+            self.per_step({key: value})
+        elif step is None:
+            self._of_pass[key] = ("same", [float(value)])
+        elif batch_size is None:
+            step[key] = value
+        else:
+            rows = HERE.rows or 1
+            step[key + SUM], step[key + OF] = value * (batch_size / rows), batch_size / rows
+
+    def of_pass(self, strategy: Strategy) -> dict[str, float]:
+        """What the pass's hooks have logged, and sums and extremes over all its steps."""
+        if strategy.world_size == 1:
+            everywhere = [self._of_pass]
+        else:
+            everywhere = strategy.share(strategy.gather(self._of_pass))
+        numbers: dict[str, float] = {}
+        for name in dict.fromkeys(name for here in everywhere for name in here):
+            reduction = next(here[name][0] for here in everywhere if name in here)
+            values = [value for here in everywhere for value in here.get(name, ("", []))[1]]
+            if reduction != "same":
+                numbers[f"{self.kind}/{name}"] = REDUCTIONS[reduction](values)
+                continue
+            spread = max(values) - min(values)
+            if len(values) < len(everywhere) or spread > TOLERANCE * max(map(abs, values)):
+                raise UserError(
+                    f"{self._task} logs {name} in a hook, {values[0]:.6g} on one rank and "
+                    "something else on another: a mean of ranks is no mean over rows; log it in "
+                    f"the step, or by a metric of torchmetrics"
+                )
+            numbers[f"{self.kind}/{name}"] = values[0]
+        self._of_pass.clear()
+        return numbers
+
+    @property
+    def _of_pass(self) -> dict[str, tuple[str, list[float]]]:
+        return self._of_passes.setdefault(self.kind, {})
+
+
+def measured(loss: Any, numbers: Numbers) -> Numbers:
+    """What a step returns: its loss, and what it has logged beside it."""
+    if not isinstance(loss, Tensor):
+        return numbers or {NOTHING: 0.0}
+    other = numbers.pop("loss", None)
+    if other is not None and not _is_same(other, loss):
+        numbers["logged_loss"] = other
+    return {"loss": loss, **numbers}
+
+
+def means_of_all(means: dict[str, float]) -> dict[str, float]:
+    """With values that count another number than their rows divided by it."""
+    whole = {name: value for name, value in means.items() if ":" not in name}
+    for name, value in means.items():
+        if name.endswith(SUM) and (of := means.get(name.removesuffix(SUM) + OF)):
+            whole[name.removesuffix(SUM)] = value / of
+    return whole
+
+
+def _is_same(value: Any, loss: Tensor) -> bool:
+    if isinstance(value, Tensor) and value.data_ptr() == loss.data_ptr():
+        return True
+    return bool(torch.as_tensor(value, device=loss.device, dtype=loss.dtype) == loss.detach())
+
+
+def _is_of_other(kind: str, name: str) -> bool:
+    """Whether a name says that it is another stage's."""
+    return any(bare(other, name) != name for other in STAGES if other != kind)

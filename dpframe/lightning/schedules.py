@@ -1,0 +1,137 @@
+"""What `configure_optimizers` returns, and the schedules of an optimizer."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from dpframe.errors import UserError, suggestion
+
+RETURNS = (
+    "return an optimizer, a list of them, ([optimizers], [schedulers]), a dict with optimizer and "
+    "lr_scheduler, or several such dicts"
+)
+
+
+class Schedule:
+    """A scheduler, and when it is stepped."""
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        interval: str = "epoch",
+        frequency: int = 1,
+        monitor: str | None = None,
+        strict: bool = True,
+        reduce_on_plateau: bool | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self.interval = interval
+        self.frequency = frequency
+        self.monitor = monitor
+        self.strict = strict
+        self.name = name
+        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+        self.reduce_on_plateau = is_plateau if reduce_on_plateau is None else reduce_on_plateau
+
+    def is_due(self, interval: str, count: int) -> bool:
+        return self.interval == interval and count % self.frequency == 0
+
+
+class Schedules:
+    """Those of one optimizer. They are stepped by the task's hooks: a step of the whole is none."""
+
+    def __init__(self, several: list[Schedule]) -> None:
+        self.several = several
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"several": [each.scheduler.state_dict() for each in self.several]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for each, saved in zip(self.several, state["several"], strict=True):
+            each.scheduler.load_state_dict(saved)
+
+
+class Configured(NamedTuple):
+    optimizer: Optimizer
+    schedules: list[Schedule]
+
+
+def configured(returned: Any, told: str) -> list[Configured]:
+    """Each optimizer with its schedules. `told` begins the errors."""
+    monitor: str | None = None
+    schedulers: list[Any] = []
+    if isinstance(returned, Optimizer):
+        optimizers = [returned]
+    elif isinstance(returned, Mapping):
+        optimizers, schedulers, monitor = _of_dicts([returned])
+    elif _are_several(returned, Mapping):
+        optimizers, schedulers, monitor = _of_dicts(returned)
+    elif _are_several(returned, Optimizer):
+        optimizers = list(returned)
+    elif _is_pair(returned):
+        optimizers, schedulers = list(returned[0]), returned[1]
+        schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
+    else:
+        raise UserError(f"{told} returned {_kinds(returned)}; {RETURNS}")
+    if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
+        raise UserError(f"{told} returned {_kinds(returned)}; {RETURNS}")
+    schedules = [_schedule(each, monitor, told) for each in schedulers]
+    groups: dict[int, list[Schedule]] = {id(optimizer): [] for optimizer in optimizers}
+    for schedule in schedules:
+        its = getattr(schedule.scheduler, "optimizer", optimizers[0])
+        if id(its) not in groups:
+            raise UserError(f"{told}: a scheduler is of an optimizer that was not returned")
+        groups[id(its)].append(schedule)
+    return [Configured(optimizer, groups[id(optimizer)]) for optimizer in optimizers]
+
+
+def _of_dicts(dicts: Iterable[Mapping[str, Any]]) -> tuple[list[Any], list[Any], str | None]:
+    dicts = list(dicts)
+    schedulers = [each["lr_scheduler"] for each in dicts if "lr_scheduler" in each]
+    monitor = next((each["monitor"] for each in dicts if "monitor" in each), None)
+    return [each.get("optimizer") for each in dicts], schedulers, monitor
+
+
+def _schedule(given: Any, monitor: str | None, told: str) -> Schedule:
+    options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
+    known = ("scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name")
+    for key in options:
+        if key not in known:
+            raise UserError(f"{told}: lr_scheduler has no key {key}; {suggestion(key, known)}")
+    if "scheduler" not in options:
+        raise UserError(f"{told}: lr_scheduler has no scheduler; add it")
+    if options.get("interval", "epoch") not in ("epoch", "step"):
+        raise UserError(
+            f"{told}: lr_scheduler has interval={options['interval']!r}; use 'epoch' or 'step'"
+        )
+    schedule = Schedule(**{"monitor": monitor, **options})
+    if schedule.reduce_on_plateau and schedule.monitor is None:
+        raise UserError(
+            f"{told}: a ReduceLROnPlateau without a monitor; add 'monitor': 'val_loss', say"
+        )
+    return schedule
+
+
+def _are_several(returned: Any, kind: type) -> bool:
+    is_list = isinstance(returned, list | tuple) and len(returned) > 0
+    return is_list and all(isinstance(each, kind) for each in returned)
+
+
+def _is_pair(returned: Any) -> bool:
+    is_pair = isinstance(returned, list | tuple) and len(returned) == 2
+    return is_pair and isinstance(returned[0], list | tuple)
+
+
+def _kinds(returned: Any) -> str:
+    if isinstance(returned, list | tuple):
+        inner = ", ".join(_kinds(part) for part in returned)
+        return f"[{inner}]" if isinstance(returned, list) else f"({inner})"
+    if isinstance(returned, Mapping):
+        return f"a dict of {', '.join(map(str, returned)) or 'nothing'}"
+    return "None" if returned is None else type(returned).__name__

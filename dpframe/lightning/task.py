@@ -1,0 +1,361 @@
+"""The task around a LightningModule: its steps, its optimizers and its hooks, in dpframe's loop."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dpframe.errors import UserError
+from dpframe.lightning.by_hand import ByHand
+from dpframe.lightning.data import LightningData
+from dpframe.lightning.module import adapt, called, is_a, own_class, owns, refuse_uncalled
+from dpframe.lightning.numbers import NOTHING, Log, bare, found, means_of_all, measured
+from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
+from dpframe.lightning.trainer import TheirTrainer
+from dpframe.metrics import is_number
+from dpframe.task import Task
+
+STAGES = {"validate": "validate", "test": "test", "predict": "predict"}  # by dpframe's mode
+THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+STEP = "step"
+KEPT = "lightning"  # what a checkpoint has of it, beside the weights
+
+
+class Lightning(Task):
+    """`module` is trained as Lightning would, on every strategy with the same numbers."""
+
+    prefers_metrics = True
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        if not is_a("LightningModule", module):
+            raise UserError(
+                f"task.module is a {type(module).__name__}; name a LightningModule: "
+                "task.module._target_=my.LitModel"
+            )
+        adapt(module)
+        refuse_uncalled(module)
+        self.module = module
+        self.own_class = own_class(module)
+        self.optimizes_by_hand = not module.automatic_optimization
+        self.numbers = Log(type(module).__name__)
+        self.by_hand = ByHand(self)
+        self.optimizers: list[Optimizer] = []
+        self.schedules: list[Schedule] = []
+        self.known: dict[str, float] = {}  # the newest numbers
+        self.current_epoch = 0
+        self._held = Held()
+        self.clip_norm: Any = None
+        self.clip_value: Any = None
+        self._ended: list[tuple[Any, Any, int]] = []  # steps whose update is still to come
+        self._stage = "fit"
+        self._theirs = TheirTrainer(self)
+        module.trainer = self._theirs
+
+    @property
+    def trainer_here(self) -> Any:
+        return self._held.trainer
+
+    # ---- what the Trainer calls
+
+    def set_up(self, trainer: Any) -> None:
+        self._held.trainer = trainer
+        self._stage = STAGES.get(trainer.run.config.get("mode"), "fit")
+        self.clip_norm, self.clip_value = trainer.settings.clip_norm, trainer.settings.clip_value
+        data = trainer.data
+        if isinstance(data, LightningData):
+            data.connect(self.module, self._theirs, self._stage)
+        else:
+            self.module.setup(self._stage)
+        self.module.configure_model()
+        adapt(self.module)  # what these have made
+        self.module.trainer = self._theirs
+
+    def configure_optimizer(self) -> Any:
+        told = f"{type(self.module).__name__}.configure_optimizers"
+        made = configured(self.module.configure_optimizers(), told)
+        self.optimizers = self._theirs.optimizers = [each.optimizer for each in made]
+        self.schedules = [schedule for each in made for schedule in each.schedules]
+        self._theirs.lr_scheduler_configs = self.schedules
+        if self.optimizes_by_hand:
+            self.by_hand.take(self.optimizers)
+        elif len(made) > 1:
+            raise UserError(
+                f"{told} returned {len(made)} optimizers, which takes manual optimization; set "
+                "self.automatic_optimization = False in __init__, and step them in training_step"
+            )
+        pairs = [self._pair(each) for each in made]
+        if len(pairs) == 1:
+            return pairs[0]
+        return {f"optimizer_{number}": pair for number, pair in enumerate(pairs)}
+
+    def _pair(self, made: Configured) -> Any:
+        optimizer = made.optimizer
+        if not self.optimizes_by_hand and owns(self.module, "optimizer_step"):
+            optimizer = StepsByModule(optimizer, self)
+        return (optimizer, Schedules(made.schedules)) if made.schedules else optimizer
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        module, index = self.module, self.attached.batch_index
+        with self.numbers.step() as numbers:
+            batch = self._transferred(batch)
+            if called(module.on_train_batch_start, batch, index) == -1:
+                raise UserError(
+                    f"{type(module).__name__}.on_train_batch_start returned -1, which ends the "
+                    "epoch here: the other replicas would not know; set trainer.limit_train_batches"
+                )
+            if self.optimizes_by_hand:
+                self.by_hand.share_state(list(module.buffers()))
+                self.by_hand.losses.clear()
+            output = called(module.training_step, batch, index, 0)
+            loss = output.get("loss") if isinstance(output, dict) else output
+            if self.optimizes_by_hand:
+                if not isinstance(loss, Tensor):
+                    loss = numbers.get("loss", sum(self.by_hand.losses, torch.zeros(())))
+                loss = loss.detach()
+            elif loss is None:
+                raise UserError(
+                    f"{type(module).__name__}.training_step returned no loss, which leaves out the "
+                    "batch: the other replicas would not know; return a loss, e.g. 0.0 * loss"
+                )
+            else:
+                if index % self.trainer_here.settings.accumulate == 0:
+                    module.on_before_zero_grad(self.optimizers[0])
+                module.on_before_backward(loss)
+        if owns(module, "on_train_batch_end"):
+            told = output if isinstance(output, dict) else {"loss": loss.detach()}
+            self._ended.append((told, batch, index))
+        return measured(loss, numbers)
+
+    def validation_step(self, batch: Any, name: str = "") -> dict[str, Any]:
+        return self._evaluated("validation", batch, name)
+
+    def test_step(self, batch: Any, name: str = "") -> dict[str, Any]:
+        return self._evaluated("test", batch, name)
+
+    def predict_step(self, batch: Any, name: str = "") -> Any:
+        module, at = self.module, (self.attached.batch_index, self._number_of(name))
+        batch = self._transferred(batch, at[1])
+        called(module.on_predict_batch_start, batch, *at)
+        output = called(module.predict_step, batch, *at)
+        called(module.on_predict_batch_end, output, batch, *at)
+        return output
+
+    def _evaluated(self, stage: str, batch: Any, name: str) -> dict[str, Any]:
+        module, at = self.module, (self.attached.batch_index, self._number_of(name))
+        if not owns(module, f"{stage}_{STEP}"):
+            raise UserError(f"{type(module).__name__} has no {stage}_{STEP}; write one")
+        with self.numbers.step() as numbers:
+            batch = self._transferred(batch, at[1])
+            called(_hook(module, stage, "batch_start"), batch, *at)
+            output = called(getattr(module, f"{stage}_{STEP}"), batch, *at)
+            called(_hook(module, stage, "batch_end"), output, batch, *at)
+        if isinstance(output, dict) and not numbers and "loss" not in output:
+            return {k: v for k, v in output.items() if is_number(v)} or {NOTHING: 0.0}
+        return measured(output.get("loss") if isinstance(output, dict) else output, numbers)
+
+    def _transferred(self, batch: Any, number: int = 0) -> Any:
+        """Through the hooks that Lightning has around the move to the device, which is done."""
+        data = getattr(self.trainer_here.data, "module", None)
+        for hook in TRANSFERS:
+            if data is not None and hook in vars(type(data)):
+                owner = data
+            elif owns(self.module, hook):
+                owner = self.module
+            else:
+                continue
+            args = (self.device,) if hook == "transfer_batch_to_device" else ()
+            batch = getattr(owner, hook)(batch, *args, number)
+        return batch
+
+    def _number_of(self, name: str) -> int:
+        names = getattr(self.trainer_here.data, "names", [])
+        return names.index(name) if name in names else 0
+
+    def summarize(self, means: dict[str, float]) -> dict[str, float]:
+        return means_of_all(means)
+
+    def metric_name(self, kind: str, name: str) -> str:
+        name = name.removeprefix("module.")
+        return self.numbers.names.get(f"{kind}/{name}", bare(kind, name))
+
+    def begin_pass(self, kind: str) -> None:
+        self.numbers.begin_pass(kind)
+        if self.optimizes_by_hand and kind == "val":
+            self.by_hand.share_state(list(self.module.buffers()))
+        stage = THEIRS[kind]
+        for moment in ("start", "epoch_start"):
+            _hook(self.module, stage, moment)()
+
+    def end_pass(self, kind: str, numbers: dict[str, float]) -> dict[str, float]:
+        self.known.update(numbers)
+        self.numbers.kind = kind
+        if kind == "train":
+            self.module.on_train_epoch_end()
+        else:
+            for moment in ("epoch_end", "end"):
+                _hook(self.module, THEIRS[kind], moment)()
+        more = self.numbers.of_pass(self.trainer_here.strategy)
+        self.known.update(more)
+        self.numbers.kind = "train" if self.trainer_here.mode == "fit" else ""
+        return more
+
+    # ---- hooks of dpframe
+
+    def on_fit_start(self, trainer: Any) -> None:
+        if self.optimizes_by_hand:
+            self.by_hand.share_state([*self.module.parameters(), *self.module.buffers()])
+        if owns(self.module, "backward") and not self.optimizes_by_hand:
+            for update in trainer.updates.values():
+                update.backward = partial(_backward, self.module, trainer.precision.scaler)
+        if owns(self.module, "configure_gradient_clipping"):
+            for update in trainer.updates.values():
+                update.clip_norm = update.clip_value = None  # it clips
+        self.current_epoch = trainer.progress.epoch
+        self.numbers.begin_pass("train")
+        self.module.on_fit_start()
+        self.module.on_train_start()
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        self.current_epoch = trainer.progress.epoch
+        self.numbers.begin_pass("train")
+        self.module.on_train_epoch_start()
+
+    def on_batch_end(self, trainer: Any, batch: Any, outputs: Any) -> None:
+        if not self.optimizes_by_hand:
+            with self._per_step(trainer):
+                self.module.on_after_backward()
+
+    def on_before_step(self, trainer: Any) -> None:
+        if self.optimizes_by_hand:
+            return
+        module, [optimizer] = self.module, self.optimizers
+        with self._per_step(trainer):
+            module.on_before_optimizer_step(optimizer)
+            if owns(module, "configure_gradient_clipping"):
+                how = self._theirs.gradient_clip_val, self._theirs.gradient_clip_algorithm
+                called(module.configure_gradient_clipping, optimizer, *how)
+
+    def on_step_end(self, trainer: Any) -> None:
+        if not self.optimizes_by_hand:
+            self._step_schedules("step", trainer.progress.batches_done)
+        ended, self._ended = self._ended, []
+        with self._per_step(trainer):
+            for output, batch, index in ended:
+                called(self.module.on_train_batch_end, output, batch, index)
+
+    def on_epoch_end(self, trainer: Any) -> None:
+        self.known.update(trainer.metrics)
+        if trainer.progress.batches_done == 0 and not self.optimizes_by_hand:
+            self._step_schedules("epoch", self.current_epoch + 1)
+
+    def on_fit_end(self, trainer: Any) -> None:
+        self.current_epoch = trainer.progress.epoch
+        self.module.on_train_end()
+        self.module.on_fit_end()
+        self._tear_down(trainer)
+
+    def on_test_end(self, trainer: Any) -> None:
+        self._tear_down(trainer)
+
+    def on_exception(self, trainer: Any, error: BaseException) -> None:
+        self._tear_down(trainer)
+
+    def on_save(self, trainer: Any, state: dict[str, Any]) -> None:
+        theirs = self._checkpoint(state)
+        given = set(theirs)
+        self.module.on_save_checkpoint(theirs)
+        own = {key: value for key, value in theirs.items() if key not in given}
+        state[KEPT] = {"steps": self.by_hand.steps, "own": own}
+
+    def on_load(self, trainer: Any, state: dict[str, Any]) -> None:
+        kept = state.get(KEPT, {})
+        self.by_hand.steps = kept.get("steps", 0)
+        self.current_epoch = trainer.progress.epoch
+        self.module.on_load_checkpoint(self._checkpoint(state) | kept.get("own", {}))
+
+    def _checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
+        """As Lightning's has it."""
+        weights = {key.removeprefix("module."): value for key, value in state["task"].items()}
+        counts = {"epoch": self.current_epoch, "global_step": self._theirs.global_step}
+        return {**counts, "state_dict": weights}
+
+    def _step_schedules(self, interval: str, count: int) -> None:
+        for schedule in self.schedules:
+            if not schedule.is_due(interval, count):
+                continue
+            metric = None
+            if schedule.monitor is not None and schedule.reduce_on_plateau:
+                metric = found(schedule.monitor, {**self.trainer_here.metrics, **self.known})
+                if metric is None and schedule.strict:
+                    there = ", ".join(self.trainer_here.metrics) or "nothing"
+                    raise UserError(
+                        f"{type(self.module).__name__}: a scheduler monitors {schedule.monitor}, "
+                        f"which is not measured; there is {there}"
+                    )
+                if metric is None:
+                    continue
+            self.module.lr_scheduler_step(schedule.scheduler, metric)
+
+    @contextmanager
+    def _per_step(self, trainer: Any) -> Iterator[None]:
+        """Inside, `self.log` is of the step at hand: logged as often as the step's own numbers."""
+
+        def log(numbers: dict[str, Any]) -> None:
+            if (trainer.progress.global_step + 1) % trainer.settings.log_every == 0:
+                trainer.log({f"step/{name}": value for name, value in numbers.items()})
+
+        self.numbers.per_step = log
+        try:
+            yield
+        finally:
+            self.numbers.per_step = None
+
+    def _tear_down(self, trainer: Any) -> None:
+        if isinstance(trainer.data, LightningData):
+            trainer.data.tear_down(self._stage)
+        self.module.teardown(self._stage)
+
+
+class Held:
+    """The Trainer that trains a task: a copy of the task has the same, and none in a file."""
+
+    trainer: Any = None
+
+    def __deepcopy__(self, memo: dict) -> "Held":
+        return self
+
+    def __reduce__(self) -> tuple:
+        return Held, ()
+
+
+class StepsByModule(Optimizer):
+    """An optimizer whose step is the module's `optimizer_step`: all else is the optimizer's own."""
+
+    def __init__(self, optimizer: Optimizer, task: Lightning) -> None:
+        self.optimizer = optimizer
+        self.task = task
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        task = self.task
+        at = task.current_epoch, task.attached.batch_index
+        task.module.optimizer_step(*at, self.optimizer, lambda: None)
+
+    def __getattribute__(self, name: str) -> Any:
+        own = ("optimizer", "task", "step", "__class__", "__dict__")
+        if name in own:
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "optimizer"), name)
+
+
+def _hook(module: Any, stage: str, moment: str) -> Any:
+    return getattr(module, f"on_{stage}_{moment}")
+
+
+def _backward(module: nn.Module, scaler: Any, loss: Tensor) -> None:
+    module.backward(loss if scaler is None else scaler.scale(loss))  # type: ignore[operator]

@@ -1,0 +1,521 @@
+"""LightningModules train unmodified: as Lightning's own loop does, on every strategy."""
+
+import importlib
+import json
+import logging
+import math
+import os
+import re
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pl = pytest.importorskip("lightning.pytorch", reason="needs `pip install 'dpframe[lightning]'`")
+import lit  # noqa: E402
+from command import ROOT, attempts, write  # noqa: E402
+from command import dpframe as dpframe_command  # noqa: E402
+from forked import on  # noqa: E402
+
+import dpframe  # noqa: E402
+from dpframe import Trainer, TrainerSettings, UserError  # noqa: E402
+from dpframe.lightning import Lightning, LightningData  # noqa: E402
+from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
+from dpframe.strategies.ddp import DDP  # noqa: E402
+
+EPOCHS = 3
+
+
+def theirs(module: Any, data: Any, **settings: Any) -> dict[str, float]:
+    """Lightning's own numbers."""
+    metrics = theirs_trained(module, data, **settings).callback_metrics
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def theirs_trained(module: Any, data: Any, **settings: Any) -> Any:
+    """The module is trained by Lightning, in double precision."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = dict.fromkeys(
+        ["logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"], False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            **{"max_epochs": EPOCHS, "num_sanity_val_steps": 0, **quiet, **settings},
+            accelerator="cpu",
+            devices=1,
+        )
+        trainer.fit(module.double(), data)
+    return trainer
+
+
+def ours(
+    module: Any, data: Any, strategy: Any = None, resume: Any = None, **settings: Any
+) -> Trainer:
+    known = {"max_epochs": EPOCHS, "threads": 1, "sanity_batches": 0, "precision": "64"}
+    trainer = Trainer(
+        Lightning(module),
+        LightningData(data),
+        strategy=strategy,
+        settings=TrainerSettings(**{**known, **settings}),
+    )
+    trainer.fit(resume)
+    return trainer
+
+
+def weights_apart(one: Any, other: Any) -> float:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+SAME = {  # a module, Lightning's settings, and ours
+    "logs": (lit.Regression, {}, {}),
+    "accumulates": (lit.Regression, {"accumulate_grad_batches": 2}, {"accumulate": 2}),
+    "overrides": (lit.Warm, {"gradient_clip_val": 0.3}, {"clip_norm": 0.3}),
+    "by hand": (lit.ByHand, {}, {}),
+    "measures": (lit.Measures, {}, {}),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_module_is_trained_as_lightning_trains_it(name):
+    make, for_lightning, for_us = SAME[name]
+    module, other = make(), make()
+    rows = 24 if name == "accumulates" else lit.ROWS  # whose tails Lightning weighs otherwise
+    wanted = theirs(module, lit.Rows(rows=rows), **for_lightning)
+    trainer = ours(other, lit.Rows(rows=rows), **for_us)
+    assert weights_apart(module, other) <= 1e-12
+    assert type(other).__name__ == make.__name__ and isinstance(other, make)
+    numbers = other.trainer.callback_metrics
+    missing = {n for n in wanted if not n.endswith("_step")} - {f"{n}_epoch" for n in numbers}
+    for metric in missing & numbers.keys():
+        assert float(numbers[metric]) == pytest.approx(wanted[metric], rel=1e-6), metric
+    assert missing <= numbers.keys()
+    assert other.global_step == module.global_step > trainer.epoch == EPOCHS
+
+
+@pytest.mark.parametrize("what", lit.RETURNS)
+def test_each_return_of_configure_optimizers_schedules_as_in_lightning(what):
+    module, other = lit.Returns(what), lit.Returns(what)
+    theirs(module, lit.Rows(), max_epochs=5)
+    ours(other, lit.Rows(), max_epochs=5)
+    assert weights_apart(module, other) <= 1e-12
+
+
+STRATEGIES = {"data_parallel": lambda: DataParallel(3, "cpu"), "ddp": lambda: DDP(2, "cpu")}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["logs", "overrides", "measures", "by hand"])
+def test_the_numbers_are_those_of_one_process_on_every_strategy(name, strategy):
+    if name == "by hand" and strategy == "data_parallel":
+        pytest.skip("replicas in one process would each step the optimizers: it is refused")
+    make, _, settings = SAME[name]
+    alone = ours(make(), lit.Rows(), **settings)
+    weights, metrics = on(STRATEGIES[strategy](), trained, make, settings)
+    assert metrics == pytest.approx(alone.metrics, rel=1e-9)
+    for one, other in zip(alone.task.parameters(), weights, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def trained(strategy: Any, make: Any, settings: dict[str, Any]) -> Any:
+    trainer = ours(make(), lit.Rows(), strategy, **settings)
+    return [weight.detach() for weight in trainer.task.parameters()], trainer.metrics
+
+
+def test_hooks_come_as_in_lightning():
+    module, other = lit.Noting(), lit.Noting()
+    theirs(module, lit.Rows(rows=9), max_epochs=2)
+    ours(other, lit.Rows(rows=9), max_epochs=2)
+    assert other.seen == module.seen
+
+
+class Backward(lit.ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        self.loss(batch).backward()
+        first.step()
+
+
+class Differs(lit.Linear):
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_here", float(self.global_rank))
+
+
+class NoLoss(lit.Linear):
+    def training_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+class Skips(lit.Linear):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+        return -1
+
+
+class OneOfTwo(lit.Linear):
+    def configure_optimizers(self) -> Any:
+        return [super().configure_optimizers(), super().configure_optimizers()]
+
+
+class NoOptimizer(lit.Linear):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+class Zeros(lit.Linear):
+    def optimizer_zero_grad(self, *args: Any) -> None: ...
+
+
+class Median(lit.Linear):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), reduce_fx=torch.median)
+
+
+class Reads(lit.Linear):
+    def on_train_start(self) -> None:
+        assert not hasattr(self.trainer, "lite")
+        self.trainer.fit_loop.max_epochs = 3  # noqa
+
+
+REFUSED = [
+    (NoLoss, {}, "NoLoss.training_step returned no loss, which leaves out the batch"),
+    (Skips, {}, "Skips.on_train_batch_start returned -1, which ends the epoch"),
+    (OneOfTwo, {}, "OneOfTwo.configure_optimizers returned 2 optimizers, which takes manual"),
+    (NoOptimizer, {}, "NoOptimizer.configure_optimizers returned None; return an optimizer"),
+    (Zeros, {}, "Zeros.optimizer_zero_grad is never called here: "),
+    (Median, {}, "reduce_fx=median) could not be exact over replicas"),
+    (Reads, {}, "Reads reads self.trainer.fit_loop, which is not here"),
+    (lit.ByHand, {"accumulate": 2}, "trainer.accumulate=2: ByHand steps its optimizers itself"),
+    (lit.ByHand, {"precision": "fp16"}, "trainer.precision=fp16 scales the loss"),
+    (lit.ByHand, {"strategy": DataParallel(2, "cpu")}, "would each do so; use strategy=ddp"),
+]
+
+
+@pytest.mark.parametrize(
+    "make, settings, line", REFUSED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_what_can_not_be_exact_is_refused_in_one_line(make, settings, line):
+    with pytest.raises(UserError) as caught:
+        ours(make(), lit.Rows(), **settings)
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "make, line",
+    [
+        (Backward, "steps SGD with gradients that differ between the ranks; call self.manual_b"),
+        (Differs, "logs here in a hook, 0 on one rank and something else on another"),
+        (lit.ByHand, "a batch of 1 rows leaves one without a row; set data.drop_last=true"),
+    ],
+)
+def test_ranks_that_would_differ_are_refused_in_one_line(make, line):
+    rows = 21 if make is lit.ByHand else lit.ROWS
+    assert line in on(DDP(2, "cpu"), refused, make, rows)
+
+
+def refused(strategy: Any, make: Any, rows: int) -> str:
+    with pytest.raises(UserError) as caught:
+        ours(make(), lit.Rows(rows=rows), strategy)
+    return str(caught.value)
+
+
+# ---- the command
+
+LIT = ["recipe=lightning", "task.module._target_=lit.Regression", "data.module._target_=lit.Rows"]
+PATHS = f"{Path(__file__).parent}{os.pathsep}{ROOT}"
+
+
+def lines(*several: list[str], folder: Path) -> list[Any]:
+    return attempts(
+        [[*LIT, "trainer.max_epochs=2", *line] for line in several], folder, PYTHONPATH=PATHS
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on one process, with its summary."""
+    folder = tmp_path_factory.mktemp("run")
+    [done] = lines(
+        ["hydra.run.dir=one", "+task.module.width=5", "trainer.precision=64"], folder=folder
+    )
+    assert done.code == 0, done.err
+    return folder, json.loads((folder / "one" / "summary.json").read_text())
+
+
+def test_the_command_trains_a_module_with_the_default_monitor(run):
+    folder, summary = run
+    assert summary["best"] == {"val/loss": summary["metrics"]["val/loss"]}
+    assert summary["metrics"].keys() >= {
+        "train/loss",
+        "val/mae",
+        "val/bias",
+        "val/rows",
+        "val/worst",
+    }
+    task = dpframe.load(folder / "one", trusted_modules=["lit"])
+    assert type(task.module).__name__ == "Regression" and task.module.hparams.width == 5
+
+
+def test_ranks_of_the_command_end_with_the_same_numbers(run):
+    folder, summary = run
+    words = [*LIT, "trainer.max_epochs=2", "+task.module.width=5", "trainer.precision=64"]
+    ranks = ["strategy=ddp", "trainer.gpus=3", "hydra.run.dir=three"]
+    done = dpframe_command(*words, *ranks, cwd=folder, PYTHONPATH=PATHS)
+    assert done.returncode == 0, done.stderr
+    metrics = json.loads((folder / "three" / "summary.json").read_text())["metrics"]
+    assert metrics == pytest.approx(summary["metrics"], rel=1e-9)
+
+
+def test_a_checkpoint_of_lightning_is_loaded_and_one_that_is_cut_is_not(tmp_path):
+    module = lit.Regression()
+    made = theirs_trained(module, lit.Rows())
+    made.save_checkpoint(tmp_path / "theirs.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "theirs.ckpt").read_bytes()[:2000])
+    words = ["mode=test", "trainer.precision=64", "hydra.run.dir=test"]
+    done, cut, missing = lines(
+        ["checkpoint=theirs.ckpt", *words],
+        ["checkpoint=cut.ckpt", *words],
+        ["task.module._target_=lit.Missing"],
+        folder=tmp_path,
+    )
+    assert done.code == 0, done.err
+    metrics = json.loads((tmp_path / "test" / "summary.json").read_text())["metrics"]
+    assert metrics["test/loss"] == pytest.approx(float(made.callback_metrics["val_loss"]), rel=1e-6)
+    assert cut.code == 2 and "its seal is missing" in cut.err
+    assert missing.code == 2 and "lit has no Missing" in missing.err
+
+
+def test_what_is_no_lightning_module_is_refused_before_it_is_called(tmp_path):
+    kinds = ["lit.Rows", "os.system", "lightning.pytorch.Trainer"]
+    for kind, done in zip(
+        kinds, lines(*([f"task.module._target_={k}"] for k in kinds), folder=tmp_path), strict=True
+    ):
+        assert done.code == 2 and done.err.count("\n") == 1
+        assert f"task.module._target_={kind} is not a LightningModule" in done.err
+
+
+# ---- a resume
+
+
+class Resumed(lit.Returns):
+    def __init__(self) -> None:
+        super().__init__("two schedulers")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = {"steps": self.global_step}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loaded = checkpoint["own"]["steps"], sorted(checkpoint["state_dict"])
+
+
+@pytest.mark.parametrize("make", [Resumed, lit.ByHand])
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(make, step):
+    whole, first, second = make(), make(), make()
+    ours(whole, lit.Rows())
+    state = deepcopy(ours(first, lit.Rows(), max_steps=step).state_dict())
+    trainer = ours(second, lit.Rows(), resume=state)
+    assert weights_apart(whole, second) == 0
+    assert second.global_step == whole.global_step and trainer.epoch == EPOCHS
+    if make is Resumed:
+        assert second.loaded == (step, ["net.bias", "net.weight"])
+
+
+def test_a_trainer_in_python_starts_its_own_ranks():
+    settings = TrainerSettings(max_epochs=EPOCHS, threads=1, sanity_batches=0, precision="64")
+    module = lit.Regression()
+    parts = Lightning(module), LightningData(lit.Rows())
+    metrics = Trainer(*parts, strategy=DDP(2, "cpu"), settings=settings).fit()
+    alone = ours(lit.Regression(), lit.Rows())
+    assert metrics == pytest.approx(alone.metrics, rel=1e-9)
+    assert weights_apart(module, alone.task.module) <= 1e-12
+    copied = deepcopy(module)
+    assert type(copied) is type(module) and weights_apart(copied, module) == 0
+
+
+def test_what_the_page_shows_trains(tmp_path):
+    page = (Path(ROOT) / "docs" / "from-lightning.md").read_text()
+    files = dict(re.findall(r"<!-- test: (\S+) -->\n```python\n(.*?)^```$", page, re.S | re.M))
+    shown = re.findall(r"^dpframe (recipe=lightning .*)$", page, re.M)
+    assert list(files) == ["my.py"] and len(shown) == 2
+    write(tmp_path, files)
+    for number, line in enumerate(shown):
+        more = ["trainer.max_epochs=2", "trainer.accelerator=cpu", f"hydra.run.dir={number}"]
+        done = dpframe_command(*line.split(), *more, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert re.search(r"^epoch 2/2  step 10  .*val/loss \d", done.stdout, re.M), done.stdout
+
+
+# ---- modules as Lightning ships them
+
+DEMOS = "lightning.pytorch.demos"
+
+
+@pytest.mark.parametrize("name", ["BoringModel", "ManualOptimBoringModel"])
+@pytest.mark.parametrize("data", [None, "BoringDataModule", "BoringDataModuleNoLen"])
+def test_lightnings_boring_models_train_test_and_predict(name, data):
+    classes = importlib.import_module(f"{DEMOS}.boring_classes")
+    trainer = Trainer(
+        Lightning(getattr(classes, name)()),
+        LightningData(data and getattr(classes, data)()),
+        settings=TrainerSettings(max_epochs=2, threads=1, limit_train_batches=20),
+    )
+    metrics = {**trainer.fit(), **trainer.test()}
+    assert metrics.keys() == {"train/loss", "val/x", "test/y"}
+    assert math.isfinite(metrics["train/loss"]) and trainer.global_step == 40
+    assert trainer.predict().joined().shape[1] == 2
+
+
+class Sentences(torch.utils.data.Dataset):
+    """For the models of language: what WikiText2 has after its download."""
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.text = torch.randint(
+            20, (rows, length + 1), generator=torch.Generator().manual_seed(1)
+        )
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def __getitem__(self, row: int) -> tuple[Any, Any]:
+        return self.text[row, :-1], self.text[row, 1:]
+
+
+class Language(pl.LightningDataModule):
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(Sentences(8, 6), batch_size=4)
+
+
+def test_lightnings_transformer_trains_on_several_replicas_as_on_one():
+    transformer = importlib.import_module(f"{DEMOS}.transformer")
+
+    class Transformer(transformer.LightningTransformer):
+        def prepare_data(self) -> None:
+            """Downloads nothing."""
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        module = Transformer(vocab_size=20)
+        for part in module.modules():
+            if isinstance(part, torch.nn.Dropout):
+                part.p = 0.0
+            elif isinstance(part, torch.nn.MultiheadAttention):
+                part.dropout = 0.0
+        return module
+
+    alone = ours(made(), Language(), max_epochs=2, precision="32")
+    two = ours(made(), Language(), DataParallel(2, "cpu"), max_epochs=2, precision="32")
+    assert two.metrics == pytest.approx(alone.metrics, rel=1e-4)
+    assert alone.metrics["train/loss"] < 3.1
+
+
+def test_lightnings_lstm_keeps_its_state_from_batch_to_batch():
+    lstm = importlib.import_module(f"{DEMOS}.lstm")
+
+    class LSTM(lstm.LightningLSTM):
+        def __init__(self) -> None:
+            super().__init__(vocab_size=20)
+            self.model = lstm.SimpleLSTM(vocab_size=20, ninp=8, nhid=8, nlayers=1)
+
+        def prepare_data(self) -> None:
+            """Downloads nothing."""
+
+        def train_dataloader(self) -> Any:
+            rows = Sentences(16, 6)
+            sampler = lstm.SequenceSampler(rows, batch_size=4)
+            return torch.utils.data.DataLoader(rows, batch_sampler=sampler)
+
+    module = LSTM()
+    trainer = ours(module, None, max_epochs=2, precision="32")
+    assert trainer.metrics.keys() == {"train/loss"} and module.hidden is None
+
+
+class Images(torch.utils.data.Dataset):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        draw = torch.Generator().manual_seed(2)
+        self.images = torch.rand(48, 1, 28, 28, generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, row: int) -> tuple[Any, int]:
+        return self.images[row], row % 10
+
+
+class Digits(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = importlib.import_module(f"{DEMOS}.boring_classes").Net()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return torch.nn.functional.nll_loss(self.net(batch[0]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adadelta(self.parameters())
+
+
+def test_lightnings_mnist_data_are_read(monkeypatch):
+    mnist = importlib.import_module(f"{DEMOS}.mnist_datamodule")
+    monkeypatch.setattr(mnist, "MNIST", Images)
+    data = mnist.MNISTDataModule(val_split=16, num_workers=0, batch_size=10)
+    trainer = ours(Digits(), data, max_epochs=1, precision="32")
+    assert trainer.global_step == 3  # its last batch of 2 is left out
+    assert trainer.metrics.keys() == {"train/loss", "val/loss"}
+
+
+# ---- more of the data
+
+
+class Several(lit.Rows):
+    def val_dataloader(self) -> Any:
+        halves = torch.utils.data.random_split(self.held_out, [8, 14])
+        return [torch.utils.data.DataLoader(half, 4) for half in halves]
+
+
+class Counts(lit.Linear):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("val_number", float(dataloader_idx))
+
+
+def test_several_loaders_are_sets_by_their_numbers():
+    metrics = ours(Counts(), Several(), DataParallel(2, "cpu")).metrics
+    assert metrics["val/0/number"] == 0 and metrics["val/1/number"] == 1
+    assert metrics["val/number"] == pytest.approx(14 / 22)  # over the rows of both
+
+
+class Pairs(lit.Rows):
+    def train_dataloader(self) -> Any:
+        return [super().train_dataloader()] * 2
+
+
+class NoLoader(lit.Rows):
+    def train_dataloader(self) -> Any:
+        return (batch for batch in super().train_dataloader())
+
+
+@pytest.mark.parametrize(
+    "data, line",
+    [
+        (Pairs, "Pairs.train_dataloader returned 2 loaders, whose rows can't be divided alike"),
+        (
+            NoLoader,
+            "NoLoader.train_dataloader returned a generator, whose rows nobody can divide",
+        ),
+    ],
+)
+def test_loaders_that_can_not_be_divided_are_refused_in_one_line(data, line):
+    with pytest.raises(UserError, match=re.escape(line)):
+        ours(lit.Linear(), data())
+
+
+def test_data_are_set_up_for_what_is_done():
+    data = lit.Rows()
+    trainer = ours(lit.Regression(), data)
+    trainer.test()
+    assert data.stages == ["fit", "test"] and data.trainer.datamodule is data
