@@ -33,7 +33,14 @@ from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
 from dpframe.task import Attached, Measured, StepByHand, Task, TrainStep, cloned, prefixed
 from dpframe.trainer.activations import drop_activations
-from dpframe.trainer.evaluation import Evaluation, Predictions, means_of, means_over, modes_kept
+from dpframe.trainer.evaluation import (
+    Evaluation,
+    Predictions,
+    means_of,
+    means_over,
+    modes_kept,
+    on_cpu,
+)
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.logged import Logged
@@ -952,7 +959,8 @@ def _in_rank(
         value = getattr(trainer, mode)(*args, **options)
         names = ("metrics", "progress", "checkpoint", "stop_reason")
         ended = {name: getattr(trainer, name) for name in names}
-        ended["weights"] = trainer.state_dict()["task"] if mode == "fit" else None
+        if mode == "fit":  # a program that has no card open gets no tensor of one
+            ended["weights"] = on_cpu(trainer.state_dict()["task"])
         ended["callbacks"] = [sendable(vars(callback)) for callback in parts["callbacks"]]
         return apart.packed((value, ended)) if strategy.is_main else b""
 
