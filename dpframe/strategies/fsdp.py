@@ -22,15 +22,14 @@ from torch.nn.utils import get_total_norm
 
 from dpframe.blocks import blocks, matching
 from dpframe.data import Share
-from dpframe.data.module import leaves
 from dpframe.errors import UserError, suggestion
 from dpframe.parameters import has_sparse
+from dpframe.strategies import absent
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
 
 KEY = "strategy.shard"
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-END = "."  # of what the main rank tells of a pass
 
 
 class FSDP(Processes):
@@ -74,7 +73,9 @@ class FSDP(Processes):
         self.task: Any = None  # whose gradients are computed
         self._is_open = False  # a forward without its backward
         self._passes = 0  # with fewer rows than ranks
+        self.is_absent = False  # without a row of the batch at hand
         self._told: list[str] = []  # keys of the store
+        self.known: dict[Any, dict[absent.Named, Tensor]] = {}  # whole weights, by their task
 
     def setup(self) -> None:
         if not hasattr(FSDPModule, "reset_iter_state"):
@@ -106,6 +107,9 @@ class FSDP(Processes):
             self._refuse_others_weights(task)
             return
         self._refuse(task, has_autocast)
+        with torch.no_grad():  # all begin with the main one's, as under ddp
+            for tensor in (*task.parameters(), *task.buffers()):
+                dist.broadcast(tensor, src=0)
         scalars = {weight for weight in task.parameters() if not weight.ndim}
         options: dict[str, Any] = {
             "mesh": self.mesh,
@@ -119,8 +123,10 @@ class FSDP(Processes):
         }
         for block in self._chosen(task):
             _sharded(block, reshard_after_forward=self.reshard_after_forward, **options)
+        for number, block in enumerate(_sharded_in(task)):
             handles: list[Any] = []
-            handles.append(block.register_forward_pre_hook(partial(_watch_once, handles)))
+            once = partial(self._watch_once, handles, number, task)
+            handles.append(block.register_forward_pre_hook(once))
         _sharded(task, reshard_after_forward=self.reshard_after_forward, **options)
         for scalar in scalars:
             scalar.data = scalar.data.to(self.device)
@@ -131,11 +137,6 @@ class FSDP(Processes):
             raise UserError(
                 f"{name} has an embedding with sparse=True, whose gradients strategy=fsdp can't "
                 "share; set sparse=False, or use strategy=ddp"
-            )
-        if any(map(nn.parameter.is_lazy, task.parameters())):
-            raise UserError(
-                f"{name} has lazy modules, and strategy=fsdp shards weights before the first "
-                "batch; give them their sizes"
             )
         if self.param_dtype not in (None, torch.float32) and not has_autocast:
             raise UserError(
@@ -262,6 +263,7 @@ class FSDP(Processes):
     def close(self) -> None:
         self.task, self._is_open = None, False
         self._told.clear()
+        self.known.clear()
         super().close()
 
     # ---- batches with fewer rows than ranks
@@ -275,42 +277,53 @@ class FSDP(Processes):
         size = -(-total // self.world_size)
         return -(-total // size) == self.world_size
 
-    @contextmanager
-    def told(self, task: Any) -> Iterator[None]:
-        """Tells the ranks without a row which blocks the main one calls in this pass."""
+    def told(self, step: Callable[..., Any], task: Any, *args: Any) -> Any:
+        """The main rank tells those without a row which blocks it calls in this pass."""
         self._passes += 1
         if not self.is_main:
-            yield
-            return
-        tell = Telling(self._shared_store(), f"calls/{self._passes}", self._told)
+            return task.gathered(step, *args)
+        telling = absent.Telling(self._shared_store(), f"calls/{self._passes}", self._told)
         handles = [
-            block.register_forward_pre_hook(tell.of(number), prepend=True, with_kwargs=True)
+            # In front of torch's own, which gathers the weights together with the others.
+            block.register_forward_pre_hook(telling.of(number), prepend=True, with_kwargs=True)
             for number, block in enumerate(_sharded_in(task)[1:])
         ]
         try:
-            yield
+            result = task.gathered(step, *args)
         finally:
-            tell.say(END)
             for handle in handles:
                 handle.remove()
+        used = absent.reached(result[0]) if torch.is_grad_enabled() else set()
+        known = self.known[task].items()
+        telling.end([named for named, weight in known if id(weight) not in used])
+        return result
 
-    def follow(self, task: Any) -> Tensor:
-        """Calls what the main rank calls, without a batch; the loss is 0, and so is each gradient
-        that comes of it."""
+    def _watch_once(self, handles: list[Any], number: int, task: Any, *called: Any) -> None:
+        handles.pop().remove()
+        self.watch(number, task, called[0])
+
+    def watch(self, number: int, task: Any, module: nn.Module) -> None:
+        """Once, while the whole weights are there. Those that get no gradient of a share that
+        counts nothing have one of zeros, as the other ranks wait for it."""
+        for name, weight in module.named_parameters():
+            if isinstance(weight, DTensor):  # of a block in it
+                continue
+            self.known.setdefault(task, {})[number, name] = weight
+            is_trained = weight.requires_grad
+            weight.requires_grad_(True).register_hook(partial(self._fill, weight))
+            weight.requires_grad_(is_trained)
+
+    def _fill(self, weight: Tensor, gradient: Tensor | None) -> None:
+        if gradient is None and weight.grad is None and not self.is_absent:
+            weight.grad = torch.zeros_like(weight)
+
+    def followed(self, task: Any) -> Tensor:
         self._passes += 1
-        store, name, number = self._shared_store(), f"calls/{self._passes}", 0
-        parts, ends = _sharded_in(task)[1:], []
-        zero = torch.zeros((), device=self.device)
-        while (said := store.get(f"{name}/{number}").decode()) != END:
-            if not said.endswith("+"):  # not of what another block has returned
-                ends.append(zero)
-                zero = torch.zeros((), device=self.device)
-            part = parts[int(said.rstrip("+"))]
-            zero = part.gathered(_zero_of, part, zero)
-            number += 1
-        own = {id(weight) for part in parts for weight in part.parameters()}
-        rest = [weight for weight in task.parameters() if id(weight) not in own]
-        return Zero.apply(zero, *ends, *filter(_is_trained, rest))
+        blocks = _sharded_in(task)[1:]
+        own = {id(weight) for block in blocks for weight in block.parameters()}
+        rest = {name: weight for name, weight in task.named_parameters() if id(weight) not in own}
+        store, name = self._shared_store(), f"calls/{self._passes}"
+        return absent.follow(store, name, blocks, rest, self.device)
 
     def _shared_store(self) -> dist.Store:
         if self._store is None:
@@ -336,16 +349,16 @@ class Gathering(nn.Module):
 
     def forward(self, share: Share, *of: float) -> Any:
         task, strategy = self.step.task, self.strategy
+        strategy.is_absent = not share.rows
         if self.syncs_buffers:
             with torch.no_grad():
                 strategy.sync_buffers()
         if strategy.world_size == 1 or strategy.have_all_rows(share.total):
             result = task.gathered(self._step, share, *of)
         elif share.rows:
-            with strategy.told(task):
-                result = task.gathered(self._step, share, *of)
+            result = strategy.told(self._step, task, share, *of)
         else:
-            zero = task.gathered(strategy.follow, task)
+            zero = task.gathered(strategy.followed, task)
             result = (zero, []) if self.is_training else []
         if not self.is_training:
             task.reset_iter_state()  # there is no backward, which would let go of the weights
@@ -354,51 +367,12 @@ class Gathering(nn.Module):
     def _step(self, *args: Any) -> Any:
         if not self.is_watched:
             self.is_watched = True
-            _watch(self.step.task)
+            self.strategy.watch(absent.ROOT, self.step.task, self.step.task)
         result = self.step(*args)
         if self.is_training:  # fully_shard warns of a loss that is a view
             loss, measured = result
             return loss.clone(), measured
         return result
-
-
-class Telling:
-    def __init__(self, store: dist.Store, name: str, keys: list[str]) -> None:
-        self.store = store
-        self.name = name
-        self.keys = keys
-        self.count = 0
-
-    def of(self, number: int) -> Callable[..., None]:
-        def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
-            tensors = [value for value in leaves([args, kwargs]) if isinstance(value, Tensor)]
-            has_gradient = any(tensor.requires_grad for tensor in tensors)
-            self.say(str(number) + "+" * (has_gradient and torch.is_grad_enabled()))
-
-        return tell
-
-    def say(self, value: str) -> None:
-        key = f"{self.name}/{self.count}"
-        self.store.set(key, value)
-        self.keys.append(key)
-        self.count += 1
-
-
-class Zero(torch.autograd.Function):
-    """0, whose gradients are zeros: a rank that has none would leave the others waiting."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.forms = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-        return tensors[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return tuple(torch.zeros(form, dtype=t, device=place) for form, t, place in ctx.forms)
-
-
-def _zero_of(part: nn.Module, zero: Tensor) -> Tensor:
-    return Zero.apply(zero, *filter(_is_trained, part.parameters()))
 
 
 def _sharded(module: Any, **options: Any) -> None:
@@ -408,27 +382,6 @@ def _sharded(module: Any, **options: Any) -> None:
     type(module).__name__, type(module).__qualname__ = kind.__name__, kind.__qualname__
     module.gathered = _called
     register_fsdp_forward_method(module, "gathered")
-
-
-def _watch_once(handles: list[Any], block: nn.Module, inputs: Any) -> None:
-    handles.pop().remove()
-    _watch(block)
-
-
-def _watch(module: nn.Module) -> None:
-    """While the whole weights are there: those that get no gradient of a share that counts nothing
-    have one of zeros, as the other ranks wait for it."""
-    for weight in module.parameters():
-        if isinstance(weight, DTensor) or not weight.ndim:  # of a block in it
-            continue
-        is_trained = weight.requires_grad
-        weight.requires_grad_(True).register_hook(partial(_fill, weight))
-        weight.requires_grad_(is_trained)
-
-
-def _fill(weight: Tensor, gradient: Tensor | None) -> None:
-    if gradient is None and weight.grad is None:
-        weight.grad = torch.zeros_like(weight)
 
 
 def _called(call: Callable[..., Any], *args: Any) -> Any:
@@ -446,10 +399,6 @@ def _shares_weight(block: nn.Module, holders: dict[int, int]) -> bool:
         for weight in module.parameters(recurse=False):
             within[id(weight)] = within.get(id(weight), 0) + 1
     return any(count != holders[key] for key, count in within.items())
-
-
-def _is_trained(weight: Tensor) -> bool:
-    return weight.requires_grad
 
 
 def _dtype(name: str, value: str | None) -> torch.dtype | None:

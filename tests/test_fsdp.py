@@ -1,0 +1,393 @@
+"""strategy=fsdp: what ranks keep, batches that leave some without a row, and what is refused."""
+
+import ctypes
+import resource
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forked import fresh, on
+from recorded import Recorder, once, weights, weights_apart
+from small import SGD, Adam, Hooks, Rows, Small, fitted, trainer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from dpframe import Strategy, Trainer, UserError
+from dpframe.callbacks.histograms import Histograms
+from dpframe.callbacks.sample_predictions import SamplePredictions
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.single import CPU
+
+EXACT = 1e-12
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(width, width), nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.inner(x).tanh())
+
+
+class Net(nn.Module):
+    """Blocks in a list, one that no step uses, weights outside of them, and a scalar."""
+
+    def __init__(self, width: int = WIDTH, count: int = 3) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, width), nn.Linear(width, 1)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(count))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+class Deep(Small):
+    def __init__(self, width: int = WIDTH, count: int = 3, optimizer: Any = Adam) -> None:
+        super().__init__(optimizer)
+        self.net = Net(width, count)
+
+
+class Towers(Deep):
+    """Two stacks of blocks whose inputs need no gradient, and of each block an unused part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.first.requires_grad_(False)
+        self.other = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        for block in self.other:
+            block.spare = nn.Linear(2, 2)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        near = self.net(x)[:, 0]
+        far = self.net.first(-x)
+        for block in self.other:
+            far = block(far)
+        return {"loss": (near - y).square().mean() + (far[:, 0] + y).square().mean()}
+
+
+class Tied(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks[0].inner.weight = self.net.blocks[2].inner.weight
+
+
+class Norm(Deep):
+    def __init__(self) -> None:
+        super().__init__(optimizer=SGD)  # Adam makes steps of what a norm leaves of some gradients
+        self.net.blocks.insert(0, nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+
+class Masked(Deep):
+    """A mean over rows that count: a share may have none of them, and its loss is NaN then."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        counts = x[:, 0] > 0
+        error = (self.net(x)[:, 0] - y)[counts]
+        return {"loss": error.square().sum() / counts.sum(), "weight": int(counts.sum())}
+
+
+def numbers(strategy: Strategy, make: Callable[[], Any], **settings: Any) -> dict[str, Any]:
+    data = Rows(settings.pop("rows", 11), settings.pop("batch_size", 4))
+    made = fitted(None, data, make=make, strategy=strategy, **{"precision": "64", **settings})
+    return {"weights": weights(made.task), "metrics": made.metrics}
+
+
+CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "blocks": (Deep, {}),
+    "fewer rows than ranks": (Deep, {"rows": 9, "batch_size": 2, "max_epochs": 3}),
+    "two stacks": (Towers, {"rows": 9, "batch_size": 2}),
+    "accumulated": (Deep, {"accumulate": 3, "batch_size": 2, "clip_norm": 0.5, "clip_value": 0.1}),
+    "shares that count nothing": (Masked, {"batch_size": 8, "rows": 16}),
+    "tied": (Tied, {}),
+    "running statistics": (Norm, {"rows": 16, "batch_size": 8}),
+    "computed again": (Deep, {"checkpoint_activations": True}),
+    "left out": (Deep, {"on_nonfinite": "skip"}),
+}
+
+
+def numbers_of(strategy: Strategy, case: str) -> dict[str, Any]:
+    make, settings = CASES[case]
+    return numbers(strategy, make, **settings)
+
+
+def all_cases(strategy: Strategy) -> dict[str, Any]:
+    return {case: numbers_of(strategy, case) for case in CASES}
+
+
+GROUPS = {
+    "3 ranks": partial(FSDP, 3, "cpu"),
+    "2 x 2 ranks": partial(FSDP, 4, "cpu", replicate=2),
+    "kept for the backward": partial(FSDP, 3, "cpu", reshard_after_forward=False),
+    "by class": partial(FSDP, 2, "cpu", shard="Block"),
+}
+
+
+@once
+def on_ranks(group: str) -> dict[str, Any]:
+    return on(GROUPS[group](), all_cases)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("group", GROUPS)
+def test_parts_train_as_whole_weights_do(group, case):
+    wanted = numbers_of(CPU(), case)
+    mine = on_ranks(group)[case]
+    if case == "running statistics":  # of each rank's own rows, as under ddp
+        wanted = on(DDP(GROUPS[group]().gpus, "cpu"), numbers_of, case)
+    assert weights_apart(mine["weights"], wanted["weights"]) < EXACT
+    assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
+
+
+# What a rank keeps
+
+
+def kept(strategy: Strategy) -> tuple[int, int, int, int]:
+    """The numbers of the model, and those of weights, gradients and optimizer state in this rank,
+    when a step is made."""
+    sizes: list[int] = []
+
+    def look(trainer: Trainer) -> None:
+        local = trainer.strategy.local
+        here = list(trainer.task.parameters())
+        sizes.append(sum(local(weight).numel() for weight in here))
+        sizes.append(sum(local(weight.grad).numel() for weight in here))
+
+    made = fitted(
+        Deep(64, 4), strategy=strategy, callbacks=[Hooks(on_before_step=look)], max_steps=1
+    )
+    states = made.update.optimizer.state.values()
+    moments = [s[n] for s in states for n in ("exp_avg", "exp_avg_sq")]
+    whole = sum(weight.numel() for weight in made.task.parameters())
+    return whole, *sizes, sum(strategy.local(moment).numel() for moment in moments)
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(replicate):
+    whole, *mine = on(FSDP(4, "cpu", replicate=replicate), kept)
+    for size, wholes in zip(mine, (1, 1, 2), strict=True):
+        assert size == pytest.approx(
+            wholes * whole * replicate / 4, rel=0.03
+        )  # some don't divide evenly
+
+
+MIB = 2**20
+ROOM = 120  # MiB; a model of 64 MiB takes 260 with its gradients and state, a fourth of it 65
+
+
+def in_little_memory(strategy: Strategy) -> str:
+    ctypes.CDLL(None).mallopt(-3, MIB)  # M_MMAP_THRESHOLD: what torch frees goes back at once
+    task, data = Deep(1024, 16), Rows(8, 4, val=False)
+    fitted(Small(), strategy=strategy)  # has started what takes memory of its own
+    used = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmData")
+    )
+    resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM * MIB, resource.RLIM_INFINITY))
+    try:
+        return f"{fitted(task, data, strategy=strategy, max_steps=3).global_step} steps"
+    except (MemoryError, RuntimeError) as error:
+        return "out of memory" if "allocate memory" in str(error) else repr(error)
+
+
+def test_a_model_that_does_not_fit_one_rank_trains_on_four():
+    assert fresh(in_little_memory, CPU()) == "out of memory"
+    assert on(FSDP(4, "cpu"), in_little_memory) == "3 steps"
+
+
+# Checkpoints
+
+
+def saved(strategy: Strategy) -> dict[str, Any]:
+    """The state after the third step of the second epoch, and where training ends."""
+    states: list[dict[str, Any]] = []
+
+    def save(trainer: Trainer) -> None:
+        if trainer.global_step == 6:
+            states.append(deepcopy(trainer.state_dict()))
+
+    made = fitted(
+        None,
+        Rows(11, 4),
+        make=Deep,
+        strategy=strategy,
+        precision="64",
+        callbacks=[Hooks(on_step_end=save)],
+    )
+    assert not any(isinstance(value, DTensor) for value in states[0]["task"].values())
+    return {"state": states[0], "weights": weights(made.task)}
+
+
+def resumed(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
+    made = fitted(Deep(), Rows(11, 4), strategy=strategy, precision="64", resume=state, seed=0)
+    return weights(made.task)
+
+
+PLACES = {
+    "cpu": CPU,
+    "ddp 2": partial(DDP, 2, "cpu"),
+    "fsdp 2": partial(FSDP, 2, "cpu"),
+    "fsdp 3": partial(FSDP, 3, "cpu"),
+}
+
+
+@once
+def saved_on(place: str) -> dict[str, Any]:
+    return on(PLACES[place](), saved)
+
+
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [("fsdp 3", "cpu"), ("cpu", "fsdp 2"), ("fsdp 3", "fsdp 2"), ("ddp 2", "fsdp 3")],
+)
+def test_a_run_goes_on_with_parts_or_without(there, here):
+    wanted = saved(CPU())["weights"]
+    assert weights_apart(saved_on(there)["weights"], wanted) < EXACT
+    mine = on(PLACES[here](), resumed, saved_on(there)["state"])
+    assert weights_apart(mine, wanted) < EXACT
+
+
+# Callbacks that look at weights
+
+
+class Draws(Hooks):
+    """Calls the task in the main rank alone, as a sampler of texts does."""
+
+    drawn: float | None = None
+
+    def on_validation_end(self, trainer: Trainer) -> None:
+        if trainer.strategy.is_main:
+            self.drawn = float(trainer.task.net(torch.ones(1, 3, dtype=torch.float64)))
+
+
+def copied(values: Tensor | None) -> Any:
+    return None if values is None else values.detach().tolist()
+
+
+def looked(strategy: Strategy) -> tuple[float | None, dict[str, Any]]:
+    shown: dict[str, Any] = {}
+    draws = Draws()
+    made = trainer(
+        make=Deep,
+        strategy=strategy,
+        precision="64",
+        callbacks=[draws, Histograms(every_n_steps=4), SamplePredictions(rows=2)],
+        loggers=[Recorder()],
+    )
+    made.log_histogram = lambda name, v: shown.update({name: copied(v)})  # type: ignore
+    made.log_table = lambda name, columns, rows: shown.update({name: rows})  # type: ignore
+    made.fit()
+    main = strategy.is_main
+    return draws.drawn, shown if main else {}
+
+
+def test_callbacks_see_whole_weights():
+    drawn, shown = on(FSDP(3, "cpu"), looked)
+    wanted, known = looked(CPU())
+    assert drawn == pytest.approx(wanted, rel=EXACT)
+    assert shown.keys() == known.keys()
+    name = "weights/net.blocks.1.inner.weight"
+    assert torch.allclose(torch.tensor(shown[name]), torch.tensor(known[name]), rtol=1e-12)
+    assert shown["val/samples"] == known["val/samples"]
+
+
+# Half precision
+
+
+def halves(strategy: Strategy) -> dict[str, Any]:
+    made = fitted(make=Deep, strategy=strategy, precision="bf16")
+    return made.metrics
+
+
+def test_weights_may_be_gathered_in_bf16_beside_autocast():
+    wanted = on(DDP(2, "cpu"), halves)
+    mine = on(FSDP(2, "cpu", param_dtype="bf16", reduce_dtype="32"), halves)
+    assert mine == pytest.approx(wanted, rel=0.02)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"replicate": 0}, "strategy.replicate=0; set it to 1 or more"),
+        ({"param_dtype": "bf17"}, "strategy.param_dtype=bf17; did you mean bf16?"),
+        ({"timeout_seconds": 0}, "strategy.timeout_seconds=0; set it to more than 0"),
+    ],
+)
+def test_settings_of_parts_are_refused_in_one_line(arguments, said):
+    with pytest.raises(UserError) as refused:
+        FSDP(2, "cpu", **arguments)
+    assert str(refused.value) == said
+
+
+class Sparse(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 2, sparse=True)
+
+
+class Flat(Small):
+    def __init__(self) -> None:
+        super().__init__(torch.optim.LBFGS)
+
+
+# The strategy's arguments, the task, the Trainer's settings, and what is said.
+REFUSED: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
+    ({}, Sparse, {}, "Sparse has an embedding with sparse=True, whose gradients strategy=fsdp can"),
+    ({}, Flat, {}, "LBFGS needs whole weights in each process, and FSDP cuts them; use strategy="),
+    ({"shard": "net.blok.*"}, Deep, {}, "strategy.shard=net.blok.* matches no module of Deep; di"),
+    ({"param_dtype": "bf16"}, Deep, {}, "strategy.param_dtype rounds what is gathered, and traine"),
+    ({}, Deep, {"precision": "fp16"}, "trainer.precision=fp16 can't be had with FSDP, whose ranks"),
+    ({}, Deep, {"on_nonfinite": "skip", "accumulate": 2}, "trainer.on_nonfinite=skip with trainer"),
+    ({"cpu_offload": True}, Deep, {}, "strategy.cpu_offload=true needs GPUs, and the weights are"),
+    ({"replicate": 2}, Deep, {}, "strategy.replicate=2 does not divide the 3 ranks; set it to a d"),
+]
+
+
+def refusals(group: FSDP) -> list[str]:
+    """All in one group of ranks."""
+    said = []
+    for arguments, make, settings, _ in REFUSED:
+        strategy = FSDP(3, "cpu", **arguments)
+        try:
+            strategy.open()
+            fitted(make=make, strategy=strategy, **settings)
+            said.append("nothing")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def test_what_can_not_be_had_with_parts_is_refused_in_one_line():
+    for said, (*_, wanted) in zip(on(FSDP(3, "cpu"), refusals), REFUSED, strict=True):
+        assert said.startswith(wanted)
+        assert "\n" not in said
+
+
+# On cards
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cards", [1, 2])
+@pytest.mark.parametrize("offloads", [False, True])
+def test_cards_with_parts_train_as_the_cpu(cards, offloads):
+    if torch.cuda.device_count() < cards:
+        pytest.skip(f"needs {cards} CUDA devices")
+    mine = on(FSDP(cards, "cuda", cpu_offload=offloads), numbers, Deep)
+    wanted = numbers(CPU(), Deep)
+    assert weights_apart(mine["weights"], wanted["weights"]) < 1e-9
