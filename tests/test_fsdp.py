@@ -1,6 +1,7 @@
 """strategy=fsdp: what ranks keep, batches that leave some without a row, and what is refused."""
 
 import ctypes
+import io
 import resource
 from collections.abc import Callable
 from copy import deepcopy
@@ -228,10 +229,13 @@ def saved(strategy: Strategy) -> dict[str, Any]:
         callbacks=[Hooks(on_step_end=save)],
     )
     assert not any(isinstance(value, DTensor) for value in states[0]["task"].values())
-    return {"state": states[0], "weights": weights(made.task)}
+    file = io.BytesIO()  # tensors would travel as open files
+    torch.save(states[0], file)
+    return {"state": file.getvalue(), "weights": weights(made.task)}
 
 
-def resumed(strategy: Strategy, state: dict[str, Any]) -> dict[str, Any]:
+def resumed(strategy: Strategy, saved: bytes) -> dict[str, Any]:
+    state = torch.load(io.BytesIO(saved))
     made = fitted(Deep(), Rows(11, 4), strategy=strategy, precision="64", resume=state, seed=0)
     return weights(made.task)
 
