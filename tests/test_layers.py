@@ -44,7 +44,8 @@ OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
     "torch.distributed": [
-        f"strategies.{n}" for n in ("ddp", "fsdp", "launch", "nodes", "processes", "ranks", "ray")
+        f"strategies.{n}"
+        for n in ("absent", "ddp", "fsdp", "launch", "nodes", "processes", "ranks", "ray")
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],
