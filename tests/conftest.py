@@ -18,8 +18,9 @@ from quick import is_quick
 
 WAIT_SECONDS = 10  # for what is about to end: a DataLoader's worker looks for its parent every 5
 PR_SET_CHILD_SUBREAPER = 36
-# Set by pytest; by torch, when it is imported and when it finds CUDA.
+# Set by pytest; by torch, when it is imported and when it finds CUDA; by lightning's import.
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING"}
+SET_BY_OTHERS |= {"PYTORCH_NVML_BASED_CUDA_CHECK"}
 HAS_CARDS = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
