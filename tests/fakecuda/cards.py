@@ -107,6 +107,7 @@ def finish() -> None:
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     torch.cuda.nccl.is_available = lambda tensors: False  # that is, within a process
     watch_reads_of_the_host(torch)
+    resize_storages(torch)
     if torch.distributed.is_available():
         from fakecuda import nccl
 
@@ -296,3 +297,17 @@ def watch_reads_of_the_host(torch: Any) -> None:
         write_record(writer, name, data, size)
 
     torch._C.PyTorchFileWriter.write_record = saved
+
+
+def resize_storages(torch: Any) -> None:
+    """As fully_shard does it to let go of gathered weights; a CPU build has no code for it."""
+    original = torch.UntypedStorage.resize_
+
+    def resize_(storage: Any, size: int) -> Any:
+        if storage.device.type != "cuda":
+            return original(storage, size)
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        library.resize_storage(whole, size)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize_

@@ -3,6 +3,8 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstring>
+
 #include "cards.h"
 #include "graphs.h"
 #include "run.h"
@@ -80,6 +82,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         THPGenerator_initDefaultGenerator(default_generator(device)));
   });
 
+  module.def("resize_storage", [](const at::Tensor& tensor, int64_t bytes) {
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    auto data = storage->allocator()->allocate(bytes);
+    auto kept = std::min<int64_t>(bytes, storage->nbytes());
+    if (kept > 0) std::memcpy(data.get(), storage->data(), kept);
+    storage->set_data_ptr_noswap(std::move(data));
+    storage->set_nbytes(bytes);
+  });
   module.def("violations", [](bool clear) {
     LOCKED;
     return violations(clear);
