@@ -1,6 +1,7 @@
 """`dpframe.run`: the command from Python, by itself, in a program of Hydra's, and in a notebook."""
 
 import json
+import re
 import subprocess
 import sys
 from functools import partial
@@ -145,4 +146,4 @@ def output_of(cell) -> list[str]:
         text = output.get("text") or output["data"]["text/plain"]
         shown.append(text)
     lines = "".join(shown).rpartition("\r")[2]
-    return ["".join("#" if c.isdigit() else c for c in line) for line in lines.splitlines()]
+    return [re.sub(r"\d+", "#", line) for line in lines.splitlines()]

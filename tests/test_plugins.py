@@ -197,7 +197,7 @@ def test_the_whole_command_line_knows_its_options_and_imports_nothing_of_it(tmp_
     assert re.search(r"callbacks=shout +\(dpframe-moon 1.0\)\n", page.out)
     assert "strategy=cpu            One process on the CPU.\n" in page.out
     assert "_target_: moon.parts.Speaking" in output(job)
-    near = "did you mean nightly? (there is: auto, both, cpu, data_parallel, ddp, nightly,"
+    near = "did you mean nightly? (there is: auto, both, cpu, data_parallel, ddp, fsdp, nightly,"
     assert near in refusal(misspelt)
     recipes = sorted(["lines", *(path.stem for path in ROOT.glob("conf/recipe/*.yaml"))])
     assert ", ".join(recipes) in refusal(without)

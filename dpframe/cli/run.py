@@ -70,7 +70,7 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
     except UserError as error:
         made = error.told.get("made", [])  # by the main rank, where another one met the mistake
         is_mistake = error.exit_code == UserError.exit_code
-        if is_mistake and made and not (made[0] / "checkpoints").exists():
+        if is_mistake and made and not any(made[0].glob("checkpoints/*.ckpt")):
             remove(made)
         raise
 

@@ -294,7 +294,7 @@ class FSDP(Processes):
             for handle in handles:
                 handle.remove()
         used = absent.reached(result[0]) if torch.is_grad_enabled() else set()
-        known = self.known[task].items()
+        known = self.known.get(task, {}).items()  # none before training
         telling.end([named for named, weight in known if id(weight) not in used])
         return result
 
