@@ -14,5 +14,8 @@ where=hydra.run.dir=$run
 [ -e "$run/checkpoints/last.ckpt" ] && where=resume=$run
 srun --kill-on-bad-exit=1 python -m dpframe strategy=ddp "$where" "$@"
 code=$?
-[ $code = 138 ] && scontrol requeue "$SLURM_JOB_ID"
+# 143: srun has ended the other ranks before they left by themselves.
+if [ $code = 138 ] || { [ $code = 143 ] && tail -n 4 "$run/run.log" | grep -q SIGUSR1; }; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
 exit $code
