@@ -388,8 +388,7 @@ def test_what_can_not_be_had_with_parts_is_refused_in_one_line():
 
 @pytest.mark.gpu
 @pytest.mark.frees_by_waits  # torch's own streams wait before they use a gradient's memory again
-@pytest.mark.parametrize("cards", [1, 2])
-@pytest.mark.parametrize("offloads", [False, True])
+@pytest.mark.parametrize(("cards", "offloads"), [(1, True), (2, False)])
 def test_cards_with_parts_train_as_the_cpu(cards, offloads):
     if torch.cuda.device_count() < cards:
         pytest.skip(f"needs {cards} CUDA devices")
