@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -214,8 +213,7 @@ class DDP(Processes, takes_logical_shares=True):
         """The weights are the same on all ranks. The buffers (running statistics) are each rank's
         own since its last forward: the main one's count."""
         if is_read and self.current is not None:
-            for buffer in self.current.module.buffers():
-                dist.broadcast(buffer, src=0)
+            self.even_out(self.current.module.buffers())
 
     def close(self) -> None:
         self._unsynced.close()

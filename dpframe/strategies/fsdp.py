@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from dpframe.blocks import blocks, matching
-from dpframe.data import Share
+from dpframe.data import Share, split
 from dpframe.errors import UserError, suggestion
 from dpframe.parameters import has_sparse
 from dpframe.strategies import absent
@@ -75,6 +75,7 @@ class FSDP(Processes):
         self._passes = 0  # with fewer rows than ranks
         self.is_absent = False  # without a row of the batch at hand
         self._told: list[str] = []  # keys of the store
+        self.scalars: dict[Any, list[Tensor]] = {}  # by their task
         self.known: dict[Any, dict[absent.Named, Tensor]] = {}  # whole weights, by their task
 
     def setup(self) -> None:
@@ -103,17 +104,15 @@ class FSDP(Processes):
     # ---- the weights, and their parts
 
     def shard(self, task: Any, *, has_autocast: bool) -> None:
+        self.scalars[task] = scalars = [weight for weight in task.parameters() if not weight.ndim]
         if isinstance(task, FSDPModule):
             self._refuse_others_weights(task)
             return
         self._refuse(task, has_autocast)
-        with torch.no_grad():  # all begin with the main one's, as under ddp
-            for tensor in (*task.parameters(), *task.buffers()):
-                dist.broadcast(tensor, src=0)
-        scalars = {weight for weight in task.parameters() if not weight.ndim}
+        self.even_out((*task.parameters(), *task.buffers()))  # as under ddp
         options: dict[str, Any] = {
             "mesh": self.mesh,
-            "ignored_params": scalars,
+            "ignored_params": set(scalars),
             "mp_policy": MixedPrecisionPolicy(
                 param_dtype=self.param_dtype,
                 reduce_dtype=self.reduce_dtype,
@@ -237,12 +236,11 @@ class FSDP(Processes):
     def check_gradients(self) -> None:
         """And averages those of scalars, which have no parts."""
         self._is_open = False
-        for weight in self.task.parameters():
-            if not weight.ndim and weight.grad is not None:
+        for weight in self.scalars[self.task]:
+            if weight.grad is not None:
                 dist.all_reduce(weight.grad)
                 weight.grad /= self.world_size
 
-    @torch.no_grad()
     def weight_sync(self, is_read: bool) -> None:
         if is_read:
             if self.task is not None:
@@ -257,12 +255,12 @@ class FSDP(Processes):
 
     def sync_buffers(self) -> None:
         """The main rank's count, as under ddp."""
-        for buffer in self.task.buffers():
-            dist.broadcast(buffer, src=0)
+        self.even_out(self.task.buffers())
 
     def close(self) -> None:
         self.task, self._is_open = None, False
         self._told.clear()
+        self.scalars.clear()
         self.known.clear()
         super().close()
 
@@ -274,8 +272,7 @@ class FSDP(Processes):
                 "strategy=fsdp can't train on a stream that ranks divide: at its end some have no "
                 "rows, and can't tell what the others gather; use data.divide_streams=false"
             )
-        size = -(-total // self.world_size)
-        return -(-total // size) == self.world_size
+        return len(split(range(total), self.world_size)[-1]) > 0
 
     def told(self, step: Callable[..., Any], task: Any, *args: Any) -> Any:
         """The main rank tells those without a row which blocks it calls in this pass."""
@@ -351,8 +348,7 @@ class Gathering(nn.Module):
         task, strategy = self.step.task, self.strategy
         strategy.is_absent = not share.rows
         if self.syncs_buffers:
-            with torch.no_grad():
-                strategy.sync_buffers()
+            strategy.sync_buffers()
         if strategy.world_size == 1 or strategy.have_all_rows(share.total):
             result = task.gathered(self._step, share, *of)
         elif share.rows:
