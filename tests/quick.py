@@ -40,6 +40,7 @@ TESTS = {
     "test_a_summary_of_a_failed_run_is_no_result_of_a_sweep",
     "test_the_sum_of_shares_does_not_depend_on_who_adds_up_which",
     "test_parts_of_another_kind_are_refused_in_one_line",
+    "test_a_gradient_that_is_missing_is_refused_in_one_line",
     "test_lanes_divide_cores_and_cards",
     "test_a_validation_leaves_each_module_in_the_mode_that_it_was_in",
     "test_a_task_that_is_in_evaluation_mode_is_put_into_training_mode",

@@ -218,7 +218,8 @@ class NCCL final : public Backend {
     auto future = c10::make_intrusive<at::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()),
         std::vector<c10::Device>{c10::Device(c10::kCUDA, device)});
-    future->markCompleted(at::IValue(outputs));
+    // Whose devices `wait` waits for: a send has no output, and NCCL waits for its end, too.
+    future->markCompleted(at::IValue(outputs.empty() ? inputs : outputs));
     return Work::create_from_future(future);
   }
 

@@ -1,0 +1,102 @@
+"""Data parallelism from scratch: the numbers of `strategy=ddp`, by `send` and `recv` alone.
+
+Read it from the top. dpframe starts the ranks, gives each its share of every batch, and scales a
+share's loss by rows here / rows of the whole batch. What is left is what the ranks tell each other.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpframe import UserError
+from dpframe.strategies.processes import Processes
+
+
+class FromScratch(Processes):
+    weights: dict[str, nn.Parameter] = {}
+    buffers: tuple[Tensor, ...] = ()
+
+    def setup(self) -> None:
+        super().setup()
+        self.averaged_over = 1  # gradients are added up below, not averaged
+
+    # ---- 1. before training, every rank copies the main one's weights
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        if training:
+            self.weights = dict(module.named_parameters())
+            self.buffers = tuple(module.buffers())
+            self.even_out([*self.weights.values(), *self.buffers])
+        return module
+
+    @torch.no_grad()
+    def even_out(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            values = tensor.detach().contiguous()
+            if self.is_main:
+                for other in range(1, self.world_size):
+                    dist.send(values, other)
+            else:
+                dist.recv(values, 0)
+                tensor.copy_(values)
+
+    # ---- 2. after the backward, the ranks add up their gradients
+
+    @torch.no_grad()
+    def check_gradients(self) -> None:
+        """Called once an update, whatever `trainer.accumulate`: all gradients in one vector."""
+        trained = {name: w for name, w in self.weights.items() if w.requires_grad}
+        for name, weight in trained.items():
+            if weight.grad is None or weight.grad.is_sparse:
+                raise UserError(
+                    f"{name.removeprefix('task.')} has no dense gradient in this step, and "
+                    "strategy=from_scratch adds up all of them; use strategy=ddp"
+                )
+        for dtype in dict.fromkeys(weight.dtype for weight in trained.values()):
+            gradients = [w.grad for w in trained.values() if w.dtype == dtype]
+            total = self.reduce(torch.cat([gradient.flatten() for gradient in gradients]))
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, part in zip(gradients, total.split(sizes), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks, the same bits on all of them: a ring all-reduce.
+
+        The vector is cut into as many parts as there are ranks. A rank sends each part about twice,
+        so that it sends as much among a hundred ranks as among two.
+        """
+        rank, ranks = self.rank, self.world_size
+        vector = tensor.flatten()
+        size = -(-len(vector) // ranks)
+        padded = nn.functional.pad(vector, (0, size * ranks - len(vector)))
+        parts = padded.view(ranks, size)
+        for step in range(ranks - 1):  # each part goes around, and every rank adds its own
+            parts[(rank - step - 1) % ranks] += self.exchange(parts[(rank - step) % ranks])
+        for step in range(ranks - 1):  # each sum goes around, and every rank copies it
+            parts[(rank - step) % ranks] = self.exchange(parts[(rank - step + 1) % ranks])
+        return padded[: len(vector)].view_as(tensor)
+
+    def exchange(self, part: Tensor) -> Tensor:
+        """Sends a part to the next rank of the ring, and returns the previous one's."""
+        received = torch.empty_like(part)
+        after, before = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        if self.rank % 2 == 0:  # if all ranks sent first, nobody would listen
+            dist.send(part, after)
+            dist.recv(received, before)
+        else:
+            dist.recv(received, before)
+            dist.send(part, after)
+        return received
+
+    # ---- 3. the optimizer then makes the same step on every rank: no weight is sent again
+
+    def weight_sync(self, is_read: bool) -> None:
+        """Buffers, e.g. running statistics, are of each rank's own rows: the main one's count."""
+        self.even_out(self.buffers)
+
+    # ---- 4. metrics are sums, too, and so are the host's own numbers, e.g. the clock's
+
+    def tally(self, numbers: list[float]) -> list[float]:
+        return self.reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
