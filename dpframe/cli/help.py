@@ -3,7 +3,6 @@
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
@@ -145,14 +144,15 @@ def _menu(group: str, configs: Configs) -> str:
 
 
 def _description(group: str, option: str, folder: Path | None) -> str:
-    """The first comment of the option's file that is not for Hydra."""
+    """The first comment of the option's file."""
     paths = plugins.files_of(group, option, folder)
-    comments = [_first_comment(path) for _, path in paths]
+    texts = (path.read_bytes().decode(errors="replace") for _, path in paths)
+    comments = [first_comment(text) for text in texts]
     packages = [who for who, _ in paths if paths[0][0] not in ("dpframe", "you")]
     return "".join(comments[:1]) + f" ({', '.join(packages)})" * bool(packages)
 
 
-def _first_comment(file: Any) -> str:
-    lines = file.read_bytes().decode(errors="replace").splitlines()
-    comments = [line[1:].strip() for line in lines if line.startswith("#")]
+def first_comment(text: str) -> str:
+    """The first one of a config's that is not for Hydra."""
+    comments = (line[1:].strip() for line in text.splitlines() if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@package")), "")

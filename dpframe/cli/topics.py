@@ -9,6 +9,7 @@ import yaml
 
 from dpframe.cli import plugins
 from dpframe.cli.configs import Configs
+from dpframe.cli.help import first_comment
 from dpframe.cli.hints import parameters_of_node
 from dpframe.cli.locate import see_own_folders
 from dpframe.cli.resume import key_of
@@ -21,8 +22,19 @@ OF_KEYS = ("trainer", "callbacks", "logger", "strategy")  # groups in which a ke
 
 class Setting(NamedTuple):
     key: str
-    text: str  # as it is typed; a part of the config has only its name
+    value: str  # as the file has it; "" for a part of the config
     comment: str
+
+    @property
+    def text(self) -> str:
+        """As it is typed; a part of the config has only its name."""
+        return f"{self.key}={self.value}" if self.value else self.key
+
+
+class Option(NamedTuple):
+    comment: str  # the first one of its file
+    settings: list[Setting]
+    more: dict[str, list[str]]  # what the classes of its parts take besides
 
 
 def settings_of(topic: str, configs: Configs) -> str:
@@ -51,27 +63,35 @@ def settings_of(topic: str, configs: Configs) -> str:
     return _lines(below)
 
 
-def _option(group: str, option: str, configs: Configs) -> str:
-    """Its first comment, its settings, and what its classes take besides."""
+def option_of(group: str, option: str, configs: Configs) -> Option:
     text, prefix = _text(group, option, configs)
-    lines = [_headed(group, option, configs), _lines(_settings(text, prefix))]
+    more = {}
     for where, node in _parts(yaml.safe_load(text) or {}, prefix):
         see_own_folders(str(node["_target_"]).split(".")[0], configs.folder)
-        more = [name for name in parameters_of_node(node)[0] if name not in node]
-        lines += [f"  {where} also takes {', '.join(more)}"] if more else []
+        more[where] = [name for name in parameters_of_node(node)[0] if name not in node]
+    return Option(first_comment(text), list(_settings(text, prefix)), more)
+
+
+def top_level() -> list[Setting]:
+    """Those of conf/config.yaml, which belong to no group."""
+    text = files("dpframe.conf").joinpath("config.yaml").read_text(encoding="utf-8")
+    return list(_settings(text, ""))
+
+
+def _option(group: str, option: str, configs: Configs) -> str:
+    found = option_of(group, option, configs)
+    lines = [_headed(group, option, configs), _lines(found.settings)]
+    lines += [f"  {part} also takes {', '.join(more)}" for part, more in found.more.items() if more]
     return "\n".join(filter(None, lines))
 
 
 def _headed(group: str, option: str, configs: Configs) -> str:
-    text, _ = _text(group, option, configs)
-    comments = (line[1:].strip() for line in text.splitlines() if line.startswith("#"))
-    first = next((line for line in comments if not line.startswith("@package")), "")
+    first = first_comment(_text(group, option, configs)[0])
     return f"{group}={option}  {first}".rstrip()
 
 
 def _all(configs: Configs) -> dict[str, Setting]:
-    text = files("dpframe.conf").joinpath("config.yaml").read_text(encoding="utf-8")
-    settings = list(_settings(text, ""))
+    settings = top_level()
     for group in OF_KEYS:
         for option in configs.options(group):
             settings += _settings(*_text(group, option, configs))
@@ -105,13 +125,13 @@ def _below(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[Setting]:
         key = f"{prefix}{name.value}"
         if isinstance(value, yaml.MappingNode) and not value.flow_style and value.value:
             if comment := _comment(text, name.end_mark):
-                yield Setting(key, key, comment)
+                yield Setting(key, "", comment)
             yield from _below(value, f"{key}.", text)
             continue
         source = text[value.start_mark.index : value.end_mark.index].strip()
         is_long = "\n" in source
         comment = _comment(text, name.end_mark if is_long else value.end_mark)
-        yield Setting(key, f"{key}={'[…]' if is_long else source or 'null'}", comment)
+        yield Setting(key, "[…]" if is_long else source or "null", comment)
 
 
 def _comment(text: str, mark: Any) -> str:
