@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from dpframe.exact import Exact, totals
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.logical import Logical, added, halves, parts, spans
-from dpframe.strategies.single import CPU
+from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.testing import Recipe, verify
 from dpframe.trainer.settings import TrainerSettings
 
@@ -69,7 +70,7 @@ class Words(Task):
 
     def training_step(self, batch: Any) -> dict[str, Any]:
         words, counts = batch
-        mask = torch.arange(words.shape[1]) < counts[:, None]
+        mask = torch.arange(words.shape[1], device=words.device) < counts[:, None]
         logits = self.head(self.block(self.embedding(words), src_key_padding_mask=~mask))
         losses = nn.functional.cross_entropy(logits[mask], words[mask], reduction="sum")
         return {"loss": losses / counts.sum(), "weight": counts.sum().double() / 7}
@@ -105,7 +106,7 @@ class Turns(Small):
     def training_step(self, batch: Any, turn: str) -> dict[str, Any]:
         x, y = batch
         net = self.net if turn == "net" else self.other
-        return {"loss": (net(x)[:, 0] + torch.rand(len(x)) - y).square().mean()}
+        return {"loss": (net(x)[:, 0] + torch.rand_like(y) - y).square().mean()}
 
     def validation_step(self, batch: Any) -> dict[str, Any]:
         return {"loss": (self.net(batch[0])[:, 0] - batch[1]).square().mean()}
@@ -141,7 +142,7 @@ class Shaken(Small):
     @torch.no_grad()
     def _shake(self, size: float) -> None:
         for weight in self.parameters():
-            weight += size * torch.randn(weight.shape)
+            weight += size * torch.randn_like(weight)
 
 
 class Apart(Small):
@@ -150,6 +151,11 @@ class Apart(Small):
     def __init__(self) -> None:
         super().__init__()
         nn.init.normal_(self.net[0].weight, std=1 + int(os.environ.get("RANK", 0)))
+
+
+class FreezesApart(Small):
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        self.net[0].requires_grad_(trainer.strategy.rank == 0)
 
 
 class Norms(Small):
@@ -304,11 +310,21 @@ def raw(nest: Any) -> Any:
     )
 
 
-def results(strategy: Strategy, states: bytes | None = None) -> dict[str, Any]:
-    """Of all cases; and those of ELASTIC go on from these states."""
-    ended = {name: result(strategy, case) for name, case in CASES.items()}
-    before = torch.load(io.BytesIO(states)) if states else dict.fromkeys(ELASTIC)
+def results(
+    strategy: Strategy, names: list[str], states: bytes | None = None
+) -> dict[str, dict[str, Any]]:
+    """Of these cases; and those of ELASTIC go on from these states."""
+    ended = {name: result(strategy, CASES[name]) for name in names}
+    before = loaded(states) if states else dict.fromkeys(ELASTIC)
     return ended | {"elastic": gone_on(strategy, before)}
+
+
+def by_ranks(strategy: Strategy, *given: Any) -> dict[str, Any]:
+    try:
+        trainer(make=FreezesApart, strategy=strategy, logical_replicas=8).fit()
+    except UserError as error:  # in all ranks: they go on together
+        return results(strategy, *given) | {"refusal": str(error)}
+    raise AssertionError("it trained")
 
 
 @once
@@ -316,28 +332,30 @@ def of_ranks(count: int) -> dict[str, Any]:
     """In one group of ranks, which takes seconds to start. What is elastic goes on from count to
     count."""
     before = {2: lambda: None, 3: lambda: of_ranks(2), 4: lambda: of_one()}[count]()
-    return on(DDP(count, "cpu"), results, before and before["elastic"])
+    names = [name for ranks, name in ON_RANKS if ranks == count]
+    return on(DDP(count, "cpu"), by_ranks, names, before and before["elastic"])
 
 
 @once
 def of_one() -> dict[str, Any]:
-    return results(CPU(), of_ranks(3)["elastic"])
+    return results(CPU(), list(CASES), of_ranks(3)["elastic"])
 
 
 # The same bits
 
+# 3 ranks have several nodes of the tree each; 2 and 4 have one.
+ON_RANKS = [(3, name) for name in CASES] + [(2 + 2 * (n % 2), name) for n, name in enumerate(CASES)]
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+
+@pytest.mark.parametrize(("ranks", "name"), ON_RANKS)
 def test_ranks_have_the_bits_of_one_process(ranks, name):
     mine, wanted = of_ranks(ranks)[name], of_one()[name]
     for part in wanted:
         assert is_same(mine[part], wanted[part]), part
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_virtual_replicas_have_the_bits_of_one_process(name):
-    replicas = 2 + list(CASES).index(name) % 3
+@pytest.mark.parametrize(("replicas", "name"), list(zip(cycle([2, 3, 4]), list(CASES)[::3])))
+def test_virtual_replicas_have_the_bits_of_one_process(replicas, name):
     strategy = DataParallel(replicas, "cpu")
     assert is_same(result(strategy, CASES[name]), of_one()[name])
 
@@ -381,6 +399,17 @@ def gone_on(strategy: Strategy, states: dict[str, Any]) -> bytes:
     return file.getvalue()
 
 
+def copied(nest: Any) -> Any:
+    """In the memory of the host."""
+    return mapped(
+        lambda leaf: leaf.to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf, nest
+    )
+
+
+def loaded(states: bytes) -> dict[str, Any]:
+    return torch.load(io.BytesIO(states))
+
+
 def until_its_stop(strategy: Strategy, case: Case, state: Any) -> dict[str, Any]:
     """The state at the next of the stops."""
     taken = []
@@ -389,7 +418,7 @@ def until_its_stop(strategy: Strategy, case: Case, state: Any) -> dict[str, Any]
 
     def take(made: Trainer) -> None:
         if made.global_step == stop:
-            taken.append(deepcopy(made.state_dict()))
+            taken.append(copied(made.state_dict()))
             made.stop("it is enough")
 
     make, data, settings = case
@@ -398,7 +427,7 @@ def until_its_stop(strategy: Strategy, case: Case, state: Any) -> dict[str, Any]
     made = trainer(data=data(), make=make, strategy=strategy, callbacks=[hooks], **options)
     made.fit(state)
     assert bool(taken) == math.isfinite(stop)
-    return taken[0] if taken else made.state_dict()
+    return taken[0] if taken else copied(made.state_dict())
 
 
 @pytest.mark.parametrize("name", ELASTIC)
@@ -407,7 +436,7 @@ def test_a_run_that_goes_on_on_other_counts_has_the_bits_of_the_uninterrupted_on
     options = {"logical_replicas": 8, "log_every": 2, **settings}
     made = trainer(data=data(), make=make, strategy=CPU(), **options)
     made.fit()
-    whole, ended = made.state_dict(), torch.load(io.BytesIO(of_ranks(4)["elastic"]))[name]
+    whole, ended = made.state_dict(), loaded(of_ranks(4)["elastic"])[name]
     assert whole["progress"]["global_step"] > STOPS[-2]
     for part in ("task", "optimizer", "scheduler", "metrics"):
         assert is_same(ended[part], whole[part]), part
@@ -563,6 +592,28 @@ def test_what_can_not_have_the_same_bits_is_refused_in_one_line(options, said, n
     assert "\n" not in str(raised.value)
 
 
+def test_ranks_that_freeze_other_weights_are_refused_in_one_line():
+    assert of_ranks(2)["refusal"] == (
+        "net.0.weight is trained on 1 of 2 ranks and frozen on the others; set requires_grad on "
+        "all ranks at the same step, e.g. by trainer.global_step"
+    )
+
+
+class TwoModels(CPU, takes_logical_shares=True):
+    """As one of two ranks would have it, on machines of two kinds."""
+
+    world_size = replicas = 2
+
+    def gather(self, value: str) -> list[str]:
+        return [value, "NVIDIA H100"]
+
+
+def test_ranks_on_devices_of_two_models_are_refused_in_one_line():
+    said = r"trainer.logical_replicas=8 but rank 0 computes on .+ and rank 1 on NVIDIA H100, which"
+    with pytest.raises(UserError, match=said):
+        Logical(TwoModels(), 8, seed=0)
+
+
 @pytest.fixture
 def no_group(monkeypatch):
     """A strategy of ranks counts as set up."""
@@ -575,6 +626,7 @@ def no_group(monkeypatch):
     [
         ({"precision": "fp16"}, "trainer.precision=fp16 with trainer.logical_replicas=8: each "),
         ({"compile": "reduce-overhead"}, "trainer.compile.mode=reduce-overhead with trainer.log"),
+        ({"cudnn_benchmark": True}, "trainer.cudnn_benchmark=true with trainer.logical_replicas=8"),
         ({"logical_replicas": 0}, "trainer.logical_replicas=0 is out of range; use 1 or more"),
     ],
 )
@@ -634,10 +686,10 @@ class ByTime(Norms):
         return output | {"loss": output["loss"] * (1 + time.perf_counter_ns() % 1000)}
 
 
-def verified(make: Any, strategy: Any = DataParallel) -> Any:
+def verified(make: Any, strategy: Any = DataParallel, *on: Any) -> Any:
     settings = TrainerSettings(logical_replicas=4, threads=1)
     recipe = Recipe("mine", make, partial(Rows, 40, 10), settings)
-    return verify(partial(strategy, 2, "cpu"), recipe=recipe, only=["bits"])["bits"]
+    return verify(partial(strategy, *(on or (2, "cpu"))), recipe=recipe, only=["bits"])["bits"]
 
 
 def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
@@ -648,6 +700,61 @@ def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
     assert finding.cause.endswith("on share 2")  # the first of rank 1
     said = "mine has other bits each time, first in the gradient of net."
     assert verified(ByTime).cause.startswith(said)
+
+
+# On cards
+
+ON_CARDS = ["all at once", "images in channels_last", "words in bf16"]
+ELASTIC_ON_CARDS = "all at once"
+CARDS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 3, 4)]
+
+
+@once
+def of_cards(count: int) -> dict[str, Any]:
+    """On ranks; on 0 cards: on the first one, in one process."""
+    if not count:
+        return fresh(of_one_card)
+    return on(DDP(count, "cuda"), results, ON_CARDS, of_cards(0)["elastic"])
+
+
+def of_one_card() -> dict[str, Any]:
+    strategy = SingleGPU(accelerator="cuda")
+    strategy.open()
+    before = gone_on(strategy, {ELASTIC_ON_CARDS: None})
+    goes_on = gone_on(strategy, loaded(before))
+    ended = {name: result(strategy, CASES[name]) for name in ON_CARDS}
+    strategy.shut()
+    return ended | {"elastic": before, "gone on": goes_on}
+
+
+@pytest.mark.parametrize("cards", CARDS)
+def test_ranks_on_cards_have_the_bits_of_one_card(cards):
+    for name in ON_CARDS:
+        assert is_same(of_cards(cards)[name], of_cards(0)[name]), name
+
+
+@pytest.mark.parametrize("cards", CARDS)
+def test_a_run_that_goes_on_on_another_number_of_cards_has_the_bits_of_one_card(cards):
+    mine, wanted = loaded(of_cards(cards)["elastic"]), loaded(of_cards(0)["gone on"])
+    for part in ("task", "optimizer", "scheduler", "metrics"):
+        assert is_same(mine[ELASTIC_ON_CARDS][part], wanted[ELASTIC_ON_CARDS][part]), part
+
+
+@pytest.mark.gpu
+def test_verify_looks_at_the_bits_of_cards():
+    finding = fresh(verified, Norms, DDP, None, "cuda")
+    assert finding.result == "pass", finding.cause
+
+
+@pytest.mark.gpu(2)
+def test_copies_on_several_cards_are_refused_in_one_line():
+    assert "DataParallel computes on copies of the task on 2 devices; use" in fresh(refusal)
+
+
+def refusal() -> str:
+    with pytest.raises(UserError) as raised:
+        trainer(strategy=DataParallel(2, "cuda"), logical_replicas=8)
+    return str(raised.value)
 
 
 # From the command line

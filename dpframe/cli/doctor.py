@@ -20,7 +20,7 @@ from dpframe.errors import UserError
 from dpframe.plan.report import size
 from dpframe.strategies import Strategy, ranks
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.devices import HIDES, cores, present, why_none
+from dpframe.strategies.devices import HIDES, cores, model, present, why_none
 from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.processes import backends
 
@@ -66,8 +66,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _described(device: torch.device) -> str:
-    module = torch.get_device_module(device)
-    name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
+    module, name = torch.get_device_module(device), model(device)
     free = memory.free(device)
     total = ""
     if hasattr(module, "mem_get_info"):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from dpframe.strategies.nodes import Meeting
 
 NO_GATHER = "it has no gather_rows"
+FREEZE_ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
 
 
 class Strategy:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import Share, split
 from dpframe.errors import UserError
+from dpframe.strategies.base import FREEZE_ALIKE
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
 
@@ -21,7 +22,6 @@ from dpframe.strategies.processes import Processes
 _names = inspect.signature(DistributedDataParallel).parameters
 BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broadcast_buffers"
 
-ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
 Changes = dict[str, list[str]]
 """The names of the weights that were frozen, and of those that were thawed."""
 LATE_SECONDS = 10.0  # when ranks that have not frozen or thawed what others have are told
@@ -112,7 +112,7 @@ class DDP(Processes, takes_logical_shares=True):
         keys = [f"trained/{self._agreed}/{rank}" for rank in range(self.world_size)]
         self._agreed += 1
         self._store.set(keys[self.rank], json.dumps(mine))
-        said = f"rank {self.rank} has {_in_words(mine)}, and rank %s has %s; {ALIKE}"
+        said = f"rank {self.rank} has {_in_words(mine)}, and rank %s has %s; {FREEZE_ALIKE}"
         began, limit, is_told = time.monotonic(), self.timeout_seconds / 2, False
         while not self._store.check(keys):
             time.sleep(0.001)

@@ -1,6 +1,7 @@
 """Which devices a job gets: what was asked for, what there is, and the rehearsal on the CPU."""
 
 import os
+import platform
 import sys
 import warnings
 from collections.abc import Sequence
@@ -102,6 +103,14 @@ def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> Non
             file=sys.stderr,
             flush=True,
         )
+
+
+def model(device: torch.device) -> str:
+    """What computes: devices of two names round in two ways."""
+    if device.type == "cpu":
+        return f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    module = torch.get_device_module(device)
+    return module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
 
 
 def use_threads(count: int) -> None:

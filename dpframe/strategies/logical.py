@@ -18,7 +18,8 @@ from dpframe import exact, seeding
 from dpframe.data import Share, move, split
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
-from dpframe.strategies.base import Strategy
+from dpframe.strategies.base import FREEZE_ALIKE, Strategy
+from dpframe.strategies.devices import model
 from dpframe.task import Measured, TrainStep, has_sparse
 
 KEY = "trainer.logical_replicas"
@@ -34,6 +35,7 @@ class Logical(Strategy):
     def __init__(self, strategy: Strategy, count: int, seed: int) -> None:
         """`strategy` is set up."""
         refuse(strategy, count)
+        refuse_several_models(strategy, count)
         super().__init__(strategy.gpus, strategy.accelerator, strategy.max_replicas_per_core)
         self._within = strategy
         self._seed = seed
@@ -158,6 +160,19 @@ def refuse(strategy: Strategy, count: int) -> None:
         )
 
 
+def refuse_several_models(strategy: Strategy, count: int) -> None:
+    """Each process calls it."""
+    if strategy.world_size == 1:
+        return
+    first, *others = strategy.share(strategy.gather(model(strategy.device)))
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise UserError(
+                f"{KEY}={count} but rank 0 computes on {first} and rank {rank} on {other}, which "
+                f"round otherwise; use devices of one kind, or {KEY}=null"
+            )
+
+
 # ---- the tree
 
 
@@ -268,8 +283,9 @@ class TrainShares(Shares):
         self._end()
 
         def deliver() -> None:
+            has_gradient = layout.agreed(self._strategy)
             total = self._strategy.total(own, layout.zeros)
-            layout.set_gradients(total, earlier, self._strategy.tally(layout.has_gradient))
+            layout.set_gradients(total, earlier, has_gradient)
             layout.set_buffers(total)
 
         # On the host: its backward runs in this thread, as the collectives of all processes do.
@@ -281,12 +297,30 @@ class Layout:
     type of weights and of buffers that are floats; the first one has the other buffers, too."""
 
     def __init__(self, module: TrainStep) -> None:
-        self.trained = [weight for weight in module.parameters() if weight.requires_grad]
+        named = dict(module.named_parameters())
+        self._is_trained = {name: weight.requires_grad for name, weight in named.items()}
+        self.trained = [weight for weight in named.values() if weight.requires_grad]
         self.buffers = list(module.buffers())
         self.has_gradient = [0.0] * len(self.trained)  # from how many of this process's shares
         self._before = [buffer.clone() for buffer in self.buffers]
         floats = [t for t in (*self.trained, *self.buffers) if t.is_floating_point()]
         self.types = list(dict.fromkeys(tensor.dtype for tensor in floats))
+
+    def agreed(self, strategy: Strategy) -> list[float]:
+        """How many shares give a gradient to each trained weight, over all processes."""
+        is_trained = self._is_trained.values()
+        counts = iter(self.has_gradient)
+        # Of all weights, so that processes that have frozen others send as many numbers.
+        of_all = [next(counts) if trained else 0.0 for trained in is_trained]
+        numbers = strategy.tally([*map(float, is_trained), *of_all])
+        ranks, counted = numbers[: len(of_all)], numbers[len(of_all) :]
+        for name, trained in zip(self._is_trained, ranks, strict=True):
+            if 0 < trained < strategy.world_size:
+                raise UserError(
+                    f"{name.removeprefix('task.')} is trained on {trained:.0f} of "
+                    f"{strategy.world_size} ranks and frozen on the others; {FREEZE_ALIKE}"
+                )
+        return [count for count, trained in zip(counted, is_trained, strict=True) if trained]
 
     def take_gradients(self) -> list[Tensor | None]:
         """There are none then."""

@@ -51,6 +51,7 @@ POSITIVE = (
 )
 UUID = "(GPU|MIG)-[0-9A-Fa-f][0-9A-Fa-f-]*"  # as CUDA_VISIBLE_DEVICES takes them
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+BY_SPEED = "kernels that are chosen by their speed differ from run to run"
 COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs")
 COMPILE_OPTIONS: dict[str, Any] = {"mode": None, "dynamic": None, "fullgraph": False}
 
@@ -123,8 +124,8 @@ class TrainerSettings:
                 raise UserError(f"trainer.{key}={value} is out of range; use more than 0")
         if self.deterministic and self.cudnn_benchmark:
             raise UserError(
-                "trainer.deterministic=true with trainer.cudnn_benchmark=true: kernels that are "
-                "chosen by their speed differ from run to run; set one of them to false"
+                f"trainer.deterministic=true with trainer.cudnn_benchmark=true: {BY_SPEED}; set "
+                "one of them to false"
             )
         self._check_clipping()
         if self.logical_replicas is not None:
@@ -183,19 +184,17 @@ class TrainerSettings:
         return any(limit is not None and count >= limit for count, limit in counts)
 
     def _check_logical(self) -> None:
-        for key, value, is_refused, use in (
-            ("precision", self.precision, self.precision == "fp16", "precision=bf16 or 32"),
-            (
-                "compile.mode",
-                self.compile_mode,
-                self.compile_mode in CUDA_GRAPH_MODES,
-                "compile.mode=default",
-            ),
+        own = "each share has a forward and a backward of its own"
+        mode = self.compile_mode
+        for key, is_refused, why, use in (
+            (f"precision={self.precision}", self.precision == "fp16", own, "precision=bf16 or 32"),
+            (f"compile.mode={mode}", mode in CUDA_GRAPH_MODES, own, "compile.mode=default"),
+            ("cudnn_benchmark=true", self.cudnn_benchmark, BY_SPEED, "cudnn_benchmark=false"),
         ):
             if is_refused:
                 raise UserError(
-                    f"trainer.{key}={value} with trainer.logical_replicas={self.logical_replicas}: "
-                    f"each share has a forward and a backward of its own; use trainer.{use}"
+                    f"trainer.{key} with trainer.logical_replicas={self.logical_replicas}: {why}; "
+                    f"use trainer.{use}"
                 )
 
     def _check_clipping(self) -> None:
