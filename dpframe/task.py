@@ -18,6 +18,7 @@ from dpframe.errors import UserError, miscalled, suggestion
 from dpframe.instead import INSTEAD, Instead, refusal
 from dpframe.metrics import described, is_number
 from dpframe.parameters import grouped, has_sparse, optimizer_over
+from dpframe.stopwatch import Stopwatch
 
 Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
@@ -62,6 +63,7 @@ class Attached:
         self.strategy = strategy
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
+        self.watch: Stopwatch | None = None  # where several processes are compared
 
     def __deepcopy__(self, memo: dict) -> "Attached":
         return self
@@ -181,7 +183,13 @@ class Task(nn.Module):
                 f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
                 "rows; make these rows, or a multiple of them, its first dimension"
             )
-        return strategy.gather_rows(x, HERE.total if rows else 0)
+        watch = self.attached.watch
+        if watch is None:
+            return strategy.gather_rows(x, HERE.total if rows else 0)
+        watch.pause()  # it waits for the others here
+        gathered = strategy.gather_rows(x, HERE.total if rows else 0)
+        watch.go_on()
+        return gathered
 
     def training_step(self, *args: Any, **kwargs: Any) -> Output:
         """Takes a batch; with several optimizers also `turn`, the name of the one to train."""
@@ -393,11 +401,16 @@ class TrainStep(nn.Module):
             trained = list(filter(_is_trained, self.task.parameters()))[::-1]
             return self._nothing(*trained or _refuse_frozen(self.task)), []
         HERE.rows = rows
+        watch = self.task.attached.watch
+        if watch is not None:
+            watch.begin(rows)
         if self.autocast is None:
             output = self.task.training_step(batch, *self.turn)
         else:
             with self.autocast():
                 output = self.task.training_step(batch, *self.turn)
+        if watch is not None:
+            watch.end()
         HERE.rows = 0
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 import dpframe
 from dpframe import checkpoint
+from dpframe.trainer import pace
 
 CONFIG = """
 # @package _global_
@@ -146,6 +147,7 @@ class Injected(dpframe.Task):
         rank = os.environ.get("RANK", "0")
         if self.steps >= 3 and rank == os.environ.get("SLOW_RANK", rank):
             time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
+        _compute(float(os.environ.get("BUSY_SECONDS", 0)))
         if _is_due("code", self.steps):
             _fail()
         return {"loss": (self.net(batch)[:, 0] - batch[:, 0]).square().mean()}
@@ -162,6 +164,20 @@ class Injected(dpframe.Task):
 
     def configure_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def _compute(seconds: float) -> None:
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+class ComparesOften(dpframe.Callback):
+    """The pace of the ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        pace.EVERY_SECONDS = 0.05
 
 
 def _note(what: str, step: int) -> None:

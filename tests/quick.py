@@ -30,6 +30,7 @@ TESTS = {
     "test_a_contest_is_a_table_with_the_speed_up_over_the_first",
     "test_what_is_wrong_with_a_machine_is_told_with_what_to_do",
     "test_two_nodes_on_one_machine_have_two_names",
+    "test_a_node_whose_ranks_are_slow_is_told_once_and_by_how_much",
     "test_the_source_says_what_a_class_takes",
     "test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it",
     "test_cards_that_are_named_and_torchruns_ranks_are_refused",

@@ -38,6 +38,7 @@ GROUND |= {
     "parameters",
     "interruption",
     "launcher",
+    "stopwatch",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {

@@ -122,6 +122,9 @@ class FSDP(Processes):
         }
         for block in self._chosen(task):
             _sharded(block, reshard_after_forward=self.reshard_after_forward, **options)
+            # Around torch's own hook, in which a rank waits for the others' parts.
+            block.register_forward_pre_hook(partial(_turn_watch, task), prepend=True)
+            block.register_forward_pre_hook(partial(_turn_watch, task))
         for number, block in enumerate(_sharded_in(task)):
             handles: list[Any] = []
             once = partial(self._watch_once, handles, number, task)
@@ -378,6 +381,11 @@ def _sharded(module: Any, **options: Any) -> None:
     type(module).__name__, type(module).__qualname__ = kind.__name__, kind.__qualname__
     module.gathered = _called
     register_fsdp_forward_method(module, "gathered")
+
+
+def _turn_watch(task: Any, *called: Any) -> None:
+    if task.attached.watch is not None:
+        task.attached.watch.pause()  # or go_on
 
 
 def _called(call: Callable[..., Any], *args: Any) -> Any:

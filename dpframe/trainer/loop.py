@@ -28,6 +28,7 @@ from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
+from dpframe.stopwatch import Stopwatch
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
@@ -44,6 +45,7 @@ from dpframe.trainer.evaluation import (
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.logged import Logged
+from dpframe.trainer.pace import Pace
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
@@ -69,6 +71,7 @@ class Trainer:
     batches: list[Batch]  # of the step at hand
     validation: dict[str, Evaluation]  # by the data set's name; empty without validation
     profile: Profile | None = None
+    pace: Pace | None = None  # of several processes in training
     _devices: list[torch.device]  # of this process
     _owns_strategy = False
     _look_at: int
@@ -591,6 +594,8 @@ class Trainer:
     def _look(self) -> bool:
         """Whether to stop: by the clock or a signal. Asked a few times a second and each epoch."""
         self._look_at, self.clock = self.lookout.look(self.progress.global_step)
+        if self.pace is not None:
+            self.pace.look(self.clock)
         limit = self.settings.max_seconds
         if limit is not None and self.clock > limit:
             self.stop(f"trainer.max_seconds={limit:g} are over")
@@ -756,7 +761,18 @@ class Trainer:
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.progress.rows_seen
         self._look_at = self.lookout.begin(self.progress.global_step)
+        if self.strategy.world_size > 1:
+            self.pace = self._compared()
         self.has_begun = True
+
+    def _compared(self) -> Pace:
+        """With the other processes: which of them all others wait for."""
+        strategy, attached = self.strategy, self.task.attached
+        shares = strategy.logical_shares or strategy.replicas
+        rows = -(-self.feed.source.batch_size // shares)  # of the largest share
+        if not attached.is_compiled:  # a graph would break at each look at the clock
+            attached.watch = Stopwatch(rows, strategy.device)
+        return Pace(strategy, self.progress, attached.watch)
 
     def _resting(self) -> list[str]:
         """The outermost modules that the task has put into evaluation mode."""
