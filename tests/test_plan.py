@@ -6,20 +6,29 @@ from dataclasses import replace
 from functools import partial
 
 import command
+import forked
 import pytest
 import small
 import torch
 from small import Stream
+from test_fsdp import Deep
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpframe import DataModule, TrainerSettings, UserError
 from dpframe.cli.compose import composed
 from dpframe.cli.reports import planned
 from dpframe.plan import model, report
 from dpframe.plan.measure import measure
-from dpframe.plan.model import Bucket, Costs, Gradient, Line, Link
+from dpframe.plan.model import Bucket, Costs, Gradient, Line
+from dpframe.plan.network import Link, Network, Ring
+from dpframe.plan.sharded import Call, Sharded, Unit, Weight
+from dpframe.strategies.fsdp import FSDP
 
 LINK = Link(bandwidth=1000.0, latency=0.5)
+ALIKE = Network(LINK, LINK, per_node=8, is_gloo=True)
 COSTS = Costs(
     read=Line(1.0, 0.1),
     forward=Line(2.0, 0.2),
@@ -46,42 +55,57 @@ def test_the_largest_share_and_the_idle_replicas_of_uneven_splits(batch, replica
 
 
 def test_a_ring_moves_each_byte_less_than_twice():
-    assert model.ring_bytes(80, 1) == 0
-    assert model.ring_bytes(80, 2) == 80
-    assert model.ring_bytes(80, 4) == 120
-    assert model.ring_seconds(80, 4, LINK) == 6 * 0.5 + 120 / 1000
-    assert model.ring_seconds(80, 1, LINK) == 0
+    assert [2 * ALIKE.ring(count).part(80) for count in (1, 2, 4)] == [0, 80, 120]
+    assert ALIKE.ring(4).all_reduce(80) == 6 * 0.5 + 120 / 1000
+    assert ALIKE.ring(1).all_reduce(80) == 0
+
+
+def test_a_ring_waits_for_its_slowest_hop_and_crosses_from_machine_to_machine():
+    slow = Network(LINK, Link(100.0, 2.0), per_node=2, is_gloo=True)
+    assert slow.ring(2).gather(80) == 0.5 + 40 / 1000
+    assert slow.ring(8).gather(80) == pytest.approx(4 * 0.5 + 3 * 2 + 70 / 100)
+    assert slow.ring(8).scatter(80) == 2 * slow.ring(8).gather(80)  # by gloo
+    assert slow._replace(is_gloo=False).ring(8).scatter(80) == slow.ring(8).gather(80)
+    # Two groups' rings leave a machine at once, and each has half of its link.
+    assert slow.ring(4, 2) == Ring(4, 4, LINK, Link(50.0, 2.0), is_gloo=True)
+    assert slow.ring(4, 1).machines == 2
+
+
+def test_a_tree_is_taken_where_its_fewer_hops_are_quicker():
+    nccl = Network(LINK, LINK, per_node=1, is_gloo=False)
+    assert nccl.ring(8).all_reduce(80) == pytest.approx(2 * (3 * 0.5 + 80 / 1000))
+    assert nccl.ring(8).all_reduce(80_000) == pytest.approx(2 * (7 * 0.5 + 70))
 
 
 def test_only_what_backward_does_not_hide_is_waited_for():
     # Two replicas: a bucket takes 2 x 0.5 s of latency and 0.04 s of its 40 bytes.
-    buckets = (Bucket(40, 0.5), Bucket(40, 1.0))
-    assert model.waited(buckets, 10.0, 2, LINK) == pytest.approx(1.04)
+    buckets, two = (Bucket(40, 0.5), Bucket(40, 1.0)), ALIKE.ring(2)
+    assert model.waited(buckets, 10.0, two) == pytest.approx(1.04)
     # The first is ready after 1 s, is through at 2.04, and the second is through at 3.08.
-    assert model.waited(buckets, 2.0, 2, LINK) == pytest.approx(1.08)
-    assert model.waited((Bucket(40, 0.0),), 10.0, 2, LINK) == 0
-    assert model.waited(buckets, 10.0, 1, LINK) == 0
+    assert model.waited(buckets, 2.0, two) == pytest.approx(1.08)
+    assert model.waited((Bucket(40, 0.0),), 10.0, two) == 0
+    assert model.waited(buckets, 10.0, ALIKE.ring(1)) == 0
 
 
 def test_a_step_is_the_sum_of_its_parts_on_the_largest_share():
     whole = (1 + 1) + (2 + 2) + (4 + 4) + 3
-    assert model.step_seconds(COSTS, (10,), 1, LINK) == pytest.approx(whole)
+    assert model.step_seconds(COSTS, (10,), 1, ALIKE) == pytest.approx(whole)
     half = (1 + 0.5) + (2 + 1) + (4 + 2) + 3 + 1.04
-    assert model.step_seconds(COSTS, (10,), 2, LINK) == pytest.approx(half)
+    assert model.step_seconds(COSTS, (10,), 2, ALIKE) == pytest.approx(half)
     accumulated = half + (1 + 0.3) + (2 + 0.6) + (4 + 1.2)  # 5 rows on 2: 3 and 2
-    assert model.step_seconds(COSTS, (5, 10), 2, LINK) == pytest.approx(accumulated)
+    assert model.step_seconds(COSTS, (5, 10), 2, ALIKE) == pytest.approx(accumulated)
 
 
 def test_only_the_last_batch_of_a_step_hides_the_link():
     quick = replace(COSTS, backward=Line(0.0, 0.4))
     # Its 2 rows take 0.8 s, of which the first bucket waits for 0.4: 0.4 + 2 x 1.04 - 0.8.
-    seconds = model.step_seconds(quick, (10, 4), 2, LINK)
+    seconds = model.step_seconds(quick, (10, 4), 2, ALIKE)
     parts = (1 + 0.5) + (2 + 1) + 2 + (1 + 0.2) + (2 + 0.4) + 0.8 + 3
     assert seconds == pytest.approx(parts + 1.68)
 
 
 def test_an_epoch_has_the_steps_that_it_has_alone_and_the_uneven_last_one():
-    plans = model.predictions(COSTS, {(10,): 3, (4,): 1}, LINK, 8)
+    plans = model.predictions(COSTS, {(10,): 3, (4,): 1}, ALIKE, 8)
     shares = [(each.replicas, each.rows, each.idle) for each in plans]
     assert shares == [(1, 10, 0), (2, 5, 0), (4, 3, 0), (8, 2, 3)]
     assert {each.steps for each in plans} == {4}
@@ -94,15 +118,16 @@ def test_an_epoch_has_the_steps_that_it_has_alone_and_the_uneven_last_one():
 
 def test_buffers_and_single_numbers_are_waited_for_by_several_replicas_alone():
     costs = replace(COSTS, buffers=20, small_reduces=1, buckets=())
-    assert model.link_seconds(costs, 4.0, 2, 1, LINK) == 0
+    twice = [(0.0, 4.0)] * 2
+    assert model.link_seconds(costs, twice, 1, ALIKE) == 0
     # Two forwards send 20 bytes down 2 hops; one number of 8 bytes goes round 6.
     expected = 2 * 2 * (0.5 + 0.02) + 6 * 0.5 + 12 / 1000
-    assert model.link_seconds(costs, 4.0, 2, 4, LINK) == pytest.approx(expected)
+    assert model.link_seconds(costs, twice, 4, ALIKE) == pytest.approx(expected)
 
 
 def test_workers_read_while_others_compute():
     busy = (2 + 2) + (4 + 4) + 3
-    read_by = partial(model.step_seconds, batches=(10,), replicas=1, link=LINK)
+    read_by = partial(model.step_seconds, batches=(10,), replicas=1, network=ALIKE)
     assert read_by(replace(COSTS, workers=2)) == pytest.approx(busy)
     assert read_by(replace(COSTS, workers=2, read=Line(60.0))) == 30
 
@@ -116,7 +141,8 @@ def test_memory_is_all_of_it_at_once():
 
 def test_a_better_link_never_makes_an_epoch_longer():
     steps = {(10,): 3, (7, 7): 2}
-    links = [Link(10.0**power, 10.0**-power) for power in range(6)]
+    links = [ALIKE._replace(within=Link(10.0**p, 10.0**-p)) for p in range(6)]
+    links = [each._replace(between=each.within) for each in links]
     for fast, slow in zip(links[1:], links, strict=False):
         plans = (model.predictions(COSTS, steps, link, 4096) for link in (fast, slow))
         for quick, late in zip(*plans, strict=True):
@@ -124,11 +150,80 @@ def test_a_better_link_never_makes_an_epoch_longer():
 
 
 def test_more_replicas_never_take_more_memory_or_send_less():
-    plans = model.predictions(COSTS, {(100,): 1}, LINK, 4096)
+    plans = model.predictions(COSTS, {(100,): 1}, ALIKE, 4096)
     assert len(plans) == 13 and plans[-1].replicas == 4096
     for here, doubled in zip(plans, plans[1:], strict=False):
         assert doubled.memory <= here.memory and doubled.moved > here.moved
         assert doubled.idle >= here.idle and doubled.moved < 2 * 80
+
+
+# Two blocks of 4 and 3 rows of 10 bytes, whose forwards and backwards take a quarter each of 8 s;
+# and a rest of 20 bytes.
+BLOCKS = Sharded(
+    units=tuple(Unit((Weight(rows, 10, 10, 10),)) for rows in (4, 3, 2)),
+    calls=(Call(0, 0.25, 0.5, 0.75), Call(1, 0.5, 0.75, 0.5)),
+)
+TIMES = [(8.0, 8.0)]
+NCCL = Network(Link(10.0, 0.0), Link(10.0, 0.0), per_node=8, is_gloo=False)
+
+
+def test_parts_are_as_large_as_the_padding_makes_them():
+    four, three, two = BLOCKS.units
+    assert [unit.gathered(2) for unit in BLOCKS.units] == [40, 40, 20]
+    assert three.kept(2) == three.trained(2) == 20 and two.kept(4) == 10 and four.kept(1) == 40
+    assert BLOCKS.part_of(2) == 50 / 90
+    frozen = Unit((Weight(4, 10, 10, 0),))
+    assert frozen.gathered(2) == 40 and frozen.reduced(2) == frozen.trained(2) == 0
+    assert replace(BLOCKS, replicate=2).part_of(2) == 1
+
+
+def test_fsdp_keeps_parts_and_has_some_blocks_whole():
+    # Parts of weights and gradients of 50 bytes, the rest's 20 twice, and in the backward of the
+    # first block 40 of weights, 40 of gradients and 40 that the other's scatter reads.
+    assert BLOCKS.memory(90, 2) == 2 * 50 + 50 + 40 + 120
+    kept = replace(BLOCKS, blocks_again=False)
+    assert kept.memory(90, 2) == 150 + 40 + 80 + 80
+    assert replace(BLOCKS, accumulates=True).memory(90, 2) == 150 + 40 + 80 + 120
+    costs = replace(COSTS, sharded=BLOCKS, optimizer=90)
+    assert model.memory(costs, 10, 2) == BLOCKS.memory(90, 2) + 60
+
+
+def test_gloo_waits_for_each_gather_and_scatter():
+    gloo = NCCL._replace(is_gloo=True)  # a byte of a part takes 0.1 s
+    gathers, scatters = 2 * (2 + 2) + 1, 2 * (2 + 2 + 1)
+    assert BLOCKS.waits(TIMES, 2, gloo) == pytest.approx(gathers + scatters)
+    assert BLOCKS.moved(2, gloo) == 10 * (gathers + scatters)
+    twice = BLOCKS.waits(TIMES * 2, 2, gloo)
+    assert twice == pytest.approx(2 * gathers + scatters)  # gradients are shared once
+    assert BLOCKS.waits(TIMES, 1, gloo) == 0
+    clipped = replace(BLOCKS, norms=8)
+    assert clipped.waits(TIMES, 2, gloo) == pytest.approx(gathers + scatters + 0.8)
+
+
+def test_on_cards_only_what_computation_does_not_hide_is_waited_for():
+    # The rest's gather, and the last scatter: blocks' gathers of 2 s hide behind 2 s each, but
+    # for the backward's first one, which nothing hides; and so do their scatters.
+    assert BLOCKS.waits(TIMES, 2, NCCL) == pytest.approx(1 + 2 + 1)
+    slow = NCCL._replace(within=Link(5.0, 0.0))
+    # forward: 2, 2 s alone; then 4 + 4 s of gathers from 2 to 10, 2 and 2 s of computing: 14.
+    # backward: a gather until 4, 4 s of computing and another gather until 8, where the scatter
+    # begins; computing until 10, the scatters until 12, 16 and 18.
+    assert BLOCKS.waits(TIMES, 2, slow) == pytest.approx((14 - 8) + (18 - 8))
+
+
+def test_groups_gather_within_themselves_and_add_up_between_machines():
+    machines = Network(Link(10.0, 0.0), Link(5.0, 0.0), per_node=2, is_gloo=True)
+    hybrid = replace(BLOCKS, replicate=2)
+    within = 2 * (2 + 2) + 1 + 2 * (2 + 2 + 1)
+    # Halves of 20, 20 and 10 bytes, of which each of two has half of 5 bytes a second.
+    between = (20 + 20 + 10) / 2.5
+    assert hybrid.waits(TIMES, 4, machines) == pytest.approx(within + between)
+    assert hybrid.moved(4, machines) == 10 * within + 50
+    lines = model.predictions(replace(COSTS, sharded=hybrid), {(10,): 1}, machines, 8)
+    assert [line.replicas for line in lines] == [1, 2, 4, 8]
+    hybrid = replace(hybrid, replicate=4)
+    lines = model.predictions(replace(COSTS, sharded=hybrid), {(10,): 1}, machines, 8)
+    assert [line.replicas for line in lines] == [1, 4, 8]
 
 
 def test_it_stops_paying_at_the_first_doubling_that_saves_too_little():
@@ -157,6 +252,12 @@ def test_buckets_are_those_of_torch():
     assert model.FIRST_BUCKET_BYTES == dist._DEFAULT_FIRST_BUCKET_BYTES
 
 
+def test_a_size_of_buckets_of_the_users_counts_for_the_first_one_too():
+    gradients = [Gradient(2**20, i / 4) for i in range(4)]
+    assert [bucket.size for bucket in model.buckets_of(gradients, 2**21)] == [2**21] * 2
+    assert [bucket.size for bucket in model.buckets_of(gradients)] == [2**20, 3 * 2**20]
+
+
 def test_a_bucket_is_ready_with_its_last_gradient():
     buckets = model.buckets_of([Gradient(2**20, 0.2), Gradient(8, 0.6), Gradient(8, 0.9)])
     assert buckets == (Bucket(2**20, 0.2), Bucket(16, 0.9))
@@ -178,10 +279,10 @@ def test_neither_the_base_nor_a_row_of_a_line_is_below_zero():
 # ---- the measurements
 
 
-def measured(make=small.Small, data=None, *, steps=1, **settings):
+def measured(make=small.Small, data=None, *, steps=1, wanted=None, **settings):
     kept = TrainerSettings(**{"max_epochs": 1, "threads": 1, **settings})
     data = data or small.Rows()
-    return measure(make(), data, kept, accelerator="cpu", seed=0, steps=steps)
+    return measure(make(), data, kept, accelerator="cpu", seed=0, steps=steps, wanted=wanted)
 
 
 def test_the_memory_of_a_known_network_is_exact():
@@ -207,6 +308,52 @@ def test_gradients_arrive_from_the_last_layer_to_the_first():
     buckets = measured(Deep).costs.buckets
     assert [bucket.size for bucket in buckets] == [(800 + 1 + 700 * 800 + 800) * 4, 2800 * 4]
     assert 0 < buckets[0].ready <= buckets[1].ready <= 1
+
+
+class Log(TorchDispatchMode):
+    """What a step sends to other ranks: the operations, and the bytes of the larger tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        for name in ("allgather_base", "reduce_scatter_base", "all_reduce", "allreduce"):
+            if "c10d" in str(function) and name in str(function):
+                tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+                self.sent.append((name.replace("_", ""), max(t.nbytes for t in tensors)))
+        return function(*args, **(kwargs or {}))
+
+
+def sent_in_a_step(strategy):
+    with Log() as log:
+        steps = small.Hooks(on_step_end=lambda trainer: log.sent.append(("end", 0)))
+        settings = {"clip_norm": 1.0, "max_epochs": 1, "sanity_batches": 0, "log_every": 50}
+        small.fitted(
+            None, small.Rows(), make=Deep, strategy=strategy, callbacks=[steps], **settings
+        )
+    ends = [at for at, (name, _) in enumerate(log.sent) if name == "end"]
+    return log.sent[ends[1] + 1 : ends[2]]
+
+
+def test_a_plan_of_fsdp_has_the_collectives_of_a_real_step():
+    strategy = FSDP(2, "cpu")
+    costs = measured(Deep, wanted=strategy, clip_norm=1.0).costs
+    assert costs.sharded is not None and costs.small_reduces == 1  # the scalar
+    rest, *blocks = reversed(costs.sharded.units)
+    assert [call.unit for call in costs.sharded.calls] == [2, 1, 0]
+    ends = [call.done for call in costs.sharded.calls]
+    assert 0 < ends[2] <= ends[1] <= ends[0] <= 1
+    sizes = [unit.gathered(2) for unit in blocks]
+    gathers = sorted([rest.gathered(2), *sizes, *sizes])
+    scatters = sorted([rest.reduced(2), *(unit.reduced(2) for unit in blocks)])
+    real = forked.on(strategy, sent_in_a_step)
+    assert sorted(size for name, size in real if name == "allgatherbase") == gathers
+    assert sorted(size for name, size in real if name == "reducescatterbase") == scatters
+    sums = [size for name, size in real if name == "allreduce"]
+    assert sums[-2:] == [4, costs.sharded.norms]  # before these a look at the clock, now and then
 
 
 def test_steps_are_counted_with_accumulation_and_limits():
@@ -287,6 +434,12 @@ def test_an_assumption_that_can_not_be_is_one_line_before_torch_is_there(tmp_pat
         "plan.max_replicas=0": "plan.max_replicas=0 is out of range; use 1 to 1048576",
         "plan.least_gain=1": "plan.least_gain=1.0 is out of range",
         "plan.steps=0": "plan.steps=0 is out of range; use 1 or more",
+        "plan.per_node=0": "plan.per_node=0 is out of range; use 1 or more replicas",
+        "plan.node_bandwidth=-1": "plan.node_bandwidth=-1.0 is out of range; use more than 0 bytes",
+        "plan.node_latency=nan": "plan.node_latency=nan is out of range; use 0 seconds or more",
+        "plan.disk_bandwidth=0": "plan.disk_bandwidth=0.0 is out of range; use more than 0 bytes",
+        "plan.node_mtbf_hours=0": "plan.node_mtbf_hours=0.0 is out of range; use more than 0 hours",
+        "plan.restart_seconds=inf": "plan.restart_seconds=inf is out of range; use 0 seconds",
         "plan=3": "plan=3 is one value",
     }
     lines = [["recipe=boston", "mode=plan", override] for override in refused]
@@ -305,6 +458,10 @@ def test_the_command_prints_a_table_and_leaves_nothing(tmp_path):
             [*fast, "plan.bandwidth=1e9", "plan.latency=50e-6"],
             [*fast, f"hydra.run.dir={kept}", "plan.max_replicas=2"],
             ["recipe=shapes", *fast[1:]],
+            [*fast[:2], "strategy=fsdp", "strategy.shard=Linear", *fast[3:], "plan.per_node=2"],
+            ["recipe=lenet", "mode=plan", "strategy=ddp", "strategy.bucket_cap_mb=0.01", *fast[3:]],
+            [*fast[:2], "strategy=fsdp", "strategy.replicate=3"],
+            [*fast[:2], "strategy=fsdp", "strategy.cpu_offload=true"],
         ],
         tmp_path,
     )
@@ -315,11 +472,16 @@ def test_the_command_prints_a_table_and_leaves_nothing(tmp_path):
     assert rows[8][2] == "128" and {row[3] for row in rows} == {"4"}
     assert "1e+09 bytes/s and 50 us" in plain.out
     assert re.search(r"stops paying past \d+ replicas?: .* \(a doubling has to save 10%", plain.out)
-    written, trains_nothing = others
+    written, trains_nothing, parts, buckets, thirds, offloaded = others
     assert written.code == 0
     assert json.loads((kept / "summary.json").read_text())["plan"][1]["replicas"] == 2
     assert (kept / "plan.txt").read_text() == written.out
     assert trains_nothing.code == 2 and "returned None; return a data set" in trains_nothing.err
+    assert "as strategy=fsdp shares them" in parts.out and "machines of 2 (plan.per" in parts.out
+    assert re.search(r"gathers of \d blocks of .* and the rest, .*; by gloo: rings", parts.out)
+    assert int(re.search(r"all-reduce of (\d+) buckets", buckets.out)[1]) > 1  # of 1 MiB it is one
+    assert "strategy.replicate=3 divides none of the 2, 4, 8 … 4096 replicas" in thirds.err
+    assert thirds.code == offloaded.code == 2 and "cpu_offload=true: mode=plan" in offloaded.err
 
 
 def test_a_checkpoint_and_torchruns_ranks_are_refused(tmp_path, monkeypatch):

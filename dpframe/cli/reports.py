@@ -21,8 +21,10 @@ from dpframe.errors import Failure, UserError, printable
 from dpframe.plan.contest import a_few_steps
 from dpframe.plan.curve import svg
 from dpframe.plan.measure import measure
-from dpframe.plan.model import Link, predictions
+from dpframe.plan.model import predictions
+from dpframe.plan.network import Link, Network
 from dpframe.plan.report import Plan, Tuning, counted
+from dpframe.plan.settings import PlanSettings
 from dpframe.plan.tune import Tuner
 from dpframe.strategies import Strategy, ranks
 from dpframe.task import Task
@@ -131,6 +133,9 @@ def strategy_of(job: Composed, arguments: Mapping[str, Any] | None = None) -> pa
 def plan_of(job: Composed) -> Plan:
     settings, trust = job.settings, trust_of(job)
     wanted = build(job.config["strategy"], "strategy", Strategy, trust=trust)
+    if wanted.cuts_weights:
+        _refuse_unknown(wanted, settings.plan.max_replicas)
+    bucket = job.config["strategy"].get("bucket_cap_mb")
     seeding.seed_everything(settings.seed)
     data = build(job.config["data"], "data", DataModule, trust=trust)
     measured = measure(
@@ -140,18 +145,43 @@ def plan_of(job: Composed) -> Plan:
         accelerator=settings.trainer.accelerator if wanted.uses_gpus else "cpu",
         seed=settings.seed,
         steps=settings.plan.steps,
+        wanted=wanted,
         copies_gradients=not job.config["strategy"].get("gradient_as_bucket_view", True),
+        bucket_bytes=None if bucket is None else int(bucket * 2**20),
     )
-    link = Link(settings.plan.bandwidth, settings.plan.latency)
-    lines = predictions(measured.costs, measured.steps, link, settings.plan.max_replicas)
+    network = _network(settings.plan, is_gloo=measured.device == "cpu")
+    lines = predictions(measured.costs, measured.steps, network, settings.plan.max_replicas)
     threads = torch.get_num_threads()
     cores = f" with {threads} thread{'s' if threads > 1 else ''}" * (measured.device == "cpu")
+    name = "fsdp" if wanted.cuts_weights else "ddp"
     title = (
-        f"plan {settings.recipe}: batches of {data.batch_size} rows over N replicas, as "
-        f"strategy=ddp shares them; measured on {measured.device}{cores}, trainer.precision="
+        f"plan {settings.recipe}: batches of {data.batch_size} rows over N replicas, as strategy="
+        f"{name} shares them; measured on {measured.device}{cores}, trainer.precision="
         f"{settings.trainer.precision}"
     )
-    return Plan(title, measured, link, settings.plan.least_gain, lines)
+    return Plan(title, measured, network, settings.plan.least_gain, lines)
+
+
+def _refuse_unknown(fsdp: Any, most: int) -> None:
+    if fsdp.cpu_offload:
+        raise UserError(
+            "strategy.cpu_offload=true: mode=plan does not know what it costs; leave it out"
+        )
+    if fsdp.replicate > most or fsdp.replicate & (fsdp.replicate - 1):
+        raise UserError(
+            f"strategy.replicate={fsdp.replicate} divides none of the 2, 4, 8 … {most} replicas of "
+            "mode=plan; set it to a power of two, up to plan.max_replicas"
+        )
+
+
+def _network(plan: PlanSettings, *, is_gloo: bool) -> Network:
+    def either(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    between = Link(
+        either(plan.node_bandwidth, plan.bandwidth), either(plan.node_latency, plan.latency)
+    )
+    return Network(Link(plan.bandwidth, plan.latency), between, plan.per_node, is_gloo)
 
 
 def tuning_of(job: Composed) -> Tuning:

@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, cycle, islice, pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from dpframe.data.source import Source
 from dpframe.errors import UserError
 from dpframe.memory import begin_peak, peak
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
+from dpframe.plan.sharded import Call, Sharded, Unit, Weight
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
@@ -57,10 +59,14 @@ def measure(
     accelerator: str,
     seed: int,
     steps: int,
+    wanted: Strategy | None = None,
     copies_gradients: bool = False,
+    bucket_bytes: int | None = None,
 ) -> Measured:
-    """Trains the task for a while, by the Trainer's own loop on one replica."""
+    """Trains the task for a while, by the Trainer's own loop on one replica; `wanted` is the
+    strategy to plan for, where replicas share the weights themselves."""
     clock, memory, gradients = (Probe(accelerator=accelerator) for _ in range(3))
+    cuts: Any = wanted if wanted is not None and wanted.cuts_weights else None
     clock.open()
     data.setup()
     feed = Feed.of(data, clock, settings, seed=seed)
@@ -95,6 +101,7 @@ def measure(
         with saved_tensors_hooks(memory.keep, lambda tensor: tensor):
             fit(memory, sizes)
         gradients.sees_gradients = True
+        gradients.blocks = cuts.chosen(task) if cuts else []
         fit(gradients, [whole] * TRIES)
     taken = {rows: clock.times[i :: len(sizes)][WARM_UPS:] for i, rows in enumerate(sizes)}
     times = {rows: Times(*map(median, zip(*each, strict=True))) for rows, each in taken.items()}
@@ -111,12 +118,14 @@ def measure(
         optimizer=_bytes(_tensors(trainer.update.optimizer.state)),
         buffers=_bytes(task.buffers()),
         activations=line_through(dict(zip(sizes, map(float, memory.held), strict=True))),
-        buckets=buckets_of(gradients.arrivals()),
+        buckets=buckets_of(gradients.arrivals(), bucket_bytes),
         workers=feed.train.workers.processes,
         copies_gradients=copies_gradients,
         small_reduces=bool(trainer.update.is_weighted)
-        + (settings.on_nonfinite == "skip") * settings.accumulate,
+        + (settings.on_nonfinite == "skip") * settings.accumulate
+        + (sum(not weight.ndim for weight in gradients.trained) if cuts else 0),
         peak=clock.peak,
+        sharded=_sharded(task, cuts, gradients, settings) if cuts else None,
     )
     fits = {
         rows: sum(line.at(rows) for line in (read, forward, backward)) + costs.update
@@ -126,6 +135,39 @@ def measure(
     lengths = map(len, batches)
     updates = Counter(iter(lambda: tuple(islice(lengths, settings.accumulate)), ()))
     return Measured(str(clock.device), costs, updates, times, error)
+
+
+def _sharded(task: Task, strategy: Any, probe: "Probe", settings: TrainerSettings) -> Sharded:
+    """`strategy` is an FSDP; torch keeps the rest's weights for the backward, unless it is told."""
+    owned: set[int] = set()
+    units = []
+    for block in [*probe.blocks, task]:  # inner ones first
+        own = [w for w in block.parameters() if w.ndim and id(w) not in owned]
+        owned.update(map(id, own))
+        units.append(Unit(tuple(_weight(each, strategy) for each in own)))
+    trained = [weight for weight in probe.trained if weight.ndim]
+    return Sharded(
+        units=tuple(units),
+        calls=tuple(probe.calls()),
+        replicate=strategy.replicate,
+        blocks_again=strategy.reshard_after_forward is not False,
+        rest_again=strategy.reshard_after_forward is True,
+        accumulates=settings.accumulate > 1,
+        norms=4 * len(trained) if settings.clip_norm is not None else 0,
+        buffers=sum(1 for _ in task.buffers()),
+    )
+
+
+def _weight(weight: Tensor, strategy: Any) -> Weight:
+    numbers = weight[0].numel() if len(weight) else 0
+    gathered = strategy.param_dtype or weight.dtype
+    reduced = strategy.reduce_dtype or gathered
+    return Weight(
+        rows=len(weight),
+        kept=numbers * weight.itemsize,
+        gathered=numbers * gathered.itemsize,
+        reduced=numbers * reduced.itemsize if weight.requires_grad else 0,
+    )
 
 
 class Sampled(DataModule):
@@ -169,6 +211,7 @@ class Probe(Strategy):
     """The simplest strategy, which the loop calls at each part of a step, watches what it costs."""
 
     sees_gradients = False
+    blocks: Sequence[nn.Module] = ()  # whose calls it notes, too
     kept: dict[int, Any] | None = None  # by their address: what the step keeps for its backward
     peak: int | None = None
 
@@ -177,8 +220,9 @@ class Probe(Strategy):
         self.times: list[Times] = []
         self.held: list[int] = []  # bytes that each step kept, at most
         self._most = 0
-        self.tries: list[tuple[float, dict[Tensor, float]]] = []
+        self.tries: list[Try] = []
         self.arrived: dict[Tensor, float] = {}  # when each gradient was there
+        self.called: list[list[float]] = []  # a block's number, and its forward's beginning and end
         self.laps = [now(self.device)]
         if self.device.type != "cpu":
             begin_peak(self.device)
@@ -191,6 +235,9 @@ class Probe(Strategy):
             module.register_forward_hook(lambda *_: self._lap())
             for parameter in self.trained if self.sees_gradients else []:
                 parameter.register_post_accumulate_grad_hook(self._arrive)
+            for number, block in enumerate(self.blocks):
+                block.register_forward_pre_hook(partial(self._enter, number))
+                block.register_forward_hook(self._leave)
         return module
 
     def keep(self, tensor: Tensor) -> Tensor:
@@ -210,26 +257,46 @@ class Probe(Strategy):
         seconds = [end - start for start, end in pairwise(self.laps)]
         if len(seconds) == len(Times._fields):  # a step with a NaN may be left out
             self.times.append(Times(*seconds))
-            began = self.laps[2]  # the backward
-            self.tries.append((seconds[2], {p: at - began for p, at in self.arrived.items()}))
+            arrived = {weight: at - self.laps[2] for weight, at in self.arrived.items()}
+            calls = [(int(n), a - self.laps[1], b - self.laps[1]) for n, a, b in self.called]
+            self.tries.append(Try(seconds[1], seconds[2], arrived, calls))
         if self.kept is not None:
             self._count()
             self.held.append(self._most)
             self._most = 0
         if self.device.type != "cpu":
             self.peak = peak(self.device)
-        self.laps, self.arrived = self.laps[-1:], {}
+        self.laps, self.arrived, self.called = self.laps[-1:], {}, []
         interruption.look()
 
     def arrivals(self) -> list[Gradient]:
         """In their order, of the quickest try: it was the least disturbed."""
-        seconds, arrived = min(self.tries, key=lambda each: each[0])
-        # A gradient that the step leaves out comes last: its bucket is full after the backward.
-        when = {parameter: arrived.get(parameter, seconds) / seconds for parameter in self.trained}
+        when = self._when()
         return [
             Gradient(parameter.nbytes, when[parameter], f"{parameter.dtype} {parameter.device}")
             for parameter in sorted(self.trained, key=lambda parameter: when[parameter])
         ]
+
+    def calls(self) -> Iterator[Call]:
+        """Of the same try, in the order of its forward."""
+        tried, when = self._quickest(), self._when()
+        owned: set[int] = set()
+        done = []
+        for block in self.blocks:
+            own = [w for w in block.parameters() if w in when and id(w) not in owned]
+            owned.update(map(id, own))
+            done.append(max((when[weight] for weight in own), default=0.0))
+        for number, begins, ends in tried.calls:
+            yield Call(number, begins / tried.forward, ends / tried.forward, done[number])
+
+    def _quickest(self) -> "Try":
+        return min(self.tries, key=lambda each: each.backward)
+
+    def _when(self) -> dict[Tensor, float]:
+        """A gradient that the step leaves out comes last: its bucket is full after the backward."""
+        tried = self._quickest()
+        seconds = tried.backward
+        return {weight: tried.arrived.get(weight, seconds) / seconds for weight in self.trained}
 
     def _count(self) -> None:
         """What was kept for a backward that is over by now; several optimizers have one each."""
@@ -249,8 +316,26 @@ class Probe(Strategy):
     def _arrive(self, parameter: Tensor) -> None:
         self.arrived[parameter] = now(self.device)
 
+    def _enter(self, number: int, *_: Any) -> None:
+        if len(self.laps) == 2:  # else a backward computes it again
+            self.called.append([number, now(self.device)])
+
+    def _leave(self, *_: Any) -> None:
+        if len(self.laps) == 2:
+            # Blocks within a block: the innermost one that is open.
+            next(call for call in reversed(self.called) if len(call) == 2).append(now(self.device))
+
     def _lap(self) -> None:
         self.laps.append(now(self.device))
+
+
+class Try(NamedTuple):
+    """Of one step: seconds of its parts, and when in them gradients came and blocks were called."""
+
+    forward: float
+    backward: float
+    arrived: dict[Tensor, float]
+    calls: list[tuple[int, float, float]]
 
 
 def now(device: torch.device) -> float:

@@ -1,15 +1,14 @@
-"""The arithmetic of a plan: shares, ring all-reduce behind backward, memory, an epoch's seconds.
-
-And a plan as text: what was measured, what is assumed, and a line for each number of replicas."""
+"""The arithmetic of a plan: shares, collectives behind backward, memory, an epoch's seconds."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import ceil, log2
 from typing import NamedTuple
 
 from dpframe.data import split
+from dpframe.plan.network import Network, Ring
+from dpframe.plan.sharded import Sharded
 
 FIRST_BUCKET_BYTES = 2**20  # as DistributedDataParallel makes them
 BUCKET_BYTES = 25 * 2**20
@@ -39,11 +38,6 @@ class Bucket(NamedTuple):
     ready: float
 
 
-class Link(NamedTuple):
-    bandwidth: float  # bytes a second, from each replica to the next
-    latency: float  # seconds
-
-
 @dataclass(frozen=True)
 class Costs:
     """Of one replica, by the rows of its share; in seconds and bytes."""
@@ -61,6 +55,7 @@ class Costs:
     workers: int = 0  # that read while others compute
     copies_gradients: bool = False  # into the buckets, which then are memory of their own
     small_reduces: int = 0  # all-reduces of a single number, each step
+    sharded: Sharded | None = None  # where each replica keeps a part of the weights
     peak: int | None = None  # bytes, as a CUDA device counted them on a step of a whole batch
 
 
@@ -80,14 +75,19 @@ class Prediction(NamedTuple):
         return self.speed_up / self.replicas
 
 
-def predictions(costs: Costs, steps: Steps, link: Link, most: int) -> list[Prediction]:
-    """For 1, 2, 4 … `most` replicas; the global batch is the same for all."""
+def predictions(costs: Costs, steps: Steps, network: Network, most: int) -> list[Prediction]:
+    """For 1, 2, 4 … `most` replicas, as far as their groups divide them; the global batch is the
+    same for all."""
     whole = max(max(batches) for batches in steps)
-    alone = epoch_seconds(costs, steps, 1, link)
+    alone = epoch_seconds(costs, steps, 1, network)
+    groups = costs.sharded.replicate if costs.sharded else 1
     results = []
     for replicas in (2**power for power in range(most.bit_length())):
+        if replicas > 1 and replicas % groups:
+            continue
         rows, idle = share_of(whole, replicas)
-        seconds = epoch_seconds(costs, steps, replicas, link)
+        seconds = epoch_seconds(costs, steps, replicas, network)
+        times = costs.forward.at(rows), costs.backward.at(rows)
         results.append(
             Prediction(
                 replicas=replicas,
@@ -95,8 +95,8 @@ def predictions(costs: Costs, steps: Steps, link: Link, most: int) -> list[Predi
                 idle=idle,
                 steps=sum(steps.values()),
                 memory=memory(costs, rows, replicas),
-                moved=ring_bytes(sum(bucket.size for bucket in costs.buckets), replicas),
-                waits=link_seconds(costs, costs.backward.at(rows), 1, replicas, link),
+                moved=moved(costs, replicas, network),
+                waits=link_seconds(costs, [times], replicas, network),
                 seconds=seconds,
                 speed_up=alone / seconds,
             )
@@ -122,59 +122,67 @@ def stops_paying(plan: Sequence[Prediction], least_gain: float) -> tuple[Predict
 # ---- time
 
 
-def epoch_seconds(costs: Costs, steps: Steps, replicas: int, link: Link) -> float:
+def epoch_seconds(costs: Costs, steps: Steps, replicas: int, network: Network) -> float:
     """Of training alone: the slowest replica's, for which the others wait."""
     return sum(
-        count * step_seconds(costs, batches, replicas, link) for batches, count in steps.items()
+        count * step_seconds(costs, batches, replicas, network) for batches, count in steps.items()
     )
 
 
-def step_seconds(costs: Costs, batches: Iterable[int], replicas: int, link: Link) -> float:
+def step_seconds(costs: Costs, batches: Iterable[int], replicas: int, network: Network) -> float:
     """One optimizer update of several global batches, the last of which shares the gradients."""
     shares = [share_of(batch, replicas)[0] for batch in batches]
     read = sum(costs.read.at(rows) for rows in shares)
-    busy = sum(costs.forward.at(rows) + costs.backward.at(rows) for rows in shares) + costs.update
-    busy += link_seconds(costs, costs.backward.at(shares[-1]), len(shares), replicas, link)
+    times = [(costs.forward.at(rows), costs.backward.at(rows)) for rows in shares]
+    part = costs.sharded.part_of(replicas) if costs.sharded else 1.0
+    busy = sum(map(sum, times)) + costs.update * part
+    busy += link_seconds(costs, times, replicas, network)
     return max(busy, read / costs.workers) if costs.workers else busy + read
 
 
-def link_seconds(costs: Costs, backward: float, batches: int, replicas: int, link: Link) -> float:
-    """What a step waits for others: gradients, each forward's buffers, single numbers."""
-    waits = waited(costs.buckets, backward, replicas, link)
-    if costs.buffers:  # from the main replica to all, down a tree
-        hops = ceil(log2(replicas))
-        waits += batches * hops * (link.latency + costs.buffers / link.bandwidth)
-    return waits + costs.small_reduces * ring_seconds(8, replicas, link)
+def link_seconds(
+    costs: Costs, times: Sequence[tuple[float, float]], replicas: int, network: Network
+) -> float:
+    """What a step waits for others: weights, gradients, each forward's buffers, single numbers.
+    `times` are the forward and backward of each of its batches."""
+    ring = network.ring(replicas)
+    if costs.sharded:
+        waits = costs.sharded.waits(times, replicas, network)
+    else:
+        waits = waited(costs.buckets, times[-1][1], ring)
+    if costs.buffers:
+        tensors = costs.sharded.buffers if costs.sharded else 1  # ddp sends them as one
+        waits += len(times) * ring.broadcast(costs.buffers, tensors)
+    return waits + costs.small_reduces * ring.all_reduce(8)
 
 
-def waited(buckets: Iterable[Bucket], backward: float, replicas: int, link: Link) -> float:
+def waited(buckets: Iterable[Bucket], backward: float, ring: Ring) -> float:
     """What is left of the all-reduces when backward is over: one after the other, each as soon as
     its bucket is full."""
     end = 0.0
     for bucket in buckets:
-        end = max(end, bucket.ready * backward) + ring_seconds(bucket.size, replicas, link)
+        end = max(end, bucket.ready * backward) + ring.all_reduce(bucket.size)
     return max(0.0, end - backward)
 
 
-def ring_seconds(size: float, replicas: int, link: Link) -> float:
-    """Of one all-reduce: N - 1 hops that add up, N - 1 that hand round, each of size / N."""
-    hops = 2 * (replicas - 1)
-    return hops * link.latency + ring_bytes(size, replicas) / link.bandwidth
+def moved(costs: Costs, replicas: int, network: Network) -> float:
+    """The bytes of weights and gradients that a replica sends in a step of one batch."""
+    if costs.sharded:
+        return costs.sharded.moved(replicas, network)
+    return 2 * network.ring(replicas).part(sum(bucket.size for bucket in costs.buckets))
 
 
-def ring_bytes(size: float, replicas: int) -> float:
-    return 2 * (replicas - 1) / replicas * size
-
-
-def buckets_of(gradients: Iterable[Gradient]) -> tuple[Bucket, ...]:
-    """Filled in the order in which gradients arrive; the one that overflows is the last in."""
+def buckets_of(gradients: Iterable[Gradient], cap: int | None = None) -> tuple[Bucket, ...]:
+    """Filled in the order in which gradients arrive; the one that overflows is the last in. `cap`
+    is a size in bytes of the user's, which counts for the first one, too."""
+    first, others = (FIRST_BUCKET_BYTES, BUCKET_BYTES) if cap is None else (cap, cap)
     full: list[Bucket] = []
     filling: dict[str, Bucket] = {}
     closed: Counter[str] = Counter()
     for size, ready, kind in gradients:
         before = filling.pop(kind, Bucket(0, 0.0))
         bucket = Bucket(before.size + size, max(before.ready, ready))
-        if bucket.size >= (BUCKET_BYTES if closed[kind] else FIRST_BUCKET_BYTES):
+        if bucket.size >= (others if closed[kind] else first):
             closed[kind] += 1
             full.append(bucket)
         else:
@@ -187,6 +195,9 @@ def buckets_of(gradients: Iterable[Gradient]) -> tuple[Bucket, ...]:
 
 def memory(costs: Costs, rows: int, replicas: int) -> float:
     """At most: all of it at once."""
+    if costs.sharded:
+        lasting = costs.sharded.memory(costs.optimizer, replicas)
+        return lasting + costs.buffers + costs.activations.at(rows)
     buckets = costs.gradients if costs.copies_gradients and replicas > 1 else 0
     lasting = costs.parameters + costs.gradients + costs.optimizer + costs.buffers
     return lasting + buckets + costs.activations.at(rows)

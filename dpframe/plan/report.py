@@ -4,14 +4,15 @@ from typing import Any, NamedTuple
 
 from dpframe.plan.curve import chart
 from dpframe.plan.measure import Measured
-from dpframe.plan.model import Link, Prediction, stops_paying
+from dpframe.plan.model import Costs, Prediction, stops_paying
+from dpframe.plan.network import Network
 from dpframe.plan.tune import Rates, Trial
 
 
 class Plan(NamedTuple):
     title: str
     measured: Measured
-    link: Link
+    network: Network
     least_gain: float
     predictions: list[Prediction]
 
@@ -90,14 +91,36 @@ def _memory(measured: Measured) -> str:
 
 
 def _assumed(plan: Plan) -> list[str]:
-    buckets, link = plan.measured.costs.buckets, plan.link
-    sizes = ", ".join(size(bucket.size) for bucket in buckets[:4]) + " …" * (len(buckets) > 4)
-    return [
-        f"{'assumed':<10}ring all-reduce of {counted(len(buckets), 'bucket')} of {sizes} behind "
-        f"backward; {link.bandwidth:g} bytes/s and {time(link.latency)} from one replica to the "
-        "next (plan.bandwidth, plan.latency)",
-        f"{'':<10}every replica computes as this one did alone; training steps only",
+    costs, network = plan.measured.costs, plan.network
+    lines = [
+        f"{_shared(costs)}; {_library(network)}",
+        f"{network.within.bandwidth:g} bytes/s and {time(network.within.latency)} from one replica "
+        "to the next (plan.bandwidth, plan.latency)",
+        f"machines of {network.per_node} (plan.per_node), {network.between.bandwidth:g} bytes/s "
+        f"and {time(network.between.latency)} between them (plan.node_bandwidth, "
+        "plan.node_latency)",
+        "every replica computes as this one did alone; training steps only",
     ]
+    return [f"{'' if number else 'assumed':<10}{line}" for number, line in enumerate(lines)]
+
+
+def _shared(costs: Costs) -> str:
+    if costs.sharded is None:
+        sizes = ", ".join(size(bucket.size) for bucket in costs.buckets[:4])
+        sizes += " …" * (len(costs.buckets) > 4)
+        return f"all-reduce of {counted(len(costs.buckets), 'bucket')} of {sizes} behind backward"
+    *blocks, rest = (size(unit.gathered(1)) for unit in costs.sharded.units)
+    groups = costs.sharded.replicate
+    within = f" within each of {groups} groups (strategy.replicate)" if groups > 1 else ""
+    sizes = ", ".join(blocks[:4]) + " …" * (len(blocks) > 4)
+    of = f"{counted(len(blocks), 'block')} of {sizes} and " if blocks else ""
+    return f"gathers of {of}the rest, {rest}{within}"
+
+
+def _library(network: Network) -> str:
+    if network.is_gloo:
+        return "by gloo: rings, and fully_shard waits for each"
+    return "by NCCL: rings, or trees where they are quicker"
 
 
 def _table(predictions: list[Prediction]) -> list[str]:

@@ -120,7 +120,7 @@ class FSDP(Processes):
             ),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
-        for block in self._chosen(task):
+        for block in self.chosen(task):
             _sharded(block, reshard_after_forward=self.reshard_after_forward, **options)
             # Around torch's own hook, in which a rank waits for the others' parts.
             block.register_forward_pre_hook(partial(_turn_watch, task), prepend=True)
@@ -155,7 +155,7 @@ class FSDP(Processes):
                 "and load its weights from a checkpoint"
             )
 
-    def _chosen(self, task: nn.Module) -> list[nn.Module]:
+    def chosen(self, task: nn.Module) -> list[nn.Module]:
         """The blocks, inner ones first. One that shares a weight with the rest is left to the
         root."""
         if self.patterns is None:
