@@ -1,12 +1,15 @@
 """Checkpoints: plain containers, written whole or not at all, read without running code."""
 
 import errno
+import importlib.util
 import logging
 import os
+import re
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +24,8 @@ from dpframe.snapshot import Snapshot
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
+WEIGHTS = ("state_dict", "model_state_dict", "model", "net")  # where other programs keep them
+WRAPPERS = ("module", "_orig_mod")  # in names: of DataParallel and DDP, and of torch.compile
 LARGE = 64 << 20  # bytes of a state
 CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a directory
     errno.EINVAL,
@@ -169,11 +174,14 @@ def dump(value: Any, file: Any) -> None:
 
 def load(path: str | Path, *, key: str = "checkpoint") -> dict[str, Any]:
     """Always `weights_only`: a checkpoint from a stranger can't run code here. `key` is the
-    config's, for the errors."""
+    config's, for the errors.
+
+    It may be another program's: safetensors, or what `torch.save` has made of a state dict, alone
+    or among other things. `load_task` finds out which weight is which."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{key}={path}: there is no such file")
-    wrong, state = _read(path)
+    wrong, state = _of_safetensors(path) if path.suffix == ".safetensors" else _read(path)
     if wrong:
         raise UserError(f"{key}={path} {wrong}{files.instead_of(path)}")
     return state | {"file": str(path)}
@@ -188,12 +196,13 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        if flaw:
-            return f"can't be used: {flaw}", {}
-        cause = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"can't be read: {cause.partition('. ')[0][:160]}", {}
-    if isinstance(state, dict) and "pytorch-lightning_version" in state:
-        state, flaw = _of_lightning(state), ""  # which has no seal
+        cause = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        if flaw and (found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error))):
+            cause = f"it holds {found[1]}, which is code; save a state_dict() instead"
+        return f"can't be read: {cause[:160]}", {}
+    if flaw and not (isinstance(state, dict) and {"format", "task"} <= state.keys()):
+        wrong, state = _of_others(state)
+        return wrong or bombs.in_state(state, path.stat().st_size), state
     if flaw:
         return f"can't be used: {flaw}", {}
     weights = [state.get("task"), state.get("averaged", {})] if isinstance(state, dict) else [None]
@@ -207,12 +216,31 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     return bombs.in_state(state, path.stat().st_size), state
 
 
-def _of_lightning(state: dict[str, Any]) -> dict[str, Any]:
-    """What Lightning has saved of a LightningModule, as the task of recipe=lightning has it."""
-    weights = state.get("state_dict")
-    if isinstance(weights, dict):
-        weights = {f"module.{name}": value for name, value in weights.items()}
-    return {"format": FORMAT, "task": weights}
+def _of_safetensors(path: Path) -> tuple[str, dict[str, Any]]:
+    if importlib.util.find_spec("safetensors") is None:
+        return "needs the package safetensors: pip install 'dpframe[export]'", {}
+    try:
+        return _of_others(importlib.import_module("safetensors.torch").load_file(path))
+    except Exception as error:  # of its own kind
+        return f"can't be read: {str(error)[:160]}", {}
+
+
+def _of_others(saved: Any) -> tuple[str, dict[str, Any]]:
+    """A state dict, or the one among what a program has saved."""
+    inside = saved if isinstance(saved, dict) else {}
+    found = {str(name): value for name, value in inside.items() if _are_weights(value)}
+    names = [name for name in WEIGHTS if name in found] or list(found)
+    if len(found) > 1 and names[0] not in WEIGHTS:
+        return f"holds several state dicts, {', '.join(found)}; save one of them alone", {}
+    weights = saved if _are_weights(saved) else found[names[0]] if names else None
+    if weights is None:
+        return "is no dpframe checkpoint, and holds no state dict, i.e. tensors by their names", {}
+    return "", {"format": FORMAT, "task": weights, "is_foreign": True}
+
+
+def _are_weights(value: Any) -> bool:
+    pairs = value.items() if isinstance(value, dict) else ()
+    return bool(pairs) and all(isinstance(n, str) and isinstance(v, Tensor) for n, v in pairs)
 
 
 def load_task(
@@ -227,15 +255,42 @@ def load_task(
     `part`: the strategy's, of a Trainer that has the task."""
     what = f"{key}={state['file']}" if "file" in state else "the checkpoint"
     weights = state["averaged" if "averaged" in state and not is_resumed else "task"]
-    here = task.state_dict()
+    here, matched = task.state_dict(), ""
+    if state.get("is_foreign"):
+        weights = _as_named_here(weights, task, here)
+        count = len(weights.keys() & here.keys())
+        matched = f"{count} of the task's {len(here)} names are in it; "
     if mismatch := _first_mismatch(here, weights):
-        raise UserError(f"{what} does not fit this recipe's {type(task).__name__}: {mismatch}")
+        kind = type(task).__name__
+        raise UserError(f"{what} does not fit this recipe's {kind}: {matched}{mismatch}")
     if name := _first_nan(weights):
         raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
     if part is not None:
         are = {name: isinstance(value, Tensor) for name, value in weights.items()}
         weights = {n: part(value, here[n]) if are[n] else value for n, value in weights.items()}
     task.load_state_dict(weights)
+
+
+def _as_named_here(
+    weights: dict[str, Any], task: torch.nn.Module, here: dict[str, Any]
+) -> dict[str, Any]:
+    """Under the task's names, whatever was around the network there, and is around it here."""
+    ways = [(_bare(here, cut), _bare(weights, other)) for cut, other in product((1, 0), repeat=2)]
+    ours, theirs = max(ways, key=lambda way: len(way[0].keys() & way[1].keys()))
+    if weights.keys() == here.keys() or len(theirs) < len(weights) or len(ours) < len(here):
+        return weights  # nothing to do, or which is which is not known
+    renamed = {ours.get(bare, name): weights[name] for bare, name in theirs.items()}
+    # Of a weight that has several names, safetensors keeps one.
+    named = list(task.named_parameters(remove_duplicate=False))
+    known = {id(weight): renamed[name] for name, weight in named if name in renamed}
+    return {name: known[id(weight)] for name, weight in named if id(weight) in known} | renamed
+
+
+def _bare(names: Iterable[str], is_cut: int) -> dict[str, str]:
+    """By their names without wrappers, and perhaps without what all of them begin with."""
+    parts = [[part for part in name.split(".") if part not in WRAPPERS] for name in names]
+    shared = len(os.path.commonprefix([each[:-1] for each in parts])) if is_cut else 0
+    return {".".join(each[shared:]): name for each, name in zip(parts, names, strict=True)}
 
 
 def _first_mismatch(wanted: dict[str, Any], saved: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from small import Clock, Hooks, Rows, Scripted, Small, fitted, is_same
+from small import SGD, Clock, Hooks, Rows, Scripted, Small, fitted, is_same
 
 from dpframe import Callback, Strategy, UserError, checkpoint, files
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -406,6 +406,89 @@ def test_another_architecture_is_told_by_its_first_difference(saved, here, said)
         checkpoint.load_task(here, {"task": saved.state_dict(), "file": "a.ckpt"})
     assert str(caught.value) == f"checkpoint=a.ckpt does not fit this recipe's {said}"
     assert is_same(here.state_dict(), before)
+
+
+# Weights of other programs
+
+
+def network() -> torch.nn.Sequential:
+    return Small().net
+
+
+FOREIGN: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda net: net.state_dict(),
+    "of the task": lambda net: {f"net.{n}": value for n, value in net.state_dict().items()},
+    "of DataParallel, as the imagenet example saves it": lambda net: {
+        "epoch": 3,
+        "arch": "resnet18",
+        "best_acc1": torch.tensor(71.0),
+        "state_dict": torch.nn.DataParallel(net).state_dict(),
+        "optimizer": SGD(net.parameters()).state_dict(),
+    },
+    "compiled, beside an average": lambda net: {
+        "model_ema": {n: value + 1 for n, value in net.state_dict().items()},
+        "model": {f"_orig_mod.{n}": value for n, value in net.state_dict().items()},
+    },
+    "compiled in DDP, under another name": lambda net: {
+        f"module.backbone._orig_mod.{n}": value for n, value in net.state_dict().items()
+    },
+}
+
+
+@pytest.mark.parametrize("how", FOREIGN)
+def test_weights_of_another_program_are_found_whatever_is_around_them(tmp_path, how):
+    task, net = Small(), network()
+    torch.save(FOREIGN[how](net), tmp_path / "a.pt")
+    checkpoint.load_task(task, checkpoint.load(tmp_path / "a.pt"))
+    assert is_same(task.net.state_dict(), net.state_dict())
+
+
+class Tied(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0], self.head = torch.nn.Linear(8, 3), torch.nn.Linear(8, 3)
+        self.head.weight = self.net[0].weight
+
+
+def test_safetensors_are_read_and_what_they_leave_out_as_it_has_two_names(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    there, here = Tied(), Tied()
+    safetensors.save_model(there, tmp_path / "a.safetensors")
+    checkpoint.load_task(here, checkpoint.load(tmp_path / "a.safetensors"))
+    assert is_same(here.state_dict(), there.state_dict())
+    (tmp_path / "b.safetensors").write_bytes(b"rubbish" * 9)
+    with pytest.raises(UserError, match="b.safetensors can't be read: .*header"):
+        checkpoint.load(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize(
+    "saved, said",
+    [
+        (lambda: network()[:2].state_dict(), "2 of the task's 4 names are in it; it has no net.3."),
+        (
+            lambda: network().state_dict() | {"head.weight": torch.ones(2)},
+            "4 of the task's 4 names are in it; it has head.weight, which the task has not",
+        ),
+        (lambda: Small(width=9).net.state_dict(), "net.0.weight has size (9, 3) in the checkpoint"),
+        (lambda: {"one": network().state_dict(), "two": network().state_dict()}, "one, two; save "),
+        (lambda: [1, 2], "is no dpframe checkpoint, and holds no state dict"),
+        (network, "can't be read: it holds torch.nn.modules.container.Sequential, which is code;"),
+    ],
+)
+def test_what_does_not_match_of_another_programs_file_is_one_line(tmp_path, saved, said):
+    torch.save(saved(), tmp_path / "a.pt")
+    task = Small()
+    before = {name: value.clone() for name, value in task.state_dict().items()}
+    with pytest.raises(UserError) as caught:
+        checkpoint.load_task(task, checkpoint.load(tmp_path / "a.pt"))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert is_same(task.state_dict(), before)
+
+
+def test_a_checkpoint_of_dpframe_whose_seal_is_lost_is_no_other_programs_file(tmp_path):
+    torch.save({"format": 2, "task": Small().state_dict()}, tmp_path / "a.ckpt")
+    with pytest.raises(UserError, match="its seal is missing"):
+        checkpoint.load(tmp_path / "a.ckpt")
 
 
 # What is kept

@@ -300,6 +300,7 @@ PRIVATE = {
     "__dynamo_disable": "as torch._dynamo",
     "_opt_called": "tells a scheduler that the optimizer stepped",
     "_step_supports_amp_scaling": "has GradScaler not wait for the GPU; fused=True sets it, too",
+    "_orig_mod": "is in the names of what a compiled module has saved",
 }
 DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples
 WORDS = {"_sitebuiltins.py"}  # a file of Python's

@@ -162,6 +162,10 @@ def test_the_script_prints_what_its_recipe_learns(written):
     )
     assert run.returncode == 0, run.stderr
     assert re.search(r"^step 60: loss [12]\.\d+$", run.stdout, re.M), run.stdout
+    line = "--config-dir mine recipe=letters mode=validate checkpoint=ckpt.pt"
+    (taken,) = attempts([line.split()], written)  # of its step 40
+    assert taken.code == 0, taken.err
+    assert re.search(r"^val/loss +[12]\.\d+$", taken.out, re.M), taken.out
 
 
 def test_every_command_that_is_shown_composes(written):
