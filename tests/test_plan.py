@@ -1,9 +1,11 @@
 """mode=plan: its arithmetic against numbers by hand, its measurements against a known network."""
 
 import json
+import random
 import re
 from dataclasses import replace
 from functools import partial
+from math import inf
 
 import command
 import forked
@@ -20,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dpframe import DataModule, TrainerSettings, UserError
 from dpframe.cli.compose import composed
 from dpframe.cli.reports import planned
-from dpframe.plan import model, report
+from dpframe.plan import failures, model, report
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Bucket, Costs, Gradient, Line
 from dpframe.plan.network import Link, Network, Ring
@@ -226,6 +228,91 @@ def test_groups_gather_within_themselves_and_add_up_between_machines():
     assert [line.replicas for line in lines] == [1, 4, 8]
 
 
+# ---- failures
+
+
+def simulated(interval, stall, write, restart, rate, *, failures=4000):
+    """The useful part of the time, of failures that are drawn one by one."""
+    draw = random.Random(7).expovariate
+    clock, done, saved, kept, whole_at, seen = 0.0, 0.0, 0.0, 0.0, inf, 0
+    failure = draw(rate)
+    while seen < failures:
+        stop = clock + interval + stall
+        if whole_at <= min(failure, stop):
+            kept, whole_at = saved, inf
+        if stop <= failure:
+            clock, done = stop, done + interval
+            saved, whole_at = done, stop + write
+            continue
+        clock, seen, whole_at = failure, seen + 1, inf
+        failure = clock + draw(rate)
+        while failure < clock + restart:
+            clock, seen = failure, seen + 1
+            failure = clock + draw(rate)
+        clock, done = clock + restart, kept
+    return kept / clock
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [(100, 5, 20, 60, 1e-3), (100, 0.1, 90, 30, 1 / 300), (1000, 60, 300, 600, 2e-4)],
+)
+def test_the_goodput_is_that_of_failures_drawn_one_by_one(setting):
+    assert failures.goodput(*setting) == pytest.approx(simulated(*setting), abs=0.01)
+
+
+@pytest.mark.parametrize(("stall", "rate"), [(5, 1e-3), (30, 1 / 200), (0.01, 1 / 3600)])
+def test_no_interval_is_better_than_the_best(stall, rate):
+    best = failures.best_interval(stall, rate)
+    at = partial(failures.goodput, stall=stall, write=0, restart=60, rate=rate)
+    assert all(at(best) > at(best * factor) for factor in (0.5, 0.99, 1.01, 2))
+    assert best == pytest.approx((2 * stall / rate) ** 0.5, rel=0.2)  # Young's
+    others = (simulated(best * factor, stall, 0, 60, rate) for factor in (0.2, 5))
+    assert simulated(best, stall, 0, 60, rate) > max(others)
+
+
+def test_nothing_is_done_where_a_restart_never_ends():
+    assert failures.goodput(10, 1, 1, 60, 100.0) == 0.0
+
+
+SAVING = failures.Saving(size=1000, tensors=3, stall=1.0, write=8.0)
+
+
+def test_the_main_rank_collects_a_whole_checkpoint_and_parts_are_written_at_once():
+    within, between = Link(100.0, 0.5), Link(10.0, 2.0)
+    network = Network(within, between, per_node=2, is_gloo=True)
+    saved = partial(failures.saved, SAVING, network=network, saves_parts=False)
+    assert saved(4, sharded=None) == (1.0, 8.0)
+    hops = 2 * 0.5 + 1 * 2
+    assert saved(4, sharded=BLOCKS) == (pytest.approx(1 + 3 * hops + 750 / 10), 8.0)
+    parts = partial(failures.saved, SAVING, network=network, sharded=BLOCKS, saves_parts=True)
+    assert parts(1) == (1.0, 8.0)
+    part = 30 / 90  # of four ranks, of which two write to one disk
+    assert parts(4) == (pytest.approx(part), pytest.approx(8 * 2 * part))
+
+
+def test_more_machines_fail_more_often_and_a_save_ends_before_the_next():
+    plan = model.predictions(COSTS, {(100,): 1}, ALIKE, 4096)
+    lines = failures.outcomes(
+        plan,
+        ALIKE,
+        None,
+        SAVING,
+        saves_parts=False,
+        node_mtbf=1e6,
+        restart=60,
+        every=lambda line: 1.0,
+    )
+    for line, there in zip(lines, plan, strict=True):
+        assert line.machines == max(1, line.replicas // 8)
+        assert line.between_failures == pytest.approx(1e6 / line.machines)
+        assert line.every == max(there.seconds, 7)
+        assert line.goodput <= line.best_goodput < 1
+        assert line.seconds == there.seconds / line.best_goodput
+    goodputs = [line.best_goodput for line in lines]
+    assert goodputs == sorted(goodputs, reverse=True)
+
+
 def test_it_stops_paying_at_the_first_doubling_that_saves_too_little():
     plans = [
         model.Prediction(2**power, 1, 0, 1, 0.0, 0.0, 0.0, seconds, 1.0)
@@ -417,8 +504,19 @@ def test_bytes_have_their_unit(count, text):
     assert report.size(count) == text
 
 
+DAYS = "11.6 days"
+
+
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0"), (5e-5, "50 us"), (0.25, "250 ms"), (12345.6, "12346 s")]
+    ("seconds", "text"),
+    [
+        (0, "0"),
+        (5e-5, "50 us"),
+        (0.25, "250 ms"),
+        (2345.6, "2346 s"),
+        (12345.6, "3.43 h"),
+        (1e6, "11.6 days"),
+    ],
 )
 def test_seconds_have_their_unit(seconds, text):
     assert report.time(seconds) == text
@@ -456,7 +554,7 @@ def test_the_command_prints_a_table_and_leaves_nothing(tmp_path):
     plain, *others = command.attempts(
         [
             [*fast, "plan.bandwidth=1e9", "plan.latency=50e-6"],
-            [*fast, f"hydra.run.dir={kept}", "plan.max_replicas=2"],
+            [*fast, f"hydra.run.dir={kept}", "plan.max_replicas=2", "plan.node_mtbf_hours=100"],
             ["recipe=shapes", *fast[1:]],
             [*fast[:2], "strategy=fsdp", "strategy.shard=Linear", *fast[3:], "plan.per_node=2"],
             ["recipe=lenet", "mode=plan", "strategy=ddp", "strategy.bucket_cap_mb=0.01", *fast[3:]],
@@ -476,6 +574,13 @@ def test_the_command_prints_a_table_and_leaves_nothing(tmp_path):
     assert written.code == 0
     assert json.loads((kept / "summary.json").read_text())["plan"][1]["replicas"] == 2
     assert (kept / "plan.txt").read_text() == written.out
+    one, two = json.loads((kept / "summary.json").read_text())["failures"]
+    assert one["machines"] == two["machines"] == 1 and one["every"] == 0.5  # seconds_between
+    assert 0 < one["goodput"] < one["best_goodput"] < 1
+    assert "a save    " in written.out and "one of each machine in 100 h" in written.out
+    assert re.search(r"with failures the quickest is . replicas?, .*every_n_minutes=", written.out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept"]
+    assert max(map(len, written.out.splitlines()[-3:-1])) <= 120
     assert trains_nothing.code == 2 and "returned None; return a data set" in trains_nothing.err
     assert "as strategy=fsdp shares them" in parts.out and "machines of 2 (plan.per" in parts.out
     assert re.search(r"gathers of \d blocks of .* and the rest, .*; by gloo: rings", parts.out)

@@ -4,26 +4,30 @@ import json
 import sys
 from collections.abc import Mapping
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dpframe import launcher, seeding
+from dpframe.callbacks import Callback
 from dpframe.cli import compare, doctor
 from dpframe.cli.build import build
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
 from dpframe.cli.resume import value_of
+from dpframe.cli.settings import is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError, printable
 from dpframe.plan.contest import a_few_steps
 from dpframe.plan.curve import svg
+from dpframe.plan.failures import outcomes
 from dpframe.plan.measure import measure
-from dpframe.plan.model import predictions
+from dpframe.plan.model import Prediction, predictions
 from dpframe.plan.network import Link, Network
-from dpframe.plan.report import Plan, Tuning, counted
+from dpframe.plan.report import HOUR, Plan, Tuning, counted, time
 from dpframe.plan.settings import PlanSettings
 from dpframe.plan.tune import Tuner
 from dpframe.strategies import Strategy, ranks
@@ -59,8 +63,9 @@ def planned(job: Composed) -> dict[str, Any]:
     _refuse_ranks("plan")
     plan = plan_of(job)
     lines = [{**each._asdict(), "efficiency": each.efficiency} for each in plan.predictions]
-    _show(str(plan), {"plan": lines}, job)
-    return {"metrics": {}, "plan": lines}
+    found = {"plan": lines, "failures": [each._asdict() for each in plan.outcomes]}
+    _show(str(plan), found, job)
+    return {"metrics": {}, **found}
 
 
 def tuned(job: Composed) -> dict[str, Any]:
@@ -148,6 +153,7 @@ def plan_of(job: Composed) -> Plan:
         wanted=wanted,
         copies_gradients=not job.config["strategy"].get("gradient_as_bucket_view", True),
         bucket_bytes=None if bucket is None else int(bucket * 2**20),
+        saves_in=None if settings.plan.node_mtbf_hours is None else _existing(Path(job.run_dir)),
     )
     network = _network(settings.plan, is_gloo=measured.device == "cpu")
     lines = predictions(measured.costs, measured.steps, network, settings.plan.max_replicas)
@@ -159,7 +165,62 @@ def plan_of(job: Composed) -> Plan:
         f"{name} shares them; measured on {measured.device}{cores}, trainer.precision="
         f"{settings.trainer.precision}"
     )
-    return Plan(title, measured, network, settings.plan.least_gain, lines)
+    plan = Plan(title, measured, network, settings.plan.least_gain, lines)
+    if settings.plan.node_mtbf_hours is None:
+        return plan
+    return _with_failures(plan, job, settings.plan.node_mtbf_hours)
+
+
+def _with_failures(plan: Plan, job: Composed, mtbf_hours: float) -> Plan:
+    settings, saving = job.settings.plan, plan.measured.saving
+    assert saving is not None
+    restart = settings.restart_seconds
+    if settings.disk_bandwidth is not None:
+        saving = saving._replace(write=saving.size / settings.disk_bandwidth)
+    saves_parts = job.config["strategy"].get("checkpoints", "whole") == "sharded"
+    lines = outcomes(
+        plan.predictions,
+        plan.network,
+        plan.measured.costs.sharded,
+        saving,
+        saves_parts=saves_parts,
+        node_mtbf=mtbf_hours * HOUR,
+        restart=restart,
+        every=partial(_seconds_between, _checkpoints(job)),
+    )
+    failing = [
+        f"one of each machine in {mtbf_hours:g} h (plan.node_mtbf_hours); {time(restart)} later "
+        "(plan.restart_seconds) all go on",
+        "from the last save that is whole; "
+        + ("every rank saves its parts" if saves_parts else "the main rank saves all"),
+    ]
+    measured = plan.measured._replace(saving=saving)
+    return plan._replace(measured=measured, outcomes=lines, failing=failing)
+
+
+def _checkpoints(job: Composed) -> Any:
+    """The callback that keeps them; None where none does."""
+    node: Any = job.settings.callbacks.get("checkpoint")
+    return (
+        None if is_off(node) else build(node, "callbacks.checkpoint", Callback, trust=trust_of(job))
+    )
+
+
+def _seconds_between(callback: Any, line: Prediction) -> float | None:
+    """Two saves of a Checkpoint; None where there are none at all."""
+    step = line.seconds / line.steps
+    times = [
+        getattr(callback, "every_seconds", None),
+        step * (getattr(callback, "every_n_steps", None) or inf),
+        line.seconds * (getattr(callback, "every_n_epochs", None) or inf),
+    ]
+    shortest = min(each for each in times if each is not None)
+    return None if shortest == inf else max(shortest, callback.seconds_between)
+
+
+def _existing(path: Path) -> Path:
+    """The directory on its way that is there, and so has its disk."""
+    return next(each for each in (path, *path.absolute().parents) if each.is_dir())
 
 
 def _refuse_unknown(fsdp: Any, most: int) -> None:

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, cycle, islice, pairwise
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +16,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import Dataset
 
-from dpframe import interruption, seeding
+from dpframe import checkpoint, interruption, seeding
 from dpframe.data import DataModule
 from dpframe.data.module import leaves
 from dpframe.data.source import Source
 from dpframe.errors import UserError
 from dpframe.memory import begin_peak, peak
+from dpframe.plan.failures import Saving
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
 from dpframe.plan.sharded import Call, Sharded, Unit, Weight
 from dpframe.strategies.base import Strategy
@@ -49,6 +52,7 @@ class Measured(NamedTuple):
     steps: Steps
     times: dict[int, Times]  # by the rows of a share: the medians
     error: float  # the largest relative one of the lines that the costs have for these
+    saving: Saving | None = None
 
 
 def measure(
@@ -62,9 +66,11 @@ def measure(
     wanted: Strategy | None = None,
     copies_gradients: bool = False,
     bucket_bytes: int | None = None,
+    saves_in: Path | None = None,
 ) -> Measured:
     """Trains the task for a while, by the Trainer's own loop on one replica; `wanted` is the
-    strategy to plan for, where replicas share the weights themselves."""
+    strategy to plan for, where replicas share the weights themselves. A checkpoint is saved in a
+    directory `saves_in`, and removed."""
     clock, memory, gradients = (Probe(accelerator=accelerator) for _ in range(3))
     cuts: Any = wanted if wanted is not None and wanted.cuts_weights else None
     clock.open()
@@ -97,6 +103,7 @@ def measure(
     with seeding.seeded(seed):
         # The sizes take turns, so that a machine that slows down slows all of them.
         trainer = fit(clock, sizes * (WARM_UPS + steps))
+        saving = None if saves_in is None else _saving(trainer, saves_in)
         memory.kept = {}
         with saved_tensors_hooks(memory.keep, lambda tensor: tensor):
             fit(memory, sizes)
@@ -134,7 +141,22 @@ def measure(
     error = max(abs(fits[rows] / sum(each) - 1) for rows, each in times.items())
     lengths = map(len, batches)
     updates = Counter(iter(lambda: tuple(islice(lengths, settings.accumulate)), ()))
-    return Measured(str(clock.device), costs, updates, times, error)
+    return Measured(str(clock.device), costs, updates, times, error, saving)
+
+
+def _saving(trainer: Trainer, folder: Path) -> Saving:
+    """The second of two saves: the first one makes the threads, buffers and files that it needs."""
+    writer = checkpoint.Writer()
+    with TemporaryDirectory(dir=folder, prefix="dpframe-plan-") as made:
+        path = Path(made, "checkpoints", "last.ckpt")
+        for _ in range(2):
+            began = now(trainer.strategy.device)
+            state = trainer.state_dict()
+            writer.save(state, [path])
+            stall = time.perf_counter() - began
+            writer.wait()
+            write = time.perf_counter() - began - stall
+        return Saving(path.stat().st_size, len(list(_tensors(state))), stall, write)
 
 
 def _sharded(task: Task, strategy: Any, probe: "Probe", settings: TrainerSettings) -> Sharded:

@@ -1,12 +1,16 @@
 """A plan and a tuning as text: what was measured, what is assumed, and what follows from it."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from dpframe.plan.curve import chart
+from dpframe.plan.failures import Outcome
 from dpframe.plan.measure import Measured
 from dpframe.plan.model import Costs, Prediction, stops_paying
 from dpframe.plan.network import Network
 from dpframe.plan.tune import Rates, Trial
+
+HOUR = 3600
 
 
 class Plan(NamedTuple):
@@ -15,10 +19,15 @@ class Plan(NamedTuple):
     network: Network
     least_gain: float
     predictions: list[Prediction]
+    outcomes: Sequence[Outcome] = ()  # of failures
+    failing: Sequence[str] = ()  # what is assumed of them
 
     def __str__(self) -> str:
         notes = [*_measured(self.measured), _memory(self.measured), *_assumed(self)]
-        return "\n".join([self.title, *notes, "", *_table(self.predictions), "", verdict(self)])
+        lines = [self.title, *notes, "", *_table(self.predictions), "", verdict(self)]
+        if self.outcomes:
+            lines += ["", *_saved(self), "", *_survived(self.outcomes), "", _quickest(self)]
+        return "\n".join(lines)
 
 
 class Tuning(NamedTuple):
@@ -136,9 +145,53 @@ def _table(predictions: list[Prediction]) -> list[str]:
         "speed-up": [f"{each.speed_up:.2f}" for each in predictions],
         "efficiency": [f"{each.efficiency:.0%}" for each in predictions],
     }
+    return _aligned(columns)
+
+
+def _aligned(columns: Mapping[str, list[str]]) -> list[str]:
     cells = [[name, *column] for name, column in columns.items()]
     widths = [max(map(len, column)) for column in cells]
     return ["  ".join(map(str.rjust, row, widths)) for row in zip(*cells, strict=True)]
+
+
+def _saved(plan: Plan) -> list[str]:
+    saving = plan.measured.saving
+    assert saving is not None
+    stall, write = time(saving.stall), time(saving.write)
+    return [
+        f"{'a save':<10}{size(saving.size)} on one replica: training stands still for {stall}, and "
+        f"the file is whole {write} later",
+        *(f"{'' if n else 'failures':<10}{line}" for n, line in enumerate(plan.failing)),
+    ]
+
+
+def _survived(outcomes: Sequence[Outcome]) -> list[str]:
+    columns = {
+        "replicas": [str(each.replicas) for each in outcomes],
+        "machines": [str(each.machines) for each in outcomes],
+        "a failure in": [time(each.between_failures) for each in outcomes],
+        "stands still": [time(each.stall) for each in outcomes],
+        "whole after": [time(each.write) for each in outcomes],
+    }
+    if outcomes[0].goodput is not None:
+        columns["saved every"] = [time(each.every or 0) for each in outcomes]
+        columns["goodput"] = [f"{each.goodput or 0:.1%}" for each in outcomes]
+    columns["best every"] = [time(each.best) for each in outcomes]
+    columns["best goodput"] = [f"{each.best_goodput:.1%}" for each in outcomes]
+    columns["an epoch"] = ["never" if e.seconds is None else time(e.seconds) for e in outcomes]
+    return _aligned(columns)
+
+
+def _quickest(plan: Plan) -> str:
+    done = [each for each in plan.outcomes if each.seconds is not None]
+    if not done:
+        return "with failures no number of replicas ever ends an epoch"
+    best = min(done, key=lambda each: each.seconds or 0)
+    return (
+        f"with failures the quickest is {counted(best.replicas, 'replica')}, "
+        f"{time(best.seconds or 0)} an epoch, and callbacks.checkpoint.every_n_minutes="
+        f"{best.best / 60:.2g}"
+    )
 
 
 def _trials(found: int, trials: list[Trial], limit: float | None, max_batch_size: int) -> list[str]:
@@ -186,6 +239,10 @@ def size(count: float) -> str:
 
 
 def time(seconds: float) -> str:
+    if seconds >= 100 * HOUR:
+        return f"{seconds / (24 * HOUR):.3g} days"
+    if seconds >= 3 * HOUR:
+        return f"{seconds / HOUR:.3g} h"
     if seconds >= 1000:
         return f"{seconds:.0f} s"
     if seconds >= 1:
