@@ -26,20 +26,25 @@ NUMBERS = "a tensor or its storage, or a tuple with one"
 def in_file(path: Path) -> str:
     """Why torch may not unpack this file, or ''."""
     with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        try:
-            with zipfile.ZipFile(file) as archive:
-                if not _ends_as_torchs(file, size, len(archive.comment)):
-                    return "it is no zip file as torch writes them"
-                entries = archive.infolist()
-                if any(e.compress_type or e.file_size != e.compress_size for e in entries):
-                    return "it has compressed entries, which torch never writes"
-                pickles = [e for e in entries if e.filename.lower().endswith("data.pkl")]
-                if len(pickles) != 1 or sum(e.file_size for e in entries) > size:
-                    return "its entries are not those that torch writes"
-                return _in_pickle(archive.read(pickles[0]), size)
-        except (zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, EOFError):
-            return "it is no zip file as torch writes them"
+        return in_stream(file)
+
+
+def in_stream(file: BinaryIO) -> str:
+    """The same of an open one."""
+    size = file.seek(0, os.SEEK_END)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            if not _ends_as_torchs(file, size, len(archive.comment)):
+                return "it is no zip file as torch writes them"
+            entries = archive.infolist()
+            if any(e.compress_type or e.file_size != e.compress_size for e in entries):
+                return "it has compressed entries, which torch never writes"
+            pickles = [e for e in entries if e.filename.lower().endswith("data.pkl")]
+            if len(pickles) != 1 or sum(e.file_size for e in entries) > size:
+                return "its entries are not those that torch writes"
+            return _in_pickle(archive.read(pickles[0]), size)
+    except (zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, EOFError):
+        return "it is no zip file as torch writes them"
 
 
 def in_state(state: dict[str, Any], size: int) -> str:

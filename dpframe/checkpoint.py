@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -16,10 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpframe import bombs, files
+from dpframe import bombs, files, parts
 from dpframe.bombs import PLAIN
 from dpframe.errors import Failure, UserError
 from dpframe.heartbeat import beat
+from dpframe.parts import Part, Stored
 from dpframe.snapshot import Snapshot
 
 log = logging.getLogger("dpframe")
@@ -37,11 +40,28 @@ CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a
 }
 
 
+SaveParts = Callable[[dict[str, Part], Path, int], files.Parts | None]
+"""Writes parts into a new folder in this one, together with all other processes; of this step. The
+main process gets what the seal is to say."""
+
+
 class Copy(NamedTuple):
     """Of a state, which can be read after `snapshot.wait()`."""
 
     state: dict[str, Any]
     snapshot: Snapshot
+    save_parts: SaveParts | None = None
+    is_main: bool = True
+
+    def write(self, paths: Sequence[Path]) -> None:
+        if not self.is_main and self.save_parts is not None:
+            self.save_parts(self.state, paths[0].parent, 0)
+            return
+        with _replacing(paths):
+            if self.save_parts is None:
+                write(self.state, *paths)
+            else:
+                write(self.state, *paths, save_parts=self.save_parts)
 
 
 class Writer:
@@ -49,7 +69,8 @@ class Writer:
 
     A state that comes while another is being written, or less than `seconds_between` later, waits,
     and a newer one for the same file replaces it. A large one does not wait: training waits for the
-    one before it, so that there are never three of them in memory.
+    one before it, so that there are never three of them in memory. Nor does one whose parts all
+    processes write: what they wait for must not depend on a clock.
     """
 
     def __init__(self, seconds_between: float = 0.0) -> None:
@@ -65,10 +86,23 @@ class Writer:
     def __reduce__(self) -> tuple:  # in another process there is nothing to write yet
         return Writer, (self._seconds_between,)
 
-    def save(self, state: dict[str, Any], paths: Sequence[Path], drop: Sequence[Path] = ()) -> None:
-        """From its return on `state` may change; `drop` is removed when the new files are there."""
+    def save(
+        self,
+        state: dict[str, Any],
+        paths: Sequence[Path],
+        drop: Sequence[Path] = (),
+        *,
+        save_parts: SaveParts | None = None,
+        is_main: bool = True,
+    ) -> None:
+        """From its return on `state` may change; `drop` is removed when the new files are there.
+
+        With `save_parts` every process calls it, and the main one writes the files."""
+        if save_parts is not None:
+            self.wait()
         snapshot = Snapshot()
-        copy = Copy(_plain(state, "", snapshot.copy), snapshot)
+        copied = _plain(state if is_main else parts.taken_out(state)[1], "", snapshot.copy)
+        copy = Copy(copied, snapshot, save_parts, is_main)
         snapshot.start()
         if snapshot.nbytes > LARGE:
             self.wait()
@@ -103,9 +137,10 @@ class Writer:
                 waiting, dropped = taken
                 for copy in {id(copy): copy for copy in waiting.values()}.values():
                     copy.snapshot.wait()
-                    write(copy.state, *(path for path in waiting if waiting[path] is copy))
+                    copy.write([path for path in waiting if waiting[path] is copy])
                 for path in dropped:
-                    path.unlink(missing_ok=True)
+                    with _replacing([path]):
+                        path.unlink(missing_ok=True)
                 self._is_urgent.wait(self._seconds_between)
         except BaseException as error:
             self._failure, self._waiting, self._is_writing = error, {}, False
@@ -123,25 +158,44 @@ def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
     write(_plain(state, ""), path, *copies)
 
 
-def write(state: dict[str, Any], path: Path, *copies: Path) -> None:
-    """`save`, of what is known to be plain."""
+def write(
+    state: dict[str, Any], path: Path, *copies: Path, save_parts: SaveParts | None = None
+) -> None:
+    """`save`, of what is known to be plain. `save_parts` writes what is in parts."""
     kept = "; the one before it is kept" if path.exists() else ""
+    named: dict[str, Part] = {}
+    if save_parts is not None:
+        state, named = parts.taken_out(state)
     if name := _first_nan(state.get("task", {})):
         raise Failure(f"{name} is no longer a number, so {path} is not written{kept}")
+    step = state.get("progress", {}).get("global_step")
+    folder = None
     try:
+        if save_parts is not None:
+            folder = save_parts(named, path.parent, step)
         for attempts_left in reversed(range(5)):
             try:
-                return _write_all(state, path, copies)
+                return _write_all(state, path, copies, step, folder)
             except FileNotFoundError:  # the folder was moved or deleted meanwhile
-                if not attempts_left:
+                if not attempts_left or folder is not None:
                     raise
+    except parts.NotANumber as error:
+        raise Failure(f"{error} is no longer a number, so {path} is not written{kept}") from None
     except OSError as error:
+        if folder is not None:
+            files.remove_parts(path.parent, [folder.name])
         raise Failure(
             f"the checkpoint {path} can't be written: {error.strerror or error}{kept}"
         ) from error
 
 
-def _write_all(state: dict[str, Any], path: Path, copies: Sequence[Path]) -> None:
+def _write_all(
+    state: dict[str, Any],
+    path: Path,
+    copies: Sequence[Path],
+    step: int | None,
+    folder: files.Parts | None,
+) -> None:
     run = path.parent.parent
     if not run.is_dir():
         log.warning("%s was moved or deleted; what is saved goes on there", run)
@@ -149,9 +203,9 @@ def _write_all(state: dict[str, Any], path: Path, copies: Sequence[Path]) -> Non
     with files.whole(path) as part:
         with part.open("w+b") as file:
             dump({"format": FORMAT, **state}, file)
-            files.seal(file, step=state.get("progress", {}).get("global_step"))
-        _sync(part)
-    _sync(path.parent)
+            files.seal(file, step=step, parts=folder)
+        sync(part)
+    sync(path.parent)
     for other in copies:
         copy(path, other)
     beat()
@@ -160,8 +214,17 @@ def _write_all(state: dict[str, Any], path: Path, copies: Sequence[Path]) -> Non
 def copy(path: Path, target: Path) -> None:
     with files.whole(target) as part:
         shutil.copyfile(path, part)
-        _sync(part)
-    _sync(target.parent)
+        sync(part)
+    sync(target.parent)
+
+
+@contextmanager
+def _replacing(paths: Sequence[Path]) -> Iterator[None]:
+    """Then removes the parts of what was in these places, if nothing else needs them."""
+    before = [(path.parent, found.name) for path in paths if (found := files.parts_of(path))]
+    yield
+    for folder, name in before:
+        files.remove_parts(folder, [name])
 
 
 def dump(value: Any, file: Any) -> None:
@@ -172,9 +235,9 @@ def dump(value: Any, file: Any) -> None:
         raise error.__cause__ or error.__context__ or error from None
 
 
-def load(path: str | Path, *, key: str = "checkpoint") -> dict[str, Any]:
+def load(path: str | Path, *, key: str = "checkpoint", whole: bool = True) -> dict[str, Any]:
     """Always `weights_only`: a checkpoint from a stranger can't run code here. `key` is the
-    config's, for the errors.
+    config's, for the errors. Unless `whole`, tensors in parts are `Stored`, and not read yet.
 
     It may be another program's: safetensors, or what `torch.save` has made of a state dict, alone
     or among other things. `load_task` finds out which weight is which."""
@@ -182,14 +245,17 @@ def load(path: str | Path, *, key: str = "checkpoint") -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{key}={path}: there is no such file")
     wrong, state = _of_safetensors(path) if path.suffix == ".safetensors" else _read(path)
+    folder = files.parts_of(path)
+    if folder is not None and not wrong:
+        wrong = parts.put_in(state, path.parent / folder.name, f"{key}={path}")
     if wrong:
         raise UserError(f"{key}={path} {wrong}{files.instead_of(path)}")
-    return state | {"file": str(path)}
+    return (parts.whole(state) if whole else state) | {"file": str(path)}
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with it, or '' and the state."""
-    flaw = files.flaw(path)
+    """What is wrong with it, or '' and the state. Its parts are checked when they are read."""
+    flaw = files.flaw(path, reads_parts=False)
     bomb = bombs.in_file(path) if flaw in ("", files.UNSEALED) else ""
     if bomb or (flaw and flaw != files.UNSEALED):
         return f"can't be used: {flaw or bomb}", {}
@@ -311,7 +377,8 @@ def _form(value: Any) -> str:
 def _first_nan(weights: dict[str, Any]) -> str:
     """An infinity may be meant, e.g. in a mask."""
     for name, value in weights.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and bool(value.isnan().any()):
+        is_read = isinstance(value, Tensor) and not isinstance(value, Stored)
+        if is_read and value.is_floating_point() and bool(value.isnan().any()):
             return name
     return ""
 
@@ -327,6 +394,8 @@ def _plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = N
         return kind([_plain(part, where, copied) for part in value])
     if isinstance(value, Tensor):
         return value if copied is None else copied(value)
+    if isinstance(value, Part):
+        return value if copied is None else replace(value, rows=copied(value.rows))
     what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
     raise UserError(
         f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "
@@ -334,7 +403,7 @@ def _plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = N
     )
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """A file or a directory, where its file system can."""
     try:
         descriptor = os.open(path, os.O_RDONLY)

@@ -36,6 +36,7 @@ GROUND |= {
     "instead",
     "lean",
     "parameters",
+    "parts",
     "interruption",
     "launcher",
     "stopwatch",
@@ -46,7 +47,17 @@ OWNERS = {
     "omegaconf": ["cli"],
     "torch.distributed": [
         f"strategies.{n}"
-        for n in ("absent", "ddp", "fsdp", "launch", "nodes", "processes", "ranks", "ray")
+        for n in (
+            "absent",
+            "ddp",
+            "fsdp",
+            "launch",
+            "nodes",
+            "processes",
+            "ranks",
+            "ray",
+            "sharded",
+        )
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],

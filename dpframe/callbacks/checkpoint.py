@@ -4,6 +4,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,9 @@ class Checkpoint(Callback):
             _directory(trainer).mkdir(parents=True, exist_ok=True)
             files.sweep(_directory(trainer))
             self._finish_killed_save(trainer)
+            files.remove_parts(_directory(trainer))
+        if trainer.strategy.saves_parts:
+            trainer.strategy.check_folder(_directory(trainer))
 
     def on_step_end(self, trainer: "Trainer") -> None:
         is_due = self.every_n_steps and trainer.global_step % self.every_n_steps == 0
@@ -195,12 +199,18 @@ class Checkpoint(Callback):
             return
         if LAST in names:
             self.saved_step, self.saved_clock = trainer.global_step, trainer.clock
-        state = trainer.state_dict()  # in every process: each contributes its random state
-        if trainer.strategy.is_main:
+        strategy, folder = trainer.strategy, _directory(trainer)
+        # In every process: each contributes its random state, and its parts.
+        state = trainer.state_dict(whole=not strategy.saves_parts)
+        if strategy.is_main:
             trainer.report.flush()  # the curve goes as far as the checkpoint, whatever happens
-            folder = _directory(trainer)
-            dropped = [folder / name for name in self.dropped]
-            self.writer.save(state, [folder / name for name in names], dropped)
+        if strategy.is_main or strategy.saves_parts:
+            dropped = [folder / name for name in self.dropped if strategy.is_main]
+            save = self.writer.save
+            if strategy.saves_parts:
+                save = partial(save, save_parts=strategy.save_parts, is_main=strategy.is_main)
+            save(state, [folder / name for name in names], dropped)
+        if strategy.is_main:
             if self.file is None:
                 best = LAST if self.monitor.best is None else BEST
                 trainer.checkpoint = str(folder / best)

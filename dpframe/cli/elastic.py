@@ -60,7 +60,7 @@ def started(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any]
         return replace(job, is_repeated=True), start_of(job, strategy), ""
     source = found.index(newest)
     if all(each["seal"] == newest["seal"] for each in found):
-        state = checkpoint.load(path)  # type: ignore[arg-type]
+        state = checkpoint.load(path, whole=not strategy.reads_parts)  # type: ignore[arg-type]
     else:
         is_source = strategy.rank == source
         sent = strategy.gather(checkpoint.load(path) if is_source else None)  # type: ignore[arg-type]

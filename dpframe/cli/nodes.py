@@ -57,7 +57,8 @@ def refuse_several(job: Composed, why: str) -> None:
 def start_of(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
     """The checkpoint that a rank begins with: the main node's, where not all have it."""
     if not job.is_start_sent:
-        return checkpoint.load(job.start) if job.start is not None else None
+        whole = not strategy.reads_parts
+        return checkpoint.load(job.start, whole=whole) if job.start is not None else None
     is_main = strategy.is_main and job.start is not None
     return strategy.share(checkpoint.load(job.start) if is_main else None)  # type: ignore[arg-type]
 

@@ -309,9 +309,13 @@ def _directory(job: Composed) -> Directory:
 
 def _test_best(trainer: Trainer) -> None:
     """With the weights of the run's best checkpoint, or of its last one."""
-    path = trainer.checkpoint  # which the main process alone knows
-    state = trainer.strategy.share(checkpoint.load(path) if path is not None else None)
-    if state is not None:
+    strategy = trainer.strategy
+    path = strategy.share(trainer.checkpoint)  # which the main process alone knows
+    if path is not None:
+        if strategy.saves_parts:
+            state = checkpoint.load(path, whole=False)
+        else:
+            state = strategy.share(checkpoint.load(path) if strategy.is_main else None)
         checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
     trainer.test()
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from dpframe import launcher
+from dpframe import files, launcher
 from dpframe.data import Share, move
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
+from dpframe.parts import Part
 from dpframe.strategies import ranks
 from dpframe.strategies.devices import Gpus, choose
 
@@ -48,6 +50,8 @@ class Strategy:
     _device_before: int | None = None  # the current one, before `take`
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
     cuts_weights = False  # each process keeps a part of them
+    saves_parts = False  # each process writes its own to a checkpoint
+    reads_parts = False  # `part` takes what is Stored in a checkpoint, too
     whole_in_hooks = False  # whether hooks that may run the task see them whole
     fuses: tuple[str, ...] | None = None  # optimizers with fused kernels for them; None: all
 
@@ -154,6 +158,18 @@ class Strategy:
         """A state with whole tensors in it, on the main process; elsewhere only if it is `for_all`.
         Every process has to call it."""
         return value
+
+    def parts(self, state: Any) -> Any:
+        """The state with a Part of each tensor that processes keep parts of; see `saves_parts`."""
+        return state
+
+    def save_parts(self, parts: dict[str, Part], folder: Path, step: int) -> files.Parts | None:
+        """Writes them into a new folder in this one, on a thread. Every process calls it; the main
+        one returns what was written, or raises."""
+        raise NotImplementedError
+
+    def check_folder(self, folder: Path) -> None:
+        """Before training whose checkpoints go there; the main process has made it."""
 
     def total_norm(self, gradients: list[Any]) -> Tensor:
         """Of all of them together; parts are those of one whole."""

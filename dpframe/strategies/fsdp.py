@@ -1,8 +1,12 @@
 """One process a replica that keeps a part of each weight: torch's fully_shard, which is FSDP2."""
 
+import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,15 +24,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
+from dpframe import files
 from dpframe.blocks import blocks, matching
 from dpframe.data import Share, split
 from dpframe.errors import UserError, suggestion
 from dpframe.parameters import has_sparse
+from dpframe.parts import Part, Stored
 from dpframe.strategies import absent
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
 
 KEY = "strategy.shard"
+CHECKPOINTS = ("sharded", "whole")
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -41,6 +48,7 @@ class FSDP(Processes):
     """
 
     cuts_weights = True
+    reads_parts = True
     fuses = ("Adam", "AdamW")
 
     def __init__(
@@ -57,6 +65,7 @@ class FSDP(Processes):
         cpu_offload: bool = False,
         broadcast_buffers: bool = True,
         whole_in_hooks: bool = True,
+        checkpoints: str = "sharded",
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
@@ -70,6 +79,11 @@ class FSDP(Processes):
         self.cpu_offload = cpu_offload
         self.broadcast_buffers = broadcast_buffers
         self.whole_in_hooks = whole_in_hooks
+        if checkpoints not in CHECKPOINTS:
+            near = suggestion(str(checkpoints), CHECKPOINTS)
+            raise UserError(f"strategy.checkpoints={checkpoints}; {near}")
+        self.saves_parts = checkpoints == "sharded"
+        self._saving: dist.ProcessGroup | None = None  # of the threads that save
         self.task: Any = None  # whose gradients are computed
         self._is_open = False  # a forward without its backward
         self._passes = 0  # with fewer rows than ranks
@@ -174,21 +188,82 @@ class FSDP(Processes):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def part(self, whole: Tensor, like: Any) -> Tensor:
-        if not isinstance(like, DTensor) or isinstance(whole, DTensor):
+        if not isinstance(like, DTensor):
+            return whole.read() if isinstance(whole, Stored) else whole
+        if isinstance(whole, DTensor):
             return whole
+        if isinstance(whole, Stored):
+            return self._read(whole, like)
         whole = whole.detach().to(like.device)
         # All ranks have read the same file: none of them has to send it.
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
     def whole(self, value: Any, *, for_all: bool = False) -> Any:
-        if isinstance(value, DTensor):
-            full: Any = value.full_tensor()
+        def collect(tensor: Any) -> Any:
+            full = tensor.full_tensor()
             return full.detach().cpu() if for_all or self.is_main else None
-        if isinstance(value, dict):
-            return {name: self.whole(part, for_all=for_all) for name, part in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(self.whole(part, for_all=for_all) for part in value)
-        return value
+
+        return _mapped(collect, value)
+
+    # ---- checkpoints in parts
+
+    def parts(self, state: Any) -> Any:
+        if self._saving is None:
+            timeout = timedelta(seconds=self.timeout_seconds)
+            self._saving = dist.new_group(backend="gloo", timeout=timeout)
+        return _mapped(self._own, state)
+
+    def save_parts(self, parts: dict[str, Part], folder: Path, step: int) -> files.Parts | None:
+        from dpframe.strategies import sharded  # imports much of torch: only when used
+
+        return sharded.save(parts, folder, step, self._saving)
+
+    def check_folder(self, folder: Path) -> None:
+        if self.nodes == 1:
+            return
+        name = self.share(secrets.token_hex(8))
+        here = folder / f".{name}.{os.getpid()}.part"
+        if self.is_main:
+            here.touch()
+        self.tally([0.0])  # it is there
+        seen = self.tally([float(bool(list(folder.glob(f".{name}.*"))))])[0]
+        if self.is_main:
+            here.unlink()
+        if seen < self.world_size:
+            raise UserError(
+                f"strategy.checkpoints=sharded but not all machines see {folder} of the main one; "
+                "name a run directory on a file system that they share by hydra.run.dir=DIR, or "
+                "use strategy.checkpoints=whole"
+            )
+
+    def _own(self, tensor: Any) -> Any:
+        """The rows of this rank; those of a tensor without any are not worth a part."""
+        if not tensor.numel():
+            return tensor.full_tensor()
+        first, count = self._place(tensor.shape[0])
+        rows = tensor.to_local().detach()
+        assert len(rows) == count, "the strategy cuts along the first dimension"
+        is_copy = self.mesh.ndim > 1 and self.mesh.get_local_rank("replicate") > 0
+        return Part(rows, tuple(tensor.shape), first, is_copy)
+
+    def _read(self, stored: Stored, like: Any) -> Tensor:
+        """This rank's rows, and those alone."""
+        first, count = self._place(stored.shape[0])
+        rows = stored.read(first, count).to(like.device)
+        return DTensor.from_local(
+            rows,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=stored.shape,
+            stride=like.stride(),
+        )
+
+    def _place(self, rows: int) -> tuple[int, int]:
+        """The first row of this rank, and how many are its own."""
+        shares = split(range(rows), self.mesh["shard"].size())
+        rank = self.mesh.get_local_rank("shard")
+        return sum(map(len, shares[:rank])), len(shares[rank])
 
     def total_norm(self, gradients: list[Any]) -> Tensor:
         parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -265,6 +340,9 @@ class FSDP(Processes):
         self._told.clear()
         self.scalars.clear()
         self.known.clear()
+        if self._saving is not None and dist.is_initialized():
+            dist.destroy_process_group(self._saving)
+        self._saving = None
         super().close()
 
     # ---- batches with fewer rows than ranks
@@ -386,6 +464,17 @@ def _sharded(module: Any, **options: Any) -> None:
 def _turn_watch(task: Any, *called: Any) -> None:
     if task.attached.watch is not None:
         task.attached.watch.pause()  # or go_on
+
+
+def _mapped(call: Callable[[Any], Any], value: Any) -> Any:
+    """With what it returns for each DTensor."""
+    if isinstance(value, DTensor):
+        return call(value)
+    if isinstance(value, dict):
+        return {name: _mapped(call, part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(call, part) for part in value)
+    return value
 
 
 def _called(call: Callable[..., Any], *args: Any) -> Any:

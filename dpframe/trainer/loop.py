@@ -659,7 +659,9 @@ class Trainer:
     def prepare(self, resume: Start = None, *, resume_anyway: bool = False) -> None:
         """Builds all that `fit` needs, or refuses: nothing is written, no hook is called."""
         self.mode, self._is_validating = "fit", False
-        self._resumed = state = started(resume, self.run.directory)
+        self._resumed = state = started(
+            resume, self.run.directory, whole=not self.strategy.reads_parts
+        )
         task, strategy, settings = self.task, self.strategy, self.settings
         if settings.on_nonfinite == "skip":
             strategy.check_skips(settings.accumulate)
@@ -879,8 +881,11 @@ class Trainer:
 
     # ---- the state that a checkpoint holds
 
-    def state_dict(self) -> dict[str, Any]:
-        """All that decides the rest of training; every process calls it, the main one keeps it."""
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """All that decides the rest of training; every process calls it, the main one keeps it.
+
+        Unless it is to be `whole`, each process keeps its parts, where the strategy `saves_parts`.
+        """
         self._read_losses()
         self._read_clock()
         strategy, progress = self.strategy, self.progress
@@ -915,7 +920,7 @@ class Trainer:
             "stream": [place for *_, place in everywhere if place is not None],
         }
         self._call("on_save", state)
-        return strategy.whole(state)
+        return strategy.whole(state) if whole else strategy.parts(state)
 
     def _load_state_dict(self, state: dict[str, Any], *, anyway: bool) -> None:
         """Refuses a state of another run unless `anyway`; what differs is told when it begins."""

@@ -42,12 +42,12 @@ LIBRARIES = ("torch", "builtins", "lightning", "pytorch_lightning")  # whose cod
 NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
 
 
-def started(resume: Start, directory: str) -> dict[str, Any] | None:
+def started(resume: Start, directory: str, *, whole: bool = True) -> dict[str, Any] | None:
     """The state that a run resumes from."""
     if resume is None or isinstance(resume, dict):
         return resume
     if resume != "last":
-        return checkpoint.load(Path(resume))
+        return checkpoint.load(Path(resume), whole=whole)
     folder = Path(directory) / "checkpoints"
     newest = files.newest_good(folder) if directory else None
     if newest is None:
@@ -55,7 +55,7 @@ def started(resume: Start, directory: str) -> dict[str, Any] | None:
             f"there is no whole checkpoint in {folder}" if directory else "this run has no files"
         )
         raise UserError(f"resume=last: {where}; pass a file, or run=Run(directory=…) of that run")
-    return checkpoint.load(newest)
+    return checkpoint.load(newest, whole=whole)
 
 
 def fingerprint(

@@ -18,6 +18,7 @@ from dpframe.data import move
 from dpframe.errors import UserError, suggestion
 from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.parameters import has_sparse
+from dpframe.parts import whole
 from dpframe.strategies.base import Strategy
 from dpframe.task import (
     Made,
@@ -330,7 +331,7 @@ class Update:
             states[number] = {
                 name: self.strategy.part(value, weight)
                 if isinstance(value, Tensor) and value.shape == weight.shape
-                else value
+                else whole(value)
                 for name, value in states.get(number, {}).items()
             }
         return {**saved, "state": {n: state for n, state in states.items() if state}}
