@@ -198,9 +198,11 @@ class Task(nn.Module):
         )
 
     def validation_step(self, batch: Any) -> Output:
+        """What is measured on a batch; without one of its own, what `training_step` returns."""
         return self.training_step(batch)
 
     def test_step(self, batch: Any) -> Output:
+        """The same in a test; without one of its own, what `validation_step` returns."""
         return self.validation_step(batch)
 
     def predict_step(self, batch: Any) -> Any:

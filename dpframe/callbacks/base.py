@@ -33,6 +33,12 @@ if TYPE_CHECKING:
 
 
 class Callback:
+    """Acts at the loop's hooks: override those that you need.
+
+    A class may set `reads_metrics` (it is called after the callbacks that add metrics), `runs_last`
+    (after all others) and `needs_directory` (`fit` refuses to begin without a run directory).
+    """
+
     reads_metrics = False  # True: after those that may add to them by `trainer.log`
     runs_last = False  # True: after all others, so that it sees what they decided
     needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
@@ -44,7 +50,8 @@ class Callback:
     def on_fit_start(self, trainer: "Trainer") -> None:
         """Everything is built and placed; no step has been taken yet."""
 
-    def on_epoch_start(self, trainer: "Trainer") -> None: ...
+    def on_epoch_start(self, trainer: "Trainer") -> None:
+        """`trainer.epoch` epochs are done."""
 
     def on_batch_start(self, trainer: "Trainer", batch: "Batch") -> None:
         """`batch.shares` are those of this process's replicas, on their devices."""
@@ -63,7 +70,8 @@ class Callback:
     def on_step_end(self, trainer: "Trainer") -> None:
         """`trainer.global_step` updates are done. The hot path: read no tensor here."""
 
-    def on_validation_start(self, trainer: "Trainer") -> None: ...
+    def on_validation_start(self, trainer: "Trainer") -> None:
+        """Before the first batch of all validation sets."""
 
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: "Batch", outputs: list[dict[str, Any]]
@@ -76,11 +84,14 @@ class Callback:
     def on_epoch_end(self, trainer: "Trainer") -> None:
         """`trainer.metrics` holds the epoch's train/ and val/ numbers."""
 
-    def on_fit_end(self, trainer: "Trainer") -> None: ...
+    def on_fit_end(self, trainer: "Trainer") -> None:
+        """Training is over, and nothing went wrong."""
 
-    def on_exception(self, trainer: "Trainer", error: BaseException) -> None: ...
+    def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        """Training ends by this error; a signal is an `Interrupted`."""
 
-    def on_test_end(self, trainer: "Trainer") -> None: ...
+    def on_test_end(self, trainer: "Trainer") -> None:
+        """`trainer.metrics` holds the test/ numbers."""
 
     def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
         """On the main process alone: the others have no predictions."""
@@ -95,7 +106,8 @@ class Callback:
         """What a checkpoint keeps of this callback: numbers, text, tensors, lists and dicts."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` returned when the checkpoint was made."""
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))

@@ -72,9 +72,11 @@ class DataModule:
         return None
 
     def test_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
+        """What mode=test measures on."""
         return None
 
     def predict_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
+        """What mode=predict predicts on; without one of its own, the test set."""
         return self.test_dataset()
 
     def input_row(self, row: Any) -> Any:
@@ -87,6 +89,7 @@ class DataModule:
         return None
 
     def collate(self, rows: list) -> Any:
+        """A batch of these rows; without one of its own, as torch's `default_collate` makes it."""
         return default_collate(rows)
 
 

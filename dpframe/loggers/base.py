@@ -42,7 +42,8 @@ class Logger:
     def histogram(self, name: str, values: Any, *, step: int) -> None:
         """`values` is a NumPy array of finite numbers, in one row; it may be empty."""
 
-    def text(self, name: str, text: str, *, step: int) -> None: ...
+    def text(self, name: str, text: str, *, step: int) -> None:
+        """A text, which a dashboard may show as Markdown."""
 
     def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
         """`samples` is a NumPy array [samples, channels] of int16: mono or stereo."""

@@ -30,7 +30,9 @@ class Strategy:
     """Owns device placement, sampler set-up, gradient sync, and who logs. Values in, values out.
 
     A replica is one copy of the model with a share of every global batch. A process has one or
-    more of them; the main process, rank 0, alone prints, logs and writes.
+    more of them; the main process, rank 0, alone prints, logs and writes. `setup` sets `device`
+    and, where they are not 0, 1 and 1, `rank`, `world_size` (processes) and `replicas` (over all
+    of them).
     """
 
     rank = 0
@@ -73,10 +75,12 @@ class Strategy:
 
     @property
     def name(self) -> str:
+        """For the banner and summary.json."""
         return type(self).__name__
 
     @property
     def is_main(self) -> bool:
+        """Whether this process is the one that prints, logs and writes."""
         return self.rank == 0
 
     @property

@@ -196,6 +196,7 @@ class Trainer:
         return self.metrics
 
     def validate(self) -> dict[str, float]:
+        """Measures the validation sets; returns `metrics`, e.g. {"val/loss": 0.5}."""
         if self._launches:
             return self._launched("validate")
         self._refuse_closed()
@@ -209,6 +210,7 @@ class Trainer:
         return self.metrics
 
     def test(self) -> dict[str, float]:
+        """Measures the test sets; returns `metrics`, e.g. {"test/loss": 0.5}."""
         if self._launches:
             return self._launched("test")
         self._refuse_closed()

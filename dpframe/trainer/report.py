@@ -18,7 +18,10 @@ TELLING = ("max_epochs", "max_steps", "precision", "accumulate", "clip_norm", "c
 
 @dataclass
 class Run:
-    """Where a run's files go, and the config that it was composed from."""
+    """Where a run's files go, and the config that it was composed from.
+
+    Without a `directory` a callback or a logger that writes files is refused.
+    """
 
     directory: str = ""  # none
     recipe: str = ""

@@ -58,6 +58,8 @@ COMPILE_OPTIONS: dict[str, Any] = {"mode": None, "dynamic": None, "fullgraph": F
 
 @dataclass
 class TrainerSettings:
+    """The keys of `trainer.*`, with the same defaults."""
+
     max_epochs: int | None = 10
     max_steps: int | None = None
     max_seconds: float | None = None
