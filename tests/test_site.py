@@ -81,4 +81,4 @@ def test_the_references_have_every_setting_and_every_public_name(pages):
 def test_every_page_is_in_the_menu():
     menu = re.findall(r": (\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(), re.MULTILINE)
     there = [path.name for path in ROOT.glob("docs/*.md")]
-    assert sorted(menu) == sorted([*site.AT_THE_TOP.values(), *there])
+    assert sorted(menu) == sorted([*site.AT_THE_TOP.values(), *there]), "edit docs/mkdocs.yml"
