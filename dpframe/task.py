@@ -3,8 +3,8 @@
 import inspect
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -512,6 +512,17 @@ class EvalStep(nn.Module):
     @staticmethod
     def combine(results: list[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
         return [measured for part in results for measured in part]
+
+
+@contextmanager
+def modes_kept(task: Task) -> Iterator[None]:
+    """A module that was in evaluation mode before, e.g. a frozen backbone, is so afterwards."""
+    modes = [(module, module.training) for module in task.modules()]
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
 
 
 class Made(NamedTuple):

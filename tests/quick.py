@@ -141,6 +141,7 @@ TESTS = {
 SLOW_FILES = {
     "completion",
     "configs",
+    "dashboard",
     "ddp",
     "fakecuda",
     "gpu",

@@ -130,17 +130,33 @@ def test_recipes_with_other_names_share_one_hparams_table(tmp_path):
     for name in ("boston", "shapes"):
         logger = opened(tmp_path / name, hparams={f"{name}_width": 8})
         logger.close({f"val/{name}_error": 1.0}, succeeded=True)
-    provider = data_provider(tmp_path)
-    context = Context(TBContext(data_provider=provider))
-    request = RequestContext()
-    experiment = context.experiment_from_metadata(
-        request, "", True, context.hparams_metadata(request, ""), []
-    )
-    assert {info.name for info in experiment.hparam_infos} == {"boston_width", "shapes_width"}
-    assert {info.name.tag for info in experiment.metric_infos} == {
-        "val/boston_error",
-        "val/shapes_error",
-    }
+    hparams, metrics = columns(tmp_path)
+    assert set(hparams) == {"boston_width", "shapes_width"}
+    assert metrics == ["val/boston_error", "val/shapes_error"]
+
+
+def test_the_hparams_table_has_the_results_alone(tmp_path):
+    """The tab shows the first five of all numbers."""
+    logger = opened(tmp_path / "a", hparams={"lr": 0.1})
+    logger.log({"step/loss": 3.0, "step/lr": 0.1}, step=1)
+    logger.log({"train/loss": 2.0, "val/loss": 1.0, "progress/lr": 0.1}, step=2)
+    logger.flush()
+    (group,) = session_groups(tmp_path)
+    assert [(m.name.tag, m.value) for m in group.metric_values] == [("val/loss", 1.0)]
+    logger.close({"train/loss": 2.0, "val/loss": 1.0, "test/loss": 1.5}, succeeded=True)
+    assert columns(tmp_path)[1] == ["test/loss", "val/loss"]
+    assert len(curve(tmp_path / "a", "val/loss")) == 1
+    of_training = opened(tmp_path / "b" / "run", hparams={"lr": 0.1})
+    of_training.log({"train/loss": 2.0}, step=2)
+    of_training.close({"train/loss": 2.0}, succeeded=True)
+    assert columns(tmp_path / "b")[1] == ["train/loss"]
+
+
+def test_a_run_may_have_no_row_of_hyperparameters_and_then_no_second_run(tmp_path):
+    logger = opened(tmp_path, TensorBoard(hparams=False), hparams={"lr": 0.1})
+    logger.close({"val/loss": 1.0}, succeeded=True)
+    assert [path.name for path in tmp_path.iterdir()] == [event_path(tmp_path).name]
+    assert columns(tmp_path) == ([], [])
 
 
 def test_a_resumed_run_shows_the_end_and_the_hyperparameters_that_it_goes_on_with(tmp_path):
@@ -386,6 +402,16 @@ def shown_curve(directory, tag):
         RequestContext(), experiment_id="", plugin_name="scalars", downsample=1000
     )
     return [(datum.step, datum.value) for datum in found["."][tag]]
+
+
+def columns(directory):
+    """The names of the hyperparameters and of the metrics, in TensorBoard's order."""
+    context = Context(TBContext(data_provider=data_provider(directory)))
+    request = RequestContext()
+    metadata = context.hparams_metadata(request, "")
+    experiment = context.experiment_from_metadata(request, "", True, metadata, [])
+    names = [info.name for info in experiment.hparam_infos]
+    return names, [info.name.tag for info in experiment.metric_infos]
 
 
 def session_groups(directory):

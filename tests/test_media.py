@@ -15,7 +15,9 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from dpframe import Logger, UserError
 from dpframe.callbacks.confusion_matrix import ConfusionMatrix
+from dpframe.callbacks.graph import Graph
 from dpframe.callbacks.histograms import Histograms
+from dpframe.callbacks.pr_curve import PRCurve
 from dpframe.callbacks.sample_predictions import SamplePredictions, named
 from dpframe.loggers import media
 from dpframe.loggers.csv import CSV
@@ -76,6 +78,9 @@ def test_a_grid_goes_from_left_to_right_and_ends_in_black():
         ("audio", [torch.ones(9), 0.5], "got sample_rate=0.5; pass the samples a second"),
         ("table", [["a", "b"], [[1, 2], [3]]], "has 2 columns, but row 1 has 1"),
         ("table", [["a"], [[WHITE]]], "has a Tensor in a cell; pass numbers or text"),
+        ("pr_curve", [[0, 1], [0.5]], "got 2 labels, 1 scores and 1 weights; pass as many of each"),
+        ("pr_curve", [[2], [0.5]], "got other labels than 0 and 1; pass those of one class"),
+        ("pr_curve", [[1], [1.5]], "got values from 1.5 to 1.5; pass probabilities"),
     ],
 )
 def test_a_wrong_value_is_one_line(form, values, line):
@@ -98,6 +103,19 @@ def test_a_name_is_of_one_form():
 def test_a_histogram_is_of_the_finite_values():
     values = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]])
     assert media.histogram("x", values).tolist() == [1.0, 2.0]
+
+
+def test_a_precision_recall_curve_counts_the_scores_that_reach_each_threshold():
+    labels, scores = [1, 0, 1, 0, 1], torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
+    curve = media.pr_curve("x", labels, scores, weights=[1, 1, 2, 1, 1])
+    counts = dict(zip(media.THRESHOLDS.round(4), curve.T.tolist(), strict=True))
+    assert counts[0.0] == [4, 2, 0, 0]  # true and false positives, true and false negatives
+    assert counts[0.5] == [3, 1, 1, 1]
+    assert counts[1.0] == [1, 0, 2, 3]
+    precision, recall = media.precision_recall(curve)
+    assert (precision[63], recall[63]) == (0.75, 0.75)
+    nothing, _ = media.precision_recall(media.pr_curve("x", [], []))
+    assert not nothing.any()
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -127,6 +145,7 @@ def show_all(trainer):
         trainer.log_text("said", f"step *{trainer.global_step}*")
         trainer.log_audio("tone", torch.tensor([[0.0, 0.5], [0.0, -0.5]]), 8000)
         trainer.log_table("val/worst", ["row", "guess"], [[torch.tensor(7), "a|b"], [8, None]])
+        trainer.log_pr_curve("found", [1, 0], [0.9, 0.4])
 
 
 def shown(directory):
@@ -178,6 +197,10 @@ def test_what_a_hook_logs_is_read_back_once_after_a_resume(tmp_path):
     with wave.open(io.BytesIO(values(read, "tone")[8].ravel()[0])) as tone:
         assert (tone.getframerate(), tone.getnchannels(), tone.getnframes()) == (8000, 2, 2)
         assert np.frombuffer(tone.readframes(2), "<i2").tolist() == [0, 0, 16384, -16384]
+    assert values(read, "found").keys() == {3, 8}
+    assert values(read, "found")[8][:, 60].tolist() == [1, 0, 1, 0, 1, 1]
+    rows = (tmp_path / "tables" / "found-step8.csv").read_text().splitlines()
+    assert rows[0].startswith("threshold,true positives,") and len(rows) == 128
     assert (tmp_path / "texts" / "said-step8.txt").read_text() == "step *8*"
     assert (tmp_path / "tables" / "val_worst-step3.csv").read_text() == "row,guess\n7,a|b\n8,\n"
 
@@ -241,6 +264,8 @@ def test_the_writer_is_pytorchs_and_the_curves_go_on_beside_it(tmp_path):
         _ = logger.writer
     logger.open(str(tmp_path), config="a: 1", hparams={}, purge_step=None)
     logger.log({"train/loss": 1.0}, step=1)
+    logger.flush()
+    read.Reload()
     logger.writer.add_scalars("pair", {"one": 1.0}, 1)
     logger.writer.add_histogram("theirs", np.arange(3), 1)
     logger.flush()
@@ -273,6 +298,9 @@ class Kept(Logger):
 
     def table(self, name, columns, rows, *, step):
         self.keep("table", name, (columns, rows), step)
+
+    def graph(self, module, inputs):
+        self.keep("graph", type(module).__name__, tuple(module(*inputs).shape), 0)
 
 
 def test_histograms_are_of_the_weights_and_gradients_of_an_update():
@@ -327,13 +355,15 @@ def classified(strategy, callbacks, dropout=0.0, **settings):
     "strategy", [DataParallel(3, "cpu"), DDP(4, "cpu")], ids=["data_parallel", "ddp"]
 )
 def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
-    callbacks = [ConfusionMatrix(), SamplePredictions(rows=8)]
+    callbacks = [ConfusionMatrix(), SamplePredictions(rows=8), PRCurve("softmax")]
     shown, weights = on(strategy, classified, callbacks)
     same, _ = on(CPU(), classified, callbacks)
     forms = {
         ("table", "val/confusion"),
         ("image", "val/confusion_shares"),
         ("table", "val/samples"),
+        ("table", "val/pr_curve/0"),
+        ("table", "val/pr_curve/1"),
     }
     assert shown.keys() == {(*form, step) for form in forms for step in (2, 4)}
     assert shown == same
@@ -351,6 +381,11 @@ def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
     counts = [[0, 0], [0, 0]]
     for label, guess in zip(labels.tolist(), scores.argmax(1).tolist(), strict=True):
         counts[label][guess] += 1
+    chances = scores.softmax(1)[:, 1]
+    for threshold, *counted in shown["table", "val/pr_curve/1", 4][1]:
+        said = chances >= threshold
+        true = [int((said & (labels == 1)).sum()), int((said & (labels == 0)).sum())]
+        assert counted[:2] == true, threshold
     columns, rows = shown["table", "val/confusion", 4]
     assert rows == [["0", *counts[0]], ["1", *counts[1]]]
     (cell,) = np.asarray(shown["image", "val/confusion_shares", 4])[0, 0]
@@ -358,15 +393,55 @@ def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
 
 
 def test_callbacks_that_predict_change_no_random_number_of_training():
-    callbacks = [ConfusionMatrix(), SamplePredictions()]
+    callbacks = [ConfusionMatrix(), SamplePredictions(), PRCurve("softmax"), Graph()]
     within_epochs = {"dropout": 0.1, "validate_every_steps": 1}
     with_them = classified(CPU(), callbacks, **within_epochs)
+    assert with_them[0]["graph", "Classes", 0] == (7, 2)
     assert with_them[1] == classified(CPU(), [], **within_epochs)[1]
 
 
 def test_a_task_that_has_no_classes_has_no_confusion_matrix():
     with pytest.raises(UserError, match=r"got labels of torch.float32 \(4,\) and predictions of t"):
         fitted(callbacks=[ConfusionMatrix()])
+
+
+@pytest.mark.parametrize(
+    "scores, labels, line",
+    [
+        ([[2.0, 0.0]], [1], r"got predictions from 0 to 2; set callbacks\.pr_curve\.activation="),
+        ([[0.5, 0.5]], [[0.0]], r"got labels of torch.float32 \(1, 1\) and predictions of torch."),
+        ([0.5], [3], "got other labels than 0 and 1; it needs batches"),
+        ([[0.5, 0.5]], None, "got labels as NoneType and predictions of torch.float32"),
+    ],
+)
+def test_a_precision_recall_curve_of_no_probabilities_is_one_line(scores, labels, line):
+    labels = None if labels is None else torch.tensor(labels)
+    with pytest.raises(UserError, match=rf"^callbacks\.pr_curve {line}"):
+        PRCurve().counted(torch.tensor(scores), labels)
+
+
+def test_a_precision_recall_curve_takes_one_label_a_row_or_one_for_each_class():
+    chances = torch.tensor([[0.9, 0.1], [0.2, 0.8], [torch.nan, 1.0]])
+    by_class = PRCurve().counted(chances, torch.tensor([0, 1, -100]))
+    assert by_class.sum(2).tolist() == [[1, 1], [1, 1]]
+    several = PRCurve().counted(chances, torch.tensor([[1, 1], [0, 1], [1, 0]]))
+    assert several.sum(2).tolist() == [[1, 2], [1, 2]]
+    assert several[0, 1].nonzero().flatten().tolist() == [0, 113]  # 0.9 reaches 113 / 126
+    one = PRCurve("sigmoid").counted(torch.zeros(3), torch.tensor([1.0, 0.0, 1.0]))
+    assert one[0, :, 63].tolist() == [1, 2]
+
+
+def test_a_model_that_can_not_be_traced_is_one_warning(tmp_path, caplog, capsys):
+    class Untraceable(Small):
+        def predict_step(self, batch):
+            return ["a", "b"]
+
+    logger = TensorBoard()
+    fitted(make=Untraceable, callbacks=[Graph()], loggers=[logger], directory=tmp_path, max_steps=2)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.startswith("callbacks.graph: Untraceable can't be shown: ")
+    assert capsys.readouterr().out == ""
+    assert values(shown(tmp_path), "train/loss")  # the logger goes on
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpframe import seeding
 from dpframe.callbacks.base import Callback
-from dpframe.data import Batch, move
+from dpframe.callbacks.tally import Tally, described
+from dpframe.data import Batch
 from dpframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,32 +24,17 @@ class ConfusionMatrix(Callback):
     """
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        self.counts: Tensor | None = None
+        self.tally = Tally(counted)
 
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
     ) -> None:
-        with trainer.strategy.whole_weights(trainer.task):
-            self._count(trainer, batch)
-
-    def _count(self, trainer: "Trainer", batch: Batch) -> None:
-        for share in batch.shares:
-            if not share.rows:
-                continue
-            inputs = move(share.batch, trainer.strategy.device)
-            with seeding.seeded(trainer.seed):  # what it draws is not missing elsewhere
-                scores = trainer.task.predict_step(inputs)
-            labels = inputs[1] if isinstance(inputs, (list, tuple)) and len(inputs) > 1 else None
-            counts = counted(scores, labels)
-            self.counts = counts if self.counts is None else self.counts + counts
+        self.tally.add(trainer, batch)
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        here = self.counts
-        parts = trainer.strategy.gather(None if here is None else here.tolist())
-        tables = [torch.tensor(part) for part in parts if part is not None]
-        if not tables:  # not the main process
+        counts = self.tally.total(trainer)
+        if counts is None:
             return
-        counts = torch.stack(tables).sum(0)
         classes = [str(number) for number in range(len(counts))]
         rows = [[name, *row] for name, row in zip(classes, counts.tolist(), strict=True)]
         trainer.log_table("val/confusion", ["label \\ predicted", *classes], rows)
@@ -64,15 +49,10 @@ def counted(scores: Any, labels: Any) -> Tensor:
     is_labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
     if classes < 2 or not is_labelled or len(labels) != len(scores):
         raise UserError(
-            f"callbacks.confusion_matrix got labels {shown(labels)} and predictions "
-            f"{shown(scores)}; it needs batches (inputs, labels) with a whole number a row, and a "
-            "predict_step that returns [rows, classes]"
+            f"callbacks.confusion_matrix got labels {described(labels)} and predictions "
+            f"{described(scores)}; it needs batches (inputs, labels) with a whole number a row, "
+            "and a predict_step that returns [rows, classes]"
         )
     is_counted = (labels >= 0) & (labels < classes)
     pairs = labels[is_counted].long() * classes + scores.argmax(dim=1)[is_counted]
     return torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
-
-
-def shown(value: Any) -> str:
-    is_tensor = isinstance(value, Tensor)
-    return f"of {value.dtype} {tuple(value.shape)}" if is_tensor else f"as {type(value).__name__}"

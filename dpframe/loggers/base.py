@@ -51,6 +51,19 @@ class Logger:
     def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
         """A row is a list with a number, a text or None for each column."""
 
+    def pr_curve(self, name: str, curve: Any, *, step: int) -> None:
+        """`curve` is a NumPy array [4, thresholds]: true and false positives, true and false
+        negatives at `media.THRESHOLDS`. A logger without such a chart shows a table."""
+        from dpframe.loggers import media
+
+        columns = ["threshold", *media.COUNTS, "precision", "recall"]
+        parts = media.THRESHOLDS, *curve, *media.precision_recall(curve)
+        rows = list(map(list, zip(*(part.tolist() for part in parts), strict=True)))
+        self.table(name, columns, rows, step=step)
+
+    def graph(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        """A module of torch's, which is called with these tensors to see what it computes."""
+
     def flush(self) -> None:
         """A few times a second, and before a checkpoint: what was logged survives the process."""
 

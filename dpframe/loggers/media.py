@@ -14,6 +14,9 @@ from dpframe.errors import UserError
 
 CELLS = (bool, int, float, str, type(None))
 MARGIN = 1e-3  # by which rounding may leave the range of a picture or a sound
+THRESHOLDS = np.linspace(0, 1, 127)  # of a precision-recall curve: as many as TensorBoard's
+COUNTS = ("true positives", "false positives", "true negatives", "false negatives")
+TINY = 1e-12
 
 
 def image(name: str, value: Any) -> NDArray[np.uint8]:
@@ -104,8 +107,35 @@ def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> T
     return names, cells
 
 
+def pr_curve(name: str, labels: Any, scores: Any, weights: Any = None) -> NDArray[np.float64]:
+    """[4, thresholds]: the true and false positives, the true and false negatives of each."""
+    told = f"trainer.log_pr_curve({name!r})"
+    labels, scores = _array(told, labels).ravel(), _array(told, scores).ravel()
+    weights = np.ones(len(scores)) if weights is None else _array(told, weights).ravel()
+    if not len(labels) == len(scores) == len(weights):
+        lengths = f"{len(labels)} labels, {len(scores)} scores and {len(weights)} weights"
+        raise UserError(f"{told} got {lengths}; pass as many of each")
+    if not np.isin(labels, (0, 1)).all():
+        raise UserError(f"{told} got other labels than 0 and 1; pass those of one class")
+    if scores.size:
+        _refuse_outside(told, scores, 0, 1, "pass probabilities, e.g. scores.sigmoid()")
+    at = np.searchsorted(THRESHOLDS, scores.clip(0, 1), side="right") - 1
+    of_labels = [
+        np.bincount(at, weights * (labels == is_true), len(THRESHOLDS)) for is_true in (1, 0)
+    ]
+    positives = np.cumsum(np.stack(of_labels)[:, ::-1], axis=1)[:, ::-1]
+    negatives = positives[:, :1] - positives
+    return np.concatenate([positives, negatives[::-1]])
+
+
+def precision_recall(curve: NDArray[np.float64]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """0 where there is nothing to divide by."""
+    true, false, _, missed = curve
+    return true / np.maximum(true + false, TINY), true / np.maximum(true + missed, TINY)
+
+
 FORMS: Mapping[str, Callable[..., Any]] = {
-    form.__name__: form for form in (image, figure, histogram, text, audio, table)
+    form.__name__: form for form in (image, figure, histogram, text, audio, table, pr_curve)
 }
 
 

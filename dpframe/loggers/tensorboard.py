@@ -4,6 +4,7 @@ It builds the records itself from TensorBoard's protobuf classes, which import i
 writer imports in 160 ms and keeps what was logged in memory for up to two minutes; `writer` is one.
 """
 
+import io
 import math
 import os
 import re
@@ -13,7 +14,7 @@ import struct
 import textwrap
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,61 +45,68 @@ if TYPE_CHECKING:
 
 PATTERN = "events.out.tfevents.[0-9]*"
 BINS = 64  # of a histogram
+HPARAMS = "hparams"
+"""The folder of a second run, which has the hyperparameters and the results. The HPARAMS tab shows
+the first five scalars of a run by their names: in the run itself these are `progress/` and `step/`.
+An experiment summary could choose others, but TensorBoard takes the first one of all runs, and
+shows no hyperparameter or metric that it does not list."""
+NO_RESULTS = ("profile/", "progress/", "step/", "train/")
 
 
 class TensorBoard(Logger):
     needs_directory = True
 
-    def __init__(self) -> None:
-        self._records = bytearray()  # not yet written
+    def __init__(self, *, hparams: bool = True) -> None:
+        self.hparams = hparams
         self._logged: set[str] = set()
         self._charted: set[str] = set()
         self._last_step = 0
         self._kept: set[tuple[str, int | None]] = set()  # names and step, of before a resume
-        self._path: Path | None = None
+        self._file: EventFile | None = None  # once it is open
+        self._results: EventFile | None = None
+        self._has_results = False
         self._writer: SummaryWriter | None = None
 
     @property
     def writer(self) -> "SummaryWriter":
         """PyTorch's own, for what the methods here don't do; its file is beside this logger's."""
-        if self._path is None:
+        if self._file is None:
             raise UserError("TensorBoard.writer is there from on_fit_start on, not before")
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._write()
-            self._writer = SummaryWriter(str(self._path.parent), filename_suffix=".writer")
+            self._file.write()
+            directory = self._file.path.parent
+            self._writer = SummaryWriter(str(directory), filename_suffix=".writer")
             # TensorBoard may read a file only until there is a later one.
-            self._begin_file(self._path.parent)
+            self._file = EventFile(directory)
         return self._writer
 
     def open(
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
     ) -> None:
         directory = Path(run_dir)
-        directory.mkdir(parents=True, exist_ok=True)
-        for path in directory.glob(PATTERN):
+        for path in (*directory.glob(PATTERN), *directory.glob(f"{HPARAMS}/{PATTERN}")):
             # The HPARAMS tab takes the first start and end that it reads, but the run is not over,
             # and may have other limits now.
             replace(path, b"_hparams_/session_", b"_replaced/session_")
         kept = media_at(purge_step, sorted(directory.glob(PATTERN))) if purge_step else []
         self._kept = {(value.tag, purge_step) for value in kept}
         self._last_step = purge_step or 0
-        self._begin_file(directory)
-        if purge_step is not None:
-            # At a second START, TensorBoard drops the steps from this one on. The file that began
-            # this run may have no first one.
-            self._add(session_log=SessionLog(status=SessionLog.START))
-            self._add(session_log=SessionLog(status=SessionLog.START))
-            self._add(summary=Summary(value=kept))
-        self._add(summary=Summary(value=[_config(config), _session_start(hparams)]))
+        self._file = EventFile(directory, purge_step=purge_step)
+        self._add(_config(config), *kept)
+        if self.hparams:
+            self._results = EventFile(directory / HPARAMS, purge_step=purge_step)
+            self._results.add(_session_start(hparams), step=self._last_step)
         self.flush()
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         self._last_step = step
         self._logged.update(scalars)
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._add(summary=Summary(value=values))
+        self._add(*map(_scalar, scalars, scalars.values()))
+        results = {n: value for n, value in scalars.items() if not n.startswith(NO_RESULTS)}
+        if results:
+            self._log_results(results)
 
     def image(self, name: str, pixels: Any, *, step: int) -> None:
         self._add_image(name, png(pixels), *pixels.shape, step=step)
@@ -139,6 +147,23 @@ class TensorBoard(Logger):
             name, "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines), step=step
         )
 
+    def pr_curve(self, name: str, curve: Any, *, step: int) -> None:
+        from tensorboard.plugins.pr_curve.plugin_data_pb2 import PrCurvePluginData
+
+        from dpframe.loggers.media import precision_recall
+
+        rows = [*curve, *precision_recall(curve)]
+        tensor = TensorProto(dtype=DT_FLOAT, float_val=[number for row in rows for number in row])
+        for size in (len(rows), len(rows[0])):
+            tensor.tensor_shape.dim.add(size=size)
+        content = PrCurvePluginData(num_thresholds=len(rows[0])).SerializeToString()
+        metadata = _metadata("pr_curves", content)
+        self._add_value(Summary.Value(tag=name, metadata=metadata, tensor=tensor), step=step)
+
+    def graph(self, module: Any, inputs: tuple[Any, ...]) -> None:
+        with redirect_stdout(io.StringIO()):  # PyTorch prints its errors, and raises them
+            self.writer.add_graph(module, inputs, use_strict_trace=False)
+
     def dashboard(self, run_dir: str) -> str:
         return f"tensorboard --logdir {shlex.quote(run_dir)}"
 
@@ -148,7 +173,7 @@ class TensorBoard(Logger):
         }
         if charted != self._charted:
             self._charted = charted
-            self._add(summary=Summary(value=[_layout(charted)]))
+            self._add(_layout(charted))
         self._write()
         if self._writer is not None:
             self._writer.flush()
@@ -157,21 +182,24 @@ class TensorBoard(Logger):
         missing = {tag: value for tag, value in metrics.items() if tag not in self._logged}
         if missing:
             self.log(missing, step=self._last_step)
+        if not self._has_results:  # but those of training, perhaps
+            self._log_results(metrics)
+        if self._results is not None:
+            self._results.add(_session_end(succeeded), step=self._last_step)
         self.flush()
-        self._add(summary=Summary(value=[_session_end(succeeded)]))
-        self._write()
         if self._writer is not None:
             self._writer.close()
             self._writer = None
 
-    def _begin_file(self, directory: Path) -> None:
-        self._path = next_path(directory)
-        self._add(file_version="brain.Event:2")
+    def _log_results(self, results: dict[str, float]) -> None:
+        self._has_results = True
+        if self._results is not None:
+            self._results.add(*map(_scalar, results, results.values()), step=self._last_step)
 
     def _add_value(self, value: Summary.Value, *, step: int) -> None:
         self._last_step = step
         if (value.tag, step) not in self._kept:
-            self._add(summary=Summary(value=[value]))
+            self._add(value)
 
     def _add_image(
         self, name: str, encoded: bytes, height: int, width: int, channels: int, *, step: int
@@ -181,18 +209,17 @@ class TensorBoard(Logger):
         )
         self._add_value(Summary.Value(tag=name, image=image), step=step)
 
-    def _add(self, **what: Any) -> None:
-        event = Event(wall_time=time.time(), step=self._last_step, **what)
-        record = event.SerializeToString()
-        length = struct.pack("<Q", len(record))
-        self._records += length + checksum(length) + record + checksum(record)
+    def _add(self, *values: Summary.Value) -> None:
+        assert self._file is not None
+        self._file.add(*values, step=self._last_step)
 
     def _write(self) -> None:
-        """Unbuffered: what it wrote survives a killed process, and a full disk raises here."""
-        assert self._path is not None
-        with open(self._path, "ab", buffering=0) as file:
-            while self._records:
-                del self._records[: file.write(self._records)]
+        for file in filter(None, (self._file, self._results)):
+            file.write()
+
+
+def _scalar(name: str, value: float) -> Summary.Value:
+    return Summary.Value(tag=name, simple_value=value)
 
 
 def _config(config: str) -> Summary.Value:
@@ -212,8 +239,6 @@ def _layout(names: set[str]) -> Summary.Value:
 
 
 def _session_start(hparams: dict[str, Scalar]) -> Summary.Value:
-    """Without an experiment summary: TensorBoard would take the first one of all runs and show no
-    hyperparameter or metric that it does not list."""
     info = SessionStartInfo(start_time_secs=time.time())
     for name, value in hparams.items():
         if isinstance(value, bool):
@@ -262,11 +287,41 @@ def _metadata(plugin: str, content: bytes = b"") -> SummaryMetadata:
 # Event files: records, each framed by its length and two checksums
 
 
+class EventFile:
+    """A new one, in which all that is added is written at once."""
+
+    def __init__(self, directory: Path, *, purge_step: int | None = None) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.path = next_path(directory)
+        self._records = bytearray()  # not yet written
+        self._append(file_version="brain.Event:2")
+        if purge_step is not None:
+            # At a second START, TensorBoard drops the steps from this one on. The file that began
+            # this run may have no first one.
+            for _ in range(2):
+                self._append(step=purge_step, session_log=SessionLog(status=SessionLog.START))
+
+    def add(self, *values: Summary.Value, step: int) -> None:
+        self._append(step=step, summary=Summary(value=values))
+
+    def write(self) -> None:
+        """Unbuffered: what it wrote survives a killed process, and a full disk raises here."""
+        with open(self.path, "ab", buffering=0) as file:
+            while self._records:
+                del self._records[: file.write(self._records)]
+
+    def _append(self, **what: Any) -> None:
+        record = Event(wall_time=time.time(), **what).SerializeToString()
+        length = struct.pack("<Q", len(record))
+        self._records += length + checksum(length) + record + checksum(record)
+
+
 def next_path(directory: Path) -> Path:
     """TensorBoard reads a directory's files by name: this one comes after all that are there."""
     older = [path.name.split(".")[3] for path in directory.glob(PATTERN)]
     seconds = max([int(time.time()), *(int(digits) + 1 for digits in older if digits.isdecimal())])
-    name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}.dpframe"
+    # Before SummaryWriter's of the same second, which has a dot after the number of the process.
+    name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}-dpframe"
     return directory / name
 
 
@@ -302,8 +357,9 @@ def media_at(step: int, paths: Iterable[Path]) -> list[Summary.Value]:
 
 
 def is_media(value: Summary.Value) -> bool:
-    is_text = value.metadata.plugin_data.plugin_name == "text" and value.tag != "config"
-    return is_text or value.WhichOneof("value") in ("image", "histo", "audio")
+    plugin = value.metadata.plugin_data.plugin_name
+    is_shown = plugin == "pr_curves" or (plugin == "text" and value.tag != "config")
+    return is_shown or value.WhichOneof("value") in ("image", "histo", "audio")
 
 
 def checksum(data: bytes) -> bytes:

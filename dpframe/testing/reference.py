@@ -14,9 +14,18 @@ from dpframe import checkpoint, lean, seeding
 from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.metrics import Means
 from dpframe.strategies.data_parallel import DataParallel, Replicas
-from dpframe.task import Attached, EvalStep, Task, detached, optimizers_of, prefixed, updated_by
+from dpframe.task import (
+    Attached,
+    EvalStep,
+    Task,
+    detached,
+    modes_kept,
+    optimizers_of,
+    prefixed,
+    updated_by,
+)
 from dpframe.testing.course import Course, takes_turns, why_not
-from dpframe.trainer.evaluation import by_rows, join, modes_kept
+from dpframe.trainer.evaluation import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import of_turn
 

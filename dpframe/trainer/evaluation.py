@@ -2,7 +2,6 @@
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -145,17 +144,6 @@ class Evaluation:
         except Interrupted:  # a resumed run draws all of it again
             seeding.restore_random_state(random_state)
             raise
-
-
-@contextmanager
-def modes_kept(task: Task) -> Iterator[None]:
-    """A module that was in evaluation mode before, e.g. a frozen backbone, is so afterwards."""
-    modes = [(module, module.training) for module in task.modules()]
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
 
 
 def means_of(

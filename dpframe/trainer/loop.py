@@ -32,14 +32,22 @@ from dpframe.stopwatch import Stopwatch
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
-from dpframe.task import Attached, Measured, StepByHand, Task, TrainStep, cloned, prefixed
+from dpframe.task import (
+    Attached,
+    Measured,
+    StepByHand,
+    Task,
+    TrainStep,
+    cloned,
+    modes_kept,
+    prefixed,
+)
 from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.evaluation import (
     Evaluation,
     Predictions,
     means_of,
     means_over,
-    modes_kept,
     on_cpu,
 )
 from dpframe.trainer.feed import Feed, evaluated, local_devices
@@ -326,6 +334,11 @@ class Trainer:
     def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
         """Rows of numbers and texts."""
         self._show("table", name, columns, rows)
+
+    def log_pr_curve(self, name: str, labels: Any, scores: Any, weights: Any = None) -> None:
+        """Precision over recall: `labels` are 0 or 1, `scores` from 0 to 1, `weights` how often
+        each counts."""
+        self._show("pr_curve", name, labels, scores, weights)
 
     def _show(self, form: str, name: str, *values: Any) -> None:
         if self.mode != "fit" and not self.report.is_open:  # fit has opened it

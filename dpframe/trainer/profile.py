@@ -10,6 +10,7 @@ from torch.profiler import profile, record_function, schedule
 
 RECORDED_STEPS = 100  # after the first two, which allocate memory and fill caches
 PARTS = ("data wait", "forward", "backward", "optimizer", "logging", "callbacks", "validation")
+VIEWER = "https://ui.perfetto.dev"
 PREFIX, STEPS = "dpframe: ", "ProfilerStep*"  # names of ranges: ours, and torch.profiler's own
 log = logging.getLogger("dpframe")
 
@@ -55,8 +56,7 @@ class Profile:
     def summary(self, directory: str) -> tuple[str, dict[str, float]]:
         """A table of where the time went, and its seconds as `profile/forward` … for the loggers.
 
-        The whole record is in `trace.json.gz` of the directory, if there is one, for a viewer of
-        traces, e.g. ui.perfetto.dev.
+        The whole record is in `trace.json.gz` of the directory, if there is one.
         """
         self.stop()
         if not self._has_recorded:
@@ -74,16 +74,19 @@ class Profile:
         if "optimizer" in ranges:
             steps = ranges["optimizer"].count
         seconds["rest"] = max(0.0, whole - sum(seconds.values()))
-        if directory:
-            self._export(Path(directory) / "trace.json.gz")
+        table = _table(seconds, on_gpu, whole, steps)
+        if directory and self._export(path := Path(directory) / "trace.json.gz"):
+            table += f"\nevery operation on a timeline: open {path} in {VIEWER}"
         scalars = {f"profile/{part.replace(' ', '_')}": value for part, value in seconds.items()}
-        return _table(seconds, on_gpu, whole, steps), scalars
+        return table, scalars
 
-    def _export(self, path: Path) -> None:
+    def _export(self, path: Path) -> bool:
         try:
             self._profiler.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
             log.warning("%s can't be written: %s", path, error)
+            return False
+        return True
 
     def _note(self, _: Any) -> None:
         self._has_recorded = True
