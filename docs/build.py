@@ -4,6 +4,7 @@ The pages are those of docs/, the README, and whatever file of the repository th
 link works in a checkout, where the repository is hosted, and in the site, which needs no network.
 """
 
+import importlib.util
 import json
 import re
 import shutil
@@ -15,7 +16,7 @@ from os.path import normpath, relpath
 from pathlib import Path
 from typing import get_type_hints
 
-from dpframe.cli.configs import Configs
+from dpframe.cli.configs import GROUPS, Configs
 from dpframe.cli.settings import RunSettings
 from dpframe.cli.topics import Setting, option_of, top_level
 from dpframe.trainer.settings import CHOICES
@@ -112,9 +113,9 @@ def settings() -> Iterator[str]:
     configs, types = Configs(None), dict(types_of(RunSettings))
     types |= {f"trainer.{key}": ", ".join(choices) for key, choices in CHOICES.items()}
     yield from ("## The top level", table(top_level(), types))
-    for group in configs.groups():
+    for group in GROUPS:
         yield f"## {group}"
-        for name in configs.options(group):
+        for name in sorted(path.stem for path in ROOT.glob(f"conf/{group}/*.yaml")):
             option = option_of(group, name, configs)
             yield from (f"### {group}={name}", escaped(option.comment))
             yield table(option.settings, types)
@@ -146,4 +147,6 @@ def escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if not all(map(importlib.util.find_spec, ("zensical", "mkdocstrings"))):
+        sys.exit("the site needs dpframe[docs]: pip install -c constraints.txt -e '.[docs]'")
     sys.exit(build(ROOT / "build/docs"))
