@@ -143,7 +143,10 @@ def types_of(settings: type, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def escaped(text: str) -> str:
-    return re.sub(r"([\\`*_{}\[\]<>|$])", r"\\\1", text)
+    """As it is, but for `code`."""
+    parts = re.split(r"(`[^`]*`)", text)
+    parts[::2] = [re.sub(r"([\\*_{}\[\]<>|$])", r"\\\1", part) for part in parts[::2]]
+    return "".join(parts)
 
 
 if __name__ == "__main__":
