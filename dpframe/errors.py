@@ -25,6 +25,10 @@ class Failure(UserError):
     exit_code = 1
 
 
+class OutOfMemory(Failure):
+    """Of a device, or of the machine."""
+
+
 class DeviceLost(Failure):
     """A device failed under its process: a new process may go on from the last checkpoint."""
 

@@ -2,9 +2,13 @@
 
 import os
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 import torch
+
+from dpframe.errors import OutOfMemory
 
 UNTYPED = (  # what torch has no type for
     "can't allocate memory",
@@ -19,6 +23,28 @@ def ran_out(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in UNTYPED)
+
+
+@contextmanager
+def told(device: torch.device, doing: str, todo: str) -> Iterator[None]:
+    """Turns a lack of memory inside into one line, which says what to do."""
+    try:
+        yield
+    except Exception as error:
+        if not ran_out(error):
+            raise
+        failure = OutOfMemory(f"{full([device], doing)}; {todo}")
+        failure.details = "".join(traceback.format_exception(error))
+        raise failure from error
+
+
+def full(devices: Sequence[torch.device], doing: str) -> str:
+    """`cuda:1 is out of memory in training: 78.9 of 79.1 GiB are in use, …`."""
+    device, facts = devices[0], ""
+    with suppress(RuntimeError):  # a device that can't even tell
+        device = fullest(devices)
+        facts = described(device)
+    return f"{device} is out of memory in {doing}{': ' * bool(facts)}{facts}"
 
 
 def peak(device: torch.device) -> int | None:

@@ -105,6 +105,7 @@ class Task(nn.Module):
     total_steps = 0
     scheduler_steps = 0  # how often its scheduler will be stepped
     optimizes_by_hand = False  # whether its training_step steps the optimizers itself
+    needs_trainer = False  # even for a single step
     own_class: type | None = None  # where the user's code is, if not in the task's class
     prefers_metrics = False  # of two numbers of one name, the result of a metric over a mean
     schedules_turns = False  # whether that is after each turn of its optimizer, not each epoch

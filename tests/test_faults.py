@@ -79,6 +79,21 @@ def test_out_of_memory_elsewhere_is_told_by_where(tmp_path, words, kind, said):
     assert "resume=" not in line
 
 
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ((*ALONE, "mode=plan"), rf"in mode=plan: {IN_USE}; lower data\.batch_size=4, and raise "),
+        ((*ALONE, "mode=verify"), rf"in mode=verify, \w+: {IN_USE}; take a smaller task$"),
+        ((*TWO, "mode=verify"), rf"in mode=verify.*: {IN_USE}; take a smaller task"),
+    ],
+)
+def test_a_report_that_is_out_of_memory_is_one_line(tmp_path, words, said):
+    done = run(tmp_path, *words, **fail_at("all", 1, "oom"))
+    assert done.returncode == 1 and "Traceback" not in done.stderr + done.stdout
+    line = done.stderr.splitlines()[-1]
+    assert re.match(f"dpframe: cpu is out of memory {said}", line), line
+
+
 def test_a_validation_that_is_out_of_memory_leaves_a_run_that_goes_on(tmp_path):
     line = line_of(tmp_path, *ALONE, SAVES, kind="oom-validation", at=4)
     assert " in validation: " in line

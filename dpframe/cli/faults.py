@@ -4,13 +4,13 @@ import re
 import shlex
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
 from dpframe import memory
 from dpframe.callbacks.progress import batch
-from dpframe.errors import DeviceLost, Failure
+from dpframe.errors import DeviceLost, Failure, OutOfMemory
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
 from dpframe.trainer.feed import local_devices
@@ -42,7 +42,8 @@ def told(
         doing = SET_UP if trainer is None else trainer.doing
         kind: type[Failure] = Failure
         if memory.ran_out(error):
-            line = f"{_full(strategy, doing)}; "
+            kind = OutOfMemory
+            line = f"{memory.full(local_devices(strategy), f'{doing}{_on_rank(strategy)}')}; "
             if trainer is None or doing == SET_UP:
                 line += _about_set_up(settings)
             else:
@@ -57,15 +58,6 @@ def told(
         failure = kind(line)
         failure.details = "".join(traceback.format_exception(error))
         raise failure from error
-
-
-def _full(strategy: Strategy, doing: str) -> str:
-    device, described = strategy.device, ""
-    with suppress(RuntimeError):  # a device that can't even tell
-        device = memory.fullest(local_devices(strategy))
-        described = memory.described(device)
-    facts = f": {described}" if described else ""
-    return f"{device} is out of memory in {doing}{_on_rank(strategy)}{facts}"
 
 
 def _about_set_up(settings: TrainerSettings) -> str:

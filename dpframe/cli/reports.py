@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpframe import launcher, seeding
+from dpframe import launcher, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.cli import compare, doctor
 from dpframe.cli.build import build
 from dpframe.cli.compose import Composed
 from dpframe.cli.directory import Directory
+from dpframe.cli.locate import locate
 from dpframe.cli.resume import value_of
 from dpframe.cli.settings import is_off
 from dpframe.cli.trust import trust_of
@@ -45,6 +46,11 @@ def verified(job: Composed) -> dict[str, Any]:
     from dpframe.testing import verify  # only this mode needs the kit
 
     _refuse_checkpoint(job, "starts from the recipe's own weights")
+    if locate(job.config["task"]["_target_"], "task").needs_trainer:
+        raise UserError(
+            "mode=verify compares with steps that no Trainer makes, which a LightningModule needs; "
+            "verify the strategy by another recipe, or compare runs by mode=compare"
+        )
     report = verify(strategy_of(job), recipe=recipe_of(job))
     summary = None  # a sweep takes a run without a summary for one that failed
     if report.passed:
@@ -107,6 +113,12 @@ def examined(job: Composed) -> dict[str, Any]:
     return {"metrics": {}, "doctor": lines}
 
 
+def made(job: Composed) -> dict[str, Any]:
+    with memory.told(CPU, f"mode={job.settings.mode}", "take a smaller task, or a smaller batch"):
+        return MODES[job.settings.mode](job)
+
+
+CPU = torch.device("cpu")
 MODES = {
     "verify": verified,
     "plan": planned,

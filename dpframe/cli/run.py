@@ -64,7 +64,7 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
         nodes.refuse_several(job, f"mode={job.settings.mode} runs on one machine")
         with exits_told():  # in a module that it imports
             check_targets(job)
-        return reports.MODES[job.settings.mode](job)
+        return reports.made(job)
     try:
         return _launched(job)
     except UserError as error:

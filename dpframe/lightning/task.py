@@ -30,6 +30,7 @@ class Lightning(Task):
     """`module` is trained as Lightning would, on every strategy with the same numbers."""
 
     prefers_metrics = True
+    needs_trainer = True
 
     def __init__(self, module: Any) -> None:
         super().__init__()

@@ -123,7 +123,8 @@ def trained(
         strategy = make_strategy()
         strategy.open()
         try:
-            entry = _trained(strategy, make_task, make_data, settings, seed, name)
+            with memory.told(strategy.device, "training", "use a smaller data.batch_size"):
+                entry = _trained(strategy, make_task, make_data, settings, seed, name)
         except BaseException as error:
             strategy.shut(error)
             raise

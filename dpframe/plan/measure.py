@@ -21,7 +21,7 @@ from dpframe.data import DataModule
 from dpframe.data.module import leaves
 from dpframe.data.source import Source
 from dpframe.errors import UserError
-from dpframe.memory import begin_peak, peak
+from dpframe.memory import begin_peak, peak, told
 from dpframe.plan.failures import Saving
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
 from dpframe.plan.sharded import Call, Sharded, Unit, Weight
@@ -92,6 +92,7 @@ def measure(
         kept = short(settings, steps=len(rows))
         trainer = Trainer(task, sampled, strategy=probe, settings=kept, seed=seed)
         trainer.prepare()
+        refuse_by_hand(task, "mode=plan")
         if len(trainer.updates) > 1:
             raise UserError(
                 "mode=plan times the parts of a step with one optimizer, and "
@@ -100,7 +101,11 @@ def measure(
         trainer.fit()
         return trainer
 
-    with seeding.seeded(seed):
+    todo = (
+        f"lower data.batch_size={data.batch_size}, and raise trainer.accumulate="
+        f"{settings.accumulate} by the same factor: the same updates"
+    )
+    with seeding.seeded(seed), told(clock.device, "mode=plan", todo):
         # The sizes take turns, so that a machine that slows down slows all of them.
         trainer = fit(clock, sizes * (WARM_UPS + steps))
         saving = None if saves_in is None else _saving(trainer, saves_in)
@@ -157,6 +162,15 @@ def _saving(trainer: Trainer, folder: Path) -> Saving:
             writer.wait()
             write = time.perf_counter() - began - stall
         return Saving(path.stat().st_size, len(list(_tensors(state))), stall, write)
+
+
+def refuse_by_hand(task: Task, mode: str) -> None:
+    if task.optimizes_by_hand:
+        name = (task.own_class or type(task)).__name__
+        raise UserError(
+            f"{mode} times the parts of a step, and {name} steps its optimizers itself; try "
+            "mode=compare, which times whole steps"
+        )
 
 
 def _sharded(task: Task, strategy: Any, probe: "Probe", settings: TrainerSettings) -> Sharded:

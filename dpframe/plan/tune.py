@@ -17,7 +17,7 @@ from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError
 from dpframe.plan.curve import Point, smoothed
-from dpframe.plan.measure import Probe, Sampled, lasting_bytes, now, short
+from dpframe.plan.measure import Probe, Sampled, lasting_bytes, now, refuse_by_hand, short
 from dpframe.plan.settings import TuneSettings
 from dpframe.task import Task
 from dpframe.trainer import Trainer
@@ -149,6 +149,7 @@ class Tuner:
                     callbacks=callbacks,
                     seed=self.seed,
                 )
+                refuse_by_hand(trainer.task, "mode=tune")
                 trainer.fit()
                 return trainer
             except (RuntimeError, MemoryError) as error:

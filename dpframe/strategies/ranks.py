@@ -14,13 +14,13 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
 
 from dpframe import heartbeat, interruption, launcher
-from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, UserError
+from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, OutOfMemory, UserError
 from dpframe.interruption import SIGNALS, STOP, Interruption
 
 ALIKE = "type the same command on every node"
 SAFE_PATH = "PYTHONSAFEPATH"
 SIGNALED = (*SIGNALS, STOP)
-LINES = (DeviceLost, NodeLost, Failure, UserError)  # kinds of lines that end a job
+LINES = (OutOfMemory, DeviceLost, NodeLost, Failure, UserError)  # kinds of lines that end a job
 
 _parent: "Parent | None" = None
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import checkpoint
+from dpframe import checkpoint, memory
 from dpframe.callbacks import Callback
 from dpframe.data.module import leaves
 from dpframe.errors import UserError
@@ -76,11 +76,12 @@ def measure(plan: Plan) -> int:
         all_courses = courses(plan.recipe, strategy.replicas)
         for name in plan.measures:
             write(plan.directory, "began", name)
-            if name in CALLS:
-                write(plan.directory, name, CALLS[name](strategy))
-            else:
-                path = plan.directory / f"{name}.ckpt"
-                write(plan.directory, name, run(strategy, all_courses.get(name), path))
+            with memory.told(strategy.device, f"mode=verify, {name}", "take a smaller task"):
+                if name in CALLS:
+                    write(plan.directory, name, CALLS[name](strategy))
+                else:
+                    path = plan.directory / f"{name}.ckpt"
+                    write(plan.directory, name, run(strategy, all_courses.get(name), path))
         write(plan.directory, "began", "close")
     except BaseException as error:
         _exit_after(CLOSING_SECONDS, plan)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dpframe import launcher, seeding
-from dpframe.errors import UserError
+from dpframe.errors import OutOfMemory, UserError
 from dpframe.strategies import Strategy, ranks
 from dpframe.strategies.launch import RankFailed
 from dpframe.testing.checks import Evidence, Finding, chosen, counted, judged, needed
@@ -126,6 +126,8 @@ def _report(plan: Plan, names: Iterable[str]) -> Report:
     try:
         returned = strategy.launch(measure, plan)
     except Exception as error:
+        if isinstance(error, OutOfMemory):
+            raise
         if isinstance(error, UserError) and not read(plan.directory):
             raise  # the caller asked for what the strategy can't do
         details = "".join(traceback.format_exception(error)).rstrip()
