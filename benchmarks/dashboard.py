@@ -15,11 +15,12 @@ RUNS = {
     "normalised_ddp_x2": ["strategy=ddp", "trainer.gpus=2"],
     "unnormalised": ["data.normalize=false"],
 }
-SCALARS = (
-    "#scalars&tagFilter=%5E(train%7Cval)%2F(loss%7Crmse)&_smoothingWeight=0&runSelectionState="
-)
-PICTURES = {  # a tab, what it shows once it is complete, and the size of the picture
-    "scalars": (SCALARS, "texts('.heading-label.name').includes('val/rmse')", (1500, 765)),
+RUNS_SHOWN = "(ed%7Cx2)%24"  # not their rows of hyperparameters
+TAGS = "%5E(train%7Cval)%2F(loss%7Crmse)"
+SCALARS = f"#scalars&tagFilter={TAGS}&regexInput={RUNS_SHOWN}&_smoothingWeight=0"
+DRAWN = "all('.plot path').slice(0, 24).filter(path => path.getAttribute('d')?.length > 300)"
+PICTURES = {  # a tab, what it has once it is drawn, and the size of the picture
+    "scalars": (SCALARS, f"{DRAWN}.length == 4 * {len(RUNS)}", (1500, 765)),
     "hparams": ("#hparams", "texts('.table-cell').includes('5.2955')", (1900, 500)),
 }
 

@@ -39,12 +39,20 @@ function texts(selector) {
 
 
 class Page:
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, size: tuple[int, int]) -> None:
         with urlopen(f"http://127.0.0.1:{port}/json/list") as answer:
             (page,) = [target for target in json.load(answer) if target["type"] == "page"]
         self._loop = asyncio.new_event_loop()
         self._socket = self._loop.run_until_complete(_connected(page["webSocketDebuggerUrl"]))
         self._sent = 0
+        width, height = size
+        self._ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def open(self, address: str) -> None:
         self._ask("Page.navigate", url=address)
@@ -97,7 +105,6 @@ async def _connected(address: str) -> Any:
 def chromium(directory: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[Page]:
     assert CHROMIUM is not None, "there is no chromium"
     profile = directory / "chromium"
-    width, height = size
     process = started(
         [
             CHROMIUM,
@@ -105,7 +112,6 @@ def chromium(directory: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[P
             "--no-sandbox",  # which root can't have
             "--disable-gpu",
             "--disable-dev-shm-usage",
-            f"--window-size={width},{height}",
             "--remote-debugging-port=0",
             f"--user-data-dir={profile}",
             "about:blank",
@@ -113,7 +119,7 @@ def chromium(directory: Path, size: tuple[int, int] = (1400, 900)) -> Iterator[P
     )
     with ended(process):
         port = int(_when_there(profile / "DevToolsActivePort", process).split()[0])
-        page = Page(port)
+        page = Page(port, size)
         try:
             yield page
         finally:

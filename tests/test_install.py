@@ -1,5 +1,6 @@
 """The command works from a wheel, from an editable installation, and from the repository alone."""
 
+import re
 import shutil
 import sys
 import tarfile
@@ -9,7 +10,8 @@ from pathlib import Path
 import pytest
 from command import ROOT, Environment, output, write
 
-SOURCES = ("dpframe", "conf", "recipes", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("dpframe", "conf", "recipes", "docs", "pyproject.toml", "MANIFEST.in")
+SOURCES += ("README.md", "LICENSE")
 RUN = ("recipe=boston", "trainer.max_epochs=1", "strategy=cpu")
 
 
@@ -46,6 +48,14 @@ def installed(wheel, tmp_path_factory):
     environment = Environment(tmp_path_factory.mktemp("installed"))
     environment.install(str(wheel))
     return environment
+
+
+def test_the_sdist_has_the_pictures_of_the_readme(wheel):
+    (sdist,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    shown = re.findall(r"!\[[^]]*\]\(([^)]+)\)", (ROOT / "README.md").read_text())
+    assert len(shown) == 2 and set(shown) <= inside
 
 
 def test_the_wheel_carries_every_module_config_and_table_and_nothing_else(wheel):
