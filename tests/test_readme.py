@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from itertools import product
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from dpframe import checkpoint
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
-PROGRAM = r"python (?:-m )?((?:benchmarks|docs|dpframe\.recipes)[./][\w./]+\b)"
 EXAMPLES = [str(p.relative_to(ROOT)) for p in sorted(ROOT.glob("examples/*/README.md"))]
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
 def text_of(page: str) -> str:
@@ -208,13 +210,16 @@ def refused(page: str) -> dict[str, str]:
     return dict(re.findall(r"^ *\$ dpframe (.*)\n *(dpframe: .*)$", text_of(page), re.M))
 
 
-def test_programs_that_are_shown_are_there():
-    """`python -m benchmarks.gpu`, `python docs/build.py`; they have tests of their own."""
-    shown = {word for page in PAGES for word in re.findall(PROGRAM, text_of(page))}
-    assert len(shown) > 5
-    for name in shown:
+@pytest.mark.parametrize("page", [*PAGES, "CONTRIBUTING.md"])
+def test_programs_files_and_extras_that_are_shown_are_there(page):
+    """Programs, e.g. `python -m benchmarks.gpu`, have tests of their own."""
+    text = text_of(page)
+    for name in re.findall(r"python (?:-m )?((?:benchmarks|dpframe\.recipes)[./][\w./]+\b)", text):
         path = ROOT / name.removeprefix("dpframe.").removesuffix(".py").replace(".", "/")
         assert path.with_suffix(".py").is_file() or (path / "__main__.py").is_file(), name
+    for name in re.findall(r"(?<![\w/.])(?:examples|tests|notebooks|docs)/[\w./-]*\w", text):
+        assert (ROOT / name).exists(), name
+    assert set(re.findall(r"dpframe\[(\w+)\]", text)) <= EXTRAS.keys()
 
 
 def test_the_readme_shows_commands_and_a_mistake():
