@@ -14,6 +14,7 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
+import injector
 import pytest
 import torch
 from command import attempts
@@ -776,3 +777,13 @@ def test_a_command_goes_on_on_another_count_with_the_same_bits(tmp_path):
     whole, parts = map(checkpoint.load, files)
     assert is_same(whole["task"], parts["task"]) and is_same(whole["metrics"], parts["metrics"])
     assert refused.code == 2 and "trainer.logical_replicas=8 there, 4 here" in refused.err
+
+
+def test_a_job_that_restarts_itself_ends_with_the_bits_of_one_process(tmp_path, undisturbed):
+    shares = "trainer.logical_replicas=4"
+    options = ["strategy=ddp", "trainer.gpus=3", "trainer.max_restarts=1", "logger=none"]
+    saves = "callbacks.checkpoint.every_n_steps=3"
+    done = injector.run(tmp_path, *options, shares, saves, **injector.fail_at(2, 20, "kill"))
+    assert done.returncode == 0, done.stderr
+    assert "\nrestart 1 of 1 from run/checkpoints/" in done.stderr
+    assert is_same(injector.weights(tmp_path), undisturbed("strategy=cpu", shares))

@@ -196,6 +196,7 @@ def test_a_slow_node_is_named_with_its_ranks_and_by_how_much(two):
     assert slow["times"] > pace.TIMES
 
 
+SHARES = "trainer.logical_replicas=2"
 ELASTIC = ("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d")
 ELASTIC += ("--rdzv-endpoint=node1:29500", "--rdzv-conf=last_call_timeout=2,keep_alive_interval=1")
 
@@ -204,12 +205,13 @@ def logged(host: Host) -> str:
     return "".join(path.read_text() for path in host.disk.rglob("run.log"))
 
 
-def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(two):
-    """The second one is lost and comes back, with what its disk had."""
+def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(two, undisturbed):
+    """The second one is lost and comes back, with what its disk had. By logical shares they end
+    with the bits of one process that nothing happened to."""
     words = [word for word in injected(two) if word not in NODES[1:]]
-    given = [*ELASTIC, "-m", "dpframe", *words]
+    given = [*ELASTIC, "-m", "dpframe", *words, SHARES]
     path = f"{TESTS.parent}:{TESTS}"
-    own = {"PYTHONPATH": path, "STEP_SECONDS": "0.5", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    own = {"PYTHONPATH": path, "STEP_SECONDS": "0.25", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     jobs = [host.torchrun(*given, **own) for host in two]
     try:
         while not (two[0].disk / "run/checkpoints/last.ckpt").exists():
@@ -225,7 +227,9 @@ def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(t
         for job in jobs:
             job.wait()
     kept = [p for host in two for p in host.disk.glob("run/checkpoints/last.ckpt")]
-    assert max(files.step_of(path) for path in kept) == injector.STEPS
+    newest = max(kept, key=files.step_of)
+    assert files.step_of(newest) == injector.STEPS
+    assert is_same(checkpoint.load(newest)["task"], undisturbed("strategy=cpu", SHARES))
     starts = "".join(map(logged, two)).count("they go on from run/checkpoints, step ")
     assert starts == 2  # of one rank alone, then of two
 
