@@ -89,3 +89,15 @@ def test_least_squares_is_what_the_split_gives(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.syspath_prepend(FOLDER)
     boston_rmse = pytest.importorskip("boston_rmse")
     assert boston_rmse.least_squares_error() == pytest.approx(4.493, abs=5e-4)
+
+
+def test_operations_are_compared_share_by_share_and_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    joint_shares = pytest.importorskip("joint_shares")
+    assert joint_shares.main([]) == 0
+    _, _, *rows = capsys.readouterr().out.splitlines()
+    cells = {cells[0]: cells[1:] for cells in (row.strip("| ").split(" | ") for row in rows)}
+    assert cells["GELU"] == ["same"] * 4 + ["-"]
+    assert list(cells) == list(joint_shares.OPERATIONS)
