@@ -59,17 +59,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--loss", type=float, default=0.15, help="the val/loss to wait for")
     parser.add_argument("--mbit", type=float, default=5.0, help="the link's, a second")
     parser.add_argument("--steps", type=int, default=480, help=f"a multiple of {LOOK}")
+    parser.add_argument("--recipe", default="lenet")
+    parser.add_argument("--overrides", nargs="*", default=[], help="for all methods")
     parser.add_argument("--method", nargs="+", choices=METHODS, default=list(METHODS))
     options = parser.parse_args(arguments)
     print(
-        f"recipe=lenet on two hosts, {options.mbit:g} Mbit/s between them; "
+        f"recipe={options.recipe} on two hosts, {options.mbit:g} Mbit/s between them; "
         f"val/loss at most {options.loss:g}\n"
     )
     print("| method | seconds | steps | seconds a step | bytes a step | last val/loss |")
     print("|---|--:|--:|--:|--:|--:|", flush=True)
+    given = [f"recipe={options.recipe}", *options.overrides]
     for name in options.method:
         with hosts(options.mbit):
-            outcome = train(METHODS[name], options.steps, options.loss)
+            outcome = train([*given, *METHODS[name]], options.steps, options.loss)
         seconds, steps, last = outcome.rows[-1]
         reached = f"{seconds:.1f}" if last <= options.loss else "not reached"
         each = f"{seconds / steps:.3f} | {outcome.sent_bytes / steps:,.0f}"
@@ -120,7 +123,7 @@ def rank(number: int, words: list[str], folder: str, **more: str) -> subprocess.
         "GLOO_SOCKET_IFNAME": LINK,
         "OMP_NUM_THREADS": "1",
     }
-    fixed = ["recipe=lenet", "logger=none", "hydra.run.dir=run", "trainer.sanity_batches=0"]
+    fixed = ["logger=none", "hydra.run.dir=run", "trainer.sanity_batches=0"]
     fixed += [f"trainer.validate_every_steps={LOOK}", "trainer.validate_every_epochs=1000"]
     fixed += ["trainer.max_epochs=null"]
     fixed += ["callbacks.progress=null", "callbacks.checkpoint.every_n_epochs=null"]

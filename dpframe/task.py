@@ -64,6 +64,7 @@ class Attached:
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
         self.watch: Stopwatch | None = None  # where several processes are compared
+        self.end_share: Callable[[list[int]], None] = lambda share: None  # after its step
 
     def __deepcopy__(self, memo: dict) -> "Attached":
         return self

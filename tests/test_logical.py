@@ -17,6 +17,7 @@ from typing import Any
 import injector
 import pytest
 import torch
+import torchmetrics
 from command import attempts
 from forked import fresh, on
 from recorded import Recorder, once
@@ -168,6 +169,27 @@ class Norms(Small):
         self.net = nn.Sequential(*layers, nn.Linear(width, 1))
 
 
+class Judged(Norms):
+    """Holds metrics whose states are sums of floats, lists, and what both are not."""
+
+    def __init__(self, optimizer: Any = SGD) -> None:
+        super().__init__(optimizer)
+        self.squares = torchmetrics.MeanSquaredError()
+        self.mean = torchmetrics.MeanMetric()
+        self.largest = torchmetrics.MaxMetric()
+        several = torchmetrics.AUROC("binary"), torchmetrics.AveragePrecision("binary")
+        self.several = torchmetrics.MetricCollection(list(several))
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        scores, y = self.net(batch[0])[:, 0], batch[1]
+        self.squares.update(scores, y)
+        self.largest.update(scores)
+        if y[0] > 0:  # some shares leave it out
+            self.mean.update(y.exp())
+        self.several.update(scores.sigmoid(), (y > 0).long())
+        return {"loss": (scores - y).square().mean()}
+
+
 class Pictures(Rows):
     def __init__(self, rows: int = 40, batch_size: int = 16) -> None:
         super().__init__(rows, batch_size)
@@ -253,6 +275,7 @@ CASES: dict[str, Case] = {
     "weights apart": (Apart, partial(Rows, 30, 10), {}),
     "augmented": (Small, Augmented, {}),
     "a stream": (Small, partial(Augmented, kind=Stream), {}),
+    "torchmetrics": (Judged, partial(Rows, 64, 16), {"accumulate": 3}),
 }
 
 
@@ -389,6 +412,7 @@ ELASTIC: dict[str, Case] = {
     ),
     "augmented": (partial(Small, Momentum), Augmented, {"max_epochs": 5}),
     "shaken": (partial(Shaken, Momentum), partial(Rows, 30, 8), {"max_epochs": 3}),
+    "torchmetrics": (Judged, partial(Rows, 64, 16), {"max_epochs": 3}),
     "a stream": (partial(Small, Momentum), partial(Augmented, kind=Stream), {"max_epochs": 5}),
 }
 
@@ -441,6 +465,13 @@ def test_a_run_that_goes_on_on_other_counts_has_the_bits_of_the_uninterrupted_on
     assert whole["progress"]["global_step"] > STOPS[-2]
     for part in ("task", "optimizer", "scheduler", "metrics"):
         assert is_same(ended[part], whole[part]), part
+
+
+def test_metrics_of_torchmetrics_are_those_of_all_rows():
+    metrics = of_one()["torchmetrics"]["metrics"]
+    for kind in ("train", "val"):
+        assert metrics[f"{kind}/squares"] == pytest.approx(metrics[f"{kind}/loss"], rel=1e-6)
+        assert 0.5 < metrics[f"{kind}/BinaryAUROC"] < 1
 
 
 # The tree

@@ -238,6 +238,11 @@ class Shares(nn.Module):
         seed = seeding.mix(strategy._seed, step, self._kind, self.batches, share)
         seeding.reseed(seed, [strategy.device])
 
+    def _end_share(self, share: int) -> None:
+        attached = self.module.task.attached
+        step = attached.progress.global_step if attached.progress is not None else 0
+        attached.end_share([step, self.batches, share])
+
     def _end(self) -> None:
         self._draw(self._strategy.logical_shares)
         self.batches += 1
@@ -250,6 +255,7 @@ class EvalShares(Shares):
             if share.rows:
                 self._draw(number)
                 results.append(self.module(share))
+                self._end_share(number)
         self._end()
         return self.module.combine(results)
 
@@ -272,6 +278,7 @@ class TrainShares(Shares):
             self._draw(number)
             with _told(share):
                 loss, measured = self.module(share, of)
+            self._end_share(number)
             loss.backward()
             all_measured.extend(measured)
             vectors = layout.vectors(share.rows / share.total)

@@ -150,6 +150,7 @@ class Trainer:
         beat()
         is_compiled = self.settings.compile_mode is not None
         task.attached = Attached(self.progress, self.strategy, is_compiled=is_compiled)
+        task.attached.end_share = self.task_metrics.end_share
         self.hooks = hooks_of([task, *self.callbacks])
         self.logged: Logged | None = None
         if self.strategy.world_size > 1 and not all(map(is_own, chain(*self.hooks.values()))):

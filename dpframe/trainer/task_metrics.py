@@ -15,6 +15,7 @@ from dpframe.errors import UserError
 from dpframe.metrics import is_number
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.share_metrics import SHARES, ShareMetrics, joined
 
 LONGEST = 100  # of a row that becomes numbers, and of the sides of a matrix that becomes a table
 log = logging.getLogger("dpframe")
@@ -46,6 +47,7 @@ class TaskMetrics:
         self._earlier: list[States] = []  # of this pass, e.g. from processes before a resume
         self._restored: set[str] = set()
         self._told: set[str] = set()
+        self._shares = ShareMetrics(_merge) if strategy.logical_shares else None
         if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
             self._find(task, torchmetrics)
         if self._metrics and strategy.runs_copies:
@@ -74,6 +76,12 @@ class TaskMetrics:
             self._outermost.setdefault(owner, module)
             self._within.setdefault(owner, set()).add(name)
 
+    def end_share(self, share: list[int]) -> None:
+        """After the step of a logical share: what it is a share of, and its number."""
+        for name, metric in self._metrics.items():
+            if self._shares is not None and metric.update_called:
+                self._shares.add(name, metric, share)
+
     @contextmanager
     def apart(self, *, is_part: bool = False) -> Iterator[None]:
         """A pass of its own, e.g. a validation: the states of the one around it come back.
@@ -81,7 +89,9 @@ class TaskMetrics:
         One that `is_part` of it, e.g. the first of several data sets, counts there, too.
         """
         before = self._remembered()
-        earlier, restored = self._earlier, self._restored
+        earlier, restored, shares = self._earlier, self._restored, self._shares
+        if shares is not None:
+            self._shares = ShareMetrics(_merge)
         self.reset()
         try:
             yield
@@ -89,11 +99,13 @@ class TaskMetrics:
                 earlier = [*earlier, *self.state_dict()]
         finally:
             self._put_back(before)
-            self._earlier, self._restored = earlier, restored
+            self._earlier, self._restored, self._shares = earlier, restored, shares
 
     def reset(self) -> None:
         for metric in self._metrics.values():
             metric.reset()
+        if self._shares is not None:
+            self._shares.reset()
         self._earlier, self._restored = [], set()
 
     @torch.no_grad()
@@ -109,7 +121,7 @@ class TaskMetrics:
             return numbers | self._end_pass(kind, {**means, **numbers})
 
     def _results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
-        if self._strategy.world_size == 1 and not self._earlier:
+        if not self._is_in_parts():
             computed = self._computed(self._here())
         else:
             everywhere = self._everywhere()
@@ -131,6 +143,9 @@ class TaskMetrics:
                 self._show(name, value)
         return self._strategy.share(numbers)
 
+    def _is_in_parts(self) -> bool:
+        return bool(self._strategy.world_size > 1 or self._earlier or self._shares)
+
     def state_dict(self) -> list[States]:
         """Of this process, on the CPU."""
         return [_copied(self._here(), "cpu"), *self._earlier] if self._metrics else []
@@ -145,6 +160,8 @@ class TaskMetrics:
             for name in self._metrics.keys() & here.keys():
                 _restore(self._metrics[name], name, here[name])
                 self._restored.add(name)
+            if self._shares is not None and SHARES in here:
+                self._shares.load_state_dict(here[SHARES])
 
     def _here(self) -> States:
         """Of those that were updated in this pass."""
@@ -157,6 +174,8 @@ class TaskMetrics:
         for name, collection in self._collections.items():
             if any(metric.startswith(f"{name}.") for metric in updated):  # it has formed its groups
                 states[name] = sorted(map(sorted, collection.compute_groups.values()))
+        if self._shares is not None:
+            states[SHARES] = self._shares.state_dict()
         return states
 
     def _computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
@@ -179,7 +198,7 @@ class TaskMetrics:
     def _whole(self) -> Iterator[None]:
         """Inside, the metrics have the states of all processes, in each of them."""
         before = self._remembered()
-        if self._metrics and (self._strategy.world_size > 1 or self._earlier):
+        if self._metrics and self._is_in_parts():
             self._merge_all(self._strategy.share(self._everywhere()))
         try:
             yield
@@ -198,8 +217,11 @@ class TaskMetrics:
         names = dict.fromkeys(chain.from_iterable(everywhere))
         for name in names:
             several = [states[name] for states in everywhere if name in states]
+            if name == SHARES:
+                continue
             if name in self._metrics:
-                _merge(self._metrics[name], several)
+                is_by_share = self._shares is not None
+                _merge(self._metrics[name], joined(name, everywhere) if is_by_share else several)
             elif any(groups != several[0] for groups in several):
                 raise UserError(
                     f"{self._task}.{name} has metrics with the same states on some processes and "
