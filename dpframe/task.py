@@ -108,6 +108,7 @@ class Task(nn.Module):
     optimizes_by_hand = False  # whether its training_step steps the optimizers itself
     needs_trainer = False  # even for a single step
     own_class: type | None = None  # where the user's code is, if not in the task's class
+    scale_lr: Mapping[str, Any] | None = None  # task.scale_lr: batch_size, factor, warmup_steps
     prefers_metrics = False  # of two numbers of one name, the result of a metric over a mean
     schedules_turns = False  # whether that is after each turn of its optimizer, not each epoch
     optimizer_names: Sequence[str] = ()  # set after it, where there are several

@@ -10,6 +10,7 @@ from command import dpframe
 from dpframe.cli import doctor
 from dpframe.cli.compare import strategies
 from dpframe.cli.compose import composed
+from dpframe.plan.operations import flop
 
 
 def test_without_a_recipe_it_tells_what_each_strategy_would_use(tmp_path):
@@ -29,6 +30,15 @@ def test_with_a_recipe_it_measures_a_few_steps_by_each_strategy(tmp_path):
     table = done.stdout.partition("speed-up")[2]
     assert all(re.search(rf"^{name} +\d", table, re.M) for name in ("cpu", "data_parallel", "ddp"))
     assert re.search(r"^fastest: strategy=\w+", table, re.M)
+    forward, backward = 2 * (13 * 16 + 16 * 32 + 32) * 128, 2 * (16 * 32 + 32) * 128  # to inputs
+    assert f"step of 128 rows is {flop(2 * forward + backward)} of" in done.stdout
+    assert re.search(r"^model +801 parameters; a step", done.stdout, re.M)
+
+
+def test_operations_are_told_by_thousands():
+    assert [flop(count) for count in (0, 999, 524_288, 3.2e18)] == [
+        *("0 FLOP", "999 FLOP", "524 kFLOP", "3.2e+03 PFLOP"),
+    ]
 
 
 def test_what_is_wrong_with_a_machine_is_told_with_what_to_do(monkeypatch):

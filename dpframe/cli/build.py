@@ -33,6 +33,8 @@ OF_DATA = {
     for name in ("drop_last", "eval_batch_size", "input")
 }
 """Of every DataModule, whatever its constructor takes."""
+OF_TASK = {"scale_lr": inspect.Parameter("scale_lr", inspect.Parameter.KEYWORD_ONLY, default=None)}
+OF_ALL = {"data": OF_DATA, "task": OF_TASK}
 MADE_LATER = {  # by the Task, and an example of each
     optim.Optimizer: "name one, e.g. torch.optim.Adam",
     LRScheduler: "name one, e.g. torch.optim.lr_scheduler.StepLR",
@@ -65,12 +67,14 @@ def build(
 
 
 def _apart(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Without what every DataModule has and this one's constructor does not take; and that."""
-    if where != "data":
+    """Without what every Task or DataModule has and its constructor does not take; and that."""
+    if not OF_ALL.get(where, {}).keys() & node.keys():
         return dict(node), {}
     taken = inspect.signature(locate(node["_target_"], f"{where}._target_")).parameters
-    has_any = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-    options = {k: v for k, v in node.items() if k in OF_DATA and k not in taken and not has_any}
+    passes_on = where == "data" and any(p.kind is p.VAR_KEYWORD for p in taken.values())
+    options = {
+        k: v for k, v in node.items() if k in OF_ALL[where] and k not in taken and not passes_on
+    }
     return {k: v for k, v in node.items() if k not in options}, options
 
 
@@ -134,8 +138,7 @@ def _check_arguments(
         parameters = dict(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return  # a builtin without a signature
-    if where == "data":
-        parameters = {**OF_DATA, **parameters}
+    parameters = {**OF_ALL.get(where, {}), **parameters}
     if isinstance(target, type) and issubclass(target, optim.Optimizer):
         parameters.setdefault("groups", GROUPS)
     given = {name: value for name, value in node.items() if name not in SPECIAL}

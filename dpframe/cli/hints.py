@@ -1,6 +1,7 @@
 """Where a key that is not in the config may be meant: a hint that leads somewhere."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -8,9 +9,12 @@ from omegaconf import DictConfig, OmegaConf
 from dpframe.cli.locate import parameters_of
 from dpframe.cli.settings import WHOLE
 from dpframe.errors import nearest, suggestion
+from dpframe.trainer.settings import ScaleSettings
 
 PARTS = ("callbacks", "logger")  # of which each has a class
 OPEN = ("task", "data", "callbacks", "logger", "strategy", "vars")  # where a user adds keys
+SCALE = "task.scale_lr"  # no part, but it has keys, also while it is null
+SCALE_KEYS = [field.name for field in fields(ScaleSettings)]
 LATER = ("optimizer", "scheduler")  # what the Task makes of a part
 
 
@@ -24,6 +28,8 @@ def hint(config: Any, key: str, offers: Callable[[str], list[str]] | None = None
     parts = key.split(".")
     if isinstance(node, list):
         return f"{here} is a list; set all of it, as {here}=[…]"
+    if here == SCALE:
+        return suggestion(parts[-1], SCALE_KEYS).replace("mean ", f"mean {SCALE}.")
     if known and node is None and parts[0] in OPEN and parts[-1] != "_target_":
         return _named(here, key)
     if known and not isinstance(node, dict) and node is not None:
@@ -83,7 +89,8 @@ def is_taken(config: DictConfig, key: str) -> bool:
     """Whether a part's class has an argument of this name, though the config does not set it."""
     above, _, name = key.rpartition(".")
     known, node = _known(config, above)
-    return ".".join(known) == above and name in parameters_of_node(node)[0]
+    names = SCALE_KEYS if above == SCALE else parameters_of_node(node)[0]
+    return ".".join(known) == above and name in names
 
 
 def parameters_of_node(node: Any) -> tuple[list[str], bool]:

@@ -16,6 +16,7 @@ from dpframe.trainer import resume
 OF_TRAINING = (  # no evaluation depends on these
     "task.optimizer",
     "task.optimizers",
+    "task.scale_lr",
     "task.scheduler",
     "data.batch_size",
     "data.drop_last",

@@ -19,7 +19,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from dpframe.cli.hints import has, hint
+from dpframe.cli.hints import has, hint, is_taken
 from dpframe.cli.resume import key_of
 from dpframe.errors import UserError, first_line, suggestion
 
@@ -117,7 +117,8 @@ def _not_composed(
     for override in overrides:
         key = key_of(override)
         is_new = any(f"{key}.".startswith(name) for name in new)
-        if not (is_new or re.search(r"[@/\[]", key) or has(base, key)):
+        is_known = has(base, key) or is_taken(base, key)
+        if not (is_new or re.search(r"[@/\[]", key) or is_known):
             return UserError(f"{override}: there is no key {key}; {hint(base, key, offers)}")
         inside = getattr(error.__cause__, "full_key", None) or ""
         is_dict = override.partition("=")[2].startswith("{")

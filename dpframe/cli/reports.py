@@ -21,13 +21,14 @@ from dpframe.cli.resume import value_of
 from dpframe.cli.settings import is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import Failure, UserError, printable
+from dpframe.errors import Failure, UserError, first_line, printable
 from dpframe.plan.contest import a_few_steps
 from dpframe.plan.curve import svg
 from dpframe.plan.failures import outcomes
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Prediction, predictions
 from dpframe.plan.network import Link, Network
+from dpframe.plan.operations import operations
 from dpframe.plan.report import HOUR, Plan, Tuning, counted, time
 from dpframe.plan.settings import PlanSettings
 from dpframe.plan.tune import Tuner
@@ -108,9 +109,18 @@ def examined(job: Composed) -> dict[str, Any]:
         settings = a_few_steps(job.settings.trainer, job.settings.plan.steps)
         contest = compare.contest(job, compare.variants(job), settings)
         lines = [vars(entry) for entry in contest.entries]
-        text = f"{text}\n\n{contest}"
+        text = f"{text}\n\n{contest}\n\nmodel      {_counted(job)}"
     _show(text, {"doctor": lines}, job)
     return {"metrics": {}, "doctor": lines}
+
+
+def _counted(job: Composed) -> str:
+    """What a step of the recipe computes, or why that can't be told."""
+    recipe = recipe_of(job)
+    try:
+        return operations(recipe.task, recipe.data(), recipe.settings, recipe.seed)
+    except UserError as error:
+        return first_line(error)
 
 
 def made(job: Composed) -> dict[str, Any]:
@@ -261,6 +271,11 @@ def tuning_of(job: Composed) -> Tuning:
     settings, trust = job.settings, trust_of(job)
     wanted = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     replicas = replicas_of(wanted)
+    if job.config["task"].get("scale_lr") is not None and "lr" in settings.tune.find:
+        raise UserError(
+            "mode=tune finds a learning rate for the batch that there is, and task.scale_lr would "
+            "scale it again; add task.scale_lr=null, or tune.find=[batch_size]"
+        )
 
     def make_task() -> Task:
         seeding.seed_everything(settings.seed)

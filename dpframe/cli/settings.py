@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.errors import UserError, not_one_of, suggestion
 from dpframe.plan.settings import CompareSettings, PlanSettings, TuneSettings
-from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.settings import TrainerSettings, scale_settings
 
 MODES = (
     "fit",
@@ -120,6 +120,8 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
             raise UserError(f"{name} has no _target_; a recipe names the class of its {name}")
     groups = {name: _mapping(name, config.get(name)) for name in (*TYPED, *OPEN)}
     _check_data(config["data"], config.get("mode", "fit"))
+    if config["task"].get("scale_lr") is not None:
+        scale_settings(config["task"]["scale_lr"])
     untyped = {name: groups.get(name, config.get(name)) for name in (*PARTS, *OPEN)}
     typed = {k: groups.get(k, v) for k, v in config.items() if k not in untyped}
     try:

@@ -183,6 +183,7 @@ class Course:
         """The same weights and rows each time."""
         seeding.seed_everything(self.recipe.seed)
         task = self.recipe.task()
+        task.scale_lr = None  # of the Trainer, whatever the strategy
         return task, FirstRows(self.recipe.data(), self)
 
     @property

@@ -57,6 +57,7 @@ from dpframe.trainer.pace import Pace
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
+from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, started
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
@@ -691,7 +692,11 @@ class Trainer:
         task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
         task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
         task.schedules_turns = settings.scheduler_every == "step"
-        self.updates = updates_of(task, strategy, settings, self.precision.scaler)
+        self.scaled_rates: ScaledRates | None = None
+        if task.scale_lr is not None:
+            self.scaled_rates = ScaledRates.of(task, settings, feed.source.batch_size)
+        scaler = self.precision.scaler
+        self.updates = updates_of(task, strategy, settings, scaler, self.scaled_rates)
         if task.optimizer_names and self.validation and not task.has_own("validation_step"):
             raise UserError(
                 f"{type(task).__name__} has several optimizers, and training_step wants the name "
@@ -772,6 +777,8 @@ class Trainer:
             )
         if self.recomputed and self.strategy.is_main:
             log.info("computed again in the backward: %s", ", ".join(self.recomputed))
+        if self.scaled_rates is not None and self.strategy.is_main:
+            log.info("%s", self.scaled_rates)
         self.profile = Profile() if self.settings.profile else None
         if self.profile is not None:
             self._time_parts(self.profile)

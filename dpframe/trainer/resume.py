@@ -75,7 +75,8 @@ def fingerprint(
         facts["data.drop_last"] = True
     if "task" not in run.config:
         optimizers = each_of(updates, partial(_options, task))
-        facts |= _leaves({"optimizer" if "" in updates else "optimizers": optimizers})
+        name = "optimizer" if "" in updates else "optimizers"
+        facts |= _leaves({name: optimizers, "scale_lr": task.scale_lr or {}})
     facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
     if settings.logical_replicas is not None:
         facts["trainer.logical_replicas"] = settings.logical_replicas

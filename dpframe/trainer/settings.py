@@ -1,7 +1,9 @@
 """What `trainer.*` may be; conf/trainer/default.yaml explains each key."""
 
+import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from dpframe.errors import UserError, not_one_of, suggestion
@@ -264,6 +266,45 @@ class TrainerSettings:
             host, _, port = address.rpartition(":")
             if not (host and port.isdecimal() and 0 < int(port) < 2**16):
                 raise UserError(f"trainer.rendezvous={address} is not HOST:PORT; {example}")
+
+
+@dataclass
+class ScaleSettings:
+    """What `task.scale_lr` may be."""
+
+    batch_size: int  # the rows of an update that the rates are for
+    factor: float = 2.0  # for twice as many
+    warmup_steps: int = 0
+
+    def __post_init__(self) -> None:
+        for key, least, most in (
+            ("batch_size", 1, 2**53),
+            ("factor", 1, 4),
+            ("warmup_steps", 0, 2**53),
+        ):
+            value, is_whole = getattr(self, key), key != "factor"
+            is_number = type(value) is int or (type(value) is float and not is_whole)
+            if not (is_number and least <= value <= most):
+                kind = f"a whole number from {least} on" if is_whole else f"{least} to {most}"
+                raise UserError(f"task.scale_lr.{key}={value} is out of range; use {kind}")
+
+    def scale(self, rows: int) -> float:
+        return float(self.factor ** math.log2(rows / self.batch_size))
+
+
+def scale_settings(given: Any) -> ScaleSettings:
+    known = [field.name for field in fields(ScaleSettings)]
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in known:
+            raise UserError(
+                f"task.scale_lr.{name}: there is no such key; {suggestion(name, known)}"
+            )
+    if not isinstance(given, Mapping) or given.get("batch_size") is None:
+        raise UserError(
+            f"task.scale_lr={given} does not say for which batch the learning rates are; use e.g. "
+            "task.scale_lr={batch_size:128}"
+        )
+    return ScaleSettings(**given)
 
 
 def _is_gpu(one: Any) -> bool:

@@ -29,6 +29,7 @@ from dpframe.task import (
     updated_by,
 )
 from dpframe.trainer.placement import align
+from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
 
 STATES = ("optimizer", "scheduler", "scaler")
@@ -58,11 +59,13 @@ class Update:
         strategy: Strategy,
         settings: TrainerSettings,
         scaler: torch.amp.GradScaler | None,
+        scaled_rates: ScaledRates | None = None,
     ) -> None:
         self.name = name
         self.strategy = strategy
         self.settings = settings
         self.scaler = scaler
+        self.scaled_rates = scaled_rates
         self.optimizer, self.scheduler, self.needs_closure = made
         self.parameters = list(task.parameters())  # one that is frozen may thaw later
         updated = {id(weight) for weight in updated_by(self.optimizer)}
@@ -95,8 +98,9 @@ class Update:
     def learning_rates(self) -> dict[str, float]:
         """That of the first group has no name; groups that have one are told by it."""
         groups = self.optimizer.param_groups
-        named = {str(group["name"]): float(group["lr"]) for group in groups if "name" in group}
-        return {"": float(groups[0]["lr"]), **named}
+        factor = 1.0 if self.scaled_rates is None else self.scaled_rates.now()
+        rates = {str(group["name"]): group["lr"] for group in groups if "name" in group}
+        return {n: float(rate) * factor for n, rate in {"": groups[0]["lr"], **rates}.items()}
 
     def run(self, module: nn.Module) -> None:
         """`module` computes the loss of this optimizer from now on."""
@@ -171,6 +175,7 @@ class Update:
             clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:
             self._awaits_momenta = _unfuse_late(self.optimizer)
+        unscaled = None if self.scaled_rates is None else self.scaled_rates.apply(self.optimizer)
         if closure is not None:
             self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
         elif self.scaler is None:
@@ -178,6 +183,8 @@ class Update:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
+        if self.scaled_rates is not None and unscaled is not None:
+            self.scaled_rates.undo(self.optimizer, unscaled)
         self.clear()
         if self.schedules_steps:
             self.scheduler.step()
@@ -405,6 +412,7 @@ def updates_of(
     strategy: Strategy,
     settings: TrainerSettings,
     scaler: torch.amp.GradScaler | None,
+    scaled_rates: ScaledRates | None = None,
 ) -> dict[str, Update]:
     """By the optimizers' names."""
     if not any(parameter.requires_grad for parameter in task.parameters()):
@@ -424,7 +432,7 @@ def updates_of(
     check_signature(task, turns)
     task.optimizer_names = tuple(filter(None, turns))
     return {
-        name: Update(name, made, task, strategy, settings, scaler)
+        name: Update(name, made, task, strategy, settings, scaler, scaled_rates)
         for name, made in optimizers.items()
     }
 

@@ -1,0 +1,65 @@
+"""What a recipe has to compute: its parameters, and the operations of a training step."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch.utils.flop_counter import FlopCounterMode
+
+from dpframe import seeding
+from dpframe.callbacks.base import Callback
+from dpframe.data import DataModule
+from dpframe.errors import first_line
+from dpframe.plan.contest import a_few_steps
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+from dpframe.trainer import Trainer
+from dpframe.trainer.settings import TrainerSettings
+
+PREFIXES = ("", "k", "M", "G", "T", "P")
+
+
+def operations(
+    make_task: Callable[[], Task], data: DataModule, settings: TrainerSettings, seed: int
+) -> str:
+    """Of one step on one device, counted by torch as it runs."""
+    seeding.seed_everything(seed)
+    counter, task = Counter(), make_task()
+    told = f"{sum(parameter.numel() for parameter in task.parameters()):,} parameters"
+    strategy = Strategy(accelerator=settings.accelerator)
+    once = replace(a_few_steps(settings, 1), max_steps=1, compile=False)
+    with Trainer(task, data, strategy=strategy, settings=once, callbacks=[counter]) as trainer:
+        try:
+            trainer.fit()
+        except RuntimeError as error:  # e.g. of a step with an autograd.grad of its own
+            return f"{told}; torch can't count a step's operations: {first_line(error)}"
+        return (
+            f"{told}; a step of {trainer.progress.rows_seen} rows is {flop(counter.count)} of "
+            "matrix products, convolutions and attention, forward and backward"
+        )
+
+
+class Counter(Callback):
+    count = 0
+
+    def on_epoch_start(self, trainer: Trainer) -> None:
+        self.mode = FlopCounterMode(display=False)
+        self.mode.__enter__()
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self._leave()
+        self.count = self.mode.get_total_flops()
+
+    def on_exception(self, trainer: Trainer, error: BaseException) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self.mode.__exit__(None, None, None)
+
+
+def flop(count: float) -> str:
+    """`524 kFLOP`."""
+    for prefix in PREFIXES:
+        if count < 1000 or prefix == PREFIXES[-1]:
+            return f"{count:.3g} {prefix}FLOP"
+        count /= 1000
+    raise AssertionError
