@@ -14,7 +14,7 @@ from recorded import Recorder, once, weights, weights_apart
 from small import SGD, Adam, Hooks, Rows, Small, fitted, trainer
 from torch import Tensor, nn
 
-from dpframe import Strategy, Trainer, UserError
+from dpframe import Strategy, Trainer, UserError, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.histograms import Histograms
 from dpframe.callbacks.sample_predictions import SamplePredictions
@@ -186,16 +186,17 @@ MIB = 2**20
 ROOM = 80  # MiB; a model of 32 MiB takes 130 with its gradients and state, and 97 to be saved
 
 
-def in_little_memory(strategy: Strategy, folder: Path) -> str:
+def limited(megabytes: int) -> None:
     ctypes.CDLL(None).mallopt(-3, MIB)  # M_MMAP_THRESHOLD: what torch frees goes back at once
+    status = Path("/proc/self/status").read_text().splitlines()
+    used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + megabytes * MIB, resource.RLIM_INFINITY))
+
+
+def in_little_memory(strategy: Strategy, folder: Path) -> str:
     task, data = Deep(1024, 8), Rows(8, 4, val=False)
     fitted(Small(), strategy=strategy)  # has started what takes memory of its own
-    used = next(
-        int(line.split()[1]) * 1024
-        for line in Path("/proc/self/status").read_text().splitlines()
-        if line.startswith("VmData")
-    )
-    resource.setrlimit(resource.RLIMIT_DATA, (used + ROOM * MIB, resource.RLIM_INFINITY))
+    limited(ROOM)
     saver = Checkpoint(keep=0, every_n_epochs=None, every_n_steps=3)
     options = {"callbacks": [saver], "directory": folder, "max_steps": 3}
     try:
@@ -212,6 +213,95 @@ def test_a_model_that_does_not_fit_one_rank_trains_on_four(tmp_path):
 def test_a_whole_checkpoint_takes_room_for_all_parts_in_the_main_rank(tmp_path):
     strategy = FSDP(4, "cpu", checkpoints="whole")
     assert on(strategy, in_little_memory, tmp_path) == "out of memory"
+
+
+# A task that is built in one rank
+
+
+def built(strategy: Strategy) -> dict[str, Any]:
+    cases = {}
+    for make in (Deep, Tied, Norm):
+        seeding.seed_everything(0)
+        with strategy.building():
+            task = make()
+        assert all(weight.is_meta for weight in task.parameters()) is not strategy.is_main
+        drawn = float(torch.rand(1))
+        made = fitted(task, Rows(16, 8), strategy=strategy, precision="64")
+        cases[make.__name__] = {"weights": weights(made.task), "drawn": drawn}
+    return cases
+
+
+def test_a_task_that_one_rank_builds_has_the_numbers_of_one_that_all_build():
+    mine = on(FSDP(2, "cpu", meta_init=True), built)
+    for make in (Deep, Tied, Norm):
+        seeding.seed_everything(0)
+        make()
+        assert mine[make.__name__]["drawn"] == float(torch.rand(1))
+    wanted = on(FSDP(2, "cpu"), built_in_all)
+    for name, case in mine.items():
+        assert weights_apart(case["weights"], wanted[name]) == 0
+
+
+def built_in_all(strategy: Strategy) -> dict[str, Any]:
+    options = {"strategy": strategy, "precision": "64"}
+    made = {
+        make.__name__: fitted(None, Rows(16, 8), make=make, **options)
+        for make in (Deep, Tied, Norm)
+    }
+    return {name: weights(each.task) for name, each in made.items()}
+
+
+BUILT = 24  # MiB; the whole is 32, a fourth of it 8, a block 4
+
+
+def built_in_little_memory(strategy: Strategy) -> str:
+    fitted(Small(), strategy=strategy)  # has started what takes memory of its own
+    if not (strategy.meta_init and strategy.is_main):
+        limited(BUILT)
+    try:
+        with strategy.building():
+            task = Deep(1024, 8)
+        trainer(task, strategy=strategy)
+    except (MemoryError, RuntimeError) as error:
+        return "out of memory" if "allocate memory" in str(error) else repr(error)
+    return "built"
+
+
+@pytest.mark.parametrize(("builds_once", "said"), [(True, "built"), (False, "out of memory")])
+def test_ranks_but_the_main_one_need_no_room_for_the_whole_task(builds_once, said):
+    assert on(FSDP(4, "cpu", meta_init=builds_once), built_in_little_memory) == said
+
+
+class Reads(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = float(self.net.first.weight.max())
+
+
+class Keeps(Deep):
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = torch.ones(2)
+
+
+def refused_by(strategy: Strategy, make: Callable[[], Any]) -> None:
+    with strategy.building():
+        task = make()
+    trainer(task, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Reads, "strategy.meta_init=true: the task can't be built on the meta device: "),
+        (Keeps, "strategy.meta_init=true: limits is neither a parameter nor a buffer, so nothing"),
+    ],
+)
+def test_what_can_not_be_built_in_one_rank_is_refused_in_one_line(make, said):
+    with pytest.raises(UserError) as refused:
+        on(FSDP(2, "cpu", meta_init=True), refused_by, make)
+    assert str(refused.value).startswith(said)
+    assert "\n" not in str(refused.value)
 
 
 # Callbacks that look at weights

@@ -249,7 +249,8 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
     if settings.trainer.logical_replicas is not None:  # the first weights may be sums, too
         use_threads(settings.trainer.threads or 1)
     beat()
-    task = make(job.config["task"], "task", Task)
+    with strategy.building():
+        task = make(job.config["task"], "task", Task)
     data = make(job.config["data"], "data", DataModule)
     beat()
     callbacks = _several(make, settings.callbacks, "callbacks", Callback)

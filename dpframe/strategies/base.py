@@ -147,6 +147,10 @@ class Strategy:
         limit = self.max_replicas_per_core
         return choose(self.gpus, accelerator, default=default, max_per_core=limit)
 
+    def building(self) -> AbstractContextManager[None]:
+        """Inside, each process builds the same task, or an outline that `shard` fills."""
+        return nullcontext()
+
     def shard(self, task: nn.Module, *, has_autocast: bool) -> None:
         """Cuts the weights of a task in parts, before its optimizers are made."""
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from dpframe import files
+from dpframe import files, seeding
 from dpframe.blocks import blocks, matching
 from dpframe.data import Share, split
 from dpframe.errors import UserError, suggestion
@@ -66,6 +66,7 @@ class FSDP(Processes):
         broadcast_buffers: bool = True,
         whole_in_hooks: bool = True,
         checkpoints: str = "sharded",
+        meta_init: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
@@ -82,6 +83,7 @@ class FSDP(Processes):
         if checkpoints not in CHECKPOINTS:
             near = suggestion(str(checkpoints), CHECKPOINTS)
             raise UserError(f"strategy.checkpoints={checkpoints}; {near}")
+        self.meta_init = meta_init
         self.saves_parts = checkpoints == "sharded"
         self._saving: dist.ProcessGroup | None = None  # of the threads that save
         self.task: Any = None  # whose gradients are computed
@@ -117,13 +119,31 @@ class FSDP(Processes):
 
     # ---- the weights, and their parts
 
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """With `meta_init` the main rank alone has the weights, until `shard`."""
+        if not self.meta_init:
+            yield
+        elif self.is_main:
+            yield
+            self.share(seeding.random_state())
+        else:
+            try:
+                with torch.device("meta"):
+                    yield
+            except (NotImplementedError, RuntimeError) as error:  # of torch, for lack of numbers
+                raise UserError(
+                    f"strategy.meta_init=true: the task can't be built on the meta device: "
+                    f"{str(error).splitlines()[0][:200]}; use strategy.meta_init=false"
+                ) from error
+            seeding.restore_random_state(self.share(None))
+
     def shard(self, task: Any, *, has_autocast: bool) -> None:
         self.scalars[task] = scalars = [weight for weight in task.parameters() if not weight.ndim]
         if isinstance(task, FSDPModule):
             self._refuse_others_weights(task)
             return
         self._refuse(task, has_autocast)
-        self.even_out((*task.parameters(), *task.buffers()))  # as under ddp
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "ignored_params": set(scalars),
@@ -134,7 +154,9 @@ class FSDP(Processes):
             ),
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
+        done: set[int] = set()
         for block in self.chosen(task):
+            self._fill_in(block, done)
             _sharded(block, reshard_after_forward=self.reshard_after_forward, **options)
             # Around torch's own hook, in which a rank waits for the others' parts.
             block.register_forward_pre_hook(partial(_turn_watch, task), prepend=True)
@@ -143,12 +165,35 @@ class FSDP(Processes):
             handles: list[Any] = []
             once = partial(self._watch_once, handles, number, task)
             handles.append(block.register_forward_pre_hook(once))
+        self._fill_in(task, done)
         _sharded(task, reshard_after_forward=self.reshard_after_forward, **options)
         for scalar in scalars:
             scalar.data = scalar.data.to(self.device)
 
+    def _fill_in(self, module: nn.Module, done: set[int]) -> None:
+        """Gives what is not cut yet the main rank's values, as under ddp; block by block, so that
+        a rank with an outline of the task has the numbers of one block at a time."""
+        own = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in done]
+        own = [tensor for tensor in own if not isinstance(tensor, DTensor)]
+        for tensor in own:
+            if tensor.is_meta:
+                empty = torch.empty_like(tensor, device="cpu")
+                if isinstance(tensor, nn.Parameter):
+                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                torch.utils.swap_tensors(tensor, empty)  # so that what is tied stays tied
+        self.even_out(own)
+        done |= {id(tensor) for tensor in own}
+
     def _refuse(self, task: nn.Module, has_autocast: bool) -> None:
         name = type(task).__name__
+        for where, module in task.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    raise UserError(
+                        f"strategy.meta_init=true: {f'{where}.{attribute}'.lstrip('.')} is neither "
+                        "a parameter nor a buffer, so nothing fills it; use register_buffer, or "
+                        "strategy.meta_init=false"
+                    )
         if has_sparse(task):
             raise UserError(
                 f"{name} has an embedding with sparse=True, whose gradients strategy=fsdp can't "
