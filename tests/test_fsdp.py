@@ -150,6 +150,23 @@ def test_parts_train_as_whole_weights_do(group, case):
     assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
 
 
+def compiled(strategy: Strategy) -> dict[str, Any]:
+    """By torch's own steps, without a compiler of C++."""
+    with pytest.MonkeyPatch.context() as patched:
+        compile = nn.Module.compile
+        quick = lambda module, **options: compile(module, backend="eager")  # noqa: E731
+        patched.setattr(nn.Module, "compile", quick)
+        made = numbers(strategy, Towers, rows=9, batch_size=2, max_epochs=1, compile=True)
+    return {**made, "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"]}
+
+
+def test_blocks_are_compiled_between_their_gathers():
+    mine = on(FSDP(3, "cpu"), compiled)
+    wanted = numbers(CPU(), Towers, rows=9, batch_size=2, max_epochs=1)
+    assert mine["graphs"] > 1
+    assert weights_apart(mine["weights"], wanted["weights"]) < EXACT
+
+
 # What a rank keeps
 
 
@@ -391,6 +408,7 @@ class Flat(Small):
         super().__init__(torch.optim.LBFGS)
 
 
+WHOLE = {"mode": "default", "fullgraph": True}
 # The strategy's arguments, the task, the Trainer's settings, and what is said.
 REFUSED: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({}, Sparse, {}, "Sparse has an embedding with sparse=True, whose gradients strategy=fsdp can"),
@@ -399,6 +417,8 @@ REFUSED: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
     ({"param_dtype": "bf16"}, Deep, {}, "strategy.param_dtype rounds what is gathered, and traine"),
     ({}, Deep, {"precision": "fp16"}, "trainer.precision=fp16 can't be had with FSDP, whose ranks"),
     ({}, Deep, {"on_nonfinite": "skip", "accumulate": 2}, "trainer.on_nonfinite=skip with trainer"),
+    ({}, Deep, {"compile": "max-autotune"}, "trainer.compile.mode=max-autotune records where we"),
+    ({}, Deep, {"compile": WHOLE}, "trainer.compile.fullgraph=true wants one graph, and FSDP gath"),
     ({"cpu_offload": True}, Deep, {}, "strategy.cpu_offload=true needs GPUs, and the weights are"),
     ({"replicate": 2}, Deep, {}, "strategy.replicate=2 does not divide the 3 ranks; set it to a d"),
 ]

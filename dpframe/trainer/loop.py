@@ -704,6 +704,8 @@ class Trainer:
             )
         self.recomputed = drop_activations(task, settings.checkpoint_activations)
         mode = settings.compile_mode
+        if strategy.cuts_weights:
+            settings.check_compiled_parts(strategy.name)
         self.update = next(iter(self.updates.values()))
         self._only = () if self.update.name else (self.update,)
         if task.optimizes_by_hand:

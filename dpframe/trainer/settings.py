@@ -211,6 +211,20 @@ class TrainerSettings:
                     where = f"trainer.{key}.{name}".rstrip(".")
                     raise UserError(f"{where}={limit} is out of range; use a number above 0")
 
+    def check_compiled_parts(self, strategy: str) -> None:
+        """Where weights are gathered block by block, which no graph can hold."""
+        mode, fullgraph = self.compile_mode, self.compile_options["fullgraph"]
+        if mode in CUDA_GRAPH_MODES:
+            raise UserError(
+                f"trainer.compile.mode={mode} records where weights are in memory, and {strategy} "
+                "gathers them elsewhere in each step; use trainer.compile.mode=default"
+            )
+        if mode is not None and fullgraph:
+            raise UserError(
+                f"trainer.compile.fullgraph=true wants one graph, and {strategy} gathers weights "
+                "between those of its blocks; leave it out"
+            )
+
     def _check_compile(self) -> None:
         key, is_group = "trainer.compile", isinstance(self.compile, dict)
         for name in self.compile if is_group else ():
