@@ -89,7 +89,7 @@ def with_links(text: str, path: str) -> tuple[str, list[str]]:
 
 def source(path: Path) -> str:
     """A page with the text of a file, of a notebook's cells, or of the files in a folder."""
-    parts = ["---\nsearch:\n  exclude: true\n---", f"# {path.relative_to(ROOT)}"]
+    parts = ["---\nsearch:\n  exclude: true\n---", f"# {escaped(str(path.relative_to(ROOT)))}"]
     if path.suffix == ".ipynb":
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             text = "".join(cell["source"])
@@ -100,7 +100,10 @@ def source(path: Path) -> str:
     else:
         for file in sorted(file for file in path.rglob("*") if file.suffix in LANGUAGES):
             text = file.read_text(encoding="utf-8")
-            parts += [f"## {file.relative_to(path)}", fenced(text, LANGUAGES[file.suffix])]
+            parts += [
+                f"## {escaped(str(file.relative_to(path)))}",
+                fenced(text, LANGUAGES[file.suffix]),
+            ]
     return "\n\n".join(parts)
 
 
