@@ -37,7 +37,8 @@ class Terminal(io.StringIO):
         return [
             frame
             for frame in frames
-            if any(" samples/s" in line and "steps in" not in line for line in frame)
+            if any(" validation batch " in line for line in frame)
+            or any(" samples/s" in line and "steps in" not in line for line in frame)
         ]
 
     def bars(self) -> list[str]:
@@ -134,6 +135,25 @@ def test_a_long_epoch_has_a_line_every_few_seconds(second_a_step, caplog):
     )
     assert lines[4].startswith("epoch 1/4  step 20  train/loss"), "this one is the epoch's own"
     assert lines[5].startswith("epoch 2/4  step 25/80")
+
+
+def test_a_long_validation_has_a_line_every_few_seconds(monkeypatch, caplog):
+    caplog.set_level("INFO", "dpframe")
+    ticks = Hooks(on_validation_batch_end=Clock(monkeypatch).ticks(1.0))
+    made = fitted(callbacks=[ticks, Progress(False)], **{**LONG, "max_epochs": 1})
+    made.validate()
+    of_fit = [f"epoch 1/1  step 20/20  validation batch {done}/20" for done in (5, 10, 15, 20)]
+    lines = messages(caplog)
+    assert lines[:4] == of_fit and lines[4].startswith("epoch 1/1  step 20  train/loss")
+    assert lines[5:] == [f"validation batch {done}/20" for done in (5, 10, 15, 20)]
+
+
+def test_the_bar_shows_how_far_a_validation_is(terminal, monkeypatch):
+    ticks = Hooks(on_validation_batch_end=Clock(monkeypatch).ticks(1.0))
+    terminal.fitted(callbacks=[ticks], **LONG)
+    pattern = r"epoch 1/4 [━╸╺ ]{10} validation batch (\d+)/20  step/loss"
+    shown = [found[1] for bar in terminal.bars() if (found := re.match(pattern, bar))]
+    assert shown == [str(done) for done in range(1, 21)]
 
 
 def test_a_run_of_hours_has_a_line_a_minute(second_a_step, caplog):

@@ -21,6 +21,7 @@ from dpframe.errors import not_one_of, printable
 
 if TYPE_CHECKING:
     from dpframe.callbacks.screen import Screen
+    from dpframe.data import Batch
     from dpframe.trainer import Predictions, Trainer
 
 log = logging.getLogger("dpframe")
@@ -45,6 +46,7 @@ class Progress(Callback):
         self.epochs: list[Epoch] = []  # the last ones
         self.best: Best | None = None  # of what a callback monitors
         self.best_epoch: Epoch | None = None
+        self.began = 0.0
         self.next_draw = 0.0
         self.next_line = math.inf  # in all processes but the main one
 
@@ -57,7 +59,7 @@ class Progress(Callback):
             handler.addFilter(self._lines_first)
         self.best = _best_so_far(trainer)
         self.pace = Pace(trainer)
-        self._put_off_line(self.pace.began)
+        self._begin(self.pace.began)
         if self.has_bar:
             from dpframe.callbacks.screen import Screen
 
@@ -66,6 +68,16 @@ class Progress(Callback):
     def on_step_end(self, trainer: "Trainer") -> None:
         if self.screen is not None or self.pending or time.perf_counter() >= self.next_line:
             self._draw_in_time(trainer)
+
+    def on_validation_start(self, trainer: "Trainer") -> None:
+        if trainer.mode == "validate" and trainer.strategy.is_main:
+            self._begin(time.perf_counter())
+
+    def on_validation_batch_end(
+        self, trainer: "Trainer", batch: "Batch", outputs: list[dict[str, Any]]
+    ) -> None:
+        if self.screen is not None or time.perf_counter() >= self.next_line:
+            self._draw_in_time(trainer, _validation(trainer, batch.name))
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
@@ -121,20 +133,31 @@ class Progress(Callback):
         count = len(predictions.batches)
         print(f"predicted    {count} batch{'' if count == 1 else 'es'}", flush=True)
 
-    def _draw_in_time(self, trainer: "Trainer") -> None:
+    def _begin(self, now: float) -> None:
+        self.began = now
+        self._put_off_line(now)
+
+    def _draw_in_time(self, trainer: "Trainer", within: str = "") -> None:
+        """`within` a validation: how far it is."""
         now = time.perf_counter()
         if now >= self.next_line:
             self._put_off_line(now)
-            numbers = _newest(trainer, self.best)
-            first = {name: numbers[name] for name in numbers if _is_first(name, self.best)}
-            step = f"step {trainer.global_step}" + _of(trainer.total_steps)
-            line = [_epoch(trainer), step, self.pace.told(trainer), _inline(first)]
-            self.pending.append("  ".join(filter(None, line)))
+            self.pending.append("  ".join(filter(None, self._line(trainer, within))))
         if now >= self.next_draw:
             self.next_draw = now + REDRAW_SECONDS
-            self._draw(trainer)
+            self._draw(trainer, within)
 
-    def _draw(self, trainer: "Trainer") -> None:
+    def _line(self, trainer: "Trainer", within: str) -> list[str]:
+        if trainer.mode == "validate":
+            return [within]
+        step = f"step {trainer.global_step}" + _of(trainer.total_steps)
+        if within:
+            return [_epoch(trainer), step, within]
+        numbers = _newest(trainer, self.best)
+        first = {name: numbers[name] for name in numbers if _is_first(name, self.best)}
+        return [_epoch(trainer), step, self.pace.told(trainer), _inline(first)]
+
+    def _draw(self, trainer: "Trainer", within: str = "") -> None:
         self._print_lines()
         if self.screen is not None:
             self.screen.draw(
@@ -142,7 +165,7 @@ class Progress(Callback):
                 self._best_epoch(),
                 where=_epoch(trainer),
                 done=_share_done(trainer),
-                pace=self.pace.told(trainer),
+                pace=within or self.pace.told(trainer),
                 metrics=_newest(trainer, self.best),
             )
 
@@ -155,7 +178,7 @@ class Progress(Callback):
         return Epoch(self.best.epoch, self.best.step, self.best.value)
 
     def _put_off_line(self, now: float) -> None:
-        seconds = max(LINE_SECONDS, (now - self.pace.began) / 20)
+        seconds = max(LINE_SECONDS, (now - self.began) / 20)
         self.next_line = now + min(seconds, MOST_LINE_SECONDS)
 
     def _lines_first(self, record: logging.LogRecord) -> bool:
@@ -347,6 +370,12 @@ def _share_done(trainer: "Trainer") -> float | None:
     if total:
         shares.append(trainer.global_step / total)
     return min(1.0, max(shares)) if shares else None
+
+
+def _validation(trainer: "Trainer", name: str) -> str:
+    """How far the validation of this data set is."""
+    done, total = trainer.task.attached.batch_index + 1, trainer.validation[name].batches
+    return " ".join(filter(None, ["validation", printable(name), f"batch {done}{_of(total)}"]))
 
 
 def _epoch(trainer: "Trainer") -> str:

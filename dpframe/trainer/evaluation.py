@@ -62,6 +62,12 @@ class Evaluation:
         self.sums = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
 
+    @property
+    def batches(self) -> int | None:
+        """None for a stream whose length is unknown."""
+        known = (self.loader.batches, self.limit_batches)
+        return min((count for count in known if count is not None), default=None)
+
     @torch.no_grad()
     def means(
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None

@@ -212,8 +212,9 @@ class Trainer:
         self._refuse_closed()
         self.mode = "validate"
         with modes_kept(self.task):
+            self.validation = self._evaluations("val")
             self._call("on_validation_start")
-            means = means_of(self._evaluations("val"), after_batch=self._after_batch())
+            means = means_of(self.validation, after_batch=self._after_batch())
             self.metrics.update(means)
             self._call("on_validation_end")
         self.report.close(self.metrics, succeeded=True)
