@@ -94,6 +94,38 @@ class Linear(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class Closures(Linear):
+    """Steps an optimizer that computes the gradients several times, and counts batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert (
+            self.batches == self.trainer.num_training_batches * self.current_epoch + batch_idx + 1
+        )
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+        optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+
+class ReadsItsLoss(Linear):
+    """Takes smaller steps where the loss is small."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+        loss = closure()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * min(1.0, float(loss))
+        optimizer.step()
+
+
 def steps(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 

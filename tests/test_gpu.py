@@ -104,17 +104,17 @@ def test_all_cards_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, nam
 
 
 @once
-def by_ranks() -> dict[tuple[str, str], dict[str, Any]]:
+def by_ranks() -> dict[str, dict[str, Any]]:
     return on(DDP(accelerator="cuda"), on_all_cards)
 
 
-def on_all_cards(strategy: Strategy) -> dict[tuple[str, str], dict[str, Any]]:
-    return {(name, "64"): test_parity.trained(strategy, name, "64") for name in test_parity.CASES}
+def on_all_cards(strategy: Strategy) -> dict[str, dict[str, Any]]:
+    return {name: test_parity.trained(strategy, name, "64") for name in test_parity.CASES}
 
 
 @pytest.mark.parametrize("name", test_parity.CASES)
 def test_ddp_on_all_cards_equals_the_hand_written_loop(name):
-    test_parity.check(by_ranks()[name, "64"], name, "64")
+    test_parity.check(by_ranks()[name], name, "64")
 
 
 @once
@@ -259,19 +259,13 @@ def test_one_card_more_than_there_is_is_refused(strategy):
         asked.launch(asked.setup)
 
 
-def kinds_with_synced_batchnorm() -> list[str]:
-    strategy = DDP(accelerator="cuda", sync_batchnorm=True)
-    strategy.setup()
-    try:
-        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(strategy.device)
-        wrapped = strategy.wrap(module, training=True)
-        return [type(part).__name__ for part in wrapped.modules()]
-    finally:
-        strategy.close()
+def kinds_of_parts(strategy: Strategy) -> list[str]:
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(strategy.device)
+    return [type(part).__name__ for part in strategy.wrap(module, training=True).modules()]
 
 
 def test_batchnorm_is_synced_where_that_was_asked_for():
-    kinds = DDP(accelerator="cuda").launch(kinds_with_synced_batchnorm)
+    kinds = on(DDP(accelerator="cuda", sync_batchnorm=True), kinds_of_parts)
     assert "SyncBatchNorm" in kinds
     assert "BatchNorm1d" not in kinds
 
@@ -279,32 +273,39 @@ def test_batchnorm_is_synced_where_that_was_asked_for():
 # Precision
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+HALVES = ("bf16", "fp16")
+EPOCHS = 8
+
+
+@once
+def fitted_in(precision: str, kind: type[Strategy]) -> Trainer:
+    trainer = boston(started(kind(accelerator="cuda")), precision=precision, max_epochs=EPOCHS)
+    trainer.fit()
+    return trainer
+
+
+@pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
 def test_half_precision_trains_about_as_well(kind, precision):
-    half = boston(started(kind(accelerator="cuda")), precision=precision, max_epochs=20)
-    whole = boston(started(kind(accelerator="cuda")), precision="32", max_epochs=20)
-    half.fit()
-    whole.fit()
+    half, whole = fitted_in(precision, kind), fitted_in("32", SingleGPU)
     assert {parameter.dtype for parameter in half.task.parameters()} == {torch.float32}
     assert half.metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=0.2)
 
 
-def fit_in_half_precision(precision: str) -> dict[str, float]:
-    strategy = DDP(accelerator="cuda")
-    strategy.setup()
-    try:
-        trainer = boston(strategy, precision=precision, max_epochs=20)
-        return dict(trainer.fit())
-    finally:
-        strategy.close()
+@once
+def losses_of_ranks() -> dict[str, float]:
+    return on(DDP(accelerator="cuda"), fitted_in_halves)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def fitted_in_halves(strategy: Strategy) -> dict[str, float]:
+    made = {half: boston(strategy, precision=half, max_epochs=EPOCHS) for half in HALVES}
+    return {half: trainer.fit()["val/loss"] for half, trainer in made.items()}
+
+
+@pytest.mark.parametrize("precision", HALVES)
 def test_half_precision_trains_on_ranks(precision):
-    metrics = DDP(accelerator="cuda").launch(fit_in_half_precision, precision)
-    whole = boston(started(SingleGPU(accelerator="cuda")), precision="32", max_epochs=20)
-    assert metrics["val/loss"] == pytest.approx(whole.fit()["val/loss"], rel=0.2)
+    loss = losses_of_ranks()[precision]
+    assert loss == pytest.approx(fitted_in("32", SingleGPU).metrics["val/loss"], rel=0.2)
 
 
 # The hot path

@@ -25,6 +25,7 @@ from dpframe import Trainer, TrainerSettings, UserError  # noqa: E402
 from dpframe.lightning import Lightning, LightningData  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
+from dpframe.strategies.fsdp import FSDP  # noqa: E402
 
 EPOCHS = 3
 
@@ -77,6 +78,8 @@ SAME = {  # a module, Lightning's settings, and ours
     "overrides": (lit.Warm, {"gradient_clip_val": 0.3}, {"clip_norm": 0.3}),
     "by hand": (lit.ByHand, {}, {}),
     "measures": (lit.Measures, {}, {}),
+    "closures": (lit.Closures, {}, {}),
+    "reads its loss": (lit.ReadsItsLoss, {}, {}),
 }
 
 
@@ -105,14 +108,18 @@ def test_each_return_of_configure_optimizers_schedules_as_in_lightning(what):
     assert weights_apart(module, other) <= 1e-12
 
 
-STRATEGIES = {"data_parallel": lambda: DataParallel(3, "cpu"), "ddp": lambda: DDP(2, "cpu")}
+STRATEGIES = {
+    "data_parallel": lambda: DataParallel(3, "cpu"),
+    "ddp": lambda: DDP(2, "cpu"),
+    "fsdp": lambda: FSDP(2, "cpu"),
+}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["logs", "overrides", "measures", "by hand"])
 def test_the_numbers_are_those_of_one_process_on_every_strategy(name, strategy):
-    if name == "by hand" and strategy == "data_parallel":
-        pytest.skip("replicas in one process would each step the optimizers: it is refused")
+    if name == "by hand" and strategy != "ddp":
+        pytest.skip("it is refused")
     make, _, settings = SAME[name]
     alone = ours(make(), lit.Rows(), **settings)
     weights, metrics = on(STRATEGIES[strategy](), trained, make, settings)
@@ -123,7 +130,9 @@ def test_the_numbers_are_those_of_one_process_on_every_strategy(name, strategy):
 
 def trained(strategy: Any, make: Any, settings: dict[str, Any]) -> Any:
     trainer = ours(make(), lit.Rows(), strategy, **settings)
-    return [weight.detach() for weight in trainer.task.parameters()], trainer.metrics
+    weights = trainer.task.parameters()
+    whole = [getattr(weight, "full_tensor", lambda w=weight: w)() for weight in weights]
+    return [weight.detach() for weight in whole], trainer.metrics
 
 
 def test_hooks_come_as_in_lightning():
@@ -168,6 +177,15 @@ class Zeros(lit.Linear):
     def optimizer_zero_grad(self, *args: Any) -> None: ...
 
 
+class Twice(lit.Linear):
+    """As SAM does."""
+
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+        closure()
+        closure()
+        optimizer.step()
+
+
 class Median(lit.Linear):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch), reduce_fx=torch.median)
@@ -185,11 +203,18 @@ REFUSED = [
     (OneOfTwo, {}, "OneOfTwo.configure_optimizers returned 2 optimizers, which takes manual"),
     (NoOptimizer, {}, "NoOptimizer.configure_optimizers returned None; return an optimizer"),
     (Zeros, {}, "Zeros.optimizer_zero_grad is never called here: "),
+    (Twice, {}, "Twice.optimizer_step calls its closure again in a step, and Twice's SGD takes"),
+    (
+        lit.Closures,
+        {"strategy": DataParallel(2, "cpu"), "clip_norm": 1.0},
+        "can't be had with LBFGS",
+    ),
     (Median, {}, "reduce_fx=median) could not be exact over replicas"),
     (Reads, {}, "Reads reads self.trainer.fit_loop, which is not here"),
     (lit.ByHand, {"accumulate": 2}, "trainer.accumulate=2: ByHand steps its optimizers itself"),
     (lit.ByHand, {"precision": "fp16"}, "trainer.precision=fp16 scales the loss"),
     (lit.ByHand, {"strategy": DataParallel(2, "cpu")}, "would each do so; use strategy=ddp"),
+    (lit.ByHand, {"strategy": FSDP(1, "cpu")}, "and FSDP cuts them; use strategy=ddp"),
 ]
 
 

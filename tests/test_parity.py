@@ -131,7 +131,7 @@ boston = partial(
 )
 pixels = partial(Case, Pixels, partial(Table, 40, 9), pixel_rows)
 CASES = {
-    "boston": boston(partial(Adam, lr=0.01), settings={"max_epochs": 40}),
+    "boston": boston(partial(Adam, lr=0.01), settings={"max_epochs": 12}),
     "accumulation_with_a_tail": boston(
         partial(Adam, lr=0.01),
         settings={"max_epochs": 6, "accumulate": 3, "log_every": 2},
@@ -164,28 +164,28 @@ CASES = {
         partial(Adam, lr=0.01), settings={"max_epochs": 9, "max_steps": 14, "log_every": 5}
     ),
     "weights": pixels(
-        partial(Adam, lr=0.01), settings={"max_epochs": 12, "accumulate": 2, "log_every": 2}
+        partial(Adam, lr=0.01), settings={"max_epochs": 6, "accumulate": 2, "log_every": 2}
     ),
     "weights_that_are_numbers": Case(
         partial(Pixels, kind=float),
         partial(Table, 40, 9),
         pixel_rows,
         partial(SGD, lr=0.05, momentum=0.9),
-        settings={"max_epochs": 12, "clip_norm": 0.5, "log_every": 1},
+        settings={"max_epochs": 6, "clip_norm": 0.5, "log_every": 1},
     ),
     "fewer_rows_than_replicas": Case(
         Pixels,
         partial(Table, 17, 5),  # 5 5 5 2: on four replicas 2 2 1 0 and 1 1 0 0
         pixel_rows,
         partial(Adam, lr=0.01),
-        settings={"max_epochs": 20, "log_every": 3},
+        settings={"max_epochs": 8, "log_every": 3},
     ),
     "one_row_a_batch": Case(
         Pixels,
         partial(Table, 5, 1, one_by_one=True),
         pixel_rows,
         partial(SGD, lr=0.01),
-        settings={"max_epochs": 10, "accumulate": 2, "log_every": 1},
+        settings={"max_epochs": 5, "accumulate": 2, "log_every": 1},
     ),
     "few_rows_accumulated": boston(
         partial(Adam, lr=0.01),

@@ -114,9 +114,11 @@ class Log:
             return
         if not is_number(value):
             raise UserError(f"{self._task}: self.log({name!r}, …) got it {described(value)}")
+        step = LOCAL.numbers
+        if step is None and hasattr(value, "full_tensor"):  # of weights that fsdp cuts
+            value = value.full_tensor()  # hooks come on all ranks
         value = value.detach().reshape(()) if isinstance(value, Tensor) else value
         how = getattr(reduce_fx, "__name__", str(reduce_fx))
-        step = LOCAL.numbers
         if how not in ("mean", *REDUCTIONS):
             raise UserError(
                 f"{self._task}: self.log({name!r}, reduce_fx={how}) could not be exact over "

@@ -17,7 +17,7 @@ from dpframe.lightning.numbers import NOTHING, Log, bare, found, means_of_all, m
 from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
 from dpframe.lightning.trainer import TheirTrainer
 from dpframe.metrics import is_number
-from dpframe.task import Task
+from dpframe.task import Task, needed_by_step
 
 STAGES = {"validate": "validate", "test": "test", "predict": "predict"}  # by dpframe's mode
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
@@ -54,6 +54,8 @@ class Lightning(Task):
         self.clip_norm: Any = None
         self.clip_value: Any = None
         self._ended: list[tuple[Any, Any, int]] = []  # steps whose update is still to come
+        self._is_recomputing = False  # the gradients of a step whose hooks were called
+        self._outputs: list[Any] | None = None  # of the step at hand, for its closure
         self._stage = "fit"
         self._theirs = TheirTrainer(self)
         module.trainer = self._theirs
@@ -98,14 +100,17 @@ class Lightning(Task):
     def _pair(self, made: Configured) -> Any:
         optimizer = made.optimizer
         if not self.optimizes_by_hand and owns(self.module, "optimizer_step"):
-            optimizer = StepsByModule(optimizer, self)
+            kind = StepsAgain if needed_by_step(optimizer) else StepsByModule
+            named: Any = type(type(optimizer).__name__, (kind,), {})  # as it is told of
+            optimizer = named(optimizer, self)
         return (optimizer, Schedules(made.schedules)) if made.schedules else optimizer
 
     def training_step(self, batch: Any) -> dict[str, Any]:
         module, index = self.module, self.attached.batch_index
         with self.numbers.step() as numbers:
             batch = self._transferred(batch)
-            if called(module.on_train_batch_start, batch, index) == -1:
+            is_new = not self._is_recomputing
+            if is_new and called(module.on_train_batch_start, batch, index) == -1:
                 raise UserError(
                     f"{type(module).__name__}.on_train_batch_start returned -1, which ends the "
                     "epoch here: the other replicas would not know; set trainer.limit_train_batches"
@@ -128,7 +133,7 @@ class Lightning(Task):
                 if index % self.trainer_here.settings.accumulate == 0:
                     module.on_before_zero_grad(self.optimizers[0])
                 module.on_before_backward(loss)
-        if owns(module, "on_train_batch_end"):
+        if is_new and owns(module, "on_train_batch_end"):
             told = output if isinstance(output, dict) else {"loss": loss.detach()}
             self._ended.append((told, batch, index))
         return measured(loss, numbers)
@@ -229,6 +234,7 @@ class Lightning(Task):
 
     def on_batch_end(self, trainer: Any, batch: Any, outputs: Any) -> None:
         if not self.optimizes_by_hand:
+            self._outputs = outputs
             with self._per_step(trainer):
                 self.module.on_after_backward()
 
@@ -236,6 +242,7 @@ class Lightning(Task):
         if self.optimizes_by_hand:
             return
         module, [optimizer] = self.module, self.optimizers
+        self._is_recomputing = True  # from now on, for an optimizer that needs a closure
         with self._per_step(trainer):
             module.on_before_optimizer_step(optimizer)
             if owns(module, "configure_gradient_clipping"):
@@ -246,6 +253,7 @@ class Lightning(Task):
         if not self.optimizes_by_hand:
             self._step_schedules("step", trainer.progress.batches_done)
         ended, self._ended = self._ended, []
+        self._is_recomputing = False
         with self._per_step(trainer):
             for output, batch, index in ended:
                 called(self.module.on_train_batch_end, output, batch, index)
@@ -285,6 +293,19 @@ class Lightning(Task):
         weights = {key.removeprefix("module."): value for key, value in state["task"].items()}
         counts = {"epoch": self.current_epoch, "global_step": self._theirs.global_step}
         return {**counts, "state_dict": weights}
+
+    def loss_of_step(self) -> Tensor:
+        """The closure that `optimizer_step` gets: the gradients are there already."""
+        outputs, self._outputs = self._outputs, None
+        if outputs is None:
+            name = type(self.module).__name__
+            raise UserError(
+                f"{name}.optimizer_step calls its closure again in a step, and {name}'s "
+                f"{type(self.optimizers[0]).__name__} takes gradients that are computed once; "
+                "set self.automatic_optimization = False in __init__ and step it in training_step"
+            )
+        losses = [output["loss"].detach().to(self.device) for output in outputs]
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
 
     def _step_schedules(self, interval: str, count: int) -> None:
         for schedule in self.schedules:
@@ -345,13 +366,20 @@ class StepsByModule(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         task = self.task
         at = task.current_epoch, task.attached.batch_index
-        task.module.optimizer_step(*at, self.optimizer, lambda: None)
+        task.module.optimizer_step(*at, self.optimizer, closure or task.loss_of_step)
 
     def __getattribute__(self, name: str) -> Any:
         own = ("optimizer", "task", "step", "__class__", "__dict__")
         if name in own:
             return object.__getattribute__(self, name)
         return getattr(object.__getattribute__(self, "optimizer"), name)
+
+
+class StepsAgain(StepsByModule):
+    """Of one that computes the gradients several times, e.g. LBFGS."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        super().step(closure)
 
 
 def _hook(module: Any, stage: str, moment: str) -> Any:

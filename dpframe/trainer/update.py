@@ -381,6 +381,11 @@ class ByHand(Update):
                 f"{kind} steps its optimizers itself, and the {strategy.replicas} replicas of "
                 f"{strategy.name} in one process would each do so; use strategy=ddp"
             )
+        if strategy.cuts_weights:
+            raise UserError(
+                f"{kind} steps its optimizers itself, with whole gradients, and {strategy.name} "
+                "cuts them; use strategy=ddp"
+            )
         for key, value, plain in (
             ("accumulate", settings.accumulate, 1),
             ("clip_norm", settings.clip_norm, None),
