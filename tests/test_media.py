@@ -410,7 +410,7 @@ def test_a_task_that_has_no_classes_has_no_confusion_matrix():
     [
         ([[2.0, 0.0]], [1], r"got predictions from 0 to 2; set callbacks\.pr_curve\.activation="),
         ([[0.5, 0.5]], [[0.0]], r"got labels of torch.float32 \(1, 1\) and predictions of torch."),
-        ([0.5], [3], "got other labels than 0 and 1; it needs batches"),
+        ([[7.5]], [[3.5]], "got other labels than 0 and 1; it needs batches"),
         ([[0.5, 0.5]], None, "got labels as NoneType and predictions of torch.float32"),
     ],
 )
@@ -420,8 +420,13 @@ def test_a_precision_recall_curve_of_no_probabilities_is_one_line(scores, labels
         PRCurve().counted(torch.tensor(scores), labels)
 
 
+def test_a_softmax_of_one_score_a_row_would_always_be_one_and_is_refused():
+    with pytest.raises(UserError, match="activation=sigmoid for one score a row"):
+        PRCurve("softmax").counted(torch.zeros(3), torch.ones(3))
+
+
 def test_a_precision_recall_curve_takes_one_label_a_row_or_one_for_each_class():
-    chances = torch.tensor([[0.9, 0.1], [0.2, 0.8], [torch.nan, 1.0]])
+    chances = torch.tensor([[0.9, 0.1], [0.2, 0.8], [torch.nan, 1.0000001]])
     by_class = PRCurve().counted(chances, torch.tensor([0, 1, -100]))
     assert by_class.sum(2).tolist() == [[1, 1], [1, 1]]
     several = PRCurve().counted(chances, torch.tensor([[1, 1], [0, 1], [1, 0]]))

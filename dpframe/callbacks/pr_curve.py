@@ -10,7 +10,7 @@ from dpframe.callbacks.base import Callback
 from dpframe.callbacks.tally import Tally, described
 from dpframe.data import Batch
 from dpframe.errors import UserError, not_one_of
-from dpframe.loggers.media import THRESHOLDS
+from dpframe.loggers.media import MARGIN, THRESHOLDS
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -53,8 +53,8 @@ class PRCurve(Callback):
         """[classes, label of 0 or 1, thresholds]: rows by the highest threshold that they reach."""
         chances, is_true = self._by_class(scores, labels)
         classes, levels = chances.shape[1], len(THRESHOLDS)
-        at = torch.bucketize(chances, chances.new_tensor(THRESHOLDS), right=True) - 1
-        at += levels * (is_true + 2 * torch.arange(classes, device=at.device))
+        at = torch.bucketize(chances, torch.as_tensor(THRESHOLDS), right=True) - 1
+        at += levels * (is_true + 2 * torch.arange(classes))
         return torch.bincount(at.ravel(), minlength=2 * levels * classes).reshape(
             classes, 2, levels
         )
@@ -64,28 +64,30 @@ class PRCurve(Callback):
         told = f"{KEY} got labels {described(labels)} and predictions {described(scores)}"
         if not (isinstance(scores, Tensor) and isinstance(labels, Tensor) and labels.ndim):
             raise UserError(f"{told}; {WANTED}")
-        columns = scores[:, None] if scores.ndim == 1 else scores
-        labels = labels[:, None] if columns.shape[-1] == 1 and labels.ndim == 1 else labels
+        chances, labels = scores.cpu().double(), labels.cpu()
+        chances = chances[:, None] if chances.ndim == 1 else chances
+        labels = labels[:, None] if chances.shape[-1] == 1 and labels.ndim == 1 else labels
         is_class = labels.ndim == 1 and not labels.is_floating_point()
-        if columns.ndim != 2 or (labels.shape != columns.shape and not is_class):
+        is_like = labels.shape == (chances.shape[:1] if is_class else chances.shape)
+        if chances.ndim != 2 or not is_like:
             raise UserError(f"{told}; {WANTED}")
-        if len(labels) != len(columns):
-            raise UserError(f"{told}; {WANTED}")
-        chances = columns.double()
+        if not (is_class or ((labels == 0) | (labels == 1)).all()):
+            raise UserError(f"{KEY} got other labels than 0 and 1; {WANTED}")
+        if self.activation == "softmax" and chances.shape[1] == 1:
+            raise UserError(f"{told}; set {KEY}.activation=sigmoid for one score a row")
         if self.activation is not None:
             chances = chances.softmax(1) if self.activation == "softmax" else chances.sigmoid()
-        chances = chances.nan_to_num(0)  # is above no threshold
+        chances = chances.nan_to_num(0)  # reaches no threshold but 0
         low, high = chances.aminmax()
-        if low < 0 or high > 1:
+        if low < -MARGIN or high > 1 + MARGIN:
             raise UserError(
                 f"{KEY} got predictions from {low:.4g} to {high:.4g}; set {KEY}.activation="
                 "softmax for one class a row, or sigmoid for several"
             )
+        chances = chances.clamp(0, 1)
         if is_class:
             is_known = (labels >= 0) & (labels < chances.shape[1])
             return chances[is_known], one_hot(labels[is_known].long(), chances.shape[1])
-        if not ((labels == 0) | (labels == 1)).all():
-            raise UserError(f"{KEY} got other labels than 0 and 1; {WANTED}")
         return chances, labels.long()
 
 

@@ -13,6 +13,7 @@ from dpframe import files
 from dpframe.errors import UserError
 
 UTF8 = {"encoding": "utf-8", "errors": "surrogateescape"}  # keeps bytes that are not text
+OVERWRITTEN = (".hydra", "checkpoints", "hparams")  # folders whose files a run may write over
 ELSEWHERE = "name another by hydra.run.dir=DIR"
 
 
@@ -121,7 +122,7 @@ def refuse_ways_out(directory: Path) -> None:
     The directory itself may be behind a link, which is its owner's.
     """
     inside = directory.resolve()
-    for folder in (directory, directory / ".hydra", directory / "checkpoints"):
+    for folder in (directory, *(directory / name for name in OVERWRITTEN)):
         for entry in sorted(folder.iterdir()) if folder.exists() else []:
             if not Path(os.path.realpath(entry)).is_relative_to(inside):
                 raise UserError(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dpframe.errors import UserError
 
 CELLS = (bool, int, float, str, type(None))
-MARGIN = 1e-3  # by which rounding may leave the range of a picture or a sound
+MARGIN = 1e-3  # by which rounding may leave a range
 THRESHOLDS = np.linspace(0, 1, 127)  # of a precision-recall curve: as many as TensorBoard's
 COUNTS = ("true positives", "false positives", "true negatives", "false negatives")
 TINY = 1e-12
