@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -31,11 +33,15 @@ from ray.cluster_utils import Cluster
 
 node = {"num_cpus": 4, "resources": {"seat": 1}, "object_store_memory": 100 << 20}
 cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
-cluster.add_node(**node)
+second = cluster.add_node(node_ip_address="127.0.0.2", **node)
 print(cluster.address, flush=True)
-sys.stdin.read()
+if sys.stdin.readline():  # a node is lost, and there is another one instead
+    cluster.remove_node(second, allow_graceful=False)
+    cluster.add_node(node_ip_address="127.0.0.3", **node)
+    sys.stdin.read()
 cluster.shutdown()
 """
+STRATEGY = "strategy   Ray on 2 x cpu: 2 replicas = 2 nodes x 1"
 OWN = """
 import time
 from pathlib import Path
@@ -54,6 +60,13 @@ class Failing(dpframe.Callback):
     def on_step_end(self, trainer):
         if trainer.strategy.rank == 1 and trainer.global_step == 3:
             raise KeyError("broken")
+
+
+class Stays(dpframe.Callback):
+    def on_step_end(self, trainer):
+        if trainer.strategy.rank == 1 and trainer.global_step == 6 and not Path("stays").exists():
+            Path("stays").touch()
+            time.sleep(600)
 
 
 class Slow(dpframe.Callback):
@@ -78,10 +91,16 @@ SLOW = [
     "+callbacks.slow._target_=own.Slow",
     "hydra.run.dir=slow_run",
 ]
+LOST = [*BOSTON, "trainer.precision=64", "hydra.run.dir=lost", "trainer.max_restarts=1"]
+LOST += ["strategy=ray", "trainer.gpus=2", "+strategy.resources.seat=1"]
+LOST += ["callbacks.checkpoint.seconds_between=0", "+callbacks.stays._target_=own.Stays"]
+STORED = [*TWO, "strategy.storage=nowhere://bucket/runs"]
 VERIFIED = ["mode=verify", "recipe=boston", "strategy=ray", "trainer.gpus=2"]
-SWEPT = ["-m", "recipe=boston", "task.optimizer.lr=0.01,0.02", "hydra/launcher=ray"]
-SWEPT += ["+hydra.launcher.ray.init.object_store_memory=null", "hydra.sweep.dir=swept"]
-SWEPT += ["trainer.max_epochs=2"]
+BY_RAY = ["hydra/launcher=ray", "+hydra.launcher.ray.init.object_store_memory=null"]
+BY_RAY += ["+hydra.launcher.ray.init.log_to_driver=false", "trainer.max_epochs=2"]
+SWEPT = ["-m", "recipe=boston", "task.optimizer.lr=0.01,0.02", *BY_RAY, "hydra.sweep.dir=swept"]
+SEARCHED = ["-m", "recipe=boston", "task.optimizer.lr=interval(0.01,0.02)", *BY_RAY]
+SEARCHED += ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweep.dir=searched"]
 REFUSED: list[dict[str, Any]] = [
     {"gpus": 9},
     {"gpus": 2, "resources": {"CPU": 5}},
@@ -90,8 +109,8 @@ REFUSED: list[dict[str, Any]] = [
 
 
 @contextmanager
-def cluster() -> Iterator[str]:
-    """Two nodes with four CPUs and one seat each."""
+def cluster() -> Iterator[SimpleNamespace]:
+    """Two nodes with four CPUs and one seat each; `lose()` replaces the second one."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
         variables = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
         process = subprocess.Popen(
@@ -104,11 +123,17 @@ def cluster() -> Iterator[str]:
         )
         assert process.stdin and process.stdout
         try:
-            yield process.stdout.readline().strip()
+            address = process.stdout.readline().strip()
+            yield SimpleNamespace(address=address, lose=partial(_say, process.stdin))
         finally:
             process.stdin.close()
             process.wait()
             process.stdout.close()
+
+
+def _say(stdin: IO[str]) -> None:
+    stdin.write("\n")
+    stdin.flush()
 
 
 @pytest.fixture(scope="module")
@@ -116,32 +141,43 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """What came of some commands, which ran beside each other on one cluster."""
     pytest.importorskip("ray.train", reason="dpframe[ray] is not installed")
     folder = write(tmp_path_factory.mktemp("ray"), {"own.py": OWN})
-    commands = [FITTED, FAILING, VERIFIED, SWEPT]
-    with cluster() as address, ThreadPoolExecutor(2) as pool:
-        variables = environment(RAY_ADDRESS=address)
+    commands = [FITTED, FAILING, VERIFIED, SWEPT, STORED]
+    if find_spec("hydra_plugins.hydra_optuna_sweeper") is not None:
+        commands.append(SEARCHED)
+    with cluster() as nodes, ThreadPoolExecutor(2) as pool:
+        variables = environment(RAY_ADDRESS=nodes.address)
         waiting = [pool.submit(done, words, folder, variables) for words in commands]
         stopped = done(SLOW, folder, variables, stops_at="slow")
         refused = fresh(refusals, environment=variables)
-        fitted, failing, verified, swept = [each.result() for each in waiting]
+        fitted, failing, verified, swept, stored, *searched = [each.result() for each in waiting]
+        lost = done(LOST, folder, variables, stops_at="stays", stop=nodes.lose)
     return SimpleNamespace(
         folder=folder,
         fitted=fitted,
         failing=failing,
         verified=verified,
         swept=swept,
+        stored=stored,
+        searched=searched,
+        lost=lost,
         refused=refused,
         stopped=stopped,
     )
 
 
 def done(
-    words: list[str], folder: Path, variables: dict[str, str], *, stops_at: str = ""
+    words: list[str],
+    folder: Path,
+    variables: dict[str, str],
+    *,
+    stops_at: str = "",
+    stop: Callable[[], None] | None = None,
 ) -> SimpleNamespace:
-    """A command that has ended, by SIGTERM once there is that file."""
+    """A command that has ended, by SIGTERM or by `stop` once there is that file."""
     with started(words, folder, **variables) as job:
         if stops_at:
             job.wait_for(stops_at)
-            os.kill(job.pid, signal.SIGTERM)
+            stop() if stop is not None else os.kill(job.pid, signal.SIGTERM)
         code = job.wait(SECONDS)
         return SimpleNamespace(returncode=code, stdout=job.printed(), stderr=job.said())
 
@@ -199,7 +235,7 @@ def test_ray_has_the_numbers_and_a_copy_of_the_newest_checkpoint(jobs):
 
 def test_what_a_rank_prints_is_shown_as_that_of_a_process_here(jobs):
     lines = jobs.fitted.stdout.splitlines()
-    for line in ("recipe     boston  (Boston, seed 0)", "strategy   Ray on 2 x cpu"):
+    for line in ("recipe     boston  (Boston, seed 0)", STRATEGY):
         assert lines.count(line) == 1
     assert sum(line.startswith("epoch 2/2") for line in lines) == 1
     assert not any("TrainingReport" in line for line in lines)
@@ -226,6 +262,27 @@ def test_a_signal_saves_and_says_how_to_go_on(jobs):
     assert checkpoint.load(path)["progress"]["global_step"] == int(found[1])
 
 
+def test_a_run_whose_node_is_lost_goes_on_from_its_last_checkpoint_on_another_one(jobs):
+    """To the weights of the run that lost none."""
+    assert jobs.lost.returncode == 0, jobs.lost.stderr
+    lines = jobs.lost.stderr.splitlines()
+    assert [line for line in lines if re.match(r"rank [01] is lost: its node .+ is down, or", line)]
+    assert "restart 1 of 1 from lost/checkpoints/last.ckpt, step 4" in lines
+    ours, theirs = (
+        weights(jobs.folder / name / "checkpoints" / "last.ckpt") for name in ("lost", "fitted")
+    )
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-12)
+
+
+def test_a_storage_that_can_not_be_opened_is_refused_in_one_line(jobs):
+    assert jobs.stored.returncode == 2
+    assert jobs.stored.stderr.splitlines()[-1] == (
+        "dpframe: strategy.storage=nowhere://bucket/runs can't be opened: Unrecognized filesystem "
+        "type in URI: nowhere://bucket/runs; fix that, or use a directory that all nodes share"
+    )
+
+
 def test_the_kit_finds_the_strategy_exact(jobs):
     assert jobs.verified.returncode == 0, jobs.verified.stdout
     assert re.fullmatch(r"(\d+) of \1 checks passed", jobs.verified.stdout.splitlines()[-1])
@@ -240,6 +297,15 @@ def test_a_sweep_runs_over_the_cluster_by_hydras_launcher(jobs):
     assert rates == {"task.optimizer.lr=0.01", "task.optimizer.lr=0.02"}
 
 
+def test_optuna_searches_over_the_cluster(jobs):
+    if not jobs.searched:
+        pytest.skip("dpframe[sweep] is not installed")
+    assert jobs.searched[0].returncode == 0, jobs.searched[0].stderr
+    runs = json.loads((jobs.folder / "searched" / "sweep.json").read_text())["runs"]
+    assert [run["status"] for run in runs] == ["finished"] * 3
+    assert (jobs.folder / "searched" / "study.db").exists()
+
+
 def test_more_than_the_cluster_has_is_refused_in_one_line(jobs):
     there = "the Ray cluster has CPU 8, GPU 0 on 2 nodes"
     assert jobs.refused == [
@@ -249,6 +315,48 @@ def test_more_than_the_cluster_has_is_refused_in_one_line(jobs):
         "strategy.resources to less, or add nodes",
         f"trainer.accelerator=cuda but {there}; use trainer.accelerator=auto, or cpu to rehearse",
     ]
+
+
+# ---- by the commands of docs/clusters.md
+
+
+@contextmanager
+def ray_start(*words: str, **variables: str) -> Iterator[str]:
+    """What `ray start WORDS` prints; `--block` makes it end its processes with itself."""
+    command = [str(Path(sys.executable).parent / "ray"), "start", *words, "--block", "--num-cpus=1"]
+    process = subprocess.Popen(
+        [*command, f"--object-store-memory={100 << 20}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(**variables),
+    )
+    assert process.stdout
+    printed = ""
+    try:
+        while "will now block forever" not in printed:
+            line = process.stdout.readline()
+            assert line, printed
+            printed += line
+        yield printed
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def test_the_commands_of_the_page_make_a_cluster_that_asks_for_a_token(tmp_path):
+    if find_spec("ray") is None:  # an import would set variables
+        pytest.skip("dpframe[ray] is not installed")
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        own = {"HOME": str(tmp_path), "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token"}
+        command = [str(Path(sys.executable).parent / "ray"), "get-auth-token", "--generate"]
+        subprocess.run(command, env=environment(**own), check=True, capture_output=True)
+        with ray_start("--head", "--port=0", "--include-dashboard=false", **own) as printed:
+            (address,) = re.findall(r"ray start --address='(.+)'", printed)
+            with ray_start(f"--address={address}", **own):
+                job = done(TWO, tmp_path, environment(**own, RAY_ADDRESS=address))
+    assert job.returncode == 0, job.stderr
+    assert "strategy   Ray on 2 x cpu" in job.stdout
 
 
 # ---- without a cluster

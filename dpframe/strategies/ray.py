@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dpframe import files, heartbeat, interruption
-from dpframe.errors import Failure, Interrupted, UserError
+from dpframe.errors import Failure, Interrupted, NodeLost, UserError
 from dpframe.heartbeat import SIGNALS
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
@@ -35,6 +35,7 @@ ONE_CPU: dict[str, float] = {"CPU": 1}
 TICK_SECONDS = 0.2  # between two looks at what the ranks have said
 WAIT_SECONDS = 15.0  # for the first word of a rank, before it is told what Ray waits for
 CONNECT_SECONDS = 5.0
+LOST_SECONDS = 20.0  # for Ray to notice that a node is gone
 REPORT_SECONDS = 5.0  # between two rows for Ray, which reads them every few seconds
 # Ray's own variables, for the processes of a job: how soon a failure is seen, and that what is
 # printed and logged there is shown once, by us.
@@ -104,6 +105,7 @@ class Ray(DDP):
             kind = "cuda" if self.accelerator == "auto" else self.accelerator
             device = torch.device(kind if uses_gpus else "cpu")
             announce([device] * count, self.accelerator, kind="workers of Ray's")
+            storage = self._storage()
             job = _Job(stop, count, needs)
             with tempfile.TemporaryDirectory(prefix="dpframe_ray_") as nowhere:
                 work = pickle.dumps((run, args))
@@ -116,16 +118,27 @@ class Ray(DDP):
                     scaling_config=train.ScalingConfig(
                         num_workers=count, use_gpu=uses_gpus, resources_per_worker=self.resources
                     ),
-                    run_config=train.RunConfig(storage_path=self._storage() or nowhere),
+                    run_config=train.RunConfig(storage_path=storage or nowhere),
                 )
                 job.watch(trainer)
             return job.outcome()
 
     def _storage(self) -> str | None:
-        """As Ray takes it: a URI, or a whole path."""
-        if self.storage is None or "://" in self.storage:
-            return self.storage
-        return os.path.abspath(os.path.expanduser(self.storage))
+        """As Ray takes it: a URI that can be opened, or a whole path."""
+        if self.storage is None:
+            return None
+        if "://" not in self.storage:
+            return os.path.abspath(os.path.expanduser(self.storage))
+        from pyarrow.fs import FileSystem  # with which Ray Train opens it, too
+
+        try:
+            FileSystem.from_uri(self.storage)
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise UserError(
+                f"strategy.storage={self.storage} can't be opened: {_first_line(error)}; fix that, "
+                "or use a directory that all nodes share"
+            ) from None
+        return self.storage
 
     def _workers(self) -> tuple[int, dict[str, float]]:
         """How many, and what each needs; refuses more than the cluster has room for, as Ray would
@@ -237,19 +250,23 @@ class _Job:
     def __init__(self, stop: Interruption, count: int, needs: Mapping[str, float]) -> None:
         import ray
         from ray.util.queue import Queue
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.stop = stop
         self.count = count
         free = ray.available_resources()
         lacks = any(free.get(name, 0) < count * need for name, need in needs.items())
         self.waits_for = f"the cluster has {_in_words(free, needs)} free" if lacks else ""
-        self.messages = Queue(actor_options={"num_cpus": 0})  # from the ranks
-        self.signals = Queue(actor_options={"num_cpus": 0})  # one for each rank
+        own = ray.get_runtime_context().get_node_id()  # they end with no other node
+        here = {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(own, False)}
+        self.messages = Queue(actor_options=here)  # from the ranks
+        self.signals = Queue(actor_options=here)  # one for each rank
         self.number: int | None = None  # of the signal that ends the job
         self.said = ""  # when it came, in the main rank's words
         self.told: dict[str, Any] = {}
         self.value: Any = None
         self.faults: dict[int, Fault] = {}
+        self.nodes: dict[int, tuple[str, str]] = {}  # of the ranks: Ray's name, and the host's
         self.ended: set[int] = set()
         self._error: Exception | None = None  # Ray's
         self._deadline = float("inf")
@@ -276,6 +293,9 @@ class _Job:
 
         if self.number is not None and all(fault.is_echo for fault in self.faults.values()):
             raise Interrupted(self.number, self.said)
+        for rank, host in self._lost():
+            line = f"rank {rank} is lost: its node {host} is down, or its network is cut"
+            self.faults[rank] = Fault(rank, line, line=line, kind=NodeLost)
         for rank, error in getattr(self._error, "worker_failures", {}).items():
             if rank not in self.ended and rank not in self.faults:
                 # What other ranks have to say comes of this.
@@ -288,8 +308,23 @@ class _Job:
             raise fault from None
         if self._error is not None:
             what = "lost its workers" if isinstance(self._error, WorkerGroupError) else "failed"
-            raise Failure(f"Ray Train {what}: {_first_line(self._error)}") from self._error
+            raise Failure(f"Ray Train {what}: {_cause(self._error)}") from self._error
         return self.value
+
+    def _lost(self) -> list[tuple[int, str]]:
+        """The silent ranks whose nodes are gone, which Ray notices late, where the others only
+        missed somebody."""
+        import ray
+
+        silent = {r: n for r, n in self.nodes.items() if r not in self.ended | self.faults.keys()}
+        until = time.monotonic() + LOST_SECONDS
+        while silent and self._error and all(fault.is_echo for fault in self.faults.values()):
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+            lost = [(rank, host) for rank, (node, host) in silent.items() if node not in alive]
+            if lost or time.monotonic() > until:
+                return lost
+            time.sleep(TICK_SECONDS)
+        return []
 
     def _fit(self, trainer: Any) -> None:
         try:
@@ -310,6 +345,8 @@ class _Job:
         match kind:
             case "told":
                 self.told[value[0]] = value[1]
+            case "node":
+                self.nodes[rank] = value
             case "failed":
                 self.faults.setdefault(rank, value)
             case "interrupted" if rank == 0:
@@ -347,7 +384,12 @@ def _connected() -> Iterator[None]:
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UserError(f"Ray does not start: {_first_line(error)}") from None
+            hint = "; if it asks for a token, export RAY_AUTH_MODE=token, with that token here"
+            is_open = os.environ.get("RAY_AUTH_MODE", "disabled") == "disabled"
+            raise UserError(
+                f"Ray does not start: {_first_line(error)}"
+                + hint * (is_open and isinstance(error, ConnectionError))
+            ) from None
         finally:
             _handle(handlers)  # Ray takes SIGTERM over
         yield
@@ -402,6 +444,12 @@ def _in_words(resources: Mapping[str, float], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)
 
 
+def _cause(error: BaseException) -> str:
+    """Of what an actor of Ray's tells with a traceback, the line that ends it."""
+    lines = str(error).strip().splitlines()
+    return lines[-1] if any(line.startswith("  File ") for line in lines) else _first_line(error)
+
+
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
@@ -422,9 +470,13 @@ class _Worker:
         self.work = work
 
     def __call__(self) -> None:
+        import ray
+
         rank = int(os.environ["RANK"])
         _quieten()
         parent = Parent(_Line(self.messages, rank))
+        node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
+        parent.send("node", (ray.get_runtime_context().get_node_id(), node))
         interruption.install(parent)
         ranks.join(parent)
         threading.Thread(target=self._await_signal, args=(parent,), daemon=True).start()
