@@ -8,6 +8,7 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -205,9 +206,15 @@ def _watch(fd: int, parent: int, hang_seconds: float, grace_seconds: float, is_q
         if now - beaten_at >= hang_seconds:
             stack = stack_of(parent, fd)
             if not is_at_prompt(stack):
-                who = f"rank {os.environ['RANK']}" if "RANK" in os.environ else "it"  # torchrun's
-                _end(parent, f"{stack}\n{verdict(stack, hang_seconds, who=who)}\n")
+                _end(parent, f"{stack}\n{verdict(stack, hang_seconds, who=_who())}\n")
             beaten_at = now
+
+
+def _who() -> str:
+    """Which of a launcher's ranks, and on which of several machines."""
+    rank, ranks, here = map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    place = f" on {socket.gethostname()}" if ranks != (here or ranks) else ""
+    return f"rank {rank}{place}" if rank is not None else "it"
 
 
 def _end(pid: int, words: str) -> None:

@@ -7,7 +7,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,52 @@ def test_a_rank_that_raises_speaks_last_on_both_nodes_with_its_nodes_name(two, r
         assert peer.startswith(f"rank {1 - rank} on node{2 - rank} ended after it: ")
     assert "ValueError: broken in rank" in (two[0].disk / "run" / "run.log").read_text()
     assert not (two[1].disk / "run").exists()
+
+
+@contextmanager
+def launched(two: list[Host], *words: str, **variables: str) -> Iterator[list[forked.Job]]:
+    """As torchrun would start a rank on each, of which no parent watches both."""
+    words = ("strategy=ddp", *(word for word in injected(two, *words) if word not in NODES))
+    own = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **variables}
+    with ExitStack() as running:
+        yield [
+            running.enter_context(host.started(words, RANK=str(rank), **own))
+            for rank, host in enumerate(two)
+        ]
+
+
+def test_all_nodes_of_a_launcher_end_with_the_rank_that_failed_first(two):
+    with launched(two, **injector.fail_at(1, 3, "raise")) as jobs:
+        one, other = (Ended(job) for job in jobs if job.wait(60))
+    assert (one.code, other.code) == (1, 1)
+    assert other.lines[-2:] == [
+        "ValueError: broken in rank 1",
+        "dpframe: rank 1 on node2 has failed",
+    ]
+    assert one.lines[-1] == (
+        "dpframe: rank 0 on node1 ended after rank 1 on node2 had failed: ValueError: broken in "
+        "rank 1"
+    )
+
+
+def test_a_rank_of_a_launcher_that_hangs_is_named_with_its_node(two):
+    words = ["trainer.hang_seconds=4", "strategy.timeout_seconds=10"]
+    with launched(two, *words, **injector.fail_at(1, 3, "hang")) as (_, job):
+        assert job.wait(60) == 1
+        assert "; rank 1 on node2 hangs in _fail (injector.py" in Ended(job).lines[-1]
+
+
+def test_ranks_of_a_launcher_end_when_their_network_is_cut(two):
+    """Those who can't reach the store, too."""
+    with launched(two, "trainer.max_epochs=1000", "strategy.timeout_seconds=6") as jobs:
+        for number, job in enumerate(jobs):
+            job.wait_for(f"training-{number}")
+        two[1].cut()
+        for number, job in enumerate(jobs):
+            assert job.wait(60) == 1
+            last = f"dpframe: rank {number} on node{number + 1} ended after another one was gone"
+            assert Ended(job).lines[-1] == last
 
 
 def test_a_rank_that_hangs_is_named_with_its_node_and_its_stack(two):
@@ -341,6 +387,28 @@ def test_a_run_goes_on_from_the_checkpoint_that_one_node_alone_has(two, tmp_path
     )
     assert is_same(ours["task"], theirs["task"]) and is_same(ours["optimizer"], theirs["optimizer"])
     assert not (two[0].disk / "run").exists()
+
+
+def test_fsdp_keeps_parts_within_a_node_and_goes_on_from_the_checkpoint_of_one_node(two, tmp_path):
+    """Copies of the parts are between the nodes: what is gathered stays within one."""
+    meet = [*NODES[1:], "strategy=fsdp", "strategy.replicate=2", "trainer.gpus=2"]
+    meet += ["strategy.checkpoints=whole"]  # which a node has alone
+    words = [*meet, *BOSTON, "+callbacks.parts._target_=injector.TellsParts", "hydra.run.dir=run"]
+    first = run(two, *words, "trainer.max_epochs=1")
+    assert [ended.code for ended in first] == [0, 0], first[0].said
+    parts = [(two[rank // 2].disk / f"part-{rank}").read_text() for rank in range(4)]
+    assert parts[:2] == parts[2:] and parts[0] != parts[1]
+    shutil.move(two[0].disk / "run", two[1].disk / "run")
+    second = run(two, *NODES[1:], "resume=run", "trainer.max_epochs=2")
+    assert [ended.code for ended in second] == [0, 0], second[0].said
+    assert "resumed at epoch 1, step 4" in second[1].printed
+    alone = forked.run([*BOSTON, "strategy=cpu"], tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    theirs = checkpoint.load(two[1].disk / "run/checkpoints/last.ckpt")["task"]
+    ours = last(tmp_path)
+    assert theirs.keys() == ours.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name], tensor, rtol=1e-12, atol=1e-14)
 
 
 def test_nodes_with_a_disk_in_common_write_one_directory_whatever_their_clocks_say(two):

@@ -2,6 +2,8 @@
 
 import itertools
 import os
+import socket
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -14,11 +16,13 @@ from torch import Tensor, nn
 
 from dpframe import apart, interruption, launcher
 from dpframe.data import split
-from dpframe.errors import Interrupted, UserError
+from dpframe.errors import Interrupted, UserError, first_line
 from dpframe.strategies import launch, network, ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, cores, use_threads
 
+FIRST = "failed first"  # in the store
+FIRST_SECONDS = 1.0  # for the rank that has failed first to say so
 _groups = itertools.count()  # those that this process has opened
 
 
@@ -216,10 +220,39 @@ class Processes(Strategy):
         ranks.fail(error)
         if isinstance(error, Interrupted) and not ranks.has_parent():
             self._leave_after_main()
+        elif self.nodes > 1 and not ranks.has_parent():
+            self._name_first(error)
         if self.owns_group and self.device.type != "cpu" and dist.is_initialized():
             for group in filter(None, (*self._groups.values(), dist.group.WORLD)):
                 group.abort()
         super().abort(error)
+
+    def _name_first(self, error: BaseException) -> None:
+        """Each machine shows its own ranks' errors: all end with the one that failed first."""
+        who = f"rank {self.rank} on {socket.gethostname()}"
+        if ranks.is_echo(error):
+            first = self._first_failure("")
+            error.add_note(f"dpframe: {who} ended after {first or 'another one was gone'}")
+        else:
+            self._first_failure(f"{who} had failed: {type(error).__name__}: {first_line(error)}")
+            error.add_note(f"dpframe: {who} has failed")
+
+    def _first_failure(self, own: str) -> str:
+        """Told, or asked for, by a thread: it never comes back from a network that is cut."""
+        store, found = self._store, [""]
+
+        def exchange() -> None:
+            with suppress(dist.DistError):  # rank 0 is gone, and the store with it
+                if store is not None and own:
+                    store.set(FIRST, own)
+                elif store is not None:
+                    store.wait([FIRST], timedelta(seconds=FIRST_SECONDS))
+                    found[0] = store.get(FIRST).decode()
+
+        thread = threading.Thread(target=exchange, daemon=True)
+        thread.start()
+        thread.join(2 * FIRST_SECONDS)
+        return found[0]
 
     def _leave_after_main(self) -> None:
         """A launcher ends all ranks when the first of them leaves: the main one may be saving."""

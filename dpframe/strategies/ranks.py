@@ -197,9 +197,14 @@ def outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> i
     return 0
 
 
-def _fault_of(error: BaseException) -> Fault:
+def is_echo(error: BaseException) -> bool:
+    """Whether it comes of another rank that is gone, or did not come."""
     from torch.distributed import DistError
 
+    return isinstance(error, DistError) or "gloo/transport" in str(error)
+
+
+def _fault_of(error: BaseException) -> Fault:
     return Fault(
         rank=int(os.environ["RANK"]),
         text="".join(traceback.format_exception(error)).rstrip(),
@@ -207,5 +212,5 @@ def _fault_of(error: BaseException) -> Fault:
         kind=next((kind for kind in LINES if isinstance(error, kind)), UserError),
         details=getattr(error, "details", ""),
         exit_code=getattr(error, "exit_code", 1),
-        is_echo=isinstance(error, DistError) or "gloo/transport" in str(error),
+        is_echo=is_echo(error),
     )

@@ -42,7 +42,7 @@ class Pace:
         strategy, progress, ranks = self._strategy, self._progress, self._strategy.world_size
         if not self._computed:
             self._hosts = strategy.gather(socket.gethostname())
-        steps = progress.global_step - self._step
+        steps = max(1, progress.global_step - self._step)
         numbers = [0.0] * (2 * ranks)
         numbers[strategy.rank] = self._watch.read() if self._watch is not None else 0.0
         numbers[ranks + strategy.rank] = (progress.data_seconds - self._waited) / steps
