@@ -30,6 +30,7 @@ TESTS = {
     "test_a_contest_is_a_table_with_the_speed_up_over_the_first",
     "test_what_is_wrong_with_a_machine_is_told_with_what_to_do",
     "test_operations_are_told_by_thousands",
+    "test_the_table_of_shares_is_what_split_gives",
     "test_the_rates_rise_from_what_is_set_to_the_factor_for_each_doubling",
     "test_two_nodes_on_one_machine_have_two_names",
     "test_a_node_whose_ranks_are_slow_is_told_once_and_by_how_much",

@@ -49,6 +49,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for recipe, name in product(("boston", "gpt", "lenet", "letters"), ("best", "last")):
         checkpoint.save({"task": {}}, folder / f"outputs/{recipe}/1/checkpoints/{name}.ckpt")
         write(folder, {f"outputs/{recipe}/1/.hydra/overrides.yaml": f"- recipe={recipe}\n"})
+    (folder / "theirs.pt").touch()
     return folder
 
 
