@@ -21,7 +21,7 @@ import torchmetrics
 from command import attempts
 from forked import fresh, on
 from recorded import Recorder, once
-from small import SGD, Adam, Hooks, Listed, Rows, Small, Stream, is_same, trainer
+from small import SGD, Adam, Hooks, Listed, Rows, Small, Stream, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -121,6 +121,20 @@ class Bursts(Small):
         output = super().training_step(batch)
         output["loss"] = torch.where(batch[1].min() < -3, math.nan, output["loss"])
         return output
+
+
+class Turned(Small):
+    """Buffers of other kinds: a complex one that changes, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("mask", torch.ones(3).bool())
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        if self.training:
+            self.turn += torch.complex(batch[0].mean(), batch[1].mean())
+        return super().training_step([batch[0] * self.mask, batch[1]])
 
 
 class Thaws(Small):
@@ -265,6 +279,7 @@ CASES: dict[str, Case] = {
     "turns": (Turns, partial(Rows, 30, 10), {"accumulate": 2}),
     "LBFGS": (partial(Small, partial(torch.optim.LBFGS, max_iter=3)), partial(Rows, 30, 11), {}),
     "bursts": (Bursts, partial(Rows, 60, 5), {"on_nonfinite": "skip", "accumulate": 2}),
+    "turned": (Turned, partial(Rows, 30, 10), {}),
     "thaws": (partial(Thaws, Adam), partial(Rows, 30, 10), {}),
     "checkpointed": (
         partial(Small, dropout=0.3),
@@ -399,6 +414,40 @@ def test_weights_that_no_share_uses_stay_as_they_were():
     after = made.task.state_dict()
     assert is_same(before["unused.weight"], after["unused.weight"])
     assert not is_same(before["extra.weight"], after["extra.weight"])
+
+
+class Halved(torchmetrics.Metric):
+    """It forgets half of what it has seen with each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("kept", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, y: Tensor) -> None:
+        self.kept = self.kept / 2 + y.exp().mean()
+
+    def compute(self) -> Tensor:
+        return self.kept
+
+
+class Forgets(Turned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.halved = Halved()
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        self.halved.update(batch[1])
+        return super().training_step(batch)
+
+
+def test_buffers_and_metrics_of_every_kind_become_what_a_step_makes_of_them():
+    ended = [fitted(make=Forgets, logical_replicas=count) for count in (1, None)]
+    one, other = (made.metrics["train/halved"] for made in ended)
+    assert one == pytest.approx(other)
+    logical, plain = (made.task.state_dict() for made in ended)
+    assert plain["turn"].imag.abs().min() > 0
+    for name in plain:
+        torch.testing.assert_close(logical[name], plain[name])
 
 
 # Replicas that come and go
@@ -587,6 +636,12 @@ class Sparse(Words):
         self.embedding = nn.Embedding(11, 8, sparse=True)
 
 
+class Complex(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+
+
 class Divided(Rows):
     def __init__(self) -> None:
         super().__init__()
@@ -610,6 +665,10 @@ class Shards(ShardedStream):
         ({"strategy": Own(1, "cpu")}, "=8 but Own shares gradients in a way of its own; use strat"),
         ({"strategy": DataParallel(9, "cpu")}, "=8 but there are 9 replicas, of which each needs "),
         ({"make": Gathers}, "self.all_gather can't be had with trainer.logical_replicas=8: the"),
+        (
+            {"make": Complex},
+            "=8 can't add up the gradients of complex weights; use trainer.logical",
+        ),
         ({"make": Sparse}, "logical_replicas=8 can't add up sparse gradients; use nn.Embedding"),
         ({"data": Divided()}, "divide_streams=true with trainer.logical_replicas: which rows meet"),
         (

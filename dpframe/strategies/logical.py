@@ -68,6 +68,11 @@ class Logical(Strategy):
                 f"{KEY}={self.logical_shares} can't add up sparse gradients; use "
                 "nn.Embedding(sparse=False), and an optimizer for dense gradients"
             )
+        if any(weight.is_complex() for weight in module.parameters()):
+            raise UserError(
+                f"{KEY}={self.logical_shares} can't add up the gradients of complex weights; use "
+                f"{KEY}=null"
+            )
         self._within.even_out([*module.parameters(), *module.buffers()])
         return TrainShares(module, self)
 
@@ -307,7 +312,7 @@ class Layout:
         named = dict(module.named_parameters())
         self._is_trained = {name: weight.requires_grad for name, weight in named.items()}
         self.trained = [weight for weight in named.values() if weight.requires_grad]
-        self.buffers = list(module.buffers())
+        self.buffers = [torch.view_as_real(b) if b.is_complex() else b for b in module.buffers()]
         self.has_gradient = [0.0] * len(self.trained)  # from how many of this process's shares
         self._before = [buffer.clone() for buffer in self.buffers]
         floats = [t for t in (*self.trained, *self.buffers) if t.is_floating_point()]

@@ -37,7 +37,11 @@ class ShareMetrics:
         self._waiting: list[tuple[str, str, Tensor]] = []
 
     def add(self, name: str, metric: Any, share: list[int]) -> None:
-        """After a share's step: takes the sums out of the metric, and notes where its lists end."""
+        """After a share's step: takes the sums out of the metric, and notes where its lists end.
+
+        Of a metric that does not say `full_state_update=False`, an update may do more than add."""
+        if metric.full_state_update is not False:
+            return
         if metric.update_count == self._updates.get(name, 0):
             return
         self._updates[name] = metric.update_count
