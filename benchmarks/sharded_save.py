@@ -1,0 +1,69 @@
+"""How long a save in parts stalls training, beside a copy of the same tensors in host memory.
+
+Two gloo ranks of strategy=fsdp with `recipe=gpt` and Adam's state save in turns with copies. Both
+take new memory from the system each time: otherwise one would find what the other has let go of.
+"""
+
+import ctypes
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.fsdp_step import parts as built
+from dpframe import Trainer, parts
+from dpframe.checkpoint import Writer
+from dpframe.strategies.fsdp import FSDP
+
+LARGE = ["recipe=gpt", "task.width=512", "data.batch_size=2", "data.block=16"]
+
+
+def measure(strategy: FSDP, folder: str, turns: int) -> list[tuple[float, float, float]]:
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD
+    strategy.open()
+    task, data, settings = built(LARGE, 1)
+    settings.sanity_batches = 0
+    settings.limit_val_batches = 1
+    trainer = Trainer(task, data, strategy=strategy, settings=settings)
+    trainer.fit()
+    writer, path = Writer(), Path(folder, "checkpoints", "last.ckpt")
+    clock = time.perf_counter
+    seconds = []
+    for _ in range(turns):
+        strategy.tally([0.0])  # together
+        began = clock()
+        state = trainer.state_dict(whole=False)
+        writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
+        stalled = clock() - began
+        writer.wait()
+        written = clock() - began
+        strategy.tally([0.0])
+        began = clock()
+        copies = [part.rows.clone() for part in parts.taken_out(state)[1].values()]
+        seconds.append((stalled, clock() - began, written))
+        size = sum(copy.nbytes for copy in copies)
+        del copies, state  # each turn begins with the same memory
+    if strategy.is_main:
+        print(f"{size / 2**20:.0f} MiB a rank")
+    strategy.shut()
+    return seconds[1:]
+
+
+def main() -> int:
+    parser = ArgumentParser("python -m benchmarks.sharded_save", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=15)
+    options = parser.parse_args()
+    strategy = FSDP(options.ranks, "cpu")
+    with TemporaryDirectory() as folder:
+        turns = strategy.launch(measure, strategy, folder, options.turns + 1)
+    stalled, copied, written = (1e3 * min(column) for column in zip(*turns, strict=True))
+    print(
+        f"the fastest of {len(turns)}: stalled {stalled:.1f} ms, a copy takes {copied:.1f} ms: "
+        f"{stalled / copied:.2f}; written after {written:.0f} ms"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
