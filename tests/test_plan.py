@@ -211,6 +211,12 @@ def test_on_cards_only_what_computation_does_not_hide_is_waited_for():
     # backward: a gather until 4, 4 s of computing and another gather until 8, where the scatter
     # begins; computing until 10, the scatters until 12, 16 and 18.
     assert BLOCKS.waits(TIMES, 2, slow) == pytest.approx((14 - 8) + (18 - 8))
+    # Blocks of 1 s: a gather until 4, the next one until 8, a scatter until 12. The second block
+    # is done at 9, and waits until 12, where its scatter begins; then come 8 s and the last one.
+    first, second = BLOCKS.calls
+    early = first._replace(done=0.2), second._replace(done=0.1)
+    hasty = replace(BLOCKS, calls=early)
+    assert hasty.waits([(8.0, 10.0)], 2, slow) == pytest.approx((14 - 8) + (22 - 10))
 
 
 def test_groups_gather_within_themselves_and_add_up_between_machines():

@@ -47,7 +47,8 @@ def verified(job: Composed) -> dict[str, Any]:
     from dpframe.testing import verify  # only this mode needs the kit
 
     _refuse_checkpoint(job, "starts from the recipe's own weights")
-    if locate(job.config["task"]["_target_"], "task").needs_trainer:
+    maker = locate(job.config["task"]["_target_"], "task")  # a class, or a function
+    if getattr(maker, "needs_trainer", False):
         raise UserError(
             "mode=verify compares with steps that no Trainer makes, which a LightningModule needs; "
             "verify the strategy by another recipe, or compare runs by mode=compare"
