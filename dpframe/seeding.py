@@ -44,10 +44,16 @@ def mix(*numbers: int) -> int:
 
 def refuse_nondeterminism(device: torch.device) -> None:
     """From here on torch raises where it has no deterministic kernel."""
+    fix_workspaces(device)
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first matmul
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
+
+
+def fix_workspaces(device: torch.device) -> None:
+    """Before the first matrix product on a card: which kernels it has depends on their size."""
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def random_state(devices: Sequence[torch.device] | None = None) -> dict[str, Any]:

@@ -777,10 +777,12 @@ class ByTime(Norms):
         return output | {"loss": output["loss"] * (1 + time.perf_counter_ns() % 1000)}
 
 
-def verified(make: Any, strategy: Any = DataParallel, *on: Any) -> Any:
+def verified(
+    make: Any, strategy: Any = DataParallel, *on: Any, only: tuple[str, ...] = ("bits",)
+) -> Any:
     settings = TrainerSettings(logical_replicas=4, threads=1)
     recipe = Recipe("mine", make, partial(Rows, 40, 10), settings)
-    return verify(partial(strategy, *(on or (2, "cpu"))), recipe=recipe, only=["bits"])["bits"]
+    return verify(partial(strategy, *(on or (2, "cpu"))), recipe=recipe, only=only)["bits"]
 
 
 def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
@@ -833,8 +835,16 @@ def test_a_run_that_goes_on_on_another_number_of_cards_has_the_bits_of_one_card(
 
 @pytest.mark.gpu
 def test_verify_looks_at_the_bits_of_cards():
-    finding = fresh(verified, Norms, DDP, None, "cuda")
+    finding = fresh(partial(verified, only=("rows_once", "bits")), Reads, DDP, None, "cuda")
     assert finding.result == "pass", finding.cause
+
+
+class Reads(Norms):
+    """What cuBLAS reads at the first product, which is one of a course without shares."""
+
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        assert batch[0].device.type == "cpu" or "CUBLAS_WORKSPACE_CONFIG" in os.environ
+        return super().training_step(batch)
 
 
 @pytest.mark.gpu(2)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpframe import checkpoint, memory
+from dpframe import checkpoint, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.data.module import leaves
 from dpframe.errors import UserError
@@ -71,6 +71,8 @@ def measure(plan: Plan) -> int:
     _exit_after(plan.give_up_seconds, plan)
     strategy = plan.strategy()
     strategy.open()
+    if plan.recipe is not None and plan.recipe.settings.logical_replicas is not None:
+        seeding.fix_workspaces(strategy.device)  # of all courses: the first one's stay
     try:
         write(plan.directory, "facts", facts(strategy))
         all_courses = courses(plan.recipe, strategy.replicas)
