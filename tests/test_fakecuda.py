@@ -1,15 +1,18 @@
 """The fake cards notice what is planted, and nothing in the same code done right."""
 
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from textwrap import dedent
 
 import pytest
-from fakecuda import build
+from fakecuda import build, operators
 from recorded import once
 
 HERE = Path(__file__).resolve().parent
@@ -233,6 +236,57 @@ def test_what_is_planted_is_noticed(name):
 def test_what_is_right_is_left_alone(name):
     right = [line for line in found()[f"right: {name}"] if not line.startswith("UserWarning")]
     assert right == []
+
+
+# The build
+
+
+def slowly(work: Path, library: Path) -> None:
+    """Stands for the compiler, and notes each call."""
+    with (build.cache() / "calls").open("a") as calls:
+        calls.write("compiled\n")
+    time.sleep(0.3)
+    library.touch()
+
+
+def test_two_processes_that_build_at_once_compile_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "why_not", lambda: None)
+    monkeypatch.setattr(build, "_compile", slowly)
+    monkeypatch.setattr(operators, "facts", dict)
+    processes = [multiprocessing.get_context("fork").Process(target=build.built) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert (build.cache() / "calls").read_text() == "compiled\n"
+    assert (build.cache() / build.key() / build.LIBRARY).exists()
+
+
+def test_a_build_that_failed_leaves_nothing_that_is_taken_for_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "why_not", lambda: None)
+    monkeypatch.setattr(build, "FLAGS", ["--no-such-flag"])
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\necho 'g++: error: no such flag' >&2\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("PATH", str(compiler.parent), prepend=os.pathsep)
+    with pytest.raises(
+        build.CanNotBuild, match=r"^g\+\+ can't compile fake cards: g\+\+: error: no"
+    ):
+        build.built()
+    assert [path.suffix for path in build.cache().iterdir()] == [".lock"]
+
+
+def test_without_a_compiler_the_command_and_its_tests_say_so_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    line = "fake cards are compiled by g++, and there is none; install g++"
+    assert build.why_not() == line
+    command = [sys.executable, str(HERE / "fakecuda"), "1", "-c", "pass"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (2, f"{line}\n")
 
 
 # Bugs planted in dpframe: where, what, what instead, and the test that notices it on two cards

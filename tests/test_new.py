@@ -23,6 +23,13 @@ def test_a_new_projects_own_test_passes(project):
     assert "4 passed" in done.stdout
 
 
+def test_ruff_finds_nothing_in_a_new_project(project):
+    for words in (["check", "--select", "E,F,I,UP,B,SIM,RET,C4,PIE"], ["format", "--check"]):
+        command = [sys.executable, "-m", "ruff", *words, "--no-cache", "."]
+        done = subprocess.run(command, cwd=project, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_help_has_an_installed_projects_options(project, tmp_path):
     pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(tmp_path)]
     subprocess.run([sys.executable, "-m", *pip, str(project)], check=True)
