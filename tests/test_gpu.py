@@ -93,6 +93,9 @@ def outcome(**given: Any) -> dict[str, Any]:
     return {"weights": made.task.state_dict(), "metrics": made.metrics, "counts": counts}
 
 
+HALVES = ("bf16", "fp16")
+EPOCHS = 8
+
 # The same numbers
 
 
@@ -104,23 +107,40 @@ def test_all_cards_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, nam
 
 
 @once
-def by_ranks() -> dict[str, dict[str, Any]]:
+def fitted_in(precision: str, kind: type[Strategy]) -> Trainer:
+    trainer = boston(started(kind(accelerator="cuda")), precision=precision, max_epochs=EPOCHS)
+    trainer.fit()
+    return trainer
+
+
+@once
+def by_ranks() -> dict[str, Any]:
+    """All that ranks on all cards are asked for: a group of them takes seconds to start."""
     return on(DDP(accelerator="cuda"), on_all_cards)
 
 
-def on_all_cards(strategy: Strategy) -> dict[str, dict[str, Any]]:
-    return {name: test_parity.trained(strategy, name, "64") for name in test_parity.CASES}
+def on_all_cards(strategy: DDP) -> dict[str, Any]:
+    halves = {half: boston(strategy, precision=half, max_epochs=EPOCHS) for half in HALVES}
+    results = {
+        "parity": {name: test_parity.trained(strategy, name, "64") for name in test_parity.CASES},
+        "evaluation": test_evaluation.results_on(strategy),
+        "halves": {half: trainer.fit()["val/loss"] for half, trainer in halves.items()},
+    }
+    strategy.sync_batchnorm = True
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(strategy.device)
+    kinds = [type(part).__name__ for part in strategy.wrap(module, training=True).modules()]
+    return {**results, "synced": kinds}
 
 
 @pytest.mark.parametrize("name", test_parity.CASES)
 def test_ddp_on_all_cards_equals_the_hand_written_loop(name):
-    test_parity.check(by_ranks()[name], name, "64")
+    test_parity.check(by_ranks()["parity"][name], name, "64")
 
 
 @once
 def evaluated(where: str) -> dict[tuple[str, int], Any]:
     if where == "ddp":
-        return on(DDP(accelerator="cuda"), test_evaluation.results_on)
+        return by_ranks()["evaluation"]
     return test_evaluation.results_on(started(DataParallel(accelerator="cuda")))
 
 
@@ -131,6 +151,18 @@ def test_evaluation_on_all_cards_sees_every_row_once_and_in_order(where):
             bits = round(metrics["val/code"] * size * 2**16)
             assert bits == sum(2 ** (16 - row) for row in range(size)), (kind, size)
         assert predictions["id"] == list(range(size))
+
+
+@pytest.mark.parametrize("precision", HALVES)
+def test_half_precision_trains_on_ranks(precision):
+    loss = by_ranks()["halves"][precision]
+    assert loss == pytest.approx(fitted_in("32", SingleGPU).metrics["val/loss"], rel=0.2)
+
+
+def test_batchnorm_is_synced_where_that_was_asked_for():
+    kinds = by_ranks()["synced"]
+    assert "SyncBatchNorm" in kinds
+    assert "BatchNorm1d" not in kinds
 
 
 # Optimizers
@@ -259,29 +291,7 @@ def test_one_card_more_than_there_is_is_refused(strategy):
         asked.launch(asked.setup)
 
 
-def kinds_of_parts(strategy: Strategy) -> list[str]:
-    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).to(strategy.device)
-    return [type(part).__name__ for part in strategy.wrap(module, training=True).modules()]
-
-
-def test_batchnorm_is_synced_where_that_was_asked_for():
-    kinds = on(DDP(accelerator="cuda", sync_batchnorm=True), kinds_of_parts)
-    assert "SyncBatchNorm" in kinds
-    assert "BatchNorm1d" not in kinds
-
-
 # Precision
-
-
-HALVES = ("bf16", "fp16")
-EPOCHS = 8
-
-
-@once
-def fitted_in(precision: str, kind: type[Strategy]) -> Trainer:
-    trainer = boston(started(kind(accelerator="cuda")), precision=precision, max_epochs=EPOCHS)
-    trainer.fit()
-    return trainer
 
 
 @pytest.mark.parametrize("precision", HALVES)
@@ -290,22 +300,6 @@ def test_half_precision_trains_about_as_well(kind, precision):
     half, whole = fitted_in(precision, kind), fitted_in("32", SingleGPU)
     assert {parameter.dtype for parameter in half.task.parameters()} == {torch.float32}
     assert half.metrics["val/loss"] == pytest.approx(whole.metrics["val/loss"], rel=0.2)
-
-
-@once
-def losses_of_ranks() -> dict[str, float]:
-    return on(DDP(accelerator="cuda"), fitted_in_halves)
-
-
-def fitted_in_halves(strategy: Strategy) -> dict[str, float]:
-    made = {half: boston(strategy, precision=half, max_epochs=EPOCHS) for half in HALVES}
-    return {half: trainer.fit()["val/loss"] for half, trainer in made.items()}
-
-
-@pytest.mark.parametrize("precision", HALVES)
-def test_half_precision_trains_on_ranks(precision):
-    loss = losses_of_ranks()[precision]
-    assert loss == pytest.approx(fitted_in("32", SingleGPU).metrics["val/loss"], rel=0.2)
 
 
 # The hot path
