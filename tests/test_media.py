@@ -148,6 +148,11 @@ def show_all(trainer):
         trainer.log_pr_curve("found", [1, 0], [0.9, 0.4])
 
 
+def show_epoch(trainer):
+    trainer.log_text("epoch", str(trainer.epoch))
+    trainer.log_pr_curve("of epoch", [1, 0], [0.9, 0.4])
+
+
 def shown(directory):
     """As TensorBoard's pages get it: each value is a tensor."""
     return EventAccumulator(str(directory), tensor_size_guidance=dict.fromkeys(PLUGINS, 0)).Reload()
@@ -165,7 +170,7 @@ def test_what_a_hook_logs_is_read_back_once_after_a_resume(tmp_path):
     show = Hooks(
         on_step_end=show_all,
         # Of the first epoch's end, the checkpoint's step, is logged once: before the checkpoint.
-        on_validation_end=lambda t: t.log_text("epoch", str(t.epoch)),
+        on_validation_end=show_epoch,
         # And this twice: after the checkpoint, and again by the resumed run.
         on_epoch_start=lambda t: t.log_text("begun", str(t.epoch)),
     )
@@ -187,6 +192,7 @@ def test_what_a_hook_logs_is_read_back_once_after_a_resume(tmp_path):
         8: b"step *8*",
     }
     assert {s: text.item() for s, text in values(read, "epoch").items()} == {5: b"1", 10: b"2"}
+    assert values(read, "of epoch").keys() == {5, 10}
     assert {s: text.item() for s, text in values(read, "begun").items()} == {0: b"0", 5: b"1"}
     assert values(read, "val/worst")[8].item().decode().splitlines() == [
         "| row | guess |",
@@ -300,7 +306,7 @@ class Kept(Logger):
         self.keep("table", name, (columns, rows), step)
 
     def graph(self, module, inputs):
-        self.keep("graph", type(module).__name__, tuple(module(*inputs).shape), 0)
+        self.keep("graph", type(module).__name__, tuple(module(*inputs).shape[1:]), 0)
 
 
 def test_histograms_are_of_the_weights_and_gradients_of_an_update():
@@ -355,7 +361,7 @@ def classified(strategy, callbacks, dropout=0.0, **settings):
     "strategy", [DataParallel(3, "cpu"), DDP(4, "cpu")], ids=["data_parallel", "ddp"]
 )
 def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
-    callbacks = [ConfusionMatrix(), SamplePredictions(rows=8), PRCurve("softmax")]
+    callbacks = [ConfusionMatrix(), SamplePredictions(rows=8), PRCurve("softmax"), Graph()]
     shown, weights = on(strategy, classified, callbacks)
     same, _ = on(CPU(), classified, callbacks)
     forms = {
@@ -365,7 +371,8 @@ def test_samples_and_confusion_are_of_the_same_rows_on_every_strategy(strategy):
         ("table", "val/pr_curve/0"),
         ("table", "val/pr_curve/1"),
     }
-    assert shown.keys() == {(*form, step) for form in forms for step in (2, 4)}
+    at_steps = {(*form, step) for form in forms for step in (2, 4)}
+    assert shown.keys() == {*at_steps, ("graph", "Classes", 0)}
     assert shown == same
     columns, rows = shown["table", "val/samples", 4]
     assert columns == ["batch_0", "batch_1", "predicted"]
@@ -396,7 +403,7 @@ def test_callbacks_that_predict_change_no_random_number_of_training():
     callbacks = [ConfusionMatrix(), SamplePredictions(), PRCurve("softmax"), Graph()]
     within_epochs = {"dropout": 0.1, "validate_every_steps": 1}
     with_them = classified(CPU(), callbacks, **within_epochs)
-    assert with_them[0]["graph", "Classes", 0] == (7, 2)
+    assert with_them[0]["graph", "Classes", 0] == (2,)
     assert with_them[1] == classified(CPU(), [], **within_epochs)[1]
 
 
