@@ -1,5 +1,6 @@
 """What is known after a run: the best epoch, the next commands, and why a run has failed."""
 
+import csv
 import json
 import shlex
 
@@ -128,6 +129,8 @@ def test_the_best_weights_are_tested_after_fit(tmp_path, strategy):
     )
     assert best != last
     assert after == pytest.approx(best, rel=1e-12)
+    rows = list(csv.DictReader((tmp_path / "outputs/boston/a/metrics.csv").open()))
+    assert [row["test/loss"] for row in rows] == ["", "", str(after)]  # TensorBoard has it, too
 
 
 @pytest.mark.parametrize("strategy", [[], ["strategy=ddp", "trainer.gpus=2"]], ids=["cpu", "ddp"])

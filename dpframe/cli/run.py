@@ -189,7 +189,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
                 log.info(line)
             with told(trainer):
                 if settings.mode == "fit":
-                    trainer.fit()
+                    trainer.fit(is_tested=settings.test_after_fit)
                     if settings.test_after_fit:
                         _test_best(trainer)
                 else:
@@ -318,7 +318,11 @@ def _test_best(trainer: Trainer) -> None:
         else:
             state = strategy.share(checkpoint.load(path) if strategy.is_main else None)
         checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
-    trainer.test()
+    try:
+        trainer.test()
+    except BaseException:
+        trainer.report.close(trainer.metrics, succeeded=False)
+        raise
 
 
 def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:

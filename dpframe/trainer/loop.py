@@ -176,10 +176,12 @@ class Trainer:
 
     # ---- the four modes
 
-    def fit(self, resume: Start = None, *, resume_anyway: bool = False) -> dict[str, float]:
+    def fit(
+        self, resume: Start = None, *, resume_anyway: bool = False, is_tested: bool = False
+    ) -> dict[str, float]:
         """Trains, from the checkpoint `resume` if there is one: a file, the state of one, or "last"
         for the newest in the run's directory. `resume_anyway`: even from one of a run that differs
-        from this one."""
+        from this one. `is_tested`: the loggers stay open for the numbers of a `test` after it."""
         if self._launches:
             return self._launched("fit", resume, resume_anyway=resume_anyway)
         self._refuse_closed()
@@ -202,7 +204,10 @@ class Trainer:
             explain(error, self.layout)
             self._end_by(error)
             raise
-        self.report.close(self.metrics, succeeded=True)
+        if is_tested:
+            self.report.flush()
+        else:
+            self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
     def validate(self) -> dict[str, float]:
