@@ -437,6 +437,8 @@ def test_a_plan_of_fsdp_has_the_collectives_of_a_real_step():
     assert costs.sharded is not None and costs.small_reduces == 1  # the scalar
     rest, *blocks = reversed(costs.sharded.units)
     assert [call.unit for call in costs.sharded.calls] == [2, 1, 0]
+    again = measured(Deep, wanted=strategy, checkpoint_activations=True).costs.sharded
+    assert [call.unit for call in again.calls] == [2, 1, 0]  # not those within the backward
     ends = [call.done for call in costs.sharded.calls]
     assert 0 < ends[2] <= ends[1] <= ends[0] <= 1
     sizes = [unit.gathered(2) for unit in blocks]
