@@ -571,25 +571,20 @@ def _made(part: Any, returned: Any, task: Task) -> Made:
     )
     if not isinstance(optimizer, Optimizer) or is_other or not is_scheduler:
         raise UserError(f"{_method(task)} returned {_kind(returned)}; {RETURNS_OPTIMIZER}")
-    required = needed_by_step(optimizer)
+    # Of the class: a scheduler has wrapped the optimizer's own step, which then shows its self.
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    required = [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
     if required not in ([], ["closure"]):
         raise UserError(
             f"{type(optimizer).__name__}.step needs a {required[0]}, and dpframe calls it without; "
             "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
         )
     return Made(optimizer, scheduler, bool(required))
-
-
-def needed_by_step(optimizer: Optimizer) -> list[str]:
-    """What its `step` has to be given, e.g. the closure of LBFGS."""
-    # Of the class: a scheduler has wrapped the optimizer's own step, which then shows its self.
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
-    return [
-        parameter.name
-        for parameter in parameters
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
 
 
 def check_signature(task: Task, turns: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """The task around a LightningModule: its steps, its optimizers and its hooks, in dpframe's loop."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,7 +18,7 @@ from dpframe.lightning.numbers import NOTHING, Log, bare, found, means_of_all, m
 from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
 from dpframe.lightning.trainer import TheirTrainer
 from dpframe.metrics import is_number
-from dpframe.task import Task, needed_by_step
+from dpframe.task import Task
 
 STAGES = {"validate": "validate", "test": "test", "predict": "predict"}  # by dpframe's mode
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
@@ -100,7 +101,9 @@ class Lightning(Task):
     def _pair(self, made: Configured) -> Any:
         optimizer = made.optimizer
         if not self.optimizes_by_hand and owns(self.module, "optimizer_step"):
-            kind = StepsAgain if needed_by_step(optimizer) else StepsByModule
+            closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+            needs_it = closure is not None and closure.default is closure.empty
+            kind = StepsAgain if needs_it else StepsByModule
             named: Any = type(type(optimizer).__name__, (kind,), {})  # as it is told of
             optimizer = named(optimizer, self)
         return (optimizer, Schedules(made.schedules)) if made.schedules else optimizer
