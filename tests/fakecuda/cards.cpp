@@ -29,7 +29,8 @@ constexpr int POISON = 0xFF;       // a NaN: what is read before it is written s
 
 thread_local int device_now = 0;
 thread_local std::map<int, int64_t> streams_now;
-int64_t last_stream = 0;
+constexpr int64_t STREAMS = 32;  // of a card; more are the first ones again, as torch's are
+std::map<int, int64_t> streams_made;
 std::map<int, Memory> memories;
 std::map<char*, size_t> pinned_memory;
 std::map<int, at::Generator> generators;
@@ -55,7 +56,7 @@ void set_stream(StreamKey stream) { streams_now[stream.device] = stream.id; }
 
 StreamKey new_stream(int index) {
   LOCKED;
-  return {index, ++last_stream};
+  return {index, 1 + streams_made[index]++ % STREAMS};
 }
 
 // ---- forks

@@ -18,7 +18,9 @@ Regions device_memory, host_memory;
 namespace {
 constexpr size_t MOST_ACCESSES = 128;  // of a region; more are merged
 std::map<StreamKey, Clock> streams;
+std::map<StreamKey, uint64_t> host_joined;  // by each stream: the version of the host's clock
 Clock host;
+uint64_t host_version = 1;
 uint64_t last_id = 0;
 std::atomic<bool> host_in_use{false};
 std::vector<std::string> found;
@@ -97,7 +99,10 @@ uint64_t new_id() { return ++last_id; }
 void launch(StreamKey stream) {
   if (graph_of(stream)) return;  // what is captured does not run
   auto& clock = streams[stream];
-  join(clock, host);
+  if (auto& joined = host_joined[stream]; joined != host_version) {
+    join(clock, host);
+    joined = host_version;
+  }
   clock[stream]++;
 }
 
@@ -129,6 +134,7 @@ void wait(StreamKey stream, const Clock& clock) { join(streams[stream], clock); 
 
 void host_waits(const Clock& clock) {
   join(host, clock);
+  host_version++;
   for (auto& [base, region] : host_memory) {
     forget_what_the_host_knows(region.reads);
     forget_what_the_host_knows(region.writes);
