@@ -44,7 +44,7 @@ def is_rank() -> bool:
 def are_several() -> bool:
     """Whether this process is one of several that a launcher, e.g. torchrun, has started."""
     given = os.environ | launcher.variables(os.environ)
-    return is_rank() and given["WORLD_SIZE"] not in ("", "0", "1")
+    return "RANK" in given and given.get("WORLD_SIZE", "") not in ("", "0", "1")
 
 
 def this_rank() -> Rank:
