@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from textwrap import dedent
@@ -289,6 +290,15 @@ def test_without_a_compiler_the_command_and_its_tests_say_so_in_one_line(tmp_pat
     assert (done.returncode, done.stderr) == (2, f"{line}\n")
 
 
+def test_the_cards_are_not_bound_to_the_environment_that_they_were_compiled_in():
+    if reason := build.why_not():
+        pytest.skip(reason)
+    spec = find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    libraries = str(Path(spec.origin).parent / "lib")
+    assert libraries.encode() not in (build.built() / build.LIBRARY).read_bytes()
+
+
 # Bugs planted in dpframe: where, what, what instead, and the test that notices it on two cards
 GPU, SNAPSHOT = "tests/test_gpu.py::", "tests/test_snapshot.py::"
 MUTANTS = {
@@ -328,6 +338,12 @@ MUTANTS = {
         "side.wait_stream(here)",
         "pass",
         SNAPSHOT + "test_memory_that_is_freed_after_a_save_is_in_its_file",
+    ),
+    "a step does not wait for a snapshot": (
+        "snapshot.py",
+        "here.wait_event(done)",
+        "pass",
+        SNAPSHOT + "test_what_changes_a_tensor_at_once_waits_for_its_snapshot",
     ),
     "what a snapshot copies is freed under it": (
         "snapshot.py",

@@ -118,7 +118,7 @@ def left(run: Path) -> dict[str, Any]:
         **ending(run),
         "notes": notes,
         "summary": {name: value for name, value in summary.items() if name not in CLOCKED},
-        "files": sorted(name for name in files if not name.startswith("events.")),
+        "files": sorted(name for name in files if "events." not in name),
         "curve": curve(run),
         "table": table(run),
     }

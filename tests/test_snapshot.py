@@ -115,6 +115,16 @@ def test_memory_that_is_freed_after_a_save_is_in_its_file(tmp_path, room):
         assert (torch.load(tmp_path / "a.ckpt")["weight"] == number).all()
 
 
+@pytest.mark.gpu
+def test_what_changes_a_tensor_at_once_waits_for_its_snapshot(room):
+    weight, kept = torch.ones(1 << 20, device="cuda"), Snapshot()
+    copy = kept.copy(weight)
+    kept.start()
+    weight.add_(1)
+    kept.wait()
+    assert copy.eq(1).all()
+
+
 class Compares(Checkpoint):
     """Saves at each step, and sometimes looks whether the file has the weights of this step."""
 

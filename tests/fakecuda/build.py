@@ -106,7 +106,7 @@ def _compile(work: Path, library: Path) -> None:
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         objects = list(pool.map(compiled, _sources("*.cpp")))
     names = ("c10", "torch_cpu", "torch", "torch_python")
-    libraries = [f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}", "-Wl,--no-as-needed"]
+    libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed"]  # cards.py loads those of this torch
     _gxx("-shared", *objects, *libraries, *(f"-l{name}" for name in names), "-o", library)
 
 

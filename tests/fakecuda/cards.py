@@ -81,6 +81,8 @@ def folder() -> Path:
 
 
 def preload() -> None:
+    """With the torch that is being imported: the cards may have been compiled in another place."""
+    ctypes.CDLL(str(Path(str(sys.modules["torch"].__file__)).parent / "lib/libtorch_python.so"))
     loaded = ctypes.CDLL(str(folder() / "_cards.so"))
     loaded.fakecuda_set_device_count(len(visible()))
 
