@@ -44,7 +44,10 @@ RECIPES = {
     "lenet": ["recipe=lenet"],
 }
 # fully_shard's blocks: each layer
-STRATEGIES = {"ddp": ["strategy=ddp"], "fsdp": ["strategy=fsdp", "strategy.shard=Linear"]}
+STRATEGIES = {
+    "ddp": ["strategy=ddp"],
+    "fsdp": ["strategy=fsdp", "strategy.shard=Linear", "strategy.whole_in_hooks=false"],
+}
 LINK = """
 import statistics, time, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -59,7 +59,7 @@ def write(path: str, page: Path) -> list[str]:
         page.write_text(source(ROOT / path), encoding="utf-8")
         return []
     text, links = with_links((ROOT / path).read_text(encoding="utf-8"), path)
-    text = re.sub(r"<!-- test: (\S+) -->\n```(\w+)", r'```\2 title="\1"', text)
+    text = re.sub(r"^`(\S+)`:\n```(\w+)", r'```\2 title="\1"', text, flags=re.M)
     if SETTINGS in text:
         text = text.replace(SETTINGS, "\n\n".join(settings()))
     page.write_text(text, encoding="utf-8")

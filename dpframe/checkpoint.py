@@ -10,9 +10,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import torch
@@ -20,10 +21,10 @@ from torch import Tensor
 
 from dpframe import bombs, files, parts
 from dpframe.bombs import PLAIN
-from dpframe.errors import Failure, UserError
+from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
 from dpframe.parts import Part, Stored
-from dpframe.snapshot import Snapshot
+from dpframe.snapshot import Memory, Snapshot
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
@@ -46,7 +47,7 @@ main process gets what the seal is to say."""
 
 
 class Copy(NamedTuple):
-    """Of a state, which can be read after `snapshot.wait()`."""
+    """A copy of a state, which can be read after `snapshot.wait()`."""
 
     state: dict[str, Any]
     snapshot: Snapshot
@@ -70,7 +71,8 @@ class Writer:
     A state that comes while another is being written, or less than `seconds_between` later, waits,
     and a newer one for the same file replaces it. A large one does not wait: training waits for the
     one before it, so that there are never three of them in memory. Nor does one whose parts all
-    processes write: what they wait for must not depend on a clock.
+    processes write: what they wait for must not depend on a clock. The memory of what is written is
+    kept for the next state.
     """
 
     def __init__(self, seconds_between: float = 0.0) -> None:
@@ -81,6 +83,7 @@ class Writer:
         self._is_writing = False
         self._waiting: dict[Path, Copy] = {}
         self._dropped: list[Path] = []
+        self._spare: Memory = {}
         self._failure: BaseException | None = None
 
     def __reduce__(self) -> tuple:  # in another process there is nothing to write yet
@@ -100,7 +103,9 @@ class Writer:
         With `save_parts` every process calls it, and the main one writes the files."""
         if save_parts is not None:
             self.wait()
-        snapshot = Snapshot()
+        with self._lock:
+            spare, self._spare = self._spare, {}
+        snapshot = Snapshot(spare)
         copied = _plain(state if is_main else parts.taken_out(state)[1], "", snapshot.copy)
         copy = Copy(copied, snapshot, save_parts, is_main)
         snapshot.start()
@@ -126,6 +131,11 @@ class Writer:
             self._is_urgent.clear()
         self._raise()
 
+    def finish(self) -> None:
+        """Waits, and lets go of the memory."""
+        self.wait()
+        self._spare = {}
+
     def _raise(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -138,6 +148,8 @@ class Writer:
                 for copy in {id(copy): copy for copy in waiting.values()}.values():
                     copy.snapshot.wait()
                     copy.write([path for path in waiting if waiting[path] is copy])
+                    with self._lock:
+                        self._spare = copy.snapshot.memory
                 for path in dropped:
                     with _replacing([path]):
                         path.unlink(missing_ok=True)
@@ -211,6 +223,25 @@ def _write_all(
     beat()
 
 
+def join(path: Path, target: Path) -> int:
+    """Writes a checkpoint as one file; returns its step. What is in parts is never in memory all at
+    once: until the file is written, its tensors are in files beside it."""
+    state = load(path, whole=False)
+    del state["file"]
+    if "progress" not in state:
+        raise UserError(
+            f"checkpoint={path} holds weights alone, so no run can go on from it; use "
+            "export.formats=[weights]"
+        )
+    if target.exists():
+        raise UserError(f"{target} is there already; name another directory by hydra.run.dir=DIR")
+    target.parent.mkdir(exist_ok=True)
+    name = f".{target.name}.{os.getpid()}"  # as `files.sweep` finds it
+    with TemporaryDirectory(prefix=name, suffix=".part", dir=target.parent) as folder:
+        save(parts.whole(state, partial(parts.in_file, folder=folder)), target)
+    return files.step_of(target)
+
+
 def copy(path: Path, target: Path) -> None:
     with files.whole(target) as part:
         shutil.copyfile(path, part)
@@ -220,7 +251,7 @@ def copy(path: Path, target: Path) -> None:
 
 @contextmanager
 def _replacing(paths: Sequence[Path]) -> Iterator[None]:
-    """Then removes the parts of what was in these places, if nothing else needs them."""
+    """Afterwards removes the parts of replaced checkpoints, unless another one needs them."""
     before = [(path.parent, found.name) for path in paths if (found := files.parts_of(path))]
     yield
     for folder, name in before:
@@ -262,7 +293,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        cause = (str(error).splitlines() or [type(error).__name__])[0].partition(". ")[0]
+        cause = first_line(error).partition(". ")[0]
         if flaw and (found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error))):
             cause = f"it holds {found[1]}, which is code; save a state_dict() instead"
         return f"can't be read: {cause[:160]}", {}
@@ -353,7 +384,7 @@ def _as_named_here(
 
 
 def _bare(names: Iterable[str], is_cut: int) -> dict[str, str]:
-    """By their names without wrappers, and perhaps without what all of them begin with."""
+    """The names by what is left without wrappers and, if `is_cut`, the common beginning."""
     parts = [[part for part in name.split(".") if part not in WRAPPERS] for name in names]
     shared = len(os.path.commonprefix([each[:-1] for each in parts])) if is_cut else 0
     return {".".join(each[shared:]): name for each, name in zip(parts, names, strict=True)}

@@ -1,6 +1,7 @@
 """How a run ends early: a user's mistake, a failure of the machine or the numbers, a signal."""
 
 import inspect
+import math
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
+
+ABOVE_0 = math.ulp(0)  # the least number
 
 
 class UserError(Exception):
@@ -20,13 +23,13 @@ class UserError(Exception):
 
 
 class Failure(UserError):
-    """One line as well, but no mistake of the user's: a full disk, a loss that is not a number."""
+    """One line, but not a mistake of the user's, e.g. a full disk or a loss that is NaN."""
 
     exit_code = 1
 
 
 class OutOfMemory(Failure):
-    """Of a device, or of the machine."""
+    """A device or the machine has no memory left."""
 
 
 class DeviceLost(Failure):
@@ -66,7 +69,7 @@ def exited(error: SystemExit, *, who: str = "") -> Failure:
 
 
 @contextmanager
-def exits_told() -> Iterator[None]:
+def explain_exits() -> Iterator[None]:
     """Turns a `sys.exit()` inside into a failure."""
     try:
         yield
@@ -92,6 +95,13 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
+def listed(items: Iterable[object], most: int, between: str = ", ") -> str:
+    """The first ones, and how many more there are."""
+    texts = list(map(str, items))
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return between.join(texts[:most]) + more
+
+
 def suggestion(given: str, valid: Iterable[str]) -> str:
     """'did you mean X?', or the list of what there is when nothing is near."""
     names = sorted(set(valid))
@@ -106,6 +116,12 @@ def not_one_of(
     near = meant or nearest(str(value), choices)
     hint = f"; did you mean {near}?" if near else ""
     return UserError(f"{key}={value} is not one of {', '.join(choices)}{hint}")
+
+
+def refuse_below(key: str, value: float | None, least: float = 1, use: str = "") -> None:
+    """None is allowed, NaN is not; `use` says in words what is."""
+    if value is not None and not value >= least:
+        raise UserError(f"{key}={value} is out of range; use {use or f'{least} or more'}")
 
 
 def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") -> UserError:

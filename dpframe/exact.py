@@ -47,7 +47,7 @@ class Exact:
             return math.inf if self.units > 0 else -math.inf
 
     def spread(self) -> list[float]:
-        """As floats, of which those of several sums add up one by one without rounding."""
+        """The sum as floats. Those of several sums add up elementwise without rounding."""
         size, sign = abs(self.units), -1.0 if self.units < 0 else 1.0
         mask = (1 << LIMB_BITS) - 1
         limbs = [sign * ((size >> (LIMB_BITS * place)) & mask) for place in range(LIMBS)]

@@ -153,7 +153,7 @@ def parts_of(path: Path) -> Parts | None:
 
 
 def remove_parts(folder: Path, names: Iterable[str] | None = None) -> None:
-    """Those folders of parts, or all, that no checkpoint in `folder` names."""
+    """Removes folders of parts, of `names` or of all, that no checkpoint in `folder` names."""
     found = [path.name for path in folder.glob("step*-*.parts")] if names is None else names
     needed = {parts.name for path in folder.glob("*.ckpt") if (parts := parts_of(path))}
     for name in {*found} - needed:
@@ -217,7 +217,7 @@ def _seal(file: BinaryIO) -> _Seal | None:
 
 
 def _hash(file: BinaryIO, end: int, more: bytes) -> bytes:
-    """Of the file up to its `end`, and `more`."""
+    """The SHA-256 of the file up to `end`, and of `more`."""
     digest = hashlib.sha256()
     file.seek(0)
     while end and (block := file.read(min(end, BLOCK))):

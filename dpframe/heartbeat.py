@@ -28,7 +28,9 @@ TICK_SECONDS = 0.1  # between two looks at what has come
 STACK_SECONDS = 1.0  # for it to come
 END_SECONDS = 1.0  # for a process to end by itself
 HOUSE = str(Path(__file__).parent) + os.sep
-FRAME = re.compile(r'File "([^"]+)", line (\d+),? in (\S+)')  # of a traceback, too
+FRAME = re.compile(
+    r'File "([^"]+)", line (\d+),? in (\S+)'
+)  # in a traceback or a stack of faulthandler
 FRAMES = 4
 START = re.compile(r'((run\.py", line \d+ in _work|ranks\.py", line \d+ in live)\b)\n.*', re.S)
 DEBUGGERS = ("pydevd", "debugpy")
@@ -94,7 +96,7 @@ class Clock:
 
 
 def is_stopped(pid: int) -> bool:
-    """By a signal or a debugger, as far as the system says."""
+    """Whether a signal or a debugger has stopped the process, as far as the system says."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -43,7 +43,7 @@ def has_store() -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """At that address of this machine alone."""
+    """A socket that listens at this address alone."""
     try:
         place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(place[4][:2], family=place[0])

@@ -26,7 +26,7 @@ def ran_out(error: BaseException) -> bool:
 
 
 @contextmanager
-def told(device: torch.device, doing: str, todo: str) -> Iterator[None]:
+def explain(device: torch.device, doing: str, todo: str) -> Iterator[None]:
     """Turns a lack of memory inside into one line, which says what to do."""
     try:
         yield

@@ -180,7 +180,7 @@ def _joined(several: list[Any], counts: bool, zero: Number) -> Sums:
 
 
 def _plain(number: Number) -> float | str:
-    """As a checkpoint holds it."""
+    """The number as a checkpoint holds it."""
     return str(number) if isinstance(number, Exact) else number
 
 

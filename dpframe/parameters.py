@@ -112,7 +112,7 @@ def _matches(name: str, tensor: Tensor, pattern: str) -> bool:
 
 
 def _near(pattern: str, named: Sequence[tuple[str, Tensor]]) -> str:
-    """Of names and of what they begin with, since there may be thousands of them."""
+    """A hint among names and their prefixes, since there may be thousands of names."""
     known = {VECTORS}
     for name, _ in named:
         parts = name.split(".")

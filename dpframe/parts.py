@@ -7,17 +7,20 @@ is a pickle. It is read by `parts.json`, which says where each part is, and has 
 import io
 import json
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import mkstemp
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from dpframe import bombs, files
-from dpframe.errors import UserError
+from dpframe.errors import UserError, first_line
 
-KEY = "parts"  # of a state: where its parts stand, by their names
+KEY = "parts"  # in a state: the paths of its parts, by their names
 
 
 class NotANumber(Exception):
@@ -52,11 +55,13 @@ class Stored(Tensor):
 
     source: Source
 
-    def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        """`count` of its rows, or all; in the host's memory."""
+    def read(
+        self, first: int = 0, count: int | None = None, *, into: Tensor | None = None
+    ) -> Tensor:
+        """`count` of its rows, or all; in the host's memory, or in the tensor that is given."""
         source, rest = self.source, self.shape[1:]
         last = self.shape[0] if count is None else first + count
-        read = torch.empty(last - first, *rest, dtype=self.dtype)
+        read = torch.empty(last - first, *rest, dtype=self.dtype) if into is None else into
         begin = 0
         for rows, *at in source.parts:
             low, high = max(begin, first), min(begin + rows, last)
@@ -81,7 +86,7 @@ class Stored(Tensor):
         try:
             part = torch.load(io.BytesIO(block), map_location="cpu", weights_only=True)
         except Exception as error:
-            refuse(f"{name}: {(str(error).splitlines() or [type(error).__name__])[0][:160]}")
+            refuse(f"{name}: {first_line(error)[:160]}")
         is_right = isinstance(part, Tensor) and (part.dtype, part.shape) == (self.dtype, size)
         if not is_right or bombs.in_state({"": part}, length):
             refuse(f"{name} has another tensor than {files.MANIFEST} says")
@@ -147,10 +152,18 @@ def _stored(tensor: dict[str, Any]) -> Stored:
     return torch.empty(size, dtype=dtype, device="meta").as_subclass(Stored)
 
 
-def whole(state: Any) -> Any:
-    """With the numbers of what is `Stored`."""
+def whole(state: Any, read: Callable[[Stored], Tensor] = Stored.read) -> Any:
+    """The state with the values of its `Stored` tensors."""
     if isinstance(state, Stored):
-        return state.read()
+        return read(state)
     if isinstance(state, dict):
-        return {key: whole(value) for key, value in state.items()}
+        return {key: whole(value, read) for key, value in state.items()}
     return state
+
+
+def in_file(stored: Stored, folder: str) -> Tensor:
+    """Its numbers in a new file, which the system reads into memory where they are used."""
+    number, name = mkstemp(dir=folder)
+    os.close(number)
+    mapped = torch.from_file(name, shared=True, size=stored.numel(), dtype=stored.dtype)
+    return stored.read(into=mapped.view(stored.shape))

@@ -12,6 +12,8 @@ from dpframe.accelerator import has_streams
 CPU = torch.device("cpu")
 SHARE_OF_FREE = 4  # copies on the device itself take at most one in so many of its free bytes
 SHARE_OF_HOST = 8  # pinned memory takes at most one in so many of the machine's bytes
+Memory = dict[tuple, list[Tensor]]
+"""Of copies in the host's memory, by the form of what they are copies of."""
 
 
 class Snapshot:
@@ -21,12 +23,17 @@ class Snapshot:
     A device copies on a stream of its own into pinned memory, which torch uses again for the next
     snapshot. The host waits for nothing. Where the device has room for it, the tensors are copied
     there first, in an instant; else its next step begins when the copies are done.
+
+    Other copies are made in the `spare` memory of an earlier snapshot, which nobody reads any more:
+    memory that is new to the process takes many times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spare: Memory | None = None) -> None:
         self.nbytes = 0
+        self.memory: Memory = {}
+        self._spare = spare or {}
         self._copies: dict[Any, Tensor] = {}
-        self._pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # and what they become
+        self._pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # a tensor, and its copy
         self._done: list[Any] = []  # events
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -41,6 +48,7 @@ class Snapshot:
         return self._copies[key]
 
     def start(self) -> None:
+        self._spare.clear()
         for device, pairs in self._pairs.items():
             here, side = torch.accelerator.current_stream(device), _side_stream(device)
             room = (memory.free(device) or 0) // SHARE_OF_FREE
@@ -64,14 +72,18 @@ class Snapshot:
         self._done.clear()
 
     def _copied(self, tensor: Tensor) -> Tensor:
-        if tensor.device == CPU:
-            return tensor.clone()
-        is_small = self.nbytes <= memory.machine() // SHARE_OF_HOST
-        if not (is_small and tensor.layout is torch.strided and has_streams(tensor.device)):
+        if tensor.layout is not torch.strided:
             return tensor.to(CPU, copy=True)
-        host = torch.empty_like(tensor, device=CPU, pin_memory=True)
-        self._pairs.setdefault(tensor.device, []).append((tensor, host))
-        return host
+        is_small = self.nbytes <= memory.machine() // SHARE_OF_HOST
+        if tensor.device != CPU and is_small and has_streams(tensor.device):
+            host = torch.empty_like(tensor, device=CPU, pin_memory=True)
+            self._pairs.setdefault(tensor.device, []).append((tensor, host))
+            return host
+        form = tensor.shape, tensor.stride(), tensor.dtype
+        spare = self._spare.get(form)
+        host = spare.pop() if spare else torch.empty_like(tensor, device=CPU)
+        self.memory.setdefault(form, []).append(host)
+        return host.copy_(tensor)
 
 
 @cache

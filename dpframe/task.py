@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dpframe.accelerator import has_float64
 from dpframe.data import Share, split
 from dpframe.errors import UserError, miscalled, suggestion
-from dpframe.instead import INSTEAD, Instead, refusal
+from dpframe.lightning_names import INSTEAD, Instead, refusal
 from dpframe.metrics import described, is_number
 from dpframe.parameters import grouped, has_sparse, optimizer_over
 from dpframe.stopwatch import Stopwatch
@@ -63,6 +63,7 @@ class Attached:
         self.strategy = strategy
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
+        self.batches: int | None = None  # of an evaluation's pass; None where nobody knows
         self.watch: Stopwatch | None = None  # where several processes are compared
         self.end_share: Callable[[list[int]], None] = lambda share: None  # after its step
 
@@ -102,17 +103,17 @@ class Task(nn.Module):
     trainer)`: they are called before the callbacks'.
     """
 
-    steps_per_epoch = 0  # all four set by the Trainer before configure_optimizer
+    steps_per_epoch = 0  # the Trainer sets these three before configure_optimizer
     total_steps = 0
     scheduler_steps = 0  # how often its scheduler will be stepped
     optimizes_by_hand = False  # whether its training_step steps the optimizers itself
     needs_trainer = False  # even for a single step
     own_class: type | None = None  # where the user's code is, if not in the task's class
     scale_lr: Mapping[str, Any] | None = None  # task.scale_lr: batch_size, factor, warmup_steps
-    prefers_metrics = False  # of two numbers of one name, the result of a metric over a mean
-    schedules_turns = False  # whether that is after each turn of its optimizer, not each epoch
-    optimizer_names: Sequence[str] = ()  # set after it, where there are several
-    attached = Attached()  # by the Trainer
+    prefers_metrics = False  # a metric's result replaces a mean of the same name
+    schedules_turns = False  # schedulers step after each turn of their optimizer, not each epoch
+    optimizer_names: Sequence[str] = ()  # set after configure_optimizer, if there are several
+    attached = Attached()  # the Trainer's
 
     def __init__(
         self,
@@ -452,7 +453,7 @@ class TrainStep(nn.Module):
 
 
 class StepByHand(TrainStep):
-    """One training step of a task that steps its optimizers in it. Nothing is left to descend."""
+    """A training step in which the task steps its optimizers itself: there is no loss to return."""
 
     def forward(self, share: Share, of: float) -> tuple[Any, list[Measured]]:
         batch, rows, HERE.total = share
@@ -717,4 +718,6 @@ def _describe(output: Any) -> str:
         return f"a loss that is a {type(loss).__name__}, not a tensor; {wanted}"
     if loss.ndim:
         return f"a loss of shape {tuple(loss.shape)}; reduce it to a scalar, e.g. with loss.mean()"
+    if not torch.is_grad_enabled():
+        return "a loss without a gradient; call fit outside of torch.no_grad() and inference_mode()"
     return "a loss without a gradient; compute it from the output, without .detach() or .item()"

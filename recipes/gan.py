@@ -84,4 +84,4 @@ class GAN(dpframe.Task):
     def draw(self, count: int, seed: int) -> Tensor:
         """Images of random codes, [count, 1, 8, 8]."""
         codes = noise_of(torch.arange(count), self.latent, seed=seed, epoch=0)
-        return self.generator(codes.to(next(self.parameters())))
+        return self.generator(codes.to(self.generator[0].weight))

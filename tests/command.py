@@ -103,3 +103,25 @@ def output(*words: object, cwd: Path | None = None) -> str:
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def launcher(name: str) -> str:
+    """hydra_plugins/own.py: Hydra's own launcher by another name."""
+    return f"""
+from dataclasses import dataclass
+
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+from hydra.core.config_store import ConfigStore
+
+
+class Other(BasicLauncher):
+    pass
+
+
+@dataclass
+class Node:
+    _target_: str = "hydra_plugins.own.Other"
+
+
+ConfigStore.instance().store(group="hydra/launcher", name="{name}", node=Node, provider="own")
+"""

@@ -73,8 +73,9 @@ def cards_hidden() -> Iterator[None]:
         if "torch" in sys.modules:
             import torch
 
-            hidden.setattr(torch.cuda, "device_count", lambda: 0)
-            hidden.setattr(torch.accelerator, "device_count", lambda: 0)
+            for module in (torch.cuda, torch.accelerator):
+                hidden.setattr(module, "device_count", lambda: 0)
+                hidden.setattr(module, "is_available", lambda: False)
         yield
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from command import attempts, dpframe, write
 from odd import Odd, OddData
-from small import Small, trainer
+from small import Small, fitted, trainer
 
 from dpframe import Strategy, Trainer, TrainerSettings, UserError
 from dpframe.strategies.data_parallel import DataParallel
@@ -68,6 +69,12 @@ def refusal(lines: dict[Case, str], case: Case, strategy: Strategy | None = None
     with pytest.raises(UserError) as caught:
         getattr(Trainer(task, data, strategy=strategy, settings=settings), mode)()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_a_training_without_gradients_is_one_line(without):
+    with pytest.raises(UserError, match="call fit outside of torch.no_grad"), without():
+        fitted()
 
 
 def test_a_training_step_that_validation_calls_is_named_in_its_errors():

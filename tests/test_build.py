@@ -100,6 +100,7 @@ def said(call, *arguments) -> str:
     [
         ("own.Typd", "task._target_=own.Typd: own has no Typd; did you mean Typed?"),
         ("pack.goo.Thing", "task._target_=pack.goo.Thing: pack has no goo; did you mean good?"),
+        ("pack.zzz", "pack has no zzz; pack is {folder}/pack; check it, and PYTHONPATH"),
         ("pack.good.Thing.x", "pack.good.Thing has no x; check it, and PYTHONPATH"),
         ("pakc.good.Thing", "there is no module pakc; did you mean pack?"),
         ("qqqqqqqq.Thing", "there is no module qqqqqqqq; check it, and PYTHONPATH"),
@@ -110,7 +111,7 @@ def said(call, *arguments) -> str:
     ],
 )
 def test_a_misspelt_target_names_the_nearest(path, line, own):
-    assert line in said(locate, path, "task._target_")
+    assert line.format(folder=own) in said(locate, path, "task._target_")
 
 
 @pytest.mark.parametrize(

@@ -57,17 +57,13 @@ def test_the_documentation_names_every_hook_in_the_code():
 
 
 @pytest.mark.parametrize("mode", ["validate", "test", "predict"])
-def test_each_other_mode_has_its_own_hook(mode):
+def test_each_other_mode_has_its_own_hooks(mode):
     hooks = Hooks()
     one = trainer(callbacks=[hooks])
     getattr(one, mode)()
-    batches = ["on_validation_batch_end"] * 5
-    hooks_of_mode = {
-        "validate": ["on_validation_start", *batches, "on_validation_end"],
-        "test": ["on_test_end"],
-        "predict": ["on_predict_end"],
-    }
-    assert hooks.seen == [(name, 0) for name in hooks_of_mode[mode]]
+    name = "on_validation" if mode == "validate" else f"on_{mode}"
+    calls = [f"{name}_start", *[f"{name}_batch_end"] * 5, f"{name}_end"]
+    assert hooks.seen == [(call, 0) for call in calls]
     assert one.mode == mode
 
 
@@ -320,6 +316,13 @@ def test_early_stopping_by_a_train_metric_needs_no_validation():
         max_epochs=9,
     )
     assert one.epoch == 2
+
+
+def test_early_stopping_without_patience_is_refused():
+    """It would stop before the first step."""
+    said = "^callbacks.early_stopping.patience=0 is out of range; use 1 or more$"
+    with pytest.raises(UserError, match=said):
+        EarlyStopping(patience=0)
 
 
 def test_early_stopping_without_the_metric_is_refused():

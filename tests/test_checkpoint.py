@@ -508,7 +508,7 @@ def test_an_option_out_of_range_is_refused_with_the_valid_ones(option, valid):
     ((key, value),) = option.items()
     with pytest.raises(UserError) as caught:
         Checkpoint(**option)
-    assert str(caught.value) == f"callbacks.checkpoint.{key}={value}; set {valid}"
+    assert str(caught.value) == f"callbacks.checkpoint.{key}={value} is out of range; use {valid}"
 
 
 def kept(directory: Path) -> list[str]:
@@ -635,11 +635,19 @@ def test_raising_keep_on_a_resume_never_deletes_best(tmp_path):
     assert best["progress"]["epoch"] == 4
 
 
+class AtOnce(checkpoint.Writer):
+    """Writes each state before the next one can replace it."""
+
+    def save(self, *args: Any, **options: Any) -> None:
+        super().save(*args, **options)
+        self.wait()
+
+
 def saved_steps(
     monkeypatch, keeper: Checkpoint, *, more: Sequence[Callback] = (), **settings
 ) -> list[tuple[str, int]]:
     saves = []
-    keeper.writer = checkpoint.Writer()  # which writes all of them, however quickly they come
+    keeper.writer = AtOnce()
 
     def save(state, *paths):
         saves.extend((path.stem, state["progress"]["global_step"]) for path in paths)

@@ -24,6 +24,8 @@ BEFORE_TORCH = {
     "strategy=dpp": "strategy=dpp: there is no such strategy; did you mean ddp?",
     "logger=tensorbord": "did you mean tensorboard?",
     "experiment=debgu": "did you mean debug?",
+    "strategy=dp": "there is no such strategy; did you mean data_parallel?",
+    "callbacks=early_stoping": "there is no such callback; did you mean early_stopping?",
     "strategy=null": "name one strategy; there is: auto, cpu",
     "strategy=[cpu,ddp]": "-m strategy=ONE,OTHER",
     "+strategy=cpu": "strategy has a value already; write strategy=… without the +",
@@ -31,10 +33,17 @@ BEFORE_TORCH = {
     "+trainer.max_epoch=3": "did you mean trainer.max_epochs?",
     "~trainer.max_epoch": "did you mean trainer.max_epochs?",
     "trainr.max_epochs=3": "did you mean trainer.max_epochs?",
-    "+foo=1": "there is no key 'foo'",
+    "+foo=1": "there is no key 'foo'; there is: callbacks, checkpoint, compare, data, experiment, ",
     "lr=0.1": "there is no key 'lr'; did you mean task.optimizer.lr?",
     "gpus=2": "there is no key 'gpus'; did you mean trainer.gpus?",
     "batch_size=2": "there is no key 'batch_size'; did you mean data.batch_size?",
+    "num_workers=2": "did you mean data.workers?",
+    "ckpt_path=best": "did you mean checkpoint?",
+    "trainer.accumulate_grad_batches=2": "did you mean trainer.accumulate?",
+    "trainer.gradient_clip_val=1": "did you mean trainer.clip_norm?",
+    "trainer.fast_dev_run=true": "experiment=debug does that",
+    "ddp": "'ddp' is not an override; did you mean strategy=ddp?",
+    "task.net.width=3": "there is no key task.net.width; its parts are the list task.net._args_",
     "tune.find=lr": "tune.find=lr is text; use a list of names, e.g. [lr]",
     "vars.mine=1": "+vars.mine=… adds it",
     "+trainer.max_epochs=3": "write trainer.max_epochs=… without the +",
@@ -65,6 +74,9 @@ BEFORE_TORCH = {
     "checkpoint='": "check its quotes",
     "resume=last": "resume=last: there is no run with a checkpoint in outputs/boston",
     "resume=missing": "resume=missing: there is no such file",
+    "checkpoint=bets": "checkpoint=bets: there is no such file; did you mean checkpoint=best?",
+    "resume=lst": "resume=lst: there is no such file; did you mean resume=last?",
+    "hydra.run.dir=": "hydra.run.dir is empty; name a directory",
     "hydra.run.dri=x": "did you mean hydra.run.dir?",
     "hydra.job.chdir=true": "dpframe has no use for this",
     "trainer": "'trainer' is not an override; write key=value",
@@ -73,6 +85,7 @@ BEFORE_TORCH = {
     "--trainer.gpus": "there is no option --trainer.gpus; write trainer.gpus=VALUE, without dashes",
     "--package=trainer": "go with --cfg",
     "--cfg=jub": "choose from",
+    "--config-dir=. --config-dir=mine": "twice, . and mine; keep one, and add the other by hydra.",
     "--config-dir=missing": "--config-dir=missing can't be read: No such file",
 }
 
@@ -81,7 +94,9 @@ REFUSED = {
     "trainer.max_epochs=1.5": "trainer.max_epochs=1.5 is a fraction; use a whole number",
     "trainer.max_epochs=null": "training would never end",
     "trainer.precision=16": "bf16, fp16, bf16-true, 16-true; did you mean fp16?",
-    "trainer.accelerator=gpu": "is not one of auto, cpu, cuda, mps, xpu",
+    "trainer.precision=fp32": "did you mean 32?",
+    "trainer.accelerator=gpu": "is not one of auto, cpu, cuda, mps, xpu; did you mean cuda?",
+    "mode=train": "compare, doctor; did you mean fit?",
     "trainer.deterministic=maybe": "use true or false",
     "trainer.gpus=[0,0]": "list of different ids",
     "trainer.gpus=-1": "trainer.gpus=-1 is neither",
@@ -341,10 +356,23 @@ def test_without_an_installation_the_repository_is_enough(tmp_path):
     ]
 
 
-def test_a_test_of_untrained_weights_says_so(tmp_path):
-    (done,) = attempts([["recipe=boston", "mode=test"]], tmp_path)
-    assert done.code == 0, done.err
-    assert "no checkpoint=FILE: these are the numbers of untrained weights" in done.out
+def test_a_mode_that_uses_untrained_weights_says_so(tmp_path):
+    modes = {"test": "the numbers", "predict": "the predictions"}
+    lines = [["recipe=boston", f"mode={mode}"] for mode in modes]
+    tested, predicted, shapes = attempts([*lines, ["recipe=shapes"]], tmp_path)
+    for done, what in zip((tested, predicted), modes.values(), strict=True):
+        assert done.code == 0, done.err
+        assert f"no checkpoint=FILE: these are {what} of untrained weights" in done.out
+    assert "untrained" not in shapes.out, "it has no training_step"
+
+
+def test_what_evaluates_a_checkpoint_names_it(tmp_path):
+    fit = ["recipe=boston", "trainer.max_epochs=1", "hydra.run.dir=run"]
+    file = "checkpoint=run/checkpoints/last.ckpt"
+    modes = [["recipe=boston", f"mode={mode}", file] for mode in ("test", "predict")]
+    _, *evaluated = attempts([fit, *modes], tmp_path)
+    for done in evaluated:
+        assert done.out.startswith("checkpoint  run/checkpoints/last.ckpt, step 4\n"), done
 
 
 STEPLR = "task.scheduler={_target_:torch.optim.lr_scheduler.StepLR}"

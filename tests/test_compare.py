@@ -1,33 +1,117 @@
 """`mode=compare`: a recipe over strategies, each with the same curve."""
 
 import json
+import sys
+from functools import partial
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from command import attempts, dpframe
+from small import Hooks, Rows, Small, fitted
 
-from dpframe.plan.contest import Contest, Entry
+from dpframe import TrainerSettings
+from dpframe.cli import compare
+from dpframe.cli.compose import composed
+from dpframe.plan import steps
+from dpframe.plan.contest import Contest, Entry, trained
+from dpframe.plan.measure import WARM_UPS
+from dpframe.plan.steps import StepTimes
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.single import CPU
+
+
+@pytest.mark.parametrize("count", [1, WARM_UPS, WARM_UPS + 1])
+def test_a_training_that_ends_with_its_warm_up_has_a_rate(count):
+    settings = TrainerSettings(max_steps=count)
+    assert trained(CPU, Small, Rows, settings, 0, "cpu").rows_per_second > 0
 
 
 def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
     entries = [
         Entry("odd", 2, failure="it has no such device"),
         Entry("cpu", 1, ["cpu"], 100.0, 2.0, None, {"val/loss": 0.5}),
-        Entry("ddp", 4, ["cuda:0", "cuda:1"], 250.0, 0.8, [1 << 30, 1 << 20], {"val/loss": 0.5}),
+        Entry(
+            *("ddp", 4, ["cuda:0", "cuda:1"], 250.0, 0.8, [1 << 30, 1 << 20], {"val/loss": 0.5}),
+            step_seconds=[0.5, 0.25],
+        ),
         Entry("streamed", 1, ["cpu"], 50.0),
     ]
     contest = Contest("lenet <b>", entries, "val/loss")
     rows = [line.split() for line in str(contest).splitlines()[2:6]]
     assert rows == [
         ["odd", "2", "it", "has", "no", "such", "device"],
-        ["cpu", "1", "2", "s", "100", "1.00", "not", "counted", "0.5"],
-        ["ddp", "4", "800", "ms", "250", "2.50", "1", "GiB", "+", "1", "MiB", "0.5"],
-        ["streamed", "1", "50", "0.50", "not", "counted"],
+        ["cpu", "1", "2", "s", "100", "1.00", "not", "counted", "not", "measured", "0.5"],
+        [
+            *("ddp", "4", "800", "ms", "250", "2.50"),
+            *("1", "GiB", "+", "1", "MiB", "500", "ms", "+", "250", "ms", "0.5"),
+        ],
+        ["streamed", "1", "50", "0.50", "not", "counted", "not", "measured"],
     ]
     assert str(contest).endswith("\nfastest: strategy=ddp trainer.gpus=4, 250 samples/s")
     picture = ElementTree.fromstring(contest.svg())
     assert {"cpu", "ddp", "streamed", "lenet <b>"} <= {text.text for text in picture.iter()}
     assert Contest("nothing", entries[:1]).svg() == ""
+
+
+class Took(torch.autograd.Function):
+    """A forward of a second a row, and a backward of ten."""
+
+    @staticmethod
+    def forward(ctx, loss, rows, clock):
+        ctx.rows, ctx.clock = rows, clock
+        clock[0] += rows
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock[0] += 10 * ctx.rows
+        return gradient, None, None
+
+
+class Timed(Small):
+    """With an update of 100 seconds."""
+
+    def __init__(self, clock):
+        super().__init__()
+        self.clock = clock
+
+    def configure_optimizer(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        optimizer.register_step_pre_hook(lambda *_: self.clock.__setitem__(0, self.clock[0] + 100))
+        return optimizer
+
+    def training_step(self, batch):
+        output = super().training_step(batch)
+        return {"loss": Took.apply(output["loss"], len(batch[0]), self.clock)}
+
+
+@pytest.mark.parametrize(
+    "strategy, accumulate, took",
+    [
+        (CPU(), 1, [4 * 11 + 100]),
+        (CPU(), 2, [2 * 4 * 11 + 100]),
+        (DataParallel(2, "cpu"), 1, [2 * 11 + 100, 2 * 11]),
+        (DataParallel(3, "cpu"), 1, [2 * 11 + 100, 2 * 11, 0]),  # rows are cut 2 2 0
+    ],
+)
+def test_the_first_replica_of_a_process_is_seen_to_do_the_update(
+    monkeypatch, strategy, accumulate, took
+):
+    clock = [0.0]
+    monkeypatch.setattr(steps, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    times = StepTimes()
+    waits = Hooks(on_step_end=lambda trainer: clock.__setitem__(0, clock[0] + 1000))
+    fitted(
+        make=partial(Timed, clock),
+        data=Rows(40),
+        strategy=strategy,
+        callbacks=[times, waits],
+        max_epochs=4,
+        accumulate=accumulate,
+    )
+    assert times.seconds() == took
 
 
 def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_other(tmp_path):
@@ -50,15 +134,37 @@ def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_
     for entry in whole:
         assert entry["metrics"] == pytest.approx(whole[0]["metrics"], rel=1e-12)
         assert entry["seconds"] == pytest.approx(404 / entry["rows_per_second"])
+        assert len(entry["step_seconds"]) == entry["replicas"] and min(entry["step_seconds"]) > 0
     assert "999 replicas on" in found["ddp", 999]["failure"]
     assert (tmp_path / "compared" / "compare.svg").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["compared"]
 
 
+@pytest.mark.parametrize(
+    "cards, counts", [(0, [2]), (1, [2]), (2, [2]), (4, [2, 4]), (6, [2, 4, 6])]
+)
+def test_all_cards_are_tried_also_where_they_are_no_power_of_two(monkeypatch, cards, counts):
+    monkeypatch.setattr(compare, "present", lambda accelerator: [torch.device("cpu")] * cards)
+    assert compare._counts(composed(["recipe=boston"])) == counts
+
+
+def test_a_strategy_whose_package_is_missing_is_left_out_unless_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    job = composed(["recipe=boston", "trainer.accelerator=cpu"])
+    assert {variant.name for variant in compare.variants(job)} == {
+        "cpu",
+        "data_parallel",
+        "ddp",
+        "fsdp",
+    }
+    (named,) = compare.variants(job, ["ray"], [2])
+    assert "strategy=ray needs Ray Train" in named.failure
+
+
 def test_mistakes_are_one_line(tmp_path):
     lines = {
         "compare.strategies=[dpp]": "compare.strategies=dpp is not one of cpu, data_parallel",
-        "compare.gpus=[0]": "compare.gpus: 0 is out of range; use 1 or more",
+        "compare.gpus=[0]": "compare.gpus=0 is out of range; use 1 or more",
         "checkpoint=a.ckpt": "mode=compare begins each training with fresh weights; leave it out",
     }
     (tmp_path / "a.ckpt").touch()

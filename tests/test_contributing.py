@@ -5,6 +5,7 @@ import re
 import threading
 import time
 import tomllib
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +29,16 @@ def test_contributing_fits_on_a_screen_and_names_the_floors():
     assert {room: floor for room, floor in named.items() if floor} == FLOORS
 
 
+def test_the_changelog_is_grouped_by_what_was_added_changed_and_fixed():
+    """Put a new line into its group: git's union merge may have left another group's text."""
+    heads = r"##? .+|### (Added|Changed|Fixed)|\*\*.+\*\*( \(.+\))?"
+    known = rf"{heads}|(- |  ).+|The first whole dpframe\.|"
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    assert [line for line in lines if not re.fullmatch(known, line)] == []
+    entries = [line for line in lines if line.startswith("- ")]
+    assert len(set(entries)) == len(entries)
+
+
 def test_contributing_shows_the_commands_of_continuous_integration():
     for command in ("python -m pytest -m quick", "python -m pytest ", ".ci/run", *TOOLS):
         assert command in PAGE
@@ -45,11 +56,13 @@ def test_pre_commit_runs_the_installed_tools():
     assert all(hook["entry"].startswith(hook["name"]) for hook in local["hooks"])
 
 
-def test_every_development_tool_is_pinned():
-    pins = set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.M))
+def test_every_development_tool_is_pinned_and_nothing_twice():
+    pins = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
     required = PROJECT["project"]["dependencies"]
     required += PROJECT["project"]["optional-dependencies"]["dev"]
-    assert {re.match(r"[\w-]+", line)[0] for line in required} - pins == set()
+    assert {re.match(r"[\w-]+", line)[0] for line in required} - {*pins} == set()
+    names = Counter(re.sub("[-_]+", "-", name).lower() for name in pins)
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_github_runs_ci_on_every_python_that_is_allowed():

@@ -22,24 +22,24 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Composed:
 def test_ranks_go_on_from_the_checkpoint_of_the_torchrun_that_started_them(job, tmp_path):
     saved(tmp_path / "stranger", step=9)
     saved(tmp_path / "own", step=4)
-    going_on, state, line = elastic.started(job, Strategy())
+    going_on, state, line = elastic.start(job, Strategy())
     assert going_on.start == tmp_path / "own/checkpoints/last.ckpt"
     assert going_on.settings.resume and state is not None and "step 4" in line
 
 
 def test_ranks_that_failed_before_a_checkpoint_begin_again_in_their_directory(job, tmp_path):
-    going_on, state, line = elastic.started(job, Strategy())
+    going_on, state, line = elastic.start(job, Strategy())
     assert (going_on.run_dir, going_on.is_repeated) == (str(tmp_path / "own"), True)
     assert state is None and line == ""
 
 
 def test_the_first_ranks_of_a_torchrun_and_those_of_no_torchrun_begin(job, tmp_path, monkeypatch):
     (tmp_path / "own/.hydra/torchrun").unlink()
-    assert elastic.started(job, Strategy()) == (job, None, "")
+    assert elastic.start(job, Strategy()) == (job, None, "")
     elastic.note(str(tmp_path / "own"), Strategy())
-    assert elastic.started(job, Strategy())[0] is not job
+    assert elastic.start(job, Strategy())[0] is not job
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert elastic.started(job, Strategy()) == (job, None, "")
+    assert elastic.start(job, Strategy()) == (job, None, "")
 
 
 def saved(run: Path, *, step: int) -> None:

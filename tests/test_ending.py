@@ -36,12 +36,15 @@ def test_the_commands_that_a_run_ends_with_can_be_typed(tmp_path):
     said = ends(first.out)
     assert [*said] == ["best", "run", "test", "resume", "dashboard"]
     assert said["run"] == "a run"
+    shorter = ["resume=a run", "trainer.max_epochs=3"]
     tested, resumed, again = attempts(
-        [words(said["test"]), words(said["resume"]), words(said["resume"])], tmp_path
+        [words(said["test"]), words(said["resume"]), shorter], tmp_path
     )
     assert tested.code == 0 and "test/loss" in tested.out
     assert resumed.code == 0 and "epoch 4/4" in resumed.out
-    assert again.code == 0  # it is done: there is nothing left
+    assert again.code == 0
+    assert "trainer.max_epochs=3 is reached: nothing is left to train" in again.out
+    assert words(ends(again.out)["resume"])[-1] == "trainer.max_epochs=8"
     summary = json.loads((tmp_path / "a run" / "summary.json").read_text())
     assert (summary["status"], summary["best_epoch"], summary["best_step"]) == ("finished", 4, 16)
     value = summary["best"]["val/loss"]

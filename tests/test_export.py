@@ -1,14 +1,16 @@
 """`mode=export`: what torch alone can load, and the interpreter that tries it."""
 
 import importlib.util
+from pathlib import Path
 
+import forked
 import pytest
 import torch
 from command import attempts, dpframe
-from small import Rows, Small, trainer
+from small import Rows, Small, is_same, trainer
 from torch import nn
 
-from dpframe import UserError, load
+from dpframe import UserError, checkpoint, files, load
 from dpframe.cli import export
 from dpframe.cli.export import PROGRAM, SAFETENSORS, WEIGHTS, exported
 from dpframe.errors import Failure
@@ -40,6 +42,45 @@ def test_a_trained_recipe_predicts_the_same_by_torch_alone(tmp_path):
 
         net.load_state_dict(load_file(tmp_path / "there" / SAFETENSORS))
         assert torch.equal(net(rows), wanted)
+
+
+def run_of(words: list[str], folder: Path) -> str:
+    done = forked.run(words, folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_sharded_checkpoint_becomes_files_for_torch_and_a_checkpoint_that_goes_on(tmp_path):
+    fsdp = ["strategy=fsdp", "trainer.gpus=2", "trainer.accelerator=cpu"]
+    once = ["trainer.max_epochs=1", "trainer.precision=64", "hydra.run.dir=run"]
+    run_of(["recipe=boston", *fsdp, *once], tmp_path)
+    last = "run/checkpoints/last.ckpt"
+    export = ["recipe=boston", "mode=export", f"checkpoint={last}", "hydra.run.dir=there"]
+    said = run_of([*export, "export.formats=[weights,checkpoint]"], tmp_path)
+    assert "there/checkpoints/last.ckpt  one file with all of step 4: resume=there goes on" in said
+    there, state = tmp_path / "there", checkpoint.load(tmp_path / last)
+    assert files.parts_of(tmp_path / last) is not None
+    assert files.parts_of(there / "checkpoints/last.ckpt") is None
+    weights = torch.load(there / WEIGHTS)
+    assert is_same({f"net.{name}": weight for name, weight in weights.items()}, state["task"])
+    run_of(["recipe=boston", "resume=run", "trainer.max_epochs=2"], tmp_path)
+    run_of(["recipe=boston", "resume=there", "trainer.max_epochs=2", "strategy=cpu"], tmp_path)
+    mine, wanted = (
+        checkpoint.load(tmp_path / r / "checkpoints/last.ckpt") for r in ("there", "run")
+    )
+    assert mine["progress"]["global_step"] == wanted["progress"]["global_step"] == 8
+    assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=1e-12)
+    for name, weight in wanted["task"].items():
+        torch.testing.assert_close(mine["task"][name], weight, rtol=1e-12, atol=1e-12)
+    refused = forked.run([*export[:3], *fsdp], tmp_path)
+    assert refused.returncode == 2
+    assert refused.stderr.splitlines()[-1].endswith(
+        "mode=export runs in one process, without FSDP; leave strategy out: it reads the parts of "
+        "a sharded checkpoint, too"
+    )
+    nothing = forked.run(["recipe=boston", "mode=export", "export.formats=[checkpoint]"], tmp_path)
+    assert nothing.returncode == 2
+    assert "writes a checkpoint as one file; name it by checkpoint=last" in nothing.stderr
 
 
 class Branching(Small):

@@ -7,14 +7,17 @@ import re
 import subprocess
 import sys
 import time
+from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 from textwrap import dedent
 
 import pytest
+import torch
 from fakecuda import build, operators
 from recorded import once
+from torch import nn
 
 HERE = Path(__file__).resolve().parent
 WAITS = """
@@ -237,6 +240,34 @@ def test_what_is_planted_is_noticed(name):
 def test_what_is_right_is_left_alone(name):
     right = [line for line in found()[f"right: {name}"] if not line.startswith("UserWarning")]
     assert right == []
+
+
+# What torch computes by kernels for cards alone, or chooses by the device
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "module",
+    [nn.GRU(3, 4, 2), nn.GRU(3, 4, bias=False), nn.LSTM(3, 4, 2), nn.ConvTranspose1d(5, 2, 2)],
+    ids=str,
+)
+def test_a_card_computes_what_the_cpu_does(module):
+    def gradients(device):
+        mine = deepcopy(module).to(device, torch.float64)
+        given = rows.to(device).requires_grad_()
+        result = mine(given)
+        result = result if isinstance(result, torch.Tensor) else result[0]
+        loss = result.square().sum()
+        (first,) = torch.autograd.grad(loss, given, create_graph=True)
+        (loss + first.square().sum()).backward()
+        return [part.cpu() for part in (result.detach(), given.grad, *parameters(mine))]
+
+    def parameters(mine):
+        return [weight.grad for weight in mine.parameters()]
+
+    rows = torch.randn(6, 5, 3, dtype=torch.float64)
+    for one, other in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
 # The build

@@ -175,7 +175,7 @@ def test_a_card_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
     strategy = kind(accelerator="cuda")
     strategy.setup()
     made = trainer(Hungry(), Rows(40, 12), strategy=strategy)
-    with pytest.raises(Failure) as caught, faults.told(strategy, made.settings, made):
+    with pytest.raises(Failure) as caught, faults.explain(strategy, made.settings, made):
         made.fit()
     replicas = f"{strategy.replicas} replica"
     assert re.match(

@@ -236,7 +236,8 @@ def test_rates_are_logged_by_group_and_a_changed_one_goes_on_in_proportion():
             "net.backbone?"),
         (lambda: Freeze("*"), ".patterns=* leaves nothing to train; leave out a part, e.g. "
             "patterns=['*','!net.head']"),
-        (lambda: Freeze("net", thaw_at_step=0), ".thaw_at_step=0; set 1 or more, or null"),
+        (lambda: Freeze("net", thaw_at_step=0), ".thaw_at_step=0 is out of range; use "
+            "1 or more, or null"),
     ],
 )  # fmt: skip
 def test_what_can_not_be_frozen_is_one_line(freeze, line):
@@ -290,9 +291,11 @@ def test_a_validation_that_fails_leaves_the_weights_of_training():
 @pytest.mark.parametrize(
     ("callbacks", "settings", "line"),
     [
-        (lambda: [EMA(), SWA()], {}, "callbacks: EMA and SWA would be one too many; leave one"),
-        (lambda: [EMA(1.0)], {}, "callbacks.ema.decay=1.0; set 0 or more, and less than 1"),
-        (lambda: [SWA(every_n_steps=0)], {}, "callbacks.swa.every_n_steps=0; set 1 or more"),
+        (lambda: [EMA(), SWA()], {}, "callbacks: EMA and SWA can't be combined; keep one"),
+        (lambda: [EMA(1.0)], {}, "callbacks.ema.decay=1.0 is out of range; use 0 or more, and less "
+            "than 1"),
+        (lambda: [SWA(every_n_steps=0)], {}, "callbacks.swa.every_n_steps=0 is out of range; use "
+            "1 or more"),
         (lambda: [SWA()], {"data": Streamed()}, "callbacks.swa: nothing tells when an epoch of a "
             "stream is about to end; set callbacks.swa.every_n_steps"),
         (lambda: [EMA()], {"precision": "bf16-true"}, "callbacks.ema: an average of weights that "

@@ -10,7 +10,7 @@ from torch import nn
 
 from dpframe import Trainer, UserError
 from dpframe.callbacks.base import HOOKS
-from dpframe.instead import INSTEAD
+from dpframe.lightning_names import INSTEAD
 from dpframe.trainer.settings import TrainerSettings
 
 PAGE = (Path(__file__).parent.parent / "docs" / "from-lightning.md").read_text()

@@ -135,6 +135,17 @@ def test_an_error_in_its_ranks_is_the_trainers_with_their_traceback():
         Trainer(Failing(), Rows(), max_epochs=1, gpus=2, accelerator="cpu").fit()
 
 
+def test_a_trainer_that_has_trained_resumes_from_the_checkpoint_that_fit_is_given():
+    longer = Trainer(Small(), Rows(), max_epochs=2)
+    longer.fit()
+    trainer = Trainer(Small(), Rows(), settings=ONCE)
+    trainer.fit()
+    trainer.fit(longer.state_dict())
+    assert trainer.global_step == longer.global_step
+    for here, there in zip(trainer.task.parameters(), longer.task.parameters(), strict=True):
+        assert torch.equal(here, there)
+
+
 def test_settings_may_be_given_one_by_one():
     trainer = Trainer(Small(), Rows(), settings=ONCE, clip_norm=1.0)
     assert (trainer.settings.max_epochs, trainer.settings.clip_norm) == (1, 1.0)

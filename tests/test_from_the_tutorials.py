@@ -23,7 +23,7 @@ from dpframe.strategies.data_parallel import DataParallel
 PAGE = (ROOT / "docs" / "from-the-tutorials.md").read_text()
 BLOCKS = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.S | re.M)
 COMMANDS = re.findall(r"^(?:\w+=\S+ )?dpframe (.*?)(?: +#.*)?$", "".join(BLOCKS), re.M)
-PROGRAMS = dict(re.findall(r"<!-- test: (\S+) -->\n```python\n(.*?)^```$", PAGE, re.S | re.M))
+PROGRAMS = dict(re.findall(r"^`(\S+)`:\n```python\n(.*?)^```$", PAGE, re.S | re.M))
 SHORT = ["trainer.max_epochs=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=1"]
 PROCESSES = {"strategy=ddp", "mode=compare", "mode=doctor", "sweep.jobs=2"}
 SHAPES = re.findall(r"^\| (\d+) \| ([\d ]+) \| ([\d ]+) \|$", PAGE, re.M)

@@ -163,23 +163,22 @@ def test_logical_shares_have_the_same_bits_on_ranks_as_in_one_process():
     assert [name for name in wanted if not is_same(mine[name], wanted[name])] == []
 
 
-ON_CARDS = ("vae", "multilabel", "transfer", "stream")  # fake cards lack the others' kernels
-
-
 def on_cards(strategy: Strategy) -> dict[str, Any]:
-    left_out = {name for name in ON_CARDS if MISSING[name]}
+    left_out = {name for name in TINY if MISSING[name]}
     if strategy.runs_copies:  # which torchmetrics can't count in
         left_out.add("multilabel")
-    return {name: numbers(strategy, name) for name in ON_CARDS if name not in left_out}
+    return {name: numbers(strategy, name) for name in TINY if name not in left_out}
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind, cards", [(SingleGPU, 1), (DataParallel, 2), (DDP, 2)])
-def test_recipes_train_on_cards_as_on_the_cpu(kind, cards):
-    if torch.cuda.device_count() < cards:
-        pytest.skip(f"needs {cards} CUDA devices")
+@pytest.mark.frees_by_waits  # fully_shard's gathered weights
+@pytest.mark.parametrize("kind, most", [(SingleGPU, 1), (DataParallel, 4), (DDP, 4), (FSDP, 2)])
+def test_recipes_train_on_cards_as_on_the_cpu(kind, most):
+    cards = min(torch.cuda.device_count(), most)
+    if cards < 2 <= most:
+        pytest.skip("needs 2 CUDA devices")
     found = on(kind(cards, "cuda"), on_cards)
-    assert len(found) >= 3
+    assert len(found) >= 7
     for name, mine in found.items():
         wanted = by_one(name)
         assert logs_apart(mine["log"], wanted["log"]) <= 1e-9, name

@@ -288,9 +288,7 @@ def test_without_a_card_it_says_how_to_try_it_out(monkeypatch, tmp_path):
 
 
 def test_a_dry_run_measures_all_of_it_and_writes_the_page(tmp_path):
-    """On a card, a fake one too, where there is one."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    done = benchmark("--dry-run", "--device", device, "--out", tmp_path)
+    done = benchmark("--dry-run", "--device", "cpu", "--out", tmp_path)
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert done.returncode == 0, done.stdout + (tmp_path / "gpu.md").read_text()
     assert set(report) == {

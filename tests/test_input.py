@@ -4,6 +4,7 @@ import csv
 import gzip
 import re
 
+import numpy as np
 import pytest
 import torch
 from command import attempts, dpframe, write
@@ -54,7 +55,7 @@ def test_a_table_is_read_as_it_goes(tmp_path):
     write(tmp_path, {"long.csv": "a,b\n1,2\n\n3,x\n5\n"})
     rows = iter(Table(tmp_path / "long.csv", dict))
     assert [next(rows), next(rows)] == [{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": "x"}]
-    with pytest.raises(UserError, match=r"long.csv line 5: 1 values for 2 columns$"):
+    with pytest.raises(UserError, match=r"long.csv line 5: 1 values for 2 columns; fix that line$"):
         next(rows)
 
 
@@ -106,6 +107,23 @@ def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
         assert said in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"text.csv line 2: column a: 'word' is not a number; "):
         first(Rows(), tmp_path / "text.csv")
+
+
+@pytest.mark.parametrize(
+    "values, wanted",
+    [
+        (np.array([[0, 255]], np.uint8), [0.0, 1.0]),
+        (np.array([[0, 13107, 65535]], np.uint16), [0.0, 0.2, 1.0]),
+        (np.array([[0.25, 0.5]], np.float32), [0.25, 0.5]),
+    ],
+)
+def test_a_grey_image_of_more_than_8_bits_keeps_its_values(values, wanted, tmp_path):
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    path = tmp_path / "grey.tiff"
+    pillow.fromarray(values).save(path)
+    image = Images([path], lambda image: image)[0]
+    assert image.shape == (1, 1, len(wanted))
+    torch.testing.assert_close(image.flatten(), torch.tensor(wanted))
 
 
 def test_another_mode_has_no_use_for_it(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import ROOT, attempts, cold_dpframe, dpframe, write
+from command import ROOT, attempts, cold_dpframe, dpframe, launcher, write
 from forked import started
 
 from dpframe import UserError
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 
 import dpframe
-from dpframe.strategies.devices import cores
+from dpframe.accelerator import cores
 
 
 class Told(dpframe.Callback):
@@ -135,33 +135,13 @@ def test_a_run_ends_with_the_sweep_that_has_started_it(tmp_path):
 
 def test_another_sweeper_starts_its_own_runs(tmp_path):
     lines = [["-m", "recipe=boston", "hydra/launcher=joblib", "sweep.jobs=2", "seed=1,2"]]
-    files = {"site/hydra_plugins/own.py": LAUNCHER}
+    files = {"site/hydra_plugins/own.py": launcher("joblib")}
     write(tmp_path, files)
     (done,) = attempts(
         lines, tmp_path, PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path / 'site'}"
     )
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
     assert done.err.startswith("dpframe: sweep.jobs=2: another sweeper or launcher starts the runs")
-
-
-LAUNCHER = """
-from dataclasses import dataclass
-
-from hydra._internal.core_plugins.basic_launcher import BasicLauncher
-from hydra.core.config_store import ConfigStore
-
-
-class Other(BasicLauncher):
-    pass
-
-
-@dataclass
-class Node:
-    _target_: str = "hydra_plugins.own.Other"
-
-
-ConfigStore.instance().store(group="hydra/launcher", name="joblib", node=Node, provider="own")
-"""
 
 
 def job_of(gpus: Any, accelerator: str = "auto") -> Any:

@@ -24,7 +24,7 @@ FLOORS = {
 }  # everything else is on floor 0
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
-    "apart",
+    "interpreter",
     "files",
     "accelerator",
     "blocks",
@@ -33,7 +33,7 @@ GROUND |= {
     "bombs",
     "exact",
     "heartbeat",
-    "instead",
+    "lightning_names",
     "lean",
     "parameters",
     "parts",
@@ -311,6 +311,7 @@ PRIVATE = {
     "__dynamo_disable": "as torch._dynamo",
     "_opt_called": "tells a scheduler that the optimizer stepped",
     "_step_supports_amp_scaling": "has GradScaler not wait for the GPU; fused=True sets it, too",
+    "_pg_registry": "keeps a process group, and its threads, to the interpreter's end",
     "_orig_mod": "is in the names of what a compiled module has saved",
 }
 DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples

@@ -142,6 +142,152 @@ def test_hooks_come_as_in_lightning():
     assert other.seen == module.seen
 
 
+class Watching(lit.Linear):
+    """Writes down the learning rate in its hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple] = []
+
+    def note(self, hook: str) -> None:
+        rate = self.optimizers().param_groups[0]["lr"]
+        assert self.lr_schedulers().get_last_lr() == [rate]
+        self.seen.append((hook, self.current_epoch, self.global_step, rate))
+
+    def on_train_epoch_start(self) -> None:
+        self.note("epoch start")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note(f"batch {batch_idx} end")
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("validation end")
+
+    def on_train_epoch_end(self) -> None:
+        self.note("epoch end")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_hooks_see_the_steps_and_learning_rates_that_they_see_in_lightning(accumulate):
+    module, other = Watching(), Watching()
+    theirs(module, lit.Rows(rows=8, batch_size=2), accumulate_grad_batches=accumulate)
+    ours(other, lit.Rows(rows=8, batch_size=2), accumulate=accumulate)
+    assert other.seen == module.seen and len(module.seen) == EPOCHS * 7
+
+
+class Regularized(lit.Linear):
+    """Logs another loss than it returns, in training and in a validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        error = self.loss(batch)
+        self.log("train_loss", error, on_epoch=True)
+        return error + 0.1 * self.net.weight.square().sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        error = self.loss(batch)
+        self.log("val_loss", error)
+        return error + 1.0
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        config = {"scheduler": scheduler, "monitor": "train_loss_epoch"}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+def test_what_a_module_logs_as_its_loss_is_not_what_it_returns():
+    module, other = Regularized(), Regularized()
+    wanted = theirs(module, lit.Rows())
+    numbers = ours(other, lit.Rows()).metrics
+    assert weights_apart(module, other) <= 1e-12
+    assert numbers["val/loss"] == pytest.approx(wanted["val_loss"], rel=1e-6)
+    assert numbers["train/loss"] == pytest.approx(wanted["train_loss_epoch"], rel=1e-6)
+    assert numbers["train/optimized_loss"] > numbers["train/loss"]
+    assert "train/optimized_loss" not in ours(lit.Regression(), lit.Rows()).metrics
+
+
+class TwoSets(lit.Rows):
+    def val_dataloader(self) -> Any:
+        return [super().val_dataloader(), super().val_dataloader()]
+
+
+class MeasuresTwo(lit.Measures):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+def test_metrics_of_several_validation_loaders_have_results_for_each():
+    one = ours(lit.Measures(), lit.Rows()).metrics
+    numbers = ours(MeasuresTwo(), TwoSets()).metrics
+    for name in ("val/0/r2", "val/1/r2", "val/r2"):
+        assert numbers[name] == pytest.approx(one["val/r2"], rel=1e-9)
+
+
+class Stops(lit.Linear):
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, self.stop)
+
+    def stop(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.should_stop = True
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_epoch_end"])
+def test_a_module_stops_training_from_the_hooks_of_an_epochs_end(hook):
+    module, other = Stops(hook), Stops(hook)
+    theirs(module, lit.Rows())
+    trainer = ours(other, lit.Rows())
+    assert other.global_step == module.global_step and trainer.epoch == 2
+    assert weights_apart(module, other) <= 1e-12
+
+
+class LogsNumber(lit.ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.log("train_loss", 0.5)
+
+
+def test_a_module_that_steps_by_hand_may_log_a_plain_number_as_its_loss():
+    assert ours(LogsNumber(), lit.Rows()).metrics["train/loss"] == 0.5
+
+
+class Plateau(lit.Returns):
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__("an optimizer")
+        self.config = config
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        config = {"scheduler": lit.plateau(optimizer), **self.config}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+
+@pytest.mark.parametrize(
+    "config, line",
+    [
+        ({"monitor": "val_loss", "interval": "step"}, "with interval='step'"),
+        ({"monitor": "train_loss_step"}, "monitors train_loss_step, the number of one batch"),
+    ],
+)
+def test_a_plateau_of_single_steps_is_refused(config, line):
+    with pytest.raises(UserError) as caught:
+        ours(Plateau(config), lit.Rows())
+    assert line in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_module_that_reads_its_loss_in_optimizer_step_reads_that_of_all_ranks():
+    weights, _ = on(DDP(3, "cpu"), trained, lit.ReadsItsLoss, {})
+    for one, other in zip(
+        ours(lit.ReadsItsLoss(), lit.Rows()).task.parameters(), weights, strict=True
+    ):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
 class Backward(lit.ByHand):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         first, _ = self.optimizers()
@@ -362,7 +508,7 @@ def test_a_trainer_in_python_starts_its_own_ranks():
 
 def test_what_the_page_shows_trains(tmp_path):
     page = (Path(ROOT) / "docs" / "from-lightning.md").read_text()
-    files = dict(re.findall(r"<!-- test: (\S+) -->\n```python\n(.*?)^```$", page, re.S | re.M))
+    files = dict(re.findall(r"^`(\S+)`:\n```python\n(.*?)^```$", page, re.S | re.M))
     shown = re.findall(r"^dpframe (recipe=lightning .*)$", page, re.M)
     assert list(files) == ["my.py"] and len(shown) == 2
     write(tmp_path, files)

@@ -68,6 +68,12 @@ def test_what_came_from_the_environment_comes_from_it_again(mine, monkeypatch):
     assert dpframe.load(mine / "run").token == "a secret"
 
 
+def test_what_the_environment_does_not_set_may_be_null(mine):
+    config = CONFIG.replace("'a ${oc.env:TOKEN_TO_LOAD,none}'", "'${oc.env:TOKEN_TO_LOAD,null}'")
+    write(mine, {"run/.hydra/config.yaml": config})
+    assert dpframe.load(mine / "run").token is None
+
+
 @pytest.mark.parametrize(
     "config, said",
     [

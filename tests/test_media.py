@@ -424,22 +424,22 @@ def test_a_task_that_has_no_classes_has_no_confusion_matrix():
 def test_a_precision_recall_curve_of_no_probabilities_is_one_line(scores, labels, line):
     labels = None if labels is None else torch.tensor(labels)
     with pytest.raises(UserError, match=rf"^callbacks\.pr_curve {line}"):
-        PRCurve().counted(torch.tensor(scores), labels)
+        PRCurve().count(torch.tensor(scores), labels)
 
 
 def test_a_softmax_of_one_score_a_row_would_always_be_one_and_is_refused():
     with pytest.raises(UserError, match="activation=sigmoid for one score a row"):
-        PRCurve("softmax").counted(torch.zeros(3), torch.ones(3))
+        PRCurve("softmax").count(torch.zeros(3), torch.ones(3))
 
 
 def test_a_precision_recall_curve_takes_one_label_a_row_or_one_for_each_class():
     chances = torch.tensor([[0.9, 0.1], [0.2, 0.8], [torch.nan, 1.0000001]])
-    by_class = PRCurve().counted(chances, torch.tensor([0, 1, -100]))
+    by_class = PRCurve().count(chances, torch.tensor([0, 1, -100]))
     assert by_class.sum(2).tolist() == [[1, 1], [1, 1]]
-    several = PRCurve().counted(chances, torch.tensor([[1, 1], [0, 1], [1, 0]]))
+    several = PRCurve().count(chances, torch.tensor([[1, 1], [0, 1], [1, 0]]))
     assert several.sum(2).tolist() == [[1, 2], [1, 2]]
     assert several[0, 1].nonzero().flatten().tolist() == [0, 113]  # 0.9 reaches 113 / 126
-    one = PRCurve("sigmoid").counted(torch.zeros(3), torch.tensor([1.0, 0.0, 1.0]))
+    one = PRCurve("sigmoid").count(torch.zeros(3), torch.tensor([1.0, 0.0, 1.0]))
     assert one[0, :, 63].tolist() == [1, 2]
 
 

@@ -29,7 +29,7 @@ def test_a_run_and_its_resume_are_one_run_with_every_step_once(tmp_path):
     (folder,) = tmp_path.glob("mlruns/*/*/artifacts")
     kept = {path.relative_to(folder).as_posix() for path in folder.rglob("*.*")}
     files = ["images/val_rows-step{}.png", "figures/curve-step{}.png", "texts/said-step{}.txt"]
-    files += ["sounds/tone-step{}.wav", "tables/val_worst-step{}.csv"]
+    files += ["sounds/tone-step{}.wav", "tables/val_worst-step{}.csv", "tables/found-step{}.csv"]
     assert kept == {file.format(step) for file in files for step in (3, 8)} | {"config.yaml"}
 
 

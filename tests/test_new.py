@@ -1,5 +1,6 @@
 """`dpframe new` writes a project that works as it stands: its own test says so."""
 
+import os
 import subprocess
 import sys
 
@@ -24,10 +25,27 @@ def test_a_new_projects_own_test_passes(project):
 
 
 def test_ruff_finds_nothing_in_a_new_project(project):
-    for words in (["check", "--select", "E,F,I,UP,B,SIM,RET,C4,PIE"], ["format", "--check"]):
+    for words in (
+        ["check"],
+        ["check", "--select", "E,F,I,UP,B,SIM,RET,C4,PIE"],
+        ["format", "--check"],
+    ):
         command = [sys.executable, "-m", "ruff", *words, "--no-cache", "."]
         done = subprocess.run(command, cwd=project, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_mypy_finds_nothing_in_a_new_project(project):
+    words = ["mypy", "--follow-imports", "silent", "--cache-dir", os.devnull, "."]
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=project,
+        env=environment() | {"MYPYPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "no issues found in 5 source files" in done.stdout
 
 
 def test_help_has_an_installed_projects_options(project, tmp_path):

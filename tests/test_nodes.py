@@ -402,10 +402,60 @@ def test_fsdp_keeps_parts_within_a_node_and_goes_on_from_the_checkpoint_of_one_n
     second = run(two, *NODES[1:], "resume=run", "trainer.max_epochs=2")
     assert [ended.code for ended in second] == [0, 0], second[0].said
     assert "resumed at epoch 1, step 4" in second[1].printed
-    alone = forked.run([*BOSTON, "strategy=cpu"], tmp_path)
+    same_as_one_process(two[1].disk / "run", tmp_path)
+
+
+FSDP = ("strategy=fsdp", *NODES[1:], "trainer.gpus=1")
+
+
+def test_fsdp_in_parts_goes_on_on_another_number_of_nodes(two, tmp_path):
+    """With the numbers of one process; a part that went with its node is one line."""
+    folder = two[0].shared
+    words = [*FSDP, *BOSTON, "hydra.run.dir=run", "trainer.max_epochs=1"]
+    with two[0].started(words, folder) as first, two[1].started(words, folder) as second:
+        assert (first.wait(60), second.wait(60)) == (0, 0), first.said()
+    parts = list(folder.glob("run/checkpoints/*.parts/*.distcp"))
+    assert {path.name for path in parts} == {"__0_0.distcp", "__1_0.distcp"}
+    shutil.copytree(folder / "run", folder / "lost")
+    for path in folder.glob("lost/checkpoints/*.parts/__1_0.distcp"):
+        path.unlink()
+    words = ["trainer.nodes=1", "trainer.max_epochs=2"]
+    with two[1].started(["resume=run", *words], folder) as job:
+        assert job.wait(60) == 0, job.said()
+    with two[1].started(["resume=lost", *words], folder) as job:
+        assert job.wait(60) == 2
+        (line,) = Ended(job).lines
+    assert "dpframe: resume=lost: no checkpoint in lost/checkpoints is whole: " in line
+    assert "/__1_0.distcp: No such file or directory; resume another run" in line
+    same_as_one_process(folder / "run", tmp_path)
+
+
+def test_parts_on_disks_that_nodes_do_not_share_are_refused_in_one_line(two):
+    for ended in run(two, *FSDP, *BOSTON):
+        assert ended.code == 2
+        (line,) = ended.lines
+        assert ": strategy.checkpoints=sharded but not all machines see outputs/boston/" in line
+        assert line.endswith("use strategy.checkpoints=whole")
+    assert files_of(two[0]) == files_of(two[1]) == set()
+
+
+def test_fsdp_by_torchrun_goes_on_on_another_number_of_nodes(two, tmp_path):
+    meet = ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500"]
+    run = two[0].shared / "run"
+    for on, words in (
+        (two, [*BOSTON, f"hydra.run.dir={run}", "trainer.max_epochs=1"]),
+        (two[:1], [f"resume={run}", "trainer.max_epochs=2"]),
+    ):
+        given = [f"--nnodes={len(on)}", *meet, "-m", "dpframe", "strategy=fsdp", *words]
+        jobs = [host.torchrun(*given) for host in on]
+        assert [job.wait(200) for job in jobs] == [0] * len(on), said(two)
+    same_as_one_process(run, tmp_path)
+
+
+def same_as_one_process(run: Path, folder: Path) -> None:
+    alone = forked.run([*BOSTON, "strategy=cpu"], folder)
     assert alone.returncode == 0, alone.stderr
-    theirs = checkpoint.load(two[1].disk / "run/checkpoints/last.ckpt")["task"]
-    ours = last(tmp_path)
+    theirs, ours = checkpoint.load(run / "checkpoints/last.ckpt")["task"], last(folder)
     assert theirs.keys() == ours.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-12, atol=1e-14)

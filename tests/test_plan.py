@@ -498,7 +498,7 @@ def test_several_optimizers_are_refused():
         def training_step(self, batch, turn):
             return super().training_step(batch)
 
-    with pytest.raises(UserError, match="with one optimizer, and Two has several: a, b$"):
+    with pytest.raises(UserError, match="with one optimizer, and Two has several: a, b; try"):
         measured(Two)
 
 

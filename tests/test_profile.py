@@ -4,6 +4,7 @@ import gzip
 import json
 import logging
 import time
+from dataclasses import replace
 
 import pytest
 from recorded import Recorder
@@ -35,6 +36,16 @@ def test_the_parts_are_all_there_is(tmp_path, caplog):
     assert "aten::linear" in {
         e["name"] for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     }
+
+
+def test_a_fit_after_a_fit_has_a_profile_of_its_own():
+    longer = fitted(max_epochs=2)
+    trainer, _ = profiled(max_epochs=1)
+    steps = trainer.global_step
+    trainer.settings = replace(trainer.settings, max_epochs=longer.epoch + 1)
+    trainer.fit(longer.state_dict(), resume_anyway=True)
+    assert trainer.global_step == 3 * steps
+    assert len(trainer.hooks["on_step_end"]) == len(longer.hooks["on_step_end"]) + 1
 
 
 class Slow(Small):

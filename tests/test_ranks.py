@@ -14,7 +14,7 @@ from typing import Any
 import forked
 import pytest
 import torch
-from command import ROOT, environment, output
+from command import ROOT, cold_dpframe, environment, output, write
 from conftest import descendants, remaining
 from injector import fail_at, run, started
 
@@ -297,14 +297,15 @@ def last_weights(folder: Path) -> dict[str, Any]:
     return checkpoint.load(run / "checkpoints" / "last.ckpt")["task"]
 
 
-def test_torchrun_gives_the_weights_of_our_own_launch_in_one_directory(tmp_path):
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun_gives_the_weights_of_our_own_launch_in_one_directory(tmp_path, strategy):
     folders = {name: tmp_path / name for name in ("ours", "torchrun", "cpu")}
     for folder in folders.values():
         folder.mkdir()
     given = [*BOSTON, "trainer.precision='64'"]
     done = [
-        forked.run([*given, "strategy=ddp", "trainer.gpus=2"], folders["ours"]),
-        torchrun(folders["torchrun"], *given, "strategy=ddp"),
+        forked.run([*given, f"strategy={strategy}", "trainer.gpus=2"], folders["ours"]),
+        torchrun(folders["torchrun"], *given, f"strategy={strategy}"),
         forked.run([*given, "strategy=cpu"], folders["cpu"]),
     ]
     assert [one.returncode for one in done] == [0, 0, 0], [one.stderr for one in done]
@@ -313,6 +314,57 @@ def test_torchrun_gives_the_weights_of_our_own_launch_in_one_directory(tmp_path)
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
         torch.testing.assert_close(tensor, single[name], rtol=1e-12, atol=1e-14)
+
+
+TELLS = """
+import atexit
+import os
+import threading
+from pathlib import Path
+from dpframe import Callback
+
+if "RANK" not in os.environ:  # this process can't be forked
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+def tell():
+    names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    Path("threads-" + os.environ["RANK"]).write_text("".join(names))
+
+class Tells(Callback):
+    def on_fit_start(self, trainer):
+        atexit.register(tell)
+
+class Fails(Callback):
+    def on_fit_end(self, trainer):
+        raise KeyError
+"""
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+TOLD = ("+callbacks.tells._target_=tells.Tells", "trusted_modules=[tells]")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")
+@pytest.mark.parametrize(
+    "words, variables, code",
+    [
+        (["strategy=ddp"], ALONE, 0),
+        (["strategy=fsdp"], ALONE, 0),
+        (["strategy=fsdp", "+callbacks.fails._target_=tells.Fails"], ALONE, 1),
+        (["strategy=fsdp", "trainer.gpus=2"], {}, 0),
+    ],
+    ids=["ddp", "fsdp", "failed", "spawned"],
+)
+def test_the_threads_of_a_ranks_group_end_before_its_interpreter(tmp_path, words, variables, code):
+    """One of gloo's that lets go of a tensor would wait for an interpreter that is gone, which
+    aborts the process: `terminate called without an active exception`."""
+    write(tmp_path, {"tells.py": TELLS})
+    path = {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = cold_dpframe(*BOSTON, *words, *TOLD, cwd=tmp_path, **variables, **path)
+    assert done.returncode == code, done.stderr
+    told = list(tmp_path.glob("threads-*"))
+    assert len(told) == (1 if variables else 2)
+    for each in told:
+        names = each.read_text().split()
+        assert not [name for name in names if name.startswith(("gloo_", "pt_"))]
 
 
 def test_a_wrong_config_under_torchrun_is_told_once(tmp_path):

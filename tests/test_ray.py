@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -65,6 +66,8 @@ class Failing(dpframe.Callback):
 class Stays(dpframe.Callback):
     def on_step_end(self, trainer):
         if trainer.strategy.rank == 1 and trainer.global_step == 6 and not Path("stays").exists():
+            while not Path("lost/checkpoints/last.ckpt").exists():  # rank 0 writes it meanwhile
+                time.sleep(0.01)
             Path("stays").touch()
             time.sleep(600)
 
@@ -323,7 +326,7 @@ def test_more_than_the_cluster_has_is_refused_in_one_line(jobs):
 @contextmanager
 def ray_start(*words: str, **variables: str) -> Iterator[str]:
     """What `ray start WORDS` prints; `--block` makes it end its processes with itself."""
-    command = [str(Path(sys.executable).parent / "ray"), "start", *words, "--block", "--num-cpus=1"]
+    command = [RAY, "start", *words, "--block", "--num-cpus=1"]
     process = subprocess.Popen(
         [*command, f"--object-store-memory={100 << 20}"],
         stdout=subprocess.PIPE,
@@ -344,19 +347,56 @@ def ray_start(*words: str, **variables: str) -> Iterator[str]:
         process.communicate()
 
 
+RAY = str(Path(sys.executable).parent / "ray")
+
+
+@contextmanager
+def with_token(home: Path) -> Iterator[dict[str, str]]:
+    """The variables of a user who has one."""
+    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
+        own = {"HOME": str(home), "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token"}
+        command = [RAY, "get-auth-token", "--generate"]
+        subprocess.run(command, env=environment(**own), check=True, capture_output=True)
+        yield own
+
+
 def test_the_commands_of_the_page_make_a_cluster_that_asks_for_a_token(tmp_path):
     if find_spec("ray") is None:  # an import would set variables
         pytest.skip("dpframe[ray] is not installed")
-    with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp") as folder:
-        own = {"HOME": str(tmp_path), "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token"}
-        command = [str(Path(sys.executable).parent / "ray"), "get-auth-token", "--generate"]
-        subprocess.run(command, env=environment(**own), check=True, capture_output=True)
-        with ray_start("--head", "--port=0", "--include-dashboard=false", **own) as printed:
-            (address,) = re.findall(r"ray start --address='(.+)'", printed)
-            with ray_start(f"--address={address}", **own):
-                job = done(TWO, tmp_path, environment(**own, RAY_ADDRESS=address))
+    with (
+        with_token(tmp_path) as own,
+        ray_start("--head", "--port=0", "--include-dashboard=false", **own) as printed,
+    ):
+        (address,) = re.findall(r"ray start --address='(.+)'", printed)
+        with ray_start(f"--address={address}", **own):
+            job = done(TWO, tmp_path, environment(**own, RAY_ADDRESS=address))
     assert job.returncode == 0, job.stderr
     assert "strategy   Ray on 2 x cpu" in job.stdout
+
+
+def test_ray_job_submit_takes_the_command(tmp_path):
+    if find_spec("ray") is None or find_spec("aiohttp_cors") is None:
+        pytest.skip("ray[default], which has the server of jobs, is not installed")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [*BOSTON, "strategy=ray", "trainer.gpus=1", f"hydra.run.dir={tmp_path}/run"]
+    submit = [RAY, "job", "submit", f"--address=http://127.0.0.1:{port}", "--"]
+    head = ["--head", "--port=0", f"--dashboard-port={port}"]
+    with with_token(tmp_path) as own, ray_start(*head, **own):
+        said = "please try again later"  # of the server, before its node's agent is there
+        while said.endswith("please try again later"):
+            job = subprocess.run(
+                [*submit, sys.executable, "-m", "dpframe", *words],
+                env=environment(**own),
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+            )
+            said = job.stderr.rstrip(".\n")
+    assert job.returncode == 0, job.stdout + job.stderr
+    assert "epoch 2/2" in job.stdout
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["strategy"], summary["status"]) == ("Ray", "finished")
 
 
 # ---- without a cluster

@@ -26,9 +26,9 @@ def text_of(page: str) -> str:
 
 
 def files_of(page: str) -> dict[str, str]:
-    """The blocks after a `<!-- test: path -->`, by their paths."""
-    found = re.findall(r"<!-- test: (\S+) -->\n```\w+\n(.*?)^```$", text_of(page), re.S | re.M)
-    assert len(dict(found)) == len(found) == text_of(page).count("<!-- test:")
+    """The blocks below a line that shows their path, by their paths."""
+    found = re.findall(r"^`(\S+)`:\n```\w+\n(.*?)^```$", text_of(page), re.S | re.M)
+    assert len(dict(found)) == len(found)
     return dict(found)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from small import Clock, Hooks, Rows, Scripted, Streamed, fitted
+from small import Clock, Hooks, Rows, Scripted, Streamed, fitted, trainer
 
 from dpframe import Trainer
 from dpframe.callbacks import live, progress
@@ -146,6 +146,15 @@ def test_a_long_validation_has_a_line_every_few_seconds(monkeypatch, caplog):
     lines = messages(caplog)
     assert lines[:4] == of_fit and lines[4].startswith("epoch 1/1  step 20  train/loss")
     assert lines[5:] == [f"validation batch {done}/20" for done in (5, 10, 15, 20)]
+
+
+@pytest.mark.parametrize("mode, word", [("test", "test"), ("predict", "prediction")])
+def test_a_long_test_or_prediction_has_a_line_every_few_seconds(monkeypatch, caplog, mode, word):
+    caplog.set_level("INFO", "dpframe")
+    ticks = Hooks(**{f"on_{mode}_batch_end": Clock(monkeypatch).ticks(1.0)})
+    made = trainer(data=LONG["data"], callbacks=[ticks, Progress(False)])
+    getattr(made, mode)()
+    assert messages(caplog) == [f"{word} batch {done}/20" for done in (5, 10, 15, 20)]
 
 
 def test_the_bar_shows_how_far_a_validation_is(terminal, monkeypatch):

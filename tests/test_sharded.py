@@ -5,15 +5,19 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import oracle
 import pytest
 import torch
-from forked import on
+from forked import fresh, limited, on
 from recorded import once, weights, weights_apart
 from small import Adam, Hooks, Rows, Small, fitted, is_same
 from torch import Tensor, nn
@@ -26,6 +30,7 @@ from dpframe.errors import Failure
 from dpframe.strategies import sharded
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.single import CPU
 
 EXACT = 1e-12
@@ -144,13 +149,60 @@ def test_torchs_own_tools_read_the_parts(saved, tmp_path):
     assert is_same(theirs["optimizer.state.1.exp_avg"], state["optimizer"]["state"][1]["exp_avg"])
 
 
-def test_a_checkpoint_in_parts_becomes_one_file(saved, tmp_path):
-    state = checkpoint.load(saved)
-    checkpoint.save(state, tmp_path / "whole.ckpt")
-    assert files.parts_of(tmp_path / "whole.ckpt") is None
-    read = checkpoint.load(tmp_path / "whole.ckpt")
+@pytest.mark.parametrize("here", ["cpu", "fsdp 2"])
+def test_a_checkpoint_in_parts_becomes_one_file_that_goes_on_anywhere(
+    here, saved, run_on, tmp_path
+):
+    state, target = checkpoint.load(saved), tmp_path / "joined/whole.ckpt"
+    assert checkpoint.join(saved, target) == 5
+    assert [path.name for path in target.parent.iterdir()] == [target.name]
+    assert files.flaw(target) == ""
+    assert files.parts_of(target) is None
+    read = checkpoint.load(target)
     assert read.pop("file") != state.pop("file")
     assert is_same(read, state)
+    mine, wanted = on(PLACES[here](), ended, tmp_path, target), run_on("fsdp 4")[1]
+    assert weights_apart(mine["weights"], wanted["weights"]) < EXACT
+    assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
+    with pytest.raises(UserError, match="whole.ckpt is there already; name another directory by"):
+        checkpoint.join(saved, target)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "weights.pt")
+    with pytest.raises(UserError, match="weights.pt holds weights alone, so no run can go on from"):
+        checkpoint.join(tmp_path / "weights.pt", tmp_path / "another/last.ckpt")
+
+
+TENSORS, ROOM = 24, 32  # of 4 MiB each; MiB for one of them, its file and what torch reads of it
+
+
+def large(strategy: FSDP, path: Path) -> None:
+    strategy.parts({})  # makes the group that saves
+    weights = {
+        str(n): parts.Part(torch.full((1024, 1024), float(n)), (1024, 1024), 0)
+        for n in range(TENSORS)
+    }
+    checkpoint.write(
+        {"task": weights, "progress": {"global_step": 3}}, path, save_parts=strategy.save_parts
+    )
+
+
+def joined(path: Path, target: Path) -> str:
+    checkpoint.save({"task": {"0": torch.ones(2)}}, target)  # has loaded what takes memory
+    checkpoint.load(target)
+    target.unlink()
+    limited(ROOM)
+    try:
+        return f"step {checkpoint.join(path, target)}"
+    except (MemoryError, RuntimeError) as error:
+        return "out of memory" if "allocate memory" in str(error) else repr(error)
+
+
+def test_a_checkpoint_is_joined_in_room_for_one_of_its_tensors(tmp_path):
+    path, target = tmp_path / "last.ckpt", tmp_path / "whole/last.ckpt"
+    (tmp_path / "whole").mkdir()
+    on(FSDP(1, "cpu"), large, path)
+    assert fresh(joined, path, target) == "step 3"
+    task = torch.load(target, mmap=True)["task"]
+    assert [int(task[str(n)][7, 7]) for n in range(TENSORS)] == list(range(TENSORS))
 
 
 def test_best_and_last_share_parts_and_what_nobody_needs_is_removed(tmp_path):
@@ -372,3 +424,107 @@ def test_the_parts_of_a_state_are_taken_out_by_their_places():
         "parts": {"a.b.c": ["a.b", "c"], "a.b.c+": ["a", "b.c"]},
     }
     assert named == {"a.b.c": part, "a.b.c+": part}
+
+
+# Kills within a save
+
+
+MOMENTS: dict[str, tuple[int, Any, str]] = {  # the rank, and what it is about to call
+    "a part": (1, sharded.Writer, "write_data"),
+    "last.ckpt": (0, checkpoint, "_write_all"),
+    "best.ckpt": (0, checkpoint, "copy"),
+    "what is not needed": (0, files, "remove_parts"),
+}
+
+
+def until_killed(moment: str, folder: Path, strategy: Strategy) -> None:
+    rank, owner, name = MOMENTS[moment]
+    call, calls = getattr(owner, name), count(1)
+
+    def deadly(*args: Any, **options: Any) -> Any:
+        if strategy.rank == rank and next(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*args, **options)
+
+    setattr(owner, name, deadly)
+    oracle.run(str(folder), None, strategy)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory) -> dict[str, Any]:
+    return gone_on(tmp_path_factory.mktemp("unbroken"))
+
+
+def gone_on(folder: Path) -> dict[str, Any]:
+    strategy = FSDP(2, "cpu")
+    fresh(strategy.launch, oracle.run, str(folder), None, strategy)
+    state = checkpoint.load(folder / "checkpoints/last.ckpt")
+    return {name: state[name] for name in ("task", "optimizer", "scheduler", "random", "metrics")}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_that_is_killed_within_a_save_costs_that_save_alone(moment, unbroken, tmp_path):
+    strategy, folder = FSDP(2, "cpu"), tmp_path / "checkpoints"
+    with pytest.raises(RankFailed):
+        fresh(strategy.launch, until_killed, moment, tmp_path, strategy)
+    good = files.newest_good(folder)
+    assert good is not None
+    newest = max(int(re.match(r"\.?step(\d+)", path.name)[1]) for path in folder.glob("*step*-*"))
+    assert files.step_of(good) >= newest - 1
+    assert is_same(gone_on(tmp_path), unbroken)
+    named = {found.name for path in folder.glob("*.ckpt") if (found := files.parts_of(path))}
+    assert {path.name for path in folder.glob("*.parts")} == named
+    assert not list(folder.glob(".*"))
+
+
+# On cards
+
+
+@pytest.fixture(scope="module")
+def on_cards(tmp_path_factory):
+    @once
+    def on_cards() -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("cards")
+        return folder, on(FSDP(2, "cuda"), kept, folder)
+
+    return on_cards
+
+
+@pytest.mark.gpu
+@pytest.mark.frees_by_waits  # torch's own streams wait before they use a gradient's memory again
+@pytest.mark.parametrize("cards", [0, 1, 2, 4])
+def test_parts_of_two_cards_go_on_on_others_and_on_the_cpu(cards, on_cards, tmp_path):
+    if torch.cuda.device_count() < max(cards, 2):
+        pytest.skip(f"needs {max(cards, 2)} CUDA devices")
+    folder, wanted = on_cards()
+    here = FSDP(cards, "cuda") if cards else CPU()
+    mine = on(here, ended, tmp_path, folder / "kept/last.ckpt")
+    assert weights_apart(mine["weights"], wanted["weights"]) < 1e-9
+    assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=1e-9)
+
+
+def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
+    """How far the weights of each save are from those that training had when it was asked for."""
+    made = fit(strategy, folder, max_steps=1, callbacks=[])
+    path, writer, apart = folder / "checkpoints" / "last.ckpt", checkpoint.Writer(), []
+    for _ in range(3):
+        state, wanted = made.state_dict(whole=False), weights(made.task)
+        torch.cuda.set_sync_debug_mode("error")
+        writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
+        for weight in made.task.parameters():
+            strategy.local(weight.detach()).add_(1)
+        torch.cuda.set_sync_debug_mode("default")
+        writer.wait()
+        strategy.share(None)  # all have written theirs
+        read = checkpoint.load(path)["task"]
+        apart.append(weights_apart({n: t.numpy() for n, t in read.items()}, wanted))
+        strategy.share(None)
+    return apart
+
+
+@pytest.mark.gpu
+@pytest.mark.frees_by_waits
+def test_parts_are_copied_from_cards_while_training_goes_on(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 CUDA devices")
+    assert on(FSDP(2, "cuda"), saved_beside_steps, tmp_path) == [0, 0, 0]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import pytest
@@ -56,6 +57,38 @@ def test_what_changes_after_a_save_is_not_in_its_file(tmp_path):
     assert file == saved(state_on("cpu"), tmp_path / "b.ckpt", is_overwritten=False)
     state = torch.load(tmp_path / "a.ckpt")
     assert state.pop("format") and is_same(state, state_on("cpu"))
+
+
+def test_a_save_takes_the_memory_of_one_that_is_written_and_of_no_other(tmp_path, monkeypatch):
+    begun, go_on, writer, places = Semaphore(0), Semaphore(0), checkpoint.Writer(), []
+    write = checkpoint.write
+
+    def slowly(state: dict[str, Any], *paths: Path) -> None:
+        places.append({tensor.data_ptr() for tensor in tensors(state)})
+        begun.release()
+        assert go_on.acquire(timeout=60)
+        write(state, *paths)
+
+    def save(number: int) -> None:
+        writer.save({"a": torch.full((40, 3), number), "b": torch.tensor(number)}, [path(number)])
+
+    def path(number: int) -> Path:
+        return tmp_path / f"{number}.ckpt"
+
+    monkeypatch.setattr(checkpoint, "write", slowly)
+    save(0)
+    assert begun.acquire(timeout=60)
+    save(1)  # while the first is read
+    go_on.release()
+    assert begun.acquire(timeout=60)  # the first is written
+    save(2)
+    for _ in range(2):
+        go_on.release()
+    writer.finish()
+    assert [int(torch.load(path(n))["a"].unique()) for n in range(3)] == [0, 1, 2]
+    assert [int(torch.load(path(n))["b"]) for n in range(3)] == [0, 1, 2]
+    assert places[0].isdisjoint(places[1])
+    assert places[2] == places[0]
 
 
 def test_a_sparse_tensor_is_saved(tmp_path):

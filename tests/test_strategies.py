@@ -344,7 +344,7 @@ def test_the_options_of_ddp_reach_torch():
 
 def test_the_size_of_buckets_reaches_torch_and_one_of_nothing_is_refused():
     assert results()["bucket"] == 3 * 2**20
-    with pytest.raises(UserError, match=r"strategy.bucket_cap_mb=0; set it to more than 0"):
+    with pytest.raises(UserError, match=r"strategy.bucket_cap_mb=0 is out of range; use more"):
         DDP(bucket_cap_mb=0)
 
 

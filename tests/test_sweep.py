@@ -175,6 +175,7 @@ def test_one_bad_point_is_refused_before_any_runs(tmp_path):
         ["trainer.max_epoch=1,2"],
         ["checkpoint=missing.ckpt,other.ckpt"],
         ["task.optimizer.lr=interval(0,1)"],
+        ["seed=range(0)"],
         ["hydra/sweeper=none"],
         ["recipe=boston,bostn"],
     ]

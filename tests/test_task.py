@@ -478,6 +478,21 @@ def test_any_type_of_rows_is_gathered_in_the_order_of_the_batch():
     assert ranks[0][0][0] == wanted
 
 
+def gathers_by_turns(strategy: Strategy) -> list[list[float]]:
+    """Of batches of these rows, one a rank: the ranks with a row gather, and the others don't."""
+    mine, found = torch.full((1,), strategy.rank), []
+    for rows in (2, 4, 3, 2):
+        if strategy.rank < rows:
+            found.append(strategy.gather_rows(mine, rows).tolist())
+    return strategy.gather(found)
+
+
+def test_ranks_gather_rows_whatever_batches_they_have_had_no_row_of():
+    found = on(DDP(4, "cpu", timeout_seconds=20), gathers_by_turns)
+    wanted = [[0, 1], [0, 1, 2, 3], [0, 1, 2], [0, 1]]
+    assert found == [wanted, wanted, wanted[1:3], wanted[1:2]]
+
+
 def resumed_on(strategy: Strategy) -> list[bool]:
     """Whether a run ends to the bit as the process's first: a second one, and one that is resumed
     within its second epoch."""

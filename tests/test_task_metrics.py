@@ -364,6 +364,36 @@ def test_a_metric_is_logged_for_the_passes_that_update_it():
     }
 
 
+def of_a_window(strategy: Strategy, **settings: Any) -> dict[str, float]:
+    def count(task: Any, batch: list[Tensor]) -> None:
+        if task.training:
+            task.running(float(task.attached.batch_index))
+
+    running = torchmetrics.aggregation.RunningMean(window=3)
+    return fit(Holds(count, running=running), strategy, **settings).metrics
+
+
+def test_a_running_mean_whose_forward_counts_no_update_is_logged():
+    metrics = of_a_window(CPU())
+    assert metrics["train/running"] == 4.0  # of the batches 3, 4 and 5
+    assert "val/running" not in metrics
+
+
+def is_refused(strategy: Strategy, **settings: Any) -> bool:
+    with pytest.raises(UserError, match="RunningMean of torchmetrics, whose window counts updates"):
+        of_a_window(strategy, **settings)
+    return True
+
+
+@pytest.mark.parametrize("strategy", [DataParallel(2, "cpu"), DDP(2, "cpu")])
+def test_a_window_of_updates_is_refused_on_several_replicas(strategy):
+    assert on(strategy, is_refused)
+
+
+def test_a_window_of_updates_is_refused_with_logical_shares():
+    assert is_refused(CPU(), logical_replicas=2)
+
+
 def test_gradients_that_are_computed_again_count_no_row_again():
     recompute = Hooks(on_before_step=lambda trainer: trainer.recompute())
     assert_is_over_all(fit(Judged(), callbacks=[recompute]).metrics, "train")

@@ -99,6 +99,12 @@ def test_a_callback_stops_training_after_its_step(step, epoch, batches_done):
     assert one.progress.batches_done == batches_done
 
 
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_epoch_end"])
+def test_a_callback_stops_training_around_a_validation(hook):
+    one = fitted(callbacks=[Hooks(**{hook: lambda t: t.stop("enough")})], max_epochs=3)
+    assert (one.global_step, one.epoch, one.stop_reason) == (5, 1, "enough")
+
+
 # When it validates and logs
 
 

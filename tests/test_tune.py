@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import xml.etree.ElementTree as ET
 from functools import partial
 
@@ -16,8 +17,9 @@ from dpframe.cli.compose import composed
 from dpframe.cli.reports import replicas_of, tuned
 from dpframe.errors import Failure
 from dpframe.plan.curve import Point, chart, smoothed, svg
+from dpframe.plan.report import Tuning
 from dpframe.plan.settings import TuneSettings
-from dpframe.plan.tune import Tuner, largest, steepest
+from dpframe.plan.tune import Rates, Tuner, largest, steepest
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
@@ -44,12 +46,32 @@ def falling(at: int, count: int = 60) -> list[Point]:
     return [Point(10 ** (n / 10), 1 / (1 + math.exp((n - at) / 3))) for n in range(count)]
 
 
+FRESH = [Point(0.0, 1.0)] * 60
+
+
 def test_the_steepest_point_is_not_shifted_by_smoothing():
-    assert steepest(falling(23)) == falling(23)[23].rate
+    assert steepest(falling(23), FRESH) == falling(23)[23].rate
     assert [p.loss for p in smoothed([Point(1, x) for x in (1.0, 5.0, 3.0)])] == [1.0, 3.0, 3.0]
     rises = [*falling(23)[:40], *(Point(10 ** (n / 10), n) for n in range(40, 60))]
-    assert steepest(rises) == falling(23)[23].rate
-    assert steepest([]) is steepest([Point(n, float(n)) for n in range(1, 20)]) is None
+    assert steepest(rises, FRESH) == falling(23)[23].rate
+    assert steepest([], []) is steepest([Point(n, float(n)) for n in range(1, 20)], FRESH) is None
+
+
+@pytest.mark.parametrize("shift", [0.0, -100.0])
+def test_batches_of_several_losses_are_no_fall(shift):
+    """In proportion to their losses, or by the same amount where losses are below 0."""
+    draw = random.Random(0)
+    sizes = [draw.uniform(0.2, 5.0) for _ in range(60)]
+    fresh = [Point(0.0, size + shift) for size in sizes]
+    flat = [Point(n + 1, point.loss) for n, point in enumerate(fresh)]
+    assert steepest(flat, fresh) is None
+    falls = [1 - point.loss for point in falling(30)]
+    noisy = [
+        Point(at.rate, size * (1 - fall) if not shift else size + shift - 100 * fall)
+        for at, size, fall in zip(falling(30), sizes, falls, strict=True)
+    ]
+    rates = [point.rate for point in falling(30)]
+    assert abs(rates.index(steepest(noisy, fresh)) - 30) <= 3
 
 
 # ---- the trials
@@ -156,6 +178,25 @@ def test_a_learning_rate_is_found_that_learns_and_the_test_ends_where_the_loss_g
     assert losses[found.best] < 0.5 * losses[found.best / 100]
 
 
+@pytest.mark.parametrize("rows, size", [(22, 4), (2000, 8)])
+def test_the_noise_of_small_batches_is_no_fall(rows, size):
+    found = tuner(partial(Small, Adam), Rows(rows, size)).learning_rate()
+    assert found.best is not None and 0.01 < found.best < 0.3
+
+
+def test_a_flat_loss_is_told_instead_of_a_rate():
+    found = tuner(data=Rows(22, 4), max_lr=1e-5).learning_rate()
+    assert found.best is None and len(found.points) == len(found.fresh) == 100
+    said = str(Tuning("flat", None, 8, None, found, takes_size=True, takes_rate=True))
+    assert said.endswith("makes the loss fall by 1%; raise tune.steps or tune.max_lr")
+
+
+def test_keys_that_the_data_or_the_task_lacks_are_not_printed():
+    rates = Rates(falling(30), FRESH, 8, 0.5)
+    said = str(Tuning("none", None, 8, (6, []), rates, takes_size=False, takes_rate=False))
+    assert "\nbatch size 6  " in said and "\nlearning rate 0.5  " in said and "=" not in said
+
+
 def test_a_loss_that_is_not_finite_ends_the_test_and_not_the_command():
     class Cliff(Small):
         def training_step(self, batch):
@@ -184,7 +225,7 @@ def test_groups_keep_the_proportions_of_their_rates_and_each_trial_begins_alike(
     before = torch.get_rng_state()
     first, again = (tuner(Grouped, find=["lr"]).learning_rate() for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert first.points[0].rate == 1e-6 and len(made) == 2
+    assert first.points[0].rate == 1e-6 and len(made) == 4
     make = tuner(Small, steps=20, max_lr=1e-3)
     assert make.learning_rate().points[0] == make.learning_rate().points[0]
 

@@ -440,6 +440,12 @@ def test_a_step_may_compute_its_gradients_again(name):
     assert weights_apart(lbfgs, lbfgs_by_hand()) < 1e-10  # its line of steps magnifies rounding
 
 
+def test_a_line_search_compares_losses_of_full_precision():
+    search = partial(torch.optim.LBFGS, line_search_fn="strong_wolfe", max_iter=20)
+    run = fitted(small(search), Rows(22, 8), precision="64")
+    assert weights_apart(weights(run.task), _by_hand(search)) < 1e-9
+
+
 @pytest.mark.parametrize("key, value", [("clip_norm", 1.0), ("clip_value", 1.0)])
 def test_an_optimizer_that_computes_gradients_itself_is_not_clipped(key, value):
     with pytest.raises(UserError) as caught:

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from dpframe import checkpoint
 from dpframe.callbacks.base import Callback
-from dpframe.errors import UserError
+from dpframe.errors import UserError, refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -41,7 +41,7 @@ class Average(Callback):
     def on_fit_start(self, trainer: "Trainer") -> None:
         kinds = [type(c).__name__ for c in trainer.callbacks if isinstance(c, Average)]
         if len(kinds) > 1:
-            raise UserError(f"callbacks: {' and '.join(kinds)} would be one too many; leave one")
+            raise UserError(f"callbacks: {' and '.join(kinds)} can't be combined; keep one")
         if self.is_in:  # a second fit goes on with the weights
             self._swap()
         if self._find(trainer):
@@ -155,8 +155,10 @@ class EMA(Average):
     def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
         super().__init__()
         if not 0 <= decay < 1:
-            raise UserError(f"{self.key}.decay={decay}; set 0 or more, and less than 1")
-        _refuse_less_than_1(self.key, every_n_steps)
+            raise UserError(
+                f"{self.key}.decay={decay} is out of range; use 0 or more, and less than 1"
+            )
+        refuse_below(f"{self.key}.every_n_steps", every_n_steps)
         self.decay = decay
         self.every_n_steps = every_n_steps
 
@@ -180,7 +182,7 @@ class SWA(Average):
 
     def __init__(self, start_epoch: int = 10, every_n_steps: int | None = None) -> None:
         super().__init__()
-        _refuse_less_than_1(self.key, every_n_steps)
+        refuse_below(f"{self.key}.every_n_steps", every_n_steps)
         self.start_epoch = start_epoch
         self.every_n_steps = every_n_steps
 
@@ -204,8 +206,3 @@ class SWA(Average):
             is_due = trainer.progress.batches_done == trainer.feed.batches_per_epoch
         if is_due:
             self.add()
-
-
-def _refuse_less_than_1(key: str, every_n_steps: int | None) -> None:
-    if every_n_steps is not None and every_n_steps < 1:
-        raise UserError(f"{key}.every_n_steps={every_n_steps}; set 1 or more")

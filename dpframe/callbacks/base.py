@@ -17,7 +17,9 @@ and those with `runs_last` last. A Task may have methods with these names and th
 they come first. With several optimizers, the batches up to `on_before_step` come once for each of
 them. `on_save` and `on_load` come with each checkpoint that is made, and with the one that a run
 resumes from.
-`on_validation_end`, `on_test_end` and `on_predict_end` also end the modes of those names.
+`mode=validate` has the hooks of validation, and the other modes their own:
+`on_test_start`, `on_test_batch_end`, `on_test_end`, `on_predict_start`, `on_predict_batch_end`,
+`on_predict_end`.
 Hooks run in every process; only the one where `trainer.strategy.is_main` may print and write.
 """
 
@@ -90,11 +92,25 @@ class Callback:
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
         """Training ends by this error; a signal is an `Interrupted`."""
 
+    def on_test_start(self, trainer: "Trainer") -> None:
+        """Before the first batch of all test sets."""
+
+    def on_test_batch_end(
+        self, trainer: "Trainer", batch: "Batch", outputs: list[dict[str, Any]]
+    ) -> None:
+        """As `on_validation_batch_end`."""
+
     def on_test_end(self, trainer: "Trainer") -> None:
         """`trainer.metrics` holds the test/ numbers."""
 
+    def on_predict_start(self, trainer: "Trainer") -> None:
+        """Before the first batch of all sets to predict."""
+
+    def on_predict_batch_end(self, trainer: "Trainer", batch: "Batch", outputs: list[Any]) -> None:
+        """`outputs` is what predict_step returned for each share."""
+
     def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
-        """On the main process alone: the others have no predictions."""
+        """Called on the main process alone: the others have no predictions."""
 
     def on_save(self, trainer: "Trainer", state: dict[str, Any]) -> None:
         """`state` is what a checkpoint will hold: numbers, text, tensors, lists and dicts."""
@@ -142,8 +158,8 @@ def may_run_task(name: str, hook: Callable[..., None]) -> bool:
 
 
 def hooks_of(parts: Iterable[object]) -> dict[str, list[Callable[..., None]]]:
-    """By hook, the methods of a task and its callbacks; one with another name or other arguments
-    is refused."""
+    """The methods of a task and its callbacks by hook. One with another name or other arguments is
+    refused."""
     hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
     for part in parts:
         kind = type(part)

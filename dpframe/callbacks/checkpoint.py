@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from dpframe import checkpoint, files
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
-from dpframe.errors import Interrupted, UserError, suggestion
+from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below, suggestion
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
 log = logging.getLogger("dpframe")
+KEY = "callbacks.checkpoint"
 LAST, BEST = "last.ckpt", "best.ckpt"
 EPOCH = "epoch{epoch:04d}"
 EXAMPLE = "f1-{epoch}-{val/f1:.3f}"
@@ -50,14 +51,14 @@ class Checkpoint(Callback):
         seconds_between: float = 0.5,
         file: str | None = None,
     ) -> None:
-        _refuse_less("keep", keep, 0, "0 or more")
-        _refuse_less("every_n_epochs", every_n_epochs, 1, "1 or more, or null")
-        _refuse_less("every_n_steps", every_n_steps, 1, "1 or more, or null")
-        _refuse_less("every_n_minutes", every_n_minutes, math.ulp(0), "more than 0, or null")
-        _refuse_less("seconds_between", seconds_between, 0, "0 or more")
+        refuse_below(f"{KEY}.keep", keep, 0)
+        refuse_below(f"{KEY}.every_n_epochs", every_n_epochs, use="1 or more, or null")
+        refuse_below(f"{KEY}.every_n_steps", every_n_steps, use="1 or more, or null")
+        refuse_below(f"{KEY}.every_n_minutes", every_n_minutes, ABOVE_0, "more than 0, or null")
+        refuse_below(f"{KEY}.seconds_between", seconds_between, 0)
         if file is not None:
-            _refuse_less("keep", keep, 1, "1 or more where there is a file")
-        self.monitor = Monitor(monitor, mode, key="callbacks.checkpoint")
+            refuse_below(f"{KEY}.keep", keep, use="1 or more where there is a file")
+        self.monitor = Monitor(monitor, mode, key=KEY)
         self.file = file
         self.pattern = FilePattern(EPOCH if file is None else file)
         self.keep = keep
@@ -67,7 +68,7 @@ class Checkpoint(Callback):
         self.seconds_between = seconds_between
         self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
         self.due: list[str] = []  # files to be written at this hook
-        self.dropped: list[str] = []  # those that are no longer, and not yet removed
+        self.dropped: list[str] = []  # files that are no longer kept, and still to be removed
         self.saved_step = -1
         self.saved_clock = 0.0
         self.judged_step = -1
@@ -114,7 +115,7 @@ class Checkpoint(Callback):
         if trainer.global_step != self.saved_step:
             names = [*names, LAST]
         self._save(trainer, names)
-        self.writer.wait()
+        self.writer.finish()
         is_gone = self.file is None and not (_directory(trainer) / BEST).is_file()
         if trainer.strategy.is_main and is_gone:
             trainer.checkpoint = str(_directory(trainer) / LAST)  # the best one was deleted
@@ -142,7 +143,7 @@ class Checkpoint(Callback):
             isinstance(kept, list) and all(map(self._is_kept, kept))
         ):  # they may be removed later
             raise UserError(
-                f"resume: callbacks.checkpoint would have kept {str(kept)[:200]}, which are not "
+                f"resume: {KEY} would have kept {str(kept)[:200]}, which are not "
                 "its files; use another checkpoint"
             )
         self.kept = [(value, name) for value, name in kept]
@@ -162,7 +163,7 @@ class Checkpoint(Callback):
             names = sorted([self.pattern.prefix, other.pattern.prefix])
             if names[1].startswith(names[0]):
                 raise UserError(
-                    f"callbacks.checkpoint.file={other.pattern.text} of one Checkpoint and "
+                    f"{KEY}.file={other.pattern.text} of one Checkpoint and "
                     f"{self.pattern.text} of another begin alike; begin them with other words"
                 )
 
@@ -176,7 +177,7 @@ class Checkpoint(Callback):
         return names
 
     def _judge(self, trainer: "Trainer") -> list[str]:
-        """Once a step; what it pushes out of `kept` is dropped."""
+        """Judges a step once; files that it pushes out of `kept` are dropped."""
         step = trainer.global_step
         has_value = step == trainer.progress.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
@@ -233,11 +234,6 @@ class Checkpoint(Callback):
                 checkpoint.copy(first, best)
 
 
-def _refuse_less(key: str, value: float | None, least: float, valid: str) -> None:
-    if value is not None and not value >= least:  # written so that NaN is refused, too
-        raise UserError(f"callbacks.checkpoint.{key}={value}; set {valid}")
-
-
 class FilePattern:
     """The names of a callback's files: text, the epoch, the step and metrics, and always the step.
 
@@ -249,9 +245,7 @@ class FilePattern:
         try:
             self.parts = list(Formatter().parse(text))
         except ValueError as error:
-            raise UserError(
-                f"callbacks.checkpoint.file={text}: {error}; use e.g. {EXAMPLE}"
-            ) from None
+            raise UserError(f"{KEY}.file={text}: {error}; use e.g. {EXAMPLE}") from None
         self.prefix = self.parts[0][0] if self.parts else ""
         is_plain = re.match(r"[A-Za-z]", self.prefix) and all(
             re.fullmatch(PLAIN, literal) and not conversion and re.fullmatch(SPEC, spec or "")
@@ -259,7 +253,7 @@ class FilePattern:
         )
         if not is_plain:
             raise UserError(
-                f"callbacks.checkpoint.file={text} is no plain file name that begins with a "
+                f"{KEY}.file={text} is no plain file name that begins with a "
                 f"letter; use e.g. {EXAMPLE}"
             )
 
@@ -271,13 +265,12 @@ class FilePattern:
                 continue
             if field not in values:
                 raise UserError(
-                    f"callbacks.checkpoint.file={self.text}: {field} is not measured; "
-                    f"{suggestion(field, values)}"
+                    f"{KEY}.file={self.text}: {field} is not measured; {suggestion(field, values)}"
                 )
             try:
                 name += re.sub(r"[^\w.+-]", "_", format(values[field], spec or ""), flags=re.ASCII)
             except ValueError as error:
-                raise UserError(f"callbacks.checkpoint.file={self.text}: {error}") from None
+                raise UserError(f"{KEY}.file={self.text}: {error}") from None
         return f"{name}-step{values['step']}.ckpt"
 
     def fits(self, name: str) -> bool:

@@ -5,9 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpframe.callbacks.base import Callback
 from dpframe.callbacks.tally import Tally, described
-from dpframe.data import Batch
 from dpframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -16,25 +14,14 @@ if TYPE_CHECKING:
 CELL = 16  # pixels
 
 
-class ConfusionMatrix(Callback):
+class ConfusionMatrix(Tally):
     """Counts as the table `val/confusion`, and each label's shares as an image.
 
     For batches (inputs, labels) and a predict_step that returns a score for each class. It
     computes each batch a second time.
     """
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
-        self.tally = Tally(counted)
-
-    def on_validation_batch_end(
-        self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
-    ) -> None:
-        self.tally.add(trainer, batch)
-
-    def on_validation_end(self, trainer: "Trainer") -> None:
-        counts = self.tally.total(trainer)
-        if counts is None:
-            return
+    def show(self, trainer: "Trainer", counts: Tensor) -> None:
         classes = [str(number) for number in range(len(counts))]
         rows = [[name, *row] for name, row in zip(classes, counts.tolist(), strict=True)]
         trainer.log_table("val/confusion", ["label \\ predicted", *classes], rows)
@@ -42,17 +29,19 @@ class ConfusionMatrix(Callback):
         cells = shares.repeat_interleave(CELL, 0).repeat_interleave(CELL, 1)
         trainer.log_image("val/confusion_shares", cells)
 
-
-def counted(scores: Any, labels: Any) -> Tensor:
-    """[labels, predictions]; a row without a label of a class, e.g. of -100, is left out."""
-    classes = scores.shape[1] if isinstance(scores, Tensor) and scores.ndim == 2 else 0
-    is_labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
-    if classes < 2 or not is_labelled or len(labels) != len(scores):
-        raise UserError(
-            f"callbacks.confusion_matrix got labels {described(labels)} and predictions "
-            f"{described(scores)}; it needs batches (inputs, labels) with a whole number a row, "
-            "and a predict_step that returns [rows, classes]"
+    def count(self, predictions: Any, labels: Any) -> Tensor:
+        """[labels, predictions]; a row without a label of a class, e.g. of -100, is left out."""
+        is_scores = isinstance(predictions, Tensor) and predictions.ndim == 2
+        classes = predictions.shape[1] if is_scores else 0
+        is_labels = (
+            isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
         )
-    is_counted = (labels >= 0) & (labels < classes)
-    pairs = labels[is_counted].long() * classes + scores.argmax(dim=1)[is_counted]
-    return torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+        if classes < 2 or not is_labels or len(labels) != len(predictions):
+            raise UserError(
+                f"callbacks.confusion_matrix got labels {described(labels)} and predictions "
+                f"{described(predictions)}; it needs batches (inputs, labels) with a whole number "
+                "a row, and a predict_step that returns [rows, classes]"
+            )
+        is_counted = (labels >= 0) & (labels < classes)
+        pairs = labels[is_counted].long() * classes + predictions.argmax(dim=1)[is_counted]
+        return torch.bincount(pairs, minlength=classes * classes).reshape(classes, classes)

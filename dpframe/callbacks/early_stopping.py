@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
-from dpframe.errors import UserError
+from dpframe.errors import UserError, refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -26,6 +26,7 @@ class EarlyStopping(Callback):
         patience: int = 10,
         min_delta: float = 0.0,
     ) -> None:
+        refuse_below("callbacks.early_stopping.patience", patience)
         self.monitor = Monitor(monitor, mode, key="callbacks.early_stopping", min_delta=min_delta)
         self.patience = patience
         self.times_without_progress = 0

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from dpframe.callbacks.base import Callback
-from dpframe.errors import UserError
+from dpframe.errors import UserError, refuse_below
 from dpframe.parameters import Patterns, matching
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ class Freeze(Callback):
         freeze_statistics: bool = True,
     ) -> None:
         for key, value in (("thaw_at_epoch", thaw_at_epoch), ("thaw_at_step", thaw_at_step)):
-            if value is not None and value < 1:
-                raise UserError(f"callbacks.freeze.{key}={value}; set 1 or more, or null")
+            refuse_below(f"callbacks.freeze.{key}", value, use="1 or more, or null")
         self.patterns = patterns
         self.thaw_at_epoch = thaw_at_epoch
         self.thaw_at_step = thaw_at_step

@@ -11,6 +11,7 @@ from dpframe import seeding
 from dpframe.callbacks.base import Callback
 from dpframe.data import Batch
 from dpframe.data.module import leaves, mapped
+from dpframe.errors import first_line
 from dpframe.task import Task, modes_kept
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Graph(Callback):
                 try:
                     logger.graph(module, tensors)
                 except Exception as error:  # torch raises many kinds
-                    _warn(str(error), task)
+                    _warn(first_line(error), task)
 
 
 def traced(task: Task, batch: Any) -> nn.Module:
@@ -76,5 +77,4 @@ def traced(task: Task, batch: Any) -> nn.Module:
 
 
 def _warn(reason: str, task: Task) -> None:
-    first = next(iter(reason.strip().splitlines()), "no reason")
-    log.warning("callbacks.graph: %s can't be shown: %s", type(task).__name__, first)
+    log.warning("callbacks.graph: %s can't be shown: %s", type(task).__name__, reason)

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from dpframe.callbacks.base import Callback
-from dpframe.errors import UserError
+from dpframe.errors import refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -16,8 +16,7 @@ class Histograms(Callback):
     def __init__(
         self, every_n_steps: int = 100, weights: bool = True, gradients: bool = True
     ) -> None:
-        if every_n_steps < 1:
-            raise UserError(f"callbacks.histograms.every_n_steps={every_n_steps}; set 1 or more")
+        refuse_below("callbacks.histograms.every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
         self.weights = weights
         self.gradients = gradients

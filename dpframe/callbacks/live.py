@@ -16,7 +16,7 @@ class Live(Callback):
     reads_metrics = True
 
     def __init__(self) -> None:
-        self.width = 0  # of the line that is there
+        self.width = 0  # of the line on screen
         self.next_draw = 0.0
 
     def on_step_end(self, trainer: "Trainer") -> None:

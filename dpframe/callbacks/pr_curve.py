@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dpframe.callbacks.base import Callback
 from dpframe.callbacks.tally import Tally, described
-from dpframe.data import Batch
 from dpframe.errors import UserError, not_one_of
 from dpframe.loggers.media import MARGIN, THRESHOLDS
 
@@ -19,7 +17,7 @@ ACTIVATIONS = ("softmax", "sigmoid")
 KEY = "callbacks.pr_curve"
 
 
-class PRCurve(Callback):
+class PRCurve(Tally):
     """`val/pr_curve/<class>`, each class against all others; of one score a row `val/pr_curve`.
 
     For batches (inputs, labels) and a predict_step that returns probabilities, or scores that
@@ -31,27 +29,16 @@ class PRCurve(Callback):
             raise not_one_of(f"{KEY}.activation", activation, ACTIVATIONS)
         self.activation = activation
 
-    def on_validation_start(self, trainer: "Trainer") -> None:
-        self.tally = Tally(self.counted)
-
-    def on_validation_batch_end(
-        self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
-    ) -> None:
-        self.tally.add(trainer, batch)
-
-    def on_validation_end(self, trainer: "Trainer") -> None:
-        counts = self.tally.total(trainer)
-        if counts is None:
-            return
+    def show(self, trainer: "Trainer", counts: Tensor) -> None:
         labels = torch.arange(2).repeat_interleave(len(THRESHOLDS))
         scores = torch.as_tensor(THRESHOLDS).repeat(2)
         for number, of_class in enumerate(counts):
             name = "val/pr_curve" if len(counts) == 1 else f"val/pr_curve/{number}"
             trainer.log_pr_curve(name, labels, scores, of_class)
 
-    def counted(self, scores: Any, labels: Any) -> Tensor:
+    def count(self, predictions: Any, labels: Any) -> Tensor:
         """[classes, label of 0 or 1, thresholds]: rows by the highest threshold that they reach."""
-        chances, is_true = self._by_class(scores, labels)
+        chances, is_true = self._by_class(predictions, labels)
         classes, levels = chances.shape[1], len(THRESHOLDS)
         at = torch.bucketize(chances, torch.as_tensor(THRESHOLDS), right=True) - 1
         at += levels * (is_true + 2 * torch.arange(classes))

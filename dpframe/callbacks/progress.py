@@ -70,14 +70,18 @@ class Progress(Callback):
             self._draw_in_time(trainer)
 
     def on_validation_start(self, trainer: "Trainer") -> None:
-        if trainer.mode == "validate" and trainer.strategy.is_main:
+        if trainer.mode != "fit" and trainer.strategy.is_main:
             self._begin(time.perf_counter())
 
+    on_test_start = on_predict_start = on_validation_start
+
     def on_validation_batch_end(
-        self, trainer: "Trainer", batch: "Batch", outputs: list[dict[str, Any]]
+        self, trainer: "Trainer", batch: "Batch", outputs: list[Any]
     ) -> None:
         if self.screen is not None or time.perf_counter() >= self.next_line:
-            self._draw_in_time(trainer, _validation(trainer, batch.name))
+            self._draw_in_time(trainer, _batches_done(trainer, batch.name))
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
@@ -138,7 +142,7 @@ class Progress(Callback):
         self._put_off_line(now)
 
     def _draw_in_time(self, trainer: "Trainer", within: str = "") -> None:
-        """`within` a validation: how far it is."""
+        """`within` an evaluation: how far it is."""
         now = time.perf_counter()
         if now >= self.next_line:
             self._put_off_line(now)
@@ -148,7 +152,7 @@ class Progress(Callback):
             self._draw(trainer, within)
 
     def _line(self, trainer: "Trainer", within: str) -> list[str]:
-        if trainer.mode == "validate":
+        if trainer.mode != "fit":
             return [within]
         step = f"step {trainer.global_step}" + _of(trainer.total_steps)
         if within:
@@ -170,7 +174,7 @@ class Progress(Callback):
             )
 
     def _best_epoch(self) -> Epoch | None:
-        """It may be one before a resume, or within an epoch."""
+        """The best epoch, which may be before a resume; the best step may be within an epoch."""
         if self.best is None or not self.best.step:
             return None
         if self.best_epoch is not None and self.best_epoch.step == self.best.step:
@@ -269,7 +273,7 @@ def batch(rows: int, replicas: int) -> str:
 
 
 def _data(trainer: "Trainer") -> str:
-    """How it is read, and whether all of it is on the GPU or is copied there batch by batch."""
+    """How the data is read, and whether it is on the GPU or copied there batch by batch."""
     loader = trainer.feed.train
     if loader.device.type != "cpu":
         return f"{len(trainer.feed.dataset):,} rows on {loader.device}"
@@ -331,7 +335,7 @@ def _can_redraw() -> bool:
 
 
 def _best_so_far(trainer: "Trainer") -> Best | None:
-    """Of what a run is judged by: its summary, else its checkpoints, else early stopping."""
+    """The best value of what the summary, the checkpoints or early stopping monitor."""
     owners = [c for c in trainer.callbacks if isinstance(getattr(c, "monitor", None), Monitor)]
     owners.sort(key=lambda callback: not isinstance(callback, Best))
     if not owners:
@@ -354,7 +358,7 @@ def _newest(trainer: "Trainer", best: Best | None) -> dict[str, float]:
 
 
 def _loss_first(metrics: dict[str, float], best: Best | None) -> dict[str, float]:
-    """Then what is monitored, then the others."""
+    """Sorts the losses first, then what is monitored, then the others."""
     names = sorted(metrics, key=lambda name: not _is_first(name, best))
     return {name: metrics[name] for name in names}
 
@@ -372,10 +376,11 @@ def _share_done(trainer: "Trainer") -> float | None:
     return min(1.0, max(shares)) if shares else None
 
 
-def _validation(trainer: "Trainer", name: str) -> str:
-    """How far the validation of this data set is."""
-    done, total = trainer.task.attached.batch_index + 1, trainer.validation[name].batches
-    return " ".join(filter(None, ["validation", printable(name), f"batch {done}{_of(total)}"]))
+def _batches_done(trainer: "Trainer", name: str) -> str:
+    """How far the evaluation of this data set is."""
+    done, total = trainer.task.attached.batch_index + 1, trainer.task.attached.batches
+    words = [trainer.doing, printable(name), f"batch {done}{_of(total)}"]
+    return " ".join(filter(None, words))
 
 
 def _epoch(trainer: "Trainer") -> str:

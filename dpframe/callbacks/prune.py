@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dpframe import files
 from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import PRUNED, Monitor
-from dpframe.errors import UserError
+from dpframe.errors import refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -34,9 +34,8 @@ class Prune(Callback):
         warmup_epochs: int = 5,
         startup_runs: int = 3,
     ) -> None:
-        for name, value in (("warmup_epochs", warmup_epochs), ("startup_runs", startup_runs)):
-            if value < 1:
-                raise UserError(f"callbacks.prune.{name}={value} is out of range; use 1 or more")
+        refuse_below("callbacks.prune.warmup_epochs", warmup_epochs)
+        refuse_below("callbacks.prune.startup_runs", startup_runs)
         self.monitor = Monitor(monitor, mode, key="callbacks.prune")
         self.warmup_epochs = warmup_epochs
         self.startup_runs = startup_runs
@@ -74,7 +73,7 @@ class Prune(Callback):
         return f"{self.monitor.mode} {self.monitor.name}"
 
     def _median(self, trainer: "Trainer") -> float | None:
-        """Of the sweep's runs that have finished; a shorter one counts by its last value."""
+        """The median over the sweep's finished runs; a shorter run counts by its last value."""
         sweep = Path(trainer.run.directory).absolute().parent
         if not (sweep / SWEEP).is_file():  # a run on its own, among others
             return None

@@ -10,7 +10,7 @@ from torch import Tensor
 from dpframe import seeding
 from dpframe.callbacks.base import Callback
 from dpframe.data import Batch, move
-from dpframe.errors import UserError
+from dpframe.errors import refuse_below
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -23,9 +23,8 @@ class SamplePredictions(Callback):
     """Pictures as `val/samples/<part>`, all else as the table `val/samples`."""
 
     def __init__(self, rows: int = 8, every_n_validations: int = 1) -> None:
-        for key, value in (("rows", rows), ("every_n_validations", every_n_validations)):
-            if value < 1:
-                raise UserError(f"callbacks.sample_predictions.{key}={value}; set 1 or more")
+        refuse_below("callbacks.sample_predictions.rows", rows)
+        refuse_below("callbacks.sample_predictions.every_n_validations", every_n_validations)
         self.rows = rows
         self.every_n_validations = every_n_validations
         self.validations = 0

@@ -1,39 +1,46 @@
-"""What is counted over all rows of a validation, and all replicas."""
+"""Counts over all rows of a validation, and all replicas."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, tensor
 
 from dpframe import seeding
+from dpframe.callbacks.base import Callback
 from dpframe.data import Batch, move
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
 
-class Tally:
-    """Adds up what `count(predictions, labels)` returns for each share of batches (inputs, labels),
-    which are predicted once more."""
+class Tally(Callback):
+    """Adds up what `count` returns for each share of batches (inputs, labels), which it predicts a
+    second time; `show` gets the sum at the end of the validation, on the main process."""
 
-    def __init__(self, count: Callable[[Any, Any], Tensor]) -> None:
-        self.count = count
-        self.here: Tensor | None = None
+    def count(self, predictions: Any, labels: Any) -> Tensor:
+        raise NotImplementedError
 
-    def add(self, trainer: "Trainer", batch: Batch) -> None:
+    def show(self, trainer: "Trainer", counts: Tensor) -> None:
+        raise NotImplementedError
+
+    def on_validation_start(self, trainer: "Trainer") -> None:
+        self.here: Tensor | None = None  # this process's sum
+
+    def on_validation_batch_end(
+        self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
+    ) -> None:
         with trainer.strategy.whole_weights(trainer.task):
             for share in batch.shares:
                 if share.rows:
                     self._add(trainer, move(share.batch, trainer.strategy.device))
 
-    def total(self, trainer: "Trainer") -> Tensor | None:
-        """None on processes but the main one. All have to call it."""
+    def on_validation_end(self, trainer: "Trainer") -> None:
         parts = trainer.strategy.gather(None if self.here is None else self.here.tolist())
-        tables = [tensor(part) for part in parts if part is not None]
-        return sum(tables[1:], tables[0]) if tables else None
+        counts = [tensor(part) for part in parts if part is not None]
+        if counts:
+            self.show(trainer, sum(counts[1:], counts[0]))
 
     def _add(self, trainer: "Trainer", batch: Any) -> None:
-        with seeding.seeded(trainer.seed):  # what it draws is not missing elsewhere
+        with seeding.seeded(trainer.seed):  # training draws the same numbers without this callback
             predicted = trainer.task.predict_step(batch)
         is_pair = isinstance(batch, (list, tuple)) and len(batch) > 1
         counts = self.count(predicted, batch[1] if is_pair else None)

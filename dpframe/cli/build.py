@@ -61,13 +61,13 @@ def build(
     if kind is not None and not isinstance(part, kind):
         raise UserError(
             f"{where}._target_={node['_target_']} returned a {type(part).__name__}, "
-            f"not a dpframe {kind.__name__}"
+            f"not a dpframe {kind.__name__}; name what makes one"
         )
     return part
 
 
 def _apart(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Without what every Task or DataModule has and its constructor does not take; and that."""
+    """Splits a node into what its constructor takes and the keys of `OF_ALL`, set as attributes."""
     if not OF_ALL.get(where, {}).keys() & node.keys():
         return dict(node), {}
     taken = inspect.signature(locate(node["_target_"], f"{where}._target_")).parameters

@@ -10,11 +10,10 @@ from dpframe import interruption
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.configs import Configs
-from dpframe.cli.refusal import first_line
 from dpframe.cli.resume import key_of
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
-from dpframe.errors import UserError, not_one_of
+from dpframe.errors import UserError, first_line, not_one_of
 from dpframe.plan.contest import Contest, Entry, trained
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present
@@ -38,7 +37,8 @@ class Variant(NamedTuple):
 
 
 def contest(job: Composed, variants: Sequence[Variant], settings: TrainerSettings) -> Contest:
-    """Those whose ranks may still be forked come first: the others compute in this process."""
+    """Trains each variant. Those with ranks come first: after a training in this process, ranks
+    can't be forked."""
     entries: dict[int, Entry] = {}
     order = sorted(range(len(variants)), key=lambda at: not variants[at].launches_ranks)
     for at in order:
@@ -53,7 +53,7 @@ def contest(job: Composed, variants: Sequence[Variant], settings: TrainerSetting
 def variants(
     job: Composed, names: Sequence[str] | None = None, counts: Sequence[int] | None = None
 ) -> list[Variant]:
-    """Those that were asked for; or all that this machine can have, by powers of two."""
+    """The variants asked for, or all that fit this machine, by powers of two."""
     for name in names or ():
         if name not in strategies(job):
             raise not_one_of("compare.strategies", name, strategies(job))
@@ -75,7 +75,7 @@ def strategies(job: Composed) -> list[str]:
 
 
 def with_strategy(job: Composed, name: str, gpus: int | None = None) -> Variant:
-    """With another strategy, on `gpus` devices, or on as many as the job says."""
+    """The job with another strategy, on `gpus` devices or as many as the job says."""
     kept = [each for each in job.overrides if not _is_of_strategy(each)]
     if gpus is not None:
         kept = [each for each in kept if key_of(each) != "trainer.gpus"]
@@ -92,7 +92,7 @@ def with_strategy(job: Composed, name: str, gpus: int | None = None) -> Variant:
 
 
 def devices_of(strategy: Strategy) -> list[str]:
-    """One for each replica that there would be; no rank is started."""
+    """The devices of the replicas, without starting a rank."""
     if strategy.launches_ranks:
         return [str(device) for device in strategy.choose_devices(default=None)]
     strategy.open()
@@ -103,19 +103,19 @@ def devices_of(strategy: Strategy) -> list[str]:
 
 
 def _names(job: Composed) -> list[str]:
-    """Without one card where there is none."""
+    """The strategies to try; single_gpu only where there is a card."""
     has_cards = job.settings.trainer.accelerator != "cpu" and bool(present("auto"))
     return [name for name in strategies(job) if has_cards or name != "single_gpu"]
 
 
 def _counts(job: Composed) -> list[int]:
-    """2, 4 and so on, as far as there are cards, or a rehearsal."""
+    """2, 4 and so on and all, of the cards; where there are none, a rehearsal."""
     accelerator = job.settings.trainer.accelerator
     most = len(present("auto")) if accelerator != "cpu" else 0
     counts = [REHEARSED_REPLICAS]
     while 2 * counts[-1] <= most:
         counts.append(2 * counts[-1])
-    return counts
+    return sorted({*counts, most} - {0, 1})
 
 
 def _entry(variant: Variant, settings: TrainerSettings) -> Entry:

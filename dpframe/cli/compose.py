@@ -148,7 +148,7 @@ def _without_file(typed: Sequence[str], config_dir: str | None, error: NoFile) -
 
 
 def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
-    """With the overrides of the run that is resumed, or whose checkpoint is evaluated."""
+    """Composes the config, with the overrides of the run that is resumed or evaluated."""
 
     def runs() -> Path:
         config = configs.compose([o for o in typed if key_of(o) != "hydra.run.dir"])
@@ -187,6 +187,8 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
         raise unresolved(error, config) from None
+    if not run_dir.strip():
+        raise UserError("hydra.run.dir is empty; name a directory")
     objective_of(plain)  # refuses a metric without a direction
     folder = _own_folder(hydra)
     return Composed(
@@ -222,7 +224,7 @@ def resolved(job: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def overrides_of(config: DictConfig) -> list[str]:
-    """As they were typed: `${…}` is not filled in."""
+    """The overrides as typed: `${…}` is not filled in."""
     overrides: Any = OmegaConf.to_container(config.hydra.overrides, resolve=False)
     return list(overrides["task"])
 

@@ -156,7 +156,7 @@ class Configs:
         return self._guarded(config, [*shared["hydra"], *sweep_overrides])
 
     def _with_arguments(self, overrides: Sequence[str]) -> Any:
-        """With ++ before what a part's class takes, though no file sets it; None: there is none."""
+        """Adds ++ to keys that a part's class takes and no file sets; None if there are none."""
         try:
             base = self._of_right(overrides)
         except Exception:  # another of the overrides is wrong, too
@@ -192,14 +192,14 @@ class Configs:
 
     def _check_heads(self, overrides: Sequence[str]) -> None:
         """The first word of each override, before Hydra asks for something else that is missing."""
-        heads = [*TOP_LEVEL, *self.groups()]
+        heads = list(dict.fromkeys([*TOP_LEVEL, *self.groups()]))
         for override in overrides:
             match = re.match(r"^(?:\+\+?|~)?([^=@]+)", override)
             if match is None or ("=" not in override and not override.startswith("~")):
-                raise UserError(
-                    f"'{override}' is not an override; write key=value, e.g. trainer.gpus=2, "
-                    "without spaces"
-                )
+                whole = (f"{each}={override}" for each in GROUPS if override in self.options(each))
+                write = "write key=value, e.g. trainer.gpus=2, without spaces"
+                meant = next((f"did you mean {each}?" for each in whole), write)
+                raise UserError(f"'{override}' is not an override; {meant}")
             head = re.split(r"[./]", match.group(1))[0]
             if head not in (*heads, "hydra"):
                 near = self._meant(key_of(override), heads, overrides)
@@ -222,7 +222,7 @@ class Configs:
             if not whole and name in WHOLE:
                 return f"nothing in this config has {name}"
             whole = whole or similar(base, name, heads)
-        there = f"there is: {', '.join(sorted(heads))}"
+        there = f"there is: {', '.join(sorted(set(heads)))}"
         return f"did you mean {' or '.join(whole)}?" if whole else there
 
 
@@ -234,7 +234,7 @@ def with_path_quoted(override: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """As Hydra reads it back: in quotes, where a backslash counts before a quote or a ${ alone."""
+    """Quotes text for Hydra, where a backslash only escapes before a quote or a ${."""
     text = re.sub(r"(\\*)'", r"\1\1\\'", literal(text))
     text = re.sub(r"(\\+)\Z", r"\1\1", text)
     return f"'{text}'"
@@ -310,7 +310,9 @@ def _readable(config_dir: str) -> Path:
     try:
         os.listdir(config_dir)
     except OSError as error:
-        raise UserError(f"--config-dir={config_dir} can't be read: {error.strerror}") from None
+        raise UserError(
+            f"--config-dir={config_dir} can't be read: {error.strerror}; name a folder"
+        ) from None
     return Path(os.path.abspath(config_dir))
 
 

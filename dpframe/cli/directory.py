@@ -25,7 +25,7 @@ class Directory:
         self._lock: IO[str] | None = None
 
     def make(self, notes: Mapping[str, str]) -> str:
-        """With `notes`, texts by the names of their files, in `.hydra/`."""
+        """Makes the directory, and `.hydra/` with `notes`: texts by the names of their files."""
         try:
             self.path, self.made = create(self.path, is_given=self.is_given)
             if not self.made:

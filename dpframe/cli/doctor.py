@@ -1,26 +1,25 @@
 """`mode=doctor`: what is on this machine, what each strategy would use, and what is wrong."""
 
-import importlib.util
 import os
 import platform
 import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from dpframe import __version__, memory
+from dpframe.accelerator import cores
 from dpframe.cli.compare import strategies, with_strategy
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
 from dpframe.plan.report import size
 from dpframe.strategies import Strategy, ranks
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.devices import HIDES, cores, model, present, why_none
+from dpframe.strategies.devices import HIDES, model, present, why_none
 from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.processes import backends
 
@@ -53,7 +52,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     kinds = "the CPU alone" if built is None else built.type.upper()
     toolkit = f" {torch.version.cuda}" if torch.version.cuda else ""
     yield "torch", f"built for {kinds}{toolkit}; {torch.get_num_threads()} threads"
-    yield "backends", f"{', '.join(backends())}: by these ranks may talk"
+    yield "backends", f"{', '.join(backends())}: what ranks can talk by"
     total = f"{size(memory.machine())} memory"
     yield "machine", f"{cores()} cores, {total}, {size(_shared())} shared memory"
     devices = present("auto")
@@ -134,9 +133,7 @@ def _problems() -> Iterator[str]:
     if files < LEAST_FILES:
         yield f"a process may open {files} files; ulimit -n {LEAST_FILES}"
     if ranks.is_rank():
-        with suppress(UserError):
+        try:
             ranks.this_rank()
-            return
-        yield "RANK and WORLD_SIZE are set, and this is no rank; unset RANK WORLD_SIZE"
-    if importlib.util.find_spec("numpy") is None:
-        yield "numpy is not installed, which TensorBoard needs"
+        except UserError:
+            yield "RANK and WORLD_SIZE are set, and this is no rank; unset RANK WORLD_SIZE"

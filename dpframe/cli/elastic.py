@@ -39,7 +39,7 @@ def note(directory: str, strategy: Strategy) -> None:
         (Path(directory) / ".hydra" / NOTE).write_text(text)
 
 
-def started(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] | None, str]:
+def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] | None, str]:
     """The job, the checkpoint that it begins with, and what a log is to say of that."""
     if "TORCHELASTIC_RUN_ID" not in os.environ or job.settings.mode != "fit":
         return job, start_of(job, strategy), ""

@@ -25,16 +25,21 @@ def ending(
     if summary["checkpoint"] is not None:
         rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
         if goes_longer:
-            rows.append(("resume", _command(job, f"resume={summary['directory']}", *_longer(job))))
+            longer = _longer(job, summary)
+            rows.append(("resume", _command(job, f"resume={summary['directory']}", *longer)))
     rows += [("dashboard", command) for command in dashboards if command]
     return "\n" + "\n".join(f"{name:<10} {value}" for name, value in rows)
 
 
-def _longer(job: Composed) -> list[str]:
-    """Twice as far: a run that is done has nothing left to resume."""
-    limits = job.settings.trainer
-    names = ("max_epochs", "max_steps")
-    return [f"trainer.{n}={2 * limit}" for n in names if (limit := getattr(limits, n)) is not None]
+def _longer(job: Composed, summary: Mapping[str, Any]) -> list[str]:
+    """Twice as far: a run that is done has nothing left to resume. It may have come further than
+    its limits, which a resume can lower."""
+    limits = {f"max_{name}": summary[name] for name in ("epochs", "steps")}
+    return [
+        f"trainer.{name}={2 * max(limit, reached)}"
+        for name, reached in limits.items()
+        if (limit := getattr(job.settings.trainer, name)) is not None
+    ]
 
 
 def _command(job: Composed, *overrides: str) -> str:

@@ -14,24 +14,34 @@ import torch
 from torch import Tensor, nn
 
 from dpframe import checkpoint, files
-from dpframe.cli.refusal import first_line
 from dpframe.data.module import leaves, mapped
-from dpframe.errors import Failure, UserError
+from dpframe.errors import Failure, UserError, first_line
 from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.feed import evaluated
 
 PROGRAM, WEIGHTS, SAFETENSORS = "program.pt2", "weights.pt", "weights.safetensors"
 NET = "net."
-TRIED = Path(__file__).with_name("tried.py")
+TRIED = Path(__file__).with_name("check_export.py")
 
 
-def exported(trainer: Trainer, directory: Path, formats: Sequence[str] | None) -> list[str]:
-    """Writes the files, and returns a line about each. None: all formats that can be had."""
+def exported(
+    trainer: Trainer, directory: Path, formats: Sequence[str] | None, start: Path | None = None
+) -> list[str]:
+    """Writes the files, and returns a line about each. None: all that torch alone can use. `start`
+    is the checkpoint that the task has its weights of."""
     wanted = formats or ("program", "weights", "safetensors")
+    if trainer.strategy.cuts_weights:
+        name = trainer.strategy.name
+        raise UserError(
+            f"mode=export runs in one process, without {name}; leave strategy out: it reads the "
+            "parts of a sharded checkpoint, too"
+        )
     task = trainer.task.cpu().eval()
     directory.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
+    if "checkpoint" in wanted:
+        lines.append(_joined(start, directory))
     cases: list[tuple[Any, Any]] = []
     weights = weights_of(task)
     if "weights" in wanted:
@@ -58,12 +68,24 @@ def exported(trainer: Trainer, directory: Path, formats: Sequence[str] | None) -
             lines.append(line)
         else:
             lines.append(f"{directory / PROGRAM}  takes {takes}, by torch.export.load")
-    lines.append(_tried(directory, cases))
+    if set(wanted) != {"checkpoint"}:
+        lines.append(_tried(directory, cases))
     return lines
 
 
+def _joined(start: Path | None, directory: Path) -> str:
+    if start is None:
+        raise UserError(
+            "export.formats=[checkpoint] writes a checkpoint as one file; name it by "
+            "checkpoint=last, or checkpoint=FILE"
+        )
+    target = directory / "checkpoints" / start.name
+    step = checkpoint.join(start, target)
+    return f"{target}  one file with all of step {step}: resume={directory} goes on from it"
+
+
 def weights_of(task: Task) -> dict[str, Tensor]:
-    """As the network itself names them, where all are in `task.net`."""
+    """The weights by the network's own names, if all are in `task.net`."""
     state = {name: value.contiguous() for name, value in task.state_dict().items()}
     if all(name.startswith(NET) for name in state):
         return {name.removeprefix(NET): value for name, value in state.items()}
@@ -153,7 +175,7 @@ def _first_batch(trainer: Trainer) -> Any:
     loader = next(iter(evaluated("predict", *args, seed=trainer.seed).values()))
     first = next(islice(loader.epoch(limit=1), 1), None)
     if first is None:
-        raise UserError("mode=export: predict_dataset() gave no rows to try it with")
+        raise UserError("mode=export: predict_dataset() gave no rows to try it with; return some")
 
     def here(leaf: Any) -> Any:  # waits for the copy
         of_type = trainer.precision.dtype
@@ -174,7 +196,7 @@ def _has_safetensors(*, is_needed: bool) -> bool:
 
 
 def _names(batch: Any, name: str = "batch") -> Any:
-    """Of the leaves of a batch: `batch[0]`, `batch['image']`."""
+    """The paths of the leaves of a batch: `batch[0]`, `batch['image']`."""
     if isinstance(batch, dict):
         for key, part in batch.items():
             yield from _names(part, f"{name}[{key!r}]")

@@ -10,7 +10,7 @@ import torch
 
 from dpframe import memory
 from dpframe.callbacks.progress import batch
-from dpframe.errors import DeviceLost, Failure, OutOfMemory
+from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
 from dpframe.trainer.feed import local_devices
@@ -28,7 +28,7 @@ CAUSES = {
 
 
 @contextmanager
-def told(
+def explain(
     strategy: Strategy,
     settings: TrainerSettings,
     trainer: Trainer | None = None,
@@ -91,7 +91,7 @@ def _about_batch(trainer: Trainer, doing: str) -> str:
 
 def _lost(strategy: Strategy, doing: str, error: Exception) -> str:
     found = KIND.search(str(error))
-    kind = found[0] if found else (str(error).splitlines() or [type(error).__name__])[0]
+    kind = found[0] if found else first_line(error)
     devices = ", ".join(map(str, local_devices(strategy)))
     line = f"{devices} failed in {doing}{_on_rank(strategy)}: {kind}"
     line += "".join(f"; {cause}" for words, cause in CAUSES.items() if words in kind)

@@ -112,7 +112,7 @@ def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
 
 
 def _info(configs: Configs, overrides: Sequence[str], kind: str) -> str:
-    """How the config comes about."""
+    """Which files and packages the config is composed of."""
     if value_of("recipe", overrides) is None:
         overrides = [*overrides, "~recipe"]
     with configs.explained(overrides):

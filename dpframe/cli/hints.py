@@ -12,6 +12,7 @@ from dpframe.errors import nearest, suggestion
 from dpframe.trainer.settings import ScaleSettings
 
 PARTS = ("callbacks", "logger")  # of which each has a class
+DONE_BY = {"fast_dev_run": "experiment=debug", "overfit_batches": "experiment=overfit"}
 OPEN = ("task", "data", "callbacks", "logger", "strategy", "vars")  # where a user adds keys
 SCALE = "task.scale_lr"  # no part, but it has keys, also while it is null
 SCALE_KEYS = [field.name for field in fields(ScaleSettings)]
@@ -39,6 +40,8 @@ def hint(config: Any, key: str, offers: Callable[[str], list[str]] | None = None
         return f"{brings_it[0].split()[0]} has it"
     if meant := elsewhere(config, parts[-1]):
         return f"did you mean {' or '.join(meant)}?"
+    if parts[-1] in DONE_BY:
+        return f"{DONE_BY[parts[-1]]} does that"
     if options:
         return " has ".join(options[0].split())
     node = node if isinstance(node, dict) else {}
@@ -47,6 +50,8 @@ def hint(config: Any, key: str, offers: Callable[[str], list[str]] | None = None
     if below and given in names:
         return _named(f"{here}.{given}", key)
     there = [str(name) for name in node if name != "hydra" and str(name)[0] != "_"]
+    if "_args_" in node and not {*there, *names}:
+        return f"its parts are the list {here}._args_"
     near = suggestion(given, {*there, *names})
     head, name = parts[0], ".".join(parts[1:2])
     if not near.startswith("did") and head in OPEN:
@@ -130,7 +135,7 @@ def _names(node: Any) -> Iterator[str]:
 
 
 def _known(config: Any, key: str) -> tuple[list[str], Any]:
-    """How much of the key there is, and what is there."""
+    """The longest existing prefix of the key, and its value."""
     node, known = OmegaConf.to_container(config), []
     for part in key.split("."):
         if isinstance(node, dict) and part in node:

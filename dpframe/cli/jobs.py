@@ -14,15 +14,16 @@ from typing import Any, NamedTuple
 import torch
 
 from dpframe import interruption
+from dpframe.accelerator import cores
 from dpframe.cli.compose import Composed
 from dpframe.cli.main import leave_after, show_failure
-from dpframe.cli.results import Outcome, outcome_of
+from dpframe.cli.results import Outcome, ProcessLost, outcome_of
 from dpframe.cli.run import run
-from dpframe.errors import Interrupted, UserError, first_line, printable
+from dpframe.errors import DeviceLost, Interrupted, UserError, first_line, printable
 from dpframe.heartbeat import SIGNALS, TICK_SECONDS
 from dpframe.interruption import Interruption
 from dpframe.strategies import launch
-from dpframe.strategies.devices import HIDES, WORDS, cores, present, use_threads
+from dpframe.strategies.devices import HIDES, WORDS, present, use_threads
 from dpframe.strategies.ranks import SAFE_PATH, SIGNALED
 from dpframe.trainer.settings import TrainerSettings
 
@@ -35,7 +36,10 @@ def run_here(job: Composed) -> Outcome:
         return outcome_of(run(job), job.objective.metric)
     except UserError as error:
         print(f"dpframe: {printable(str(error))}", file=sys.stderr, flush=True)
-        return Outcome("failed", reason=first_line(error))
+        outcome = Outcome("failed", reason=first_line(error))
+        if isinstance(error, DeviceLost) and error.__cause__ is not None:  # else it was a rank's
+            raise ProcessLost(outcome) from None
+        return outcome
     except Exception as error:
         show_failure(error)
         has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed

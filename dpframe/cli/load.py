@@ -85,12 +85,17 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _filled(value: Any) -> Any:
-    """With what came from the environment, which no file of a run has."""
+    """Fills in values from the environment, which no file of a run has."""
     if isinstance(value, dict):
         return {key: _filled(part) for key, part in value.items()}
     if isinstance(value, list):
         return [_filled(part) for part in value]
-    return re.sub(FROM_ENVIRONMENT, _variable, value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    whole = re.fullmatch(FROM_ENVIRONMENT, value)
+    if whole and whole[2] == "null" and whole[1] not in os.environ:
+        return None
+    return re.sub(FROM_ENVIRONMENT, _variable, value)
 
 
 def _variable(match: re.Match[str]) -> str:

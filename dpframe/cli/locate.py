@@ -16,7 +16,7 @@ from typing import Any
 
 import dpframe
 from dpframe.cli import plugins
-from dpframe.errors import UserError, first_line, suggestion
+from dpframe.errors import UserError, first_line, nearest
 
 LIGHTNING = ("lightning", "pytorch_lightning")  # the packages of one library
 MOST = 200  # names that are followed from one target to the next
@@ -173,13 +173,17 @@ def _no_attribute(
     above: str, name: str, names: Iterable[str], folders: Iterable[str], given: str
 ) -> UserError:
     """`folders` have the modules of a package."""
-    names = [*names, *(module.name for module in pkgutil.iter_modules(folders))]
-    return _unknown(f"{given}: {above} has no {name}", name, names)
+    places = list(folders)
+    names = [*names, *(module.name for module in pkgutil.iter_modules(places))]
+    where = f"{above} is {places[0]}; " if places else ""  # another one of its name may be meant
+    return _unknown(f"{given}: {above} has no {name}", name, names, where)
 
 
-def _unknown(line: str, name: str, names: Iterable[str]) -> UserError:
-    near = suggestion(name, (each for each in names if "." not in each and each[0] != "_"))
-    return UserError(f"{line}; {near if near.startswith('did') else 'check it, and PYTHONPATH'}")
+def _unknown(line: str, name: str, names: Iterable[str], where: str = "") -> UserError:
+    plain = (each for each in names if "." not in each and each[0] != "_")
+    near = nearest(name, plain, cutoff=0.7)
+    hint = f"did you mean {near}?" if near else f"{where}check it, and PYTHONPATH"
+    return UserError(f"{line}; {hint}")
 
 
 def _followed(path: str, sources: dict[str, Bindings]) -> list[str]:
@@ -213,7 +217,7 @@ def _bindings(module: str, given: str = "") -> Bindings:
 
 
 def _tree(module: str, given: str = "") -> ast.Module:
-    """Of its source; empty where there is none."""
+    """The syntax tree of a module's source; empty where there is none."""
     spec = spec_of(module)
     try:
         text = spec.loader.get_source(spec.name)  # type: ignore[union-attr]

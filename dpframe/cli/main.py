@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from dpframe import __version__, launcher
 from dpframe.cli import output
@@ -35,6 +35,19 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
+class _Once(argparse.Action):
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None
+    ) -> None:
+        if getattr(namespace, self.dest) is not None:
+            before = getattr(namespace, self.dest)
+            raise UserError(
+                f"{option} is there twice, {before} and {value}; keep one, and add the other by "
+                f"hydra.searchpath=[file://{os.path.abspath(value)}]"
+            )
+        setattr(namespace, self.dest, value)
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's arguments; `--hydra-help` prints their help."""
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
@@ -53,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     add("--cfg", "-c", choices=("job", "hydra", "all"), help="the config, without a run")
     add("--resolve", action="store_true", help="with --cfg: ${…} filled in")
     add("--package", "-p", help="with --cfg: this part of it")
-    add("--config-dir", "-cd", help="a folder of your own recipe/, strategy/ … files")
+    add("--config-dir", "-cd", action=_Once, help="a folder of your own recipe/, strategy/ … files")
     kinds = ("all", "plugins", "searchpath", "defaults", "config")
     add("--info", "-i", nargs="?", const="all", choices=kinds, help="how the config comes about")
     shells = "install=bash|zsh|fish"
@@ -87,7 +100,9 @@ def leave_after(work: Callable[[], int]) -> NoReturn:
     end_children()
     with suppress(UserError, OSError):
         sys.stdout.flush()  # an error while flushing changes no exit code
-    gc.freeze()  # there is nothing to collect at exit
+    if gc.isenabled():  # there was a run
+        gc.collect()  # of cycles that hold a process group: its threads have to end before Python
+    gc.freeze()  # there is nothing more to collect at exit
     sys.exit(code)
 
 
@@ -152,7 +167,7 @@ def _say(error: UserError | Interrupted) -> int:
 
 
 def _is_main() -> bool:
-    """Of a launcher's ranks."""
+    """Whether this is the main one of a launcher's ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 

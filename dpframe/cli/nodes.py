@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dpframe import __version__, checkpoint, files, launcher
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.resume import key_of
+from dpframe.cli.settings import EVALUATIONS
 from dpframe.errors import UserError
 from dpframe.strategies import Strategy, ranks
 from dpframe.strategies.launch import RankFailed
@@ -28,7 +29,7 @@ OF_ONE_NODE = (
 
 
 @contextmanager
-def met(job: Composed) -> Iterator[tuple[Composed, "Meeting | None"]]:
+def meet(job: Composed) -> Iterator[tuple[Composed, "Meeting | None"]]:
     """The job that all its nodes share, and where they meet, until its ranks have ended."""
     settings = job.settings.trainer
     if settings.nodes == 1:
@@ -57,7 +58,8 @@ def refuse_several(job: Composed, why: str) -> None:
 def start_of(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
     """The checkpoint that a rank begins with: the main node's, where not all have it."""
     if not job.is_start_sent:
-        whole = not strategy.reads_parts
+        is_weights_alone = job.settings.mode in EVALUATIONS
+        whole = not (strategy.reads_parts or is_weights_alone)
         return checkpoint.load(job.start, whole=whole) if job.start is not None else None
     is_main = strategy.is_main and job.start is not None
     return strategy.share(checkpoint.load(job.start) if is_main else None)  # type: ignore[arg-type]
@@ -99,7 +101,7 @@ def _agreed(job: Composed, meeting: "Meeting") -> Composed:
 
 
 def _facts(job: Composed) -> dict[str, Any]:
-    """As JSON: what has to be the same on all nodes, and what the main one tells the others."""
+    """JSON of what has to be equal on all nodes, and what the main one tells the others."""
     return {
         "version": __version__,
         "config": None if job.lacks is not None else _leaves(job.public),
@@ -137,7 +139,7 @@ def _leaves(node: Any, where: str = "") -> dict[str, str]:
 
 
 def _recomposed(job: Composed, overrides: list[str]) -> Composed:
-    """With the overrides of the run that only the main node knows."""
+    """Composes the job with the overrides of a run that only the main node has."""
     others = [each for each in overrides if key_of(each) not in ("resume", "checkpoint")]
     folder = str(job.config_dir) if job.config_dir is not None else None
     return composed(others, config_dir=folder)

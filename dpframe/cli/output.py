@@ -30,7 +30,7 @@ def open_all() -> None:
 
 @contextmanager
 def goes_on_unread() -> Iterator[None]:
-    """Inside, a closed pipe or a full disk loses what is printed, and the run goes on."""
+    """Within, output that a closed pipe or a full disk refuses is lost, and the run goes on."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = _Stream(sys.stdout), _Stream(sys.stderr)  # type: ignore[assignment]
     try:

@@ -29,7 +29,7 @@ class Plugin(NamedTuple):
 
 @cache
 def installed() -> tuple[Plugin, ...]:
-    """By the packages' names; of two versions of a package, the one that Python would import."""
+    """The plugins by package name; of two versions, the one that Python would import."""
     # What lies in the current directory was not installed, though Python may look there.
     here = os.path.realpath(os.curdir)
     folders = [path for path in sys.path if os.path.realpath(path or os.curdir) != here]
@@ -95,7 +95,7 @@ def _modules(package: metadata.Distribution) -> list[str]:
 
 
 def _folder(module: str) -> Path | None:
-    """Only the package is looked for: to find what is in it, Python would import it."""
+    """Finds the folder without importing the package."""
     top, *rest = module.split(".")
     try:
         spec = util.find_spec(top)

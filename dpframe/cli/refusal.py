@@ -52,7 +52,9 @@ def one_line(
     except yaml.YAMLError as error:
         raise UserError(_yaml_line(error)) from None
     except RecursionError:
-        raise UserError("the config files name each other in a circle") from None
+        raise UserError(
+            "the config files name each other in a circle; leave one out of the defaults"
+        ) from None
     except Exception as error:
         # `strategy=null` is a ValueError that doesn't name it
         is_null = "Config group override must be" in str(error)
@@ -80,11 +82,13 @@ def _unknown_option(error: MissingConfigException, options: Callable) -> UserErr
     names = list(error.options or options(group))
     if not names or not group:
         return UserError(first_line(error))
-    near = suggestion(option, names)
+    near = suggestion("data_parallel" if option == "dp" else option, names)
     there = f" (there is: {', '.join(names)})" if near.startswith("did") else ""
     source = re.match(r"In '([^']+)'", text)
     where = f"in {source[1]}.yaml, " if source and source[1] != "config" else ""
-    return UserError(f"{where}{group}={option}: there is no such {group}; {near}{there}")
+    return UserError(
+        f"{where}{group}={option}: there is no such {group.removesuffix('s')}; {near}{there}"
+    )
 
 
 def _not_composed(
@@ -144,5 +148,5 @@ def _nothing_better(error: BaseException) -> UserError:
 
 def _yaml_line(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    problem = getattr(error, "problem", None) or first_line(error)
     return f"{mark.name}, line {mark.line + 1}: {problem}" if mark else f"broken YAML: {problem}"

@@ -124,8 +124,10 @@ def _counted(job: Composed) -> str:
         return first_line(error)
 
 
-def made(job: Composed) -> dict[str, Any]:
-    with memory.told(CPU, f"mode={job.settings.mode}", "take a smaller task, or a smaller batch"):
+def make(job: Composed) -> dict[str, Any]:
+    with memory.explain(
+        CPU, f"mode={job.settings.mode}", "take a smaller task, or a smaller batch"
+    ):
         return MODES[job.settings.mode](job)
 
 
@@ -303,12 +305,13 @@ def tuning_of(job: Composed) -> Tuning:
         settings.tune.max_batch_size,
         tuner.batch_size() if "batch_size" in find else None,
         tuner.learning_rate() if "lr" in find else None,
-        has_key="lr" in (job.config["task"].get("optimizer") or {}),
+        takes_size="batch_size" in job.config["data"],
+        takes_rate="lr" in (job.config["task"].get("optimizer") or {}),
     )
 
 
 def replicas_of(strategy: Strategy) -> int:
-    """How many there would be; none is started."""
+    """How many replicas the strategy has, without starting them."""
     if strategy.launches_ranks:
         return len(strategy.choose_devices(default=None))
     strategy.open()

@@ -23,7 +23,7 @@ STATES = ("missing", "running", *DONE, "failed", "interrupted")
 
 @dataclass
 class Result:
-    """Of one run; `number` is from 1, as Hydra's job.num + 1."""
+    """One run of a sweep; `number` counts from 1: Hydra's job.num + 1."""
 
     number: int
     overrides: list[str]
@@ -46,6 +46,14 @@ class Outcome(NamedTuple):
     status: str
     value: float | None = None
     reason: str = ""
+
+
+class ProcessLost(BaseException):
+    """A run's device has failed under this process: no other run can use it here."""
+
+    def __init__(self, outcome: Outcome) -> None:
+        super().__init__(outcome.reason)
+        self.outcome = outcome
 
 
 def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
@@ -85,7 +93,7 @@ class Results:
         return next(run for run in self.runs if run.number - 1 == job.number)
 
     def add_from_files(self, run: Path, *, is_done: bool) -> None:
-        """Of a run that another process has made."""
+        """Adds the result of a run that another process has made."""
         number = max((each.number for each in self.runs), default=0) + 1
         overrides = saved_overrides(run)
         result = Result(number, overrides, str(run.relative_to(self.directory)))
@@ -250,7 +258,7 @@ def earlier(directory: Path) -> Earlier:
 
 
 def short(keys: Iterable[str]) -> dict[str, str]:
-    """Each key's last words, as few as tell it from the others: `lr` for task.optimizer.lr."""
+    """The shortest unique endings of keys: `lr` for task.optimizer.lr."""
     keys, names = list(keys), {}
     for key in keys:
         words = key.lstrip("+~").split(".")

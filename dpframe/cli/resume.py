@@ -14,7 +14,7 @@ import yaml
 
 from dpframe import files
 from dpframe.cli.settings import EVALUATIONS, RunSettings
-from dpframe.errors import UserError, printable
+from dpframe.errors import UserError, first_line, nearest, printable
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
@@ -59,7 +59,9 @@ def resumed_file(resume: str, runs: Path) -> Path:
     last, good = directory / "last.ckpt", files.newest_good(directory)
     if good is None:
         flaw = files.flaw(next(directory.glob("*.ckpt")))
-        raise UserError(f"resume={resume}: no checkpoint in {directory} is whole: {flaw}")
+        raise UserError(
+            f"resume={resume}: no checkpoint in {directory} is whole: {flaw}; resume another run"
+        )
     if good != last and last.exists() and (flaw := files.flaw(last)):
         line = f"dpframe: {last}: {flaw}; resuming from {good}"
         print(printable(line), file=sys.stderr)
@@ -144,7 +146,7 @@ def key_of(override: str) -> str:
 
 
 def as_notes(overrides: Sequence[str]) -> str:
-    """As Hydra writes overrides, but in quotes where YAML would read anything but text."""
+    """Overrides as Hydra writes them, but quoted where YAML would not read text."""
     return yaml.safe_dump(list(overrides), allow_unicode=True, width=float("inf"))
 
 
@@ -176,7 +178,9 @@ def saved_overrides(directory: Path | None) -> list[str]:
     try:
         saved = yaml.safe_load(path.read_text(encoding="utf-8", errors="surrogateescape")) or []
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UserError(f"{path} can't be read: {str(error).splitlines()[0]}") from None
+        raise UserError(
+            f"{path} can't be read: {first_line(error)}; fix it, or remove it"
+        ) from None
     # A few bytes of lists in lists can stand for gigabytes of text.
     if not isinstance(saved, list) or any(isinstance(each, list | dict) for each in saved):
         raise UserError(f"{path} is no list of overrides; fix it, or remove it")
@@ -194,5 +198,8 @@ def _file(key: str, name: str) -> Path:
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"
         )
     if not os.path.isfile(path):
-        raise NoFile(f"{key}={path}: there is no such file")
+        words = WORDS if key == "checkpoint" else ("last",)
+        near = nearest(name, words, cutoff=0.7)
+        hint = f"; did you mean {key}={near}?" if near and path.name not in words else ""
+        raise NoFile(f"{key}={path}: there is no such file{hint}")
     return path

@@ -25,7 +25,7 @@ from dpframe.cli.directory import Directory, remove
 from dpframe.cli.ending import ending
 from dpframe.cli.origin import compared
 from dpframe.cli.resume import run_directory
-from dpframe.cli.settings import EVALUATIONS, RunSettings, is_off
+from dpframe.cli.settings import EVALUATIONS, is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import (
@@ -34,7 +34,7 @@ from dpframe.errors import (
     Interrupted,
     NodeLost,
     UserError,
-    exits_told,
+    explain_exits,
     printable,
 )
 from dpframe.heartbeat import beat
@@ -62,9 +62,9 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
         from dpframe.cli import reports
 
         nodes.refuse_several(job, f"mode={job.settings.mode} runs on one machine")
-        with exits_told():  # in a module that it imports
+        with explain_exits():  # in a module that it imports
             check_targets(job)
-        return reports.made(job)
+        return reports.make(job)
     try:
         return _launched(job)
     except UserError as error:
@@ -84,7 +84,7 @@ def _launched(job: Composed) -> dict[str, Any]:
     strategy = _strategy(job) if job.lacks is None else None
     for number in count(1):
         try:
-            with nodes.met(job) as (shared, meeting):
+            with nodes.meet(job) as (shared, meeting):
                 allowed = shared.settings.trainer.max_restarts
                 strategy = strategy or _strategy(shared)
                 strategy.meeting = meeting
@@ -105,7 +105,7 @@ def _launched(job: Composed) -> dict[str, Any]:
 
 
 def _strategy(job: Composed) -> Strategy:
-    with exits_told():  # in a module that it imports
+    with explain_exits():  # in a module that it imports
         trust = check_targets(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     nodes.refuse(strategy, job)
@@ -145,7 +145,7 @@ def _again(job: Composed, directory: str) -> tuple[Composed, str]:
 
 
 @output.goes_on_unread()
-@exits_told()
+@explain_exits()
 def _work(job: Composed) -> dict[str, Any]:
     with interruption.watched(job.settings.trainer.hang_seconds), process_settings_restored():
         make = partial(build, trust=trust_of(job))
@@ -161,20 +161,22 @@ def _work(job: Composed) -> dict[str, Any]:
         return summary
 
 
-@exits_told()  # before the strategy is told of the error
+@explain_exits()  # before the strategy is told of the error
 def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
-    job, state, said = elastic.started(job, strategy)
+    job, state, said = elastic.start(job, strategy)
     settings = job.settings
     for device in local_devices(strategy):
         memory.begin_peak(device)  # of the run before, in a sweep
-    told = partial(faults.told, strategy, settings.trainer, resumes=settings.resume is not None)
+    explain = partial(
+        faults.explain, strategy, settings.trainer, resumes=settings.resume is not None
+    )
     objective = job.objective
     best = Best(*objective, is_needed=objective.key == OPTIMIZED)
     # What can be refused is refused before there is a run directory.
-    with told():
+    with explain():
         trainer = _trainer(job, strategy, make, best)
-    with told(trainer):
-        notes = [*filter(None, [said]), *_prepared(job, trainer, state)]
+    with explain(trainer):
+        notes = [said, *_prepared(job, trainer, state)]
     interruption.look()
     directory = _directory(job)
     path = strategy.share(directory.make(job.notes) if strategy.is_main else None)
@@ -185,15 +187,15 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         ranks.tell("made", directory.made)
     try:
         with output.logging_to(Path(path), rank=strategy.rank, logs_error=not ranks.has_parent()):
-            for line in notes:
+            for line in filter(None, notes):
                 log.info(line)
-            with told(trainer):
+            with explain(trainer):
                 if settings.mode == "fit":
                     trainer.fit(is_tested=settings.test_after_fit)
                     if settings.test_after_fit:
                         _test_best(trainer)
                 else:
-                    _evaluate(trainer, settings, path)
+                    _evaluate(trainer, job, path)
             saved = trainer.checkpoint if settings.mode == "fit" else job.start and str(job.start)
             summary = {
                 "recipe": settings.recipe,
@@ -280,7 +282,7 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
     """What a log is to begin with."""
     settings, notes = job.settings, []
     if state is not None and settings.mode in EVALUATIONS:
-        notes = compared(job, state, task=trainer.task, data=trainer.data)
+        notes = [_named(job.start), *compared(job, state, task=trainer.task, data=trainer.data)]
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
         checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
@@ -288,6 +290,14 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
     if settings.mode == "fit":
         trainer.prepare(state, resume_anyway=settings.resume_anyway)
     return notes
+
+
+def _named(start: Path | None) -> str:
+    """The checkpoint that is evaluated; another framework's file has no step."""
+    if start is None:  # it is on another node
+        return ""
+    step = files.step_of(start)
+    return f"checkpoint  {start}" + (f", step {step}" if step >= 0 else "")
 
 
 def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
@@ -309,7 +319,7 @@ def _directory(job: Composed) -> Directory:
 
 
 def _test_best(trainer: Trainer) -> None:
-    """With the weights of the run's best checkpoint, or of its last one."""
+    """Tests the weights of the run's best checkpoint, or of its last one."""
     strategy = trainer.strategy
     path = strategy.share(trainer.checkpoint)  # which the main process alone knows
     if path is not None:
@@ -325,17 +335,18 @@ def _test_best(trainer: Trainer) -> None:
         raise
 
 
-def _evaluate(trainer: Trainer, settings: RunSettings, path: str) -> None:
-    if settings.checkpoint is None and settings.mode != "predict":
-        what = (
-            "untrained weights" if settings.mode == "export" else "the numbers of untrained weights"
-        )
-        log.warning("no checkpoint=FILE: these are %s", what)
+def _evaluate(trainer: Trainer, job: Composed, path: str) -> None:
+    settings = job.settings
+    is_trained = {"optimizer", "optimizers", "module"} & job.config["task"].keys()
+    if settings.checkpoint is None and (is_trained or settings.mode != "predict"):
+        of = {"export": "", "predict": "the predictions of "}.get(settings.mode, "the numbers of ")
+        log.warning("no checkpoint=FILE: these are %suntrained weights", of)
     if settings.mode == "export":
         from dpframe.cli.export import exported
 
         if trainer.strategy.is_main:
-            print(*exported(trainer, Path(path), settings.export.formats), sep="\n")
+            lines = exported(trainer, Path(path), settings.export.formats, job.start)
+            print(*lines, sep="\n")
         return
     kind = "val" if settings.mode == "validate" else settings.mode
     for key in (f"limit_{kind}_batches", "limit_eval_batches"):

@@ -9,7 +9,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from dpframe.errors import UserError, not_one_of, suggestion
+from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
 from dpframe.plan.settings import CompareSettings, PlanSettings, TuneSettings
 from dpframe.trainer.settings import TrainerSettings, scale_settings
 
@@ -26,7 +26,7 @@ MODES = (
     "doctor",
 )
 EVALUATIONS = ("validate", "test", "predict", "export")
-FORMATS = ("program", "weights", "safetensors")  # of mode=export
+FORMATS = ("program", "weights", "safetensors", "checkpoint")  # of mode=export
 PARTS = ("task", "data", "strategy")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 
@@ -37,8 +37,7 @@ class SweepSettings:
     resume: str | None = None
 
     def __post_init__(self) -> None:
-        if self.jobs < 1:
-            raise UserError(f"sweep.jobs={self.jobs} is out of range; use 1 or more")
+        refuse_below("sweep.jobs", self.jobs)
 
 
 @dataclass
@@ -88,7 +87,8 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise not_one_of("mode", self.mode, MODES)
+            meant = "fit" if self.mode == "train" else None
+            raise not_one_of("mode", self.mode, MODES, meant=meant)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.optimized_mode not in (None, "min", "max"):
@@ -101,10 +101,20 @@ class RunSettings:
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings))
-WHOLE = {  # what is meant by a part of it, or by its name elsewhere
+WHOLE = {  # whole keys by their last part, or by their name in other frameworks
     **{f.name: f"trainer.{f.name}" for f in fields(TrainerSettings)},
-    **dict.fromkeys(("devices", "num_devices"), "trainer.gpus"),
-    **dict.fromkeys(("epochs", "num_epochs"), "trainer.max_epochs"),
+    **dict.fromkeys(("devices", "num_devices", "num_processes"), "trainer.gpus"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "trainer.max_epochs"),
+    "num_nodes": "trainer.nodes",
+    "mixed_precision": "trainer.precision",
+    "accumulate_grad_batches": "trainer.accumulate",
+    "gradient_accumulation_steps": "trainer.accumulate",
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "trainer.clip_norm"),
+    "val_check_interval": "trainer.validate_every_steps",
+    "num_sanity_val_steps": "trainer.sanity_batches",
+    "log_every_n_steps": "trainer.log_every",
+    "num_workers": "data.workers",
+    "ckpt_path": "checkpoint",
     **{name: f"data.{name}" for name in ("batch_size", "workers", "shuffle")},
     **{name: f"task.{name}" for name in ("optimizer", "optimizers", "scheduler", "net")},
     **dict.fromkeys(("lr", "learning_rate"), "task.optimizer.lr"),
@@ -211,8 +221,7 @@ def _check_data(data: Mapping[str, Any], mode: Any) -> None:
             continue
         if type(value) is not int:
             raise unfit(f"data.{key}", value, int, OR.get(key, ""))
-        if value < least:
-            raise UserError(f"data.{key}={value} is out of range; use {least} or more")
+        refuse_below(f"data.{key}", value, least)
 
 
 def _refusal(full_key: str, config: Mapping[str, Any]) -> UserError:

@@ -38,7 +38,7 @@ from dpframe.cli.compose import (
 from dpframe.cli.configs import Configs, quoted, with_path_quoted
 from dpframe.cli.directory import create, refuse_ways_out
 from dpframe.cli.picture import svg
-from dpframe.cli.results import Earlier, Outcome, Result, Results, earlier
+from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, earlier
 from dpframe.cli.resume import WORDS, key_of, value_of, with_saved
 from dpframe.cli.settings import SweepSettings, shown, sweep_settings
 from dpframe.errors import Interrupted, UserError, first_line, printable
@@ -90,6 +90,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         total=len(runs) or None,
         sweeper=str(shared.hydra.runtime.choices["hydra/sweeper"]),
     )
+    then = f"go on with {shlex.quote(f'sweep.resume={results.directory}')}"
     began = time.time() - 1  # a file system's clock may lag a little
     if (signals := interruption.installed()) is not None:
         signals.begin()  # from now on there is a table to write
@@ -101,8 +102,15 @@ def sweep(given: list[str], config_dir: str | None) -> int:
             _by_sweeper([*words, *more], configs, config_dir, results, before)
     except Interrupted as error:
         _conclude(results, began)
-        then = f"go on with {shlex.quote(f'sweep.resume={results.directory}')}"
         raise Interrupted(error.number, f"; {then}") from None
+    except ProcessLost:
+        code = _conclude(results, began)
+        print(
+            "sweep: stopped: after an error of its device, this process can run nothing more; "
+            f"{then}, which begins with the runs that have not begun",
+            file=sys.stderr,
+        )
+        return code
     return _conclude(results, began)
 
 
@@ -141,7 +149,13 @@ def _combinations(overrides: Sequence[str], configs: Configs) -> list[list[str]]
         elif override.is_discrete_sweep():
             values = list(override.sweep_string_iterator())
         else:
-            raise UserError(f"{override.input_line}: Hydra's own sweeper needs listed values")
+            raise UserError(
+                f"{override.input_line}: Hydra's own sweeper needs listed values, e.g. lr=1,2"
+            )
+        if not values:
+            raise UserError(
+                f"{override.input_line}: these are no values, so there is nothing to run"
+            )
         choices[key] = [f"{key}={value}" for value in values]
     return [list(point) for point in itertools.product(*choices.values())]
 
@@ -194,7 +208,7 @@ def _earlier(given: Sequence[str]) -> Earlier | None:
 
 
 def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
-    """With the earlier sweep's overrides, but for those that only this start may have."""
+    """Adds the earlier sweep's overrides, except those of its start alone."""
     if before is None:
         return given
     saved = [override for override in before.overrides if head_of(override) not in OF_THIS_START]
@@ -217,23 +231,30 @@ def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
 def _todo(
     runs: list[Point], results: Results, before: Earlier | None, config_dir: str | None
 ) -> list[Composed]:
-    """The runs that are not done: from their newest checkpoint where there is one."""
+    """The runs that are not done: from their newest checkpoint where there is one.
+
+    Those that have failed come last, as they may end the sweep again.
+    """
     known = {tuple(result.overrides): result for result in before.runs} if before else {}
-    todo = []
+    todo: list[Composed] = []
+    failed: list[Composed] = []
     for number, (job, overrides, _, name) in enumerate(runs, start=1):
         directory = results.directory / name
         done = known.get(tuple(overrides))
         if done is not None and done.is_done and (directory / "summary.json").is_file():
             results.runs.append(replace(done, number=number, directory=name))
             continue
-        results.runs.append(Result(number, overrides, name))
+        result, last = Result(number, overrides, name), todo
+        if done is not None and done.status == "failed":
+            result, last = replace(done, number=number, directory=name), failed
+        results.runs.append(result)
         is_begun = before is not None and job.settings.mode == "fit"
         if is_begun and files.newest_good(directory / "checkpoints") is not None:
             resume = f"resume={quoted(str(directory))}"
             job = _checked([*job.typed, resume], number - 1, Configs(config_dir)).job
         job.run_dir, job.is_run_dir_given = str(directory), True
-        todo.append(job)
-    return todo
+        last.append(job)
+    return [*todo, *failed]
 
 
 # ---- the runs
@@ -271,6 +292,9 @@ def _run(jobs: list[Composed], results: Results, settings: SweepSettings) -> Non
             outcome = run_here(job)
         except Interrupted as error:
             ended(job, Outcome("interrupted", reason=str(error)))
+            raise
+        except ProcessLost as error:
+            ended(job, error.outcome)
             raise
         ended(job, outcome)
 
@@ -366,6 +390,9 @@ def run_point(
     except UserError as error:  # a point that no run can have
         print(f"dpframe: {printable(str(error))}", file=sys.stderr, flush=True)
         outcome = Outcome("failed", reason=first_line(error))
+    except ProcessLost as error:
+        outcome = error.outcome
+        raise
     finally:
         result.status, result.value, result.reason = outcome
         result.seconds = time.monotonic() - began
@@ -429,7 +456,7 @@ def direction(sweeper: DictConfig, objective: Objective, overrides: Sequence[str
 def _directory(
     shared: DictConfig, runs: list[Point], settings: SweepSettings, words: list[str]
 ) -> Path:
-    """One for all of the sweep."""
+    """The sweep's directory."""
     if settings.resume is not None:
         directory = new_directory(Path(settings.resume).expanduser(), is_given=True)
         refuse_ways_out(directory)

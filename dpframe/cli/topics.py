@@ -13,7 +13,7 @@ from dpframe.cli.help import first_comment
 from dpframe.cli.hints import parameters_of_node
 from dpframe.cli.locate import see_own_folders
 from dpframe.cli.resume import key_of
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, first_line, suggestion
 
 WIDEST = 44  # columns of a setting, for the comments to begin in one
 UNTOLD = ("defaults", "_partial_")
@@ -27,7 +27,7 @@ class Setting(NamedTuple):
 
     @property
     def text(self) -> str:
-        """As it is typed; a part of the config has only its name."""
+        """The setting as typed; a group of keys has only its name."""
         return f"{self.key}={self.value}" if self.value else self.key
 
 
@@ -38,7 +38,7 @@ class Option(NamedTuple):
 
 
 def settings_of(topic: str, configs: Configs) -> str:
-    """Of `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus`, `plan` or `seed`."""
+    """The help of e.g. `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus` or `seed`."""
     groups = configs.groups()
     group, _, option = topic.partition("=")
     if group in groups and option:
@@ -73,7 +73,7 @@ def option_of(group: str, option: str, configs: Configs) -> Option:
 
 
 def top_level() -> list[Setting]:
-    """Those of conf/config.yaml, which belong to no group."""
+    """The settings of conf/config.yaml, which belong to no group."""
     text = files("dpframe.conf").joinpath("config.yaml").read_text(encoding="utf-8")
     return list(_settings(text, ""))
 
@@ -102,7 +102,7 @@ def _all(configs: Configs) -> dict[str, Setting]:
 
 
 def _text(group: str, option: str, configs: Configs) -> tuple[str, str]:
-    """Of its file; and what is before its keys in the config."""
+    """The text of an option's file, and the prefix of its keys in the config."""
     path = plugins.files_of(group, option, configs.folder)[0][1]
     text = path.read_text(encoding="utf-8", errors="replace")
     is_global = re.search(r"^# *@package +_global_ *$", text, re.MULTILINE)
@@ -113,7 +113,7 @@ def _settings(text: str, prefix: str) -> Iterator[Setting]:
     try:
         root = yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise UserError(f"broken YAML: {str(error).splitlines()[0]}") from None
+        raise UserError(f"broken YAML: {first_line(error)}") from None
     if isinstance(root, yaml.MappingNode):
         yield from _below(root, prefix, text)
 
@@ -135,7 +135,7 @@ def _below(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[Setting]:
 
 
 def _comment(text: str, mark: Any) -> str:
-    """At the end of the line in which something ends."""
+    """The comment at the end of the line of `mark`."""
     found = re.search(r"(?:^|\s)#\s*(.*)", text[mark.index :].partition("\n")[0])
     return found[1].strip() if found else ""
 

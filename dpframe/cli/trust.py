@@ -145,7 +145,7 @@ class Trust:
         return target
 
     def within(self, target: Any) -> "Trust":
-        """With the package that a part is from: the part could call itself what else is there."""
+        """Adds the package of a part, whose own code could call anything in it."""
         name = name_of(target)
         if name.split(".")[0] in NEVER_WHOLE | set(LIGHTNING):
             return self
@@ -194,7 +194,7 @@ class Trust:
             raise _refusal(f"{path}(…)", name_of(value), f"{where}._target_")
 
     def allows(self, target: Any) -> bool:
-        """By where it is defined, through every wrapper and partial."""
+        """Judges a target by where it is defined, through every wrapper and partial."""
         if isinstance(target, functools.partial):
             return self.allows(target.func)
         name = name_of(target)

@@ -15,7 +15,8 @@ from dpframe.errors import UserError
 
 TABLES = (".csv", ".csv.gz")
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
-GREY = ("1", "L", "I", "I;16", "F")  # modes of Pillow's
+GREY = ("1", "L")  # Pillow's modes of 8 bits
+WHITE = {"I": 65535, "F": 1}  # by the first letter of Pillow's modes; of all others 255
 
 MakeRow = Callable[[Any], Any]
 
@@ -28,7 +29,9 @@ def dataset_of(name: str, make_row: MakeRow) -> Dataset:
     if path.is_dir():
         paths = sorted(each for each in path.iterdir() if each.suffix.lower() in IMAGES)
         if not paths:
-            raise UserError(f"data.input={name} has no images ({', '.join(IMAGES)}) in it")
+            raise UserError(
+                f"data.input={name} has no images ({', '.join(IMAGES)}) in it; name another"
+            )
         return Images(paths, make_row)
     if path.name.lower().endswith(TABLES):
         return Table(path, make_row)
@@ -63,7 +66,10 @@ class Table(IterableDataset):
 
 
 class Images(Dataset):
-    """Each as a tensor [channels, height, width] of floats from 0 to 1; grey: one channel."""
+    """Each as a tensor [channels, height, width] of floats from 0 to 1; grey: one channel.
+
+    An image of floats keeps its values.
+    """
 
     def __init__(self, paths: list[Path], make_row: MakeRow) -> None:
         self.paths = paths
@@ -95,7 +101,7 @@ def numbers_of(row: Any) -> tuple[Tensor]:
 
 def _by_column(header: list[str], fields: list[str]) -> dict[str, float | str]:
     if len(fields) != len(header):
-        raise UserError(f"{len(fields)} values for {len(header)} columns")
+        raise UserError(f"{len(fields)} values for {len(header)} columns; fix that line")
     return {name.strip(): _number(text) for name, text in zip(header, fields, strict=True)}
 
 
@@ -113,9 +119,12 @@ def _read_image(path: Path) -> Tensor:
         raise UserError("images need the package pillow: pip install 'dpframe[images]'") from None
     try:
         with pillow.open(path) as image:
-            is_grey = image.mode in GREY
-            pixels = image.convert("L" if is_grey else "RGB")
+            kind, is_grey = image.mode[0], image.mode in GREY
+            # Pillow's conversion to L cuts larger values off at 255.
+            pixels = image.convert("F" if kind in WHITE else "L" if is_grey else "RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"is no image that can be read: {error}") from None
-    values = torch.frombuffer(bytearray(pixels.tobytes()), dtype=torch.uint8)
-    return values.reshape(pixels.height, pixels.width, -1).permute(2, 0, 1).float() / 255
+    dtype = torch.float32 if kind in WHITE else torch.uint8
+    values = torch.frombuffer(bytearray(pixels.tobytes()), dtype=dtype).float()
+    values = values.reshape(pixels.height, pixels.width, -1).permute(2, 0, 1)
+    return values / WHITE.get(kind, 255)

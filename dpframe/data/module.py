@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 
 from dpframe.data.input import numbers_of
-from dpframe.errors import UserError
+from dpframe.errors import UserError, listed
 
 SHOWN = 10  # row numbers in an error
 HOW = "make all rows alike, or combine them in your DataModule's collate"
@@ -68,7 +68,7 @@ class DataModule:
         return None
 
     def val_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
-        """One data set, or several by their names; so are the other two."""
+        """One data set, or several by name; test_dataset and predict_dataset likewise."""
         return None
 
     def test_dataset(self) -> Dataset | DataLoader | dict[str, Any] | None:
@@ -194,7 +194,7 @@ class Rows:
         """The batch of these rows. What the data set raises keeps its traceback, with a note."""
         getitems = getattr(self.dataset, "__getitems__", None)
         if getitems:
-            with noted(lambda: f"while reading rows {listed(rows)} of {self.name}"):
+            with noted(lambda: f"while reading rows {listed(rows, SHOWN, ' ')} of {self.name}"):
                 together = getitems(rows)
             return self.combine(together, rows)
         samples: list = []
@@ -213,7 +213,7 @@ class Rows:
             if not self.has_own_collate and isinstance(samples, list):
                 which, why = _difference(samples, rows)
                 raise UserError(f"{which} of {self.name} can't be stacked: {why}; {HOW}") from None
-            error.add_note(f"while collating rows {listed(rows)} of {self.name}")
+            error.add_note(f"while collating rows {listed(rows, SHOWN, ' ')} of {self.name}")
             raise
 
     @property
@@ -260,11 +260,6 @@ def noted(note: Callable[[], str]) -> Iterator[None]:
         raise
 
 
-def listed(rows: Sequence[int]) -> str:
-    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-    return " ".join(map(str, rows[:SHOWN])) + more
-
-
 def _name_of(dataset: Dataset) -> str:
     name = type(dataset).__name__
     return f"{name} of {_name_of(dataset.dataset)}" if type(dataset) is Subset else name
@@ -275,7 +270,7 @@ def _difference(samples: list, rows: Sequence[int]) -> tuple[str, str]:
     for row, sample in zip(rows, samples, strict=False):
         if why := _why_not([samples[0], sample]):
             return f"rows {rows[0]} and {row}" if row != rows[0] else f"row {row}", why
-    return f"rows {listed(rows)}", "each of them can be stacked on the first"
+    return f"rows {listed(rows, SHOWN, ' ')}", "each of them can be stacked on the first"
 
 
 def _why_not(samples: list) -> str:

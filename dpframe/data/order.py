@@ -121,7 +121,9 @@ class SamplerOrder:
         # other means: the main process's draw is the one that is used.
         drawn = self._agree(self._draw(epoch))
         if not drawn:
-            raise UserError(f"{self._told} a {type(self._sampler).__name__} of no rows")
+            raise UserError(
+                f"{self._told} a {type(self._sampler).__name__} of no rows; make it draw some"
+            )
         if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
             if self._drop_last:
                 raise UserError(
@@ -136,8 +138,10 @@ class SamplerOrder:
             batches = list(rows.split(self._batch_size))[:end]
         for row in (int(row) for batch in batches for row in batch.aminmax()):
             if not -self._rows <= row < self._rows:
-                what = f"{self._told} a {type(self._sampler).__name__}"
-                raise UserError(f"{what} that drew row {row} of a data set of {self._rows} rows")
+                raise UserError(
+                    f"{self._told} a {type(self._sampler).__name__} that drew row {row} of a data "
+                    f"set of {self._rows} rows; draw 0 to {self._rows - 1}"
+                )
         return [batch % self._rows for batch in batches]
 
 

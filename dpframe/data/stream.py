@@ -39,7 +39,7 @@ class ShardedStream(IterableDataset):
         return len(self._own())
 
     def shard(self, num_shards: int, index: int) -> Self:
-        """One of `num_shards` streams that have its shards between them."""
+        """One of `num_shards` streams that divide its shards."""
         part = copy(self)
         part._parts = (*self._parts, (num_shards, index))
         return part
@@ -82,7 +82,7 @@ class ShardedStream(IterableDataset):
 
 
 class Division:
-    """How many ranks and workers have the shards of a stream between them."""
+    """How the shards of a stream are divided over ranks and workers."""
 
     def __init__(self, dataset: Any, ranks: int, workers: int) -> None:
         name = type(dataset).__name__

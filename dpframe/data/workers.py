@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from dpframe import heartbeat, interruption, seeding
+from dpframe.accelerator import cores
 from dpframe.data.module import Rows, leaves
 from dpframe.errors import Failure, UserError, exited
 
@@ -67,17 +68,13 @@ def chosen(seconds: float, cores: int, *, draws: bool) -> Workers:
 
 
 def cores_per_rank(world_size: int) -> int:
-    try:
-        count = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on Linux
-        count = os.cpu_count() or 1
-    # torchrun and our launch set it; where it is unknown, all ranks count as being here.
+    # torchrun and dpframe's launch set it; where it is unknown, all ranks count as being here.
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or world_size) if world_size > 1 else 1
-    return count // ranks
+    return cores() // ranks
 
 
 def _seconds_of_a_batch(rows: Rows, share: int) -> float:
-    """Of the second batch: the first one opens files and imports what it needs."""
+    """Times the second batch: the first one opens files and imports what it needs."""
     seconds = 0.0
     for start in (0, share if len(rows.dataset) >= 2 * share else 0):
         numbers = list(range(start, min(start + share, len(rows.dataset))))
@@ -167,7 +164,7 @@ class Processes:
         if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
             signal.signal(signal.SIGCHLD, handler)
         started = [child for child in multiprocessing.active_children() if child not in before]
-        self._processes = started or self._processes  # those of the epoch before go on
+        self._processes = started or self._processes  # persistent workers go on
         return answers
 
     def _ended(self, error: BaseException) -> BaseException:

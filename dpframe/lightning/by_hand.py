@@ -90,7 +90,7 @@ class ByHand:
 
 @torch.no_grad()
 def add_up(weights: Sequence[Tensor], strategy: Strategy) -> None:
-    """Their gradients, over all processes; None where none has one."""
+    """Sums the weights' gradients over all processes; None where none has one."""
     flags = torch.tensor([float(weight.grad is not None) for weight in weights])
     has_some = strategy.reduce(flags).tolist()
     shared = [weight for weight, some in zip(weights, has_some, strict=True) if some]

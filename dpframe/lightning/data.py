@@ -70,7 +70,7 @@ class LightningData(DataModule):
             self.module.teardown(stage)
 
     def _loaders(self, kind: str) -> Any:
-        """As the module returned them: asked for once, as Lightning does."""
+        """What the module returned; it is called once, as Lightning does."""
         if kind not in self._returned:
             stage = "validate" if kind == "val" and self._is_validated else STAGES[kind]
             if self.module is not None:
@@ -121,7 +121,7 @@ class LightningData(DataModule):
 
 @contextmanager
 def in_turn() -> Iterator[None]:
-    """One process of a user's on this machine at a time, as what they write may be the same."""
+    """Runs the block in one process of this user and machine at a time: all may write the same."""
     try:
         import fcntl
     except ImportError:  # not on this system

@@ -37,7 +37,7 @@ def family(module: Any) -> str:
 
 
 def own_class(module: Any) -> type:
-    """As the user has written it."""
+    """The class that the user has written."""
     kind = _kind(module)
     return kind.__mro__[2] if issubclass(kind, Adapted) else kind
 
@@ -57,7 +57,7 @@ def adapt(module: Any) -> None:
 
 
 def called(method: Callable[..., Any], *args: Any) -> Any:
-    """With as many of the arguments as it takes: Lightning's may leave out the last ones."""
+    """Calls with as many of the arguments as it takes: Lightning's hooks may leave out the last."""
     return method(*args[: _places(getattr(method, "__func__", method), inspect.ismethod(method))])
 
 
@@ -83,7 +83,7 @@ class Adapted:
     named_modules: Callable[[], Any]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As one of its own class, which a pickle can name."""
+        """Pickles by the user's own class, which a pickle can name."""
         made: Any = super().__reduce_ex__(protocol)
         return _made_again, (own_class(self),), *made[2:]
 
@@ -122,7 +122,8 @@ class Adapted:
             self.log(name, value, *args, **options)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        several = self._task.by_hand.steppers if use_pl_optimizer else self._task.optimizers
+        is_wrapped = use_pl_optimizer and self._task.optimizes_by_hand
+        several = self._task.by_hand.steppers if is_wrapped else self._task.optimizers
         return several[0] if len(several) == 1 else list(several)
 
     def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:

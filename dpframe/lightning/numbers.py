@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dpframe.errors import UserError
@@ -16,6 +15,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import HERE
 
 SUM, OF = ":sum", ":of"  # of a value that counts another number than its rows
+LOGGED = "loss:logged"  # by that name, beside the loss that is optimized
 NOTHING = ":nothing"  # keeps a step that has only updated metrics from being empty
 STAGES = {
     "train": ("train", "training"),
@@ -29,7 +29,7 @@ Numbers = dict[str, Any]
 
 
 class Local(threading.local):
-    """Of the step that this thread is in: replicas may have a thread each."""
+    """What this thread's step logs: replicas may have a thread each."""
 
     numbers: Numbers | None = None
 
@@ -70,7 +70,7 @@ class Log:
 
     @contextmanager
     def step(self) -> Iterator[Numbers]:
-        """Inside, numbers are those of a step on a share."""
+        """Within, numbers belong to a step on a share."""
         numbers: Numbers = {}
         LOCAL.numbers = numbers
         try:
@@ -179,29 +179,33 @@ class Log:
         return self._of_passes.setdefault(self.kind, {})
 
 
-def measured(loss: Any, numbers: Numbers) -> Numbers:
-    """What a step returns: its loss, and what it has logged beside it."""
+def trained(loss: Any, numbers: Numbers) -> Numbers:
+    """What a step of training returns: the loss that is optimized, and what it has logged."""
     if not isinstance(loss, Tensor):
         return numbers or {NOTHING: 0.0}
-    other = numbers.pop("loss", None)
-    if other is not None and not _is_same(other, loss):
-        numbers["logged_loss"] = other
+    if "loss" in numbers:
+        numbers[LOGGED] = numbers.pop("loss")
+    return {"loss": loss, **numbers}
+
+
+def evaluated(loss: Any, numbers: Numbers) -> Numbers:
+    """Of a validation or test: what it has logged, and a loss that it only returns."""
+    if not isinstance(loss, Tensor):
+        return numbers or {NOTHING: 0.0}
     return {"loss": loss, **numbers}
 
 
 def means_of_all(means: dict[str, float]) -> dict[str, float]:
-    """With values that count another number than their rows divided by it."""
+    """Divides values that count another number than their rows by that number."""
     whole = {name: value for name, value in means.items() if ":" not in name}
+    if LOGGED in means:
+        whole["loss"] = means[LOGGED]
+        if means["loss"] != means[LOGGED]:
+            whole["optimized_loss"] = means["loss"]
     for name, value in means.items():
         if name.endswith(SUM) and (of := means.get(name.removesuffix(SUM) + OF)):
             whole[name.removesuffix(SUM)] = value / of
     return whole
-
-
-def _is_same(value: Any, loss: Tensor) -> bool:
-    if isinstance(value, Tensor) and value.data_ptr() == loss.data_ptr():
-        return True
-    return bool(torch.as_tensor(value, device=loss.device, dtype=loss.dtype) == loss.detach())
 
 
 def _is_of_other(kind: str, name: str) -> bool:

@@ -42,7 +42,7 @@ class Schedule:
 
 
 class Schedules:
-    """Those of one optimizer. They are stepped by the task's hooks: a step of the whole is none."""
+    """The schedules of one optimizer. The task's hooks step them, so that `step` does nothing."""
 
     def __init__(self, several: list[Schedule]) -> None:
         self.several = several
@@ -86,7 +86,9 @@ def configured(returned: Any, told: str) -> list[Configured]:
     for schedule in schedules:
         its = getattr(schedule.scheduler, "optimizer", optimizers[0])
         if id(its) not in groups:
-            raise UserError(f"{told}: a scheduler is of an optimizer that was not returned")
+            raise UserError(
+                f"{told}: a scheduler is of an optimizer that was not returned; return it, too"
+            )
         groups[id(its)].append(schedule)
     return [Configured(optimizer, groups[id(optimizer)]) for optimizer in optimizers]
 
@@ -111,9 +113,19 @@ def _schedule(given: Any, monitor: str | None, told: str) -> Schedule:
             f"{told}: lr_scheduler has interval={options['interval']!r}; use 'epoch' or 'step'"
         )
     schedule = Schedule(**{"monitor": monitor, **options})
+    if schedule.reduce_on_plateau and schedule.interval == "step":
+        raise UserError(
+            f"{told}: a ReduceLROnPlateau with interval='step' waits for a mean over all replicas "
+            "after each step; use 'epoch'"
+        )
     if schedule.reduce_on_plateau and schedule.monitor is None:
         raise UserError(
             f"{told}: a ReduceLROnPlateau without a monitor; add 'monitor': 'val_loss', say"
+        )
+    if schedule.reduce_on_plateau and str(schedule.monitor).endswith("_step"):
+        raise UserError(
+            f"{told}: a ReduceLROnPlateau monitors {schedule.monitor}, the number of one batch; "
+            f"monitor {str(schedule.monitor).removesuffix('_step')}, the epoch's mean"
         )
     return schedule
 

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
 from dpframe.lightning.by_hand import ByHand
 from dpframe.lightning.data import LightningData
 from dpframe.lightning.module import adapt, called, is_a, own_class, owns, refuse_uncalled
-from dpframe.lightning.numbers import NOTHING, Log, bare, found, means_of_all, measured
+from dpframe.lightning.numbers import NOTHING, Log, bare, evaluated, found, means_of_all, trained
 from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
 from dpframe.lightning.trainer import TheirTrainer
 from dpframe.metrics import is_number
-from dpframe.task import Task
+from dpframe.task import Measured, Task
 
 STAGES = {"validate": "validate", "test": "test", "predict": "predict"}  # by dpframe's mode
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
@@ -56,7 +57,7 @@ class Lightning(Task):
         self.clip_value: Any = None
         self._ended: list[tuple[Any, Any, int]] = []  # steps whose update is still to come
         self._is_recomputing = False  # the gradients of a step whose hooks were called
-        self._outputs: list[Any] | None = None  # of the step at hand, for its closure
+        self._outputs: list[Measured] | None = None  # of the step at hand, for its closure
         self._stage = "fit"
         self._theirs = TheirTrainer(self)
         module.trainer = self._theirs
@@ -104,7 +105,8 @@ class Lightning(Task):
             closure = inspect.signature(type(optimizer).step).parameters.get("closure")
             needs_it = closure is not None and closure.default is closure.empty
             kind = StepsAgain if needs_it else StepsByModule
-            named: Any = type(type(optimizer).__name__, (kind,), {})  # as it is told of
+            # Errors show the optimizer's own name.
+            named: Any = type(type(optimizer).__name__, (kind,), {})
             optimizer = named(optimizer, self)
         return (optimizer, Schedules(made.schedules)) if made.schedules else optimizer
 
@@ -126,7 +128,7 @@ class Lightning(Task):
             if self.optimizes_by_hand:
                 if not isinstance(loss, Tensor):
                     loss = numbers.get("loss", sum(self.by_hand.losses, torch.zeros(())))
-                loss = loss.detach()
+                loss = torch.as_tensor(loss).detach()
             elif loss is None:
                 raise UserError(
                     f"{type(module).__name__}.training_step returned no loss, which leaves out the "
@@ -139,7 +141,7 @@ class Lightning(Task):
         if is_new and owns(module, "on_train_batch_end"):
             told = output if isinstance(output, dict) else {"loss": loss.detach()}
             self._ended.append((told, batch, index))
-        return measured(loss, numbers)
+        return trained(loss, numbers)
 
     def validation_step(self, batch: Any, name: str = "") -> dict[str, Any]:
         return self._evaluated("validation", batch, name)
@@ -166,7 +168,7 @@ class Lightning(Task):
             called(_hook(module, stage, "batch_end"), output, batch, *at)
         if isinstance(output, dict) and not numbers and "loss" not in output:
             return {k: v for k, v in output.items() if is_number(v)} or {NOTHING: 0.0}
-        return measured(output.get("loss") if isinstance(output, dict) else output, numbers)
+        return evaluated(output.get("loss") if isinstance(output, dict) else output, numbers)
 
     def _transferred(self, batch: Any, number: int = 0) -> Any:
         """Through the hooks that Lightning has around the move to the device, which is done."""
@@ -190,6 +192,7 @@ class Lightning(Task):
         return means_of_all(means)
 
     def metric_name(self, kind: str, name: str) -> str:
+        kind, _, _ = kind.partition("/")  # of one of several data sets
         name = name.removeprefix("module.")
         return self.numbers.names.get(f"{kind}/{name}", bare(kind, name))
 
@@ -237,9 +240,15 @@ class Lightning(Task):
 
     def on_batch_end(self, trainer: Any, batch: Any, outputs: Any) -> None:
         if not self.optimizes_by_hand:
-            self._outputs = outputs
+            rows = [share.rows for share in batch.shares]
+            self._outputs = list(zip(rows, outputs, strict=True))
             with self._per_step(trainer):
                 self.module.on_after_backward()
+            is_last = self.attached.batch_index + 1 == trainer.progress.batches_done + len(
+                trainer.batches
+            )
+            if not is_last:
+                self._end_batches(trainer)
 
     def on_before_step(self, trainer: Any) -> None:
         if self.optimizes_by_hand:
@@ -253,10 +262,16 @@ class Lightning(Task):
                 called(module.configure_gradient_clipping, optimizer, *how)
 
     def on_step_end(self, trainer: Any) -> None:
+        done = trainer.progress.batches_done
         if not self.optimizes_by_hand:
-            self._step_schedules("step", trainer.progress.batches_done)
-        ended, self._ended = self._ended, []
+            self._step_schedules("step", done)
+        if not self.optimizes_by_hand and done == trainer.feed.batches_per_epoch:
+            self._step_schedules("epoch", self.current_epoch + 1)
         self._is_recomputing = False
+        self._end_batches(trainer)
+
+    def _end_batches(self, trainer: Any) -> None:
+        ended, self._ended = self._ended, []
         with self._per_step(trainer):
             for output, batch, index in ended:
                 called(self.module.on_train_batch_end, output, batch, index)
@@ -264,7 +279,10 @@ class Lightning(Task):
     def on_epoch_end(self, trainer: Any) -> None:
         self.known.update(trainer.metrics)
         if trainer.progress.batches_done == 0 and not self.optimizes_by_hand:
-            self._step_schedules("epoch", self.current_epoch + 1)
+            is_stream = trainer.feed.batches_per_epoch is None  # whose last batch nobody foresaw
+            self._step_schedules("epoch", self.current_epoch + 1, plateaus=True)
+            if is_stream:
+                self._step_schedules("epoch", self.current_epoch + 1)
 
     def on_fit_end(self, trainer: Any) -> None:
         self.current_epoch = trainer.progress.epoch
@@ -292,13 +310,14 @@ class Lightning(Task):
         self.module.on_load_checkpoint(self._checkpoint(state) | kept.get("own", {}))
 
     def _checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
-        """As Lightning's has it."""
+        """A checkpoint with Lightning's keys."""
         weights = {key.removeprefix("module."): value for key, value in state["task"].items()}
         counts = {"epoch": self.current_epoch, "global_step": self._theirs.global_step}
         return {**counts, "state_dict": weights}
 
     def loss_of_step(self) -> Tensor:
-        """The closure that `optimizer_step` gets: the gradients are there already."""
+        """The closure that `optimizer_step` gets: the gradients are there already. It returns the
+        mean over all rows of the last batch, the same on every rank."""
         outputs, self._outputs = self._outputs, None
         if outputs is None:
             name = type(self.module).__name__
@@ -307,12 +326,23 @@ class Lightning(Task):
                 f"{type(self.optimizers[0]).__name__} takes gradients that are computed once; "
                 "set self.automatic_optimization = False in __init__ and step it in training_step"
             )
-        losses = [output["loss"].detach().to(self.device) for output in outputs]
-        return torch.stack(losses).mean() if losses else torch.zeros((), device=self.device)
+        strategy = self.trainer_here.strategy
+        if strategy.logical_shares:  # added up without rounding
+            losses = [rows * float(output["loss"]) for rows, output in outputs]
+            total, count = strategy.totals([losses, [rows for rows, _ in outputs]])
+            return torch.tensor(total / count, device=self.device)
+        dtype = torch.float64 if has_float64(self.device) else torch.float32
+        sums = torch.zeros(2, dtype=dtype, device=self.device)
+        for rows, output in outputs:
+            sums[0] += rows * output["loss"].detach().to(sums)
+            sums[1] += rows
+        total, count = strategy.reduce(sums)
+        return total / count
 
-    def _step_schedules(self, interval: str, count: int) -> None:
+    def _step_schedules(self, interval: str, count: int, *, plateaus: bool = False) -> None:
+        """As in Lightning, all but those that wait for a metric come before the validation."""
         for schedule in self.schedules:
-            if not schedule.is_due(interval, count):
+            if schedule.reduce_on_plateau != plateaus or not schedule.is_due(interval, count):
                 continue
             metric = None
             if schedule.monitor is not None and schedule.reduce_on_plateau:
@@ -329,7 +359,7 @@ class Lightning(Task):
 
     @contextmanager
     def _per_step(self, trainer: Any) -> Iterator[None]:
-        """Inside, `self.log` is of the step at hand: logged as often as the step's own numbers."""
+        """Within, `self.log` logs to this step, as often as the step's own numbers are logged."""
 
         def log(numbers: dict[str, Any]) -> None:
             if (trainer.progress.global_step + 1) % trainer.settings.log_every == 0:
@@ -379,7 +409,7 @@ class StepsByModule(Optimizer):
 
 
 class StepsAgain(StepsByModule):
-    """Of one that computes the gradients several times, e.g. LBFGS."""
+    """For an optimizer that computes the gradients several times, e.g. LBFGS."""
 
     def step(self, closure: Any) -> None:  # type: ignore[override]
         super().step(closure)

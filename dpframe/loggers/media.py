@@ -97,13 +97,14 @@ Table = tuple[list[str], list[list[Any]]]
 
 
 def table(name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Each row a list with a number, a text or None for each column."""
+    """Checks rows: a list with a number, a text or None for each column."""
     told = f"trainer.log_table({name!r})"
     names = [str(column) for column in columns]
     cells = [[_cell(told, cell) for cell in row] for row in rows]
     for number, row in enumerate(cells):
         if len(row) != len(names):
-            raise UserError(f"{told} has {len(names)} columns, but row {number} has {len(row)}")
+            counts = f"{len(names)} columns, but row {number} has {len(row)}"
+            raise UserError(f"{told} has {counts}; pass a cell for each column")
     return names, cells
 
 

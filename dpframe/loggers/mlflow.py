@@ -103,5 +103,5 @@ class MLflow(Logger):
 
 
 def key(name: str) -> str:
-    """With the letters that MLflow allows."""
+    """The name with the letters that MLflow allows."""
     return re.sub(r"[^\w. /-]", "_", name)

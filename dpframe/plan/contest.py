@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from html import escape
+from itertools import chain
 from statistics import median
 
 from dpframe import interruption, memory, seeding
@@ -10,6 +11,7 @@ from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule
 from dpframe.plan.measure import WARM_UPS, now
 from dpframe.plan.report import size, time
+from dpframe.plan.steps import StepTimes
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
@@ -33,6 +35,7 @@ class Entry:
     memory: list[int] | None = None  # by device; None where nobody counts
     metrics: dict[str, float] = field(default_factory=dict)
     failure: str = ""
+    step_seconds: list[float] | None = None  # of computing, by replica; None where not measured
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Contest:
 
     def __str__(self) -> str:
         head = ["strategy", "replicas", "an epoch", "samples/s", "speed-up", "memory by device"]
+        head += ["a step by device"]
         rows = [[*head, self.metric] if self.metric else head]
         for entry in self.entries:
             cells = [entry.strategy, str(entry.replicas)]
@@ -62,6 +66,7 @@ class Contest:
             cells += ["" if entry.seconds is None else time(entry.seconds)]
             cells += [f"{entry.rows_per_second:,.0f}", f"{self.speed_up(entry):.2f}"]
             cells += [" + ".join(map(size, entry.memory)) if entry.memory else "not counted"]
+            cells += [" + ".join(map(time, entry.step_seconds or ())) or "not measured"]
             value = entry.metrics.get(self.metric)
             rows.append([*cells, f"{value:.6g}" if value is not None else ""][: len(rows[0])])
         whole = [row for row in rows if len(row) == len(rows[0])]
@@ -123,7 +128,7 @@ def trained(
         strategy = make_strategy()
         strategy.open()
         try:
-            with memory.told(strategy.device, "training", "use a smaller data.batch_size"):
+            with memory.explain(strategy.device, "training", "use a smaller data.batch_size"):
                 entry = _trained(strategy, make_task, make_data, settings, seed, name)
         except BaseException as error:
             strategy.shut(error)
@@ -133,7 +138,7 @@ def trained(
 
 
 def a_few_steps(settings: TrainerSettings, steps: int) -> TrainerSettings:
-    """Of the same batches and accumulation, and next to no validation."""
+    """Settings for some steps, with the same accumulation and one batch of validation."""
     return replace(
         settings,
         max_epochs=1,
@@ -159,19 +164,20 @@ def _trained(
     for device in local_devices(strategy):
         memory.begin_peak(device)
     seeding.seed_everything(seed)
-    pace, task, data = Pace(), make_task(), make_data()
+    pace, steps, task, data = Pace(), StepTimes(), make_task(), make_data()
     signals = interruption.installed()
     trainer = Trainer(
         task,
         data,
         strategy=strategy,
         settings=settings,
-        callbacks=[pace],
+        callbacks=[pace, steps],
         seed=seed,
         interruption=signals,
     )
     trainer.fit()
-    rate = median(pace.rates)
+    rate = median(pace.rates or pace.cold)
+    everywhere = strategy.gather(steps.seconds())
     source, batches = trainer.feed.source, trainer.feed.batches_per_epoch
     rows = None
     if batches is not None:
@@ -184,6 +190,7 @@ def _trained(
         None if rows is None else rows / rate,
         trainer.peak_memory(),
         dict(trainer.metrics),
+        step_seconds=None if None in everywhere else list(chain.from_iterable(everywhere)),
     )
 
 
@@ -192,6 +199,7 @@ class Pace(Callback):
 
     def __init__(self) -> None:
         self.rates: list[float] = []
+        self.cold: list[float] = []  # of the first steps, for a training that has no others
         self.began: tuple[float, int] | None = None
 
     def on_epoch_start(self, trainer: Trainer) -> None:
@@ -199,6 +207,8 @@ class Pace(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.global_step == WARM_UPS and not self.rates:
+            self.on_epoch_end(trainer)
+            self.cold, self.rates = self.rates, []
             self.began = self._here(trainer)
 
     def on_validation_start(self, trainer: Trainer) -> None:

@@ -91,7 +91,7 @@ def _height(loss: float, low: float, high: float) -> float:
 
 
 def _range(means: Sequence[Point]) -> tuple[float, float]:
-    """Of what is shown: a loss that has grown far beyond the first one is cut off."""
+    """The range that is drawn: a loss far above the first one is cut off."""
     losses = [point.loss for point in means]
     low, first = min(losses), means[0].loss
     high = min(max(losses), first + (first - low) / 2) if first > low else max(losses)

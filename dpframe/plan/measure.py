@@ -21,7 +21,7 @@ from dpframe.data import DataModule
 from dpframe.data.module import leaves
 from dpframe.data.source import Source
 from dpframe.errors import UserError
-from dpframe.memory import begin_peak, peak, told
+from dpframe.memory import begin_peak, explain, peak
 from dpframe.plan.failures import Saving
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
 from dpframe.plan.sharded import Call, Sharded, Unit, Weight
@@ -96,7 +96,8 @@ def measure(
         if len(trainer.updates) > 1:
             raise UserError(
                 "mode=plan times the parts of a step with one optimizer, and "
-                f"{type(task).__name__} has several: {', '.join(trainer.updates)}"
+                f"{type(task).__name__} has several: {', '.join(trainer.updates)}; try "
+                "mode=compare, which times whole steps"
             )
         trainer.fit()
         return trainer
@@ -105,7 +106,7 @@ def measure(
         f"lower data.batch_size={data.batch_size}, and raise trainer.accumulate="
         f"{settings.accumulate} by the same factor: the same updates"
     )
-    with seeding.seeded(seed), told(clock.device, "mode=plan", todo):
+    with seeding.seeded(seed), explain(clock.device, "mode=plan", todo):
         # The sizes take turns, so that a machine that slows down slows all of them.
         trainer = fit(clock, sizes * (WARM_UPS + steps))
         saving = None if saves_in is None else _saving(trainer, saves_in)
@@ -228,7 +229,7 @@ class Sampled(DataModule):
 
 
 def short(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
-    """Of a training of some steps that logs nothing."""
+    """Settings of a training of some steps that logs nothing."""
     return replace(
         settings,
         accumulate=1,
@@ -314,7 +315,7 @@ class Probe(Strategy):
         ]
 
     def calls(self) -> Iterator[Call]:
-        """Of the same try, in the order of its forward."""
+        """The calls of the quickest try, in the order of its forward."""
         tried, when = self._quickest(), self._when()
         owned: set[int] = set()
         done = []
@@ -366,7 +367,7 @@ class Probe(Strategy):
 
 
 class Try(NamedTuple):
-    """Of one step: seconds of its parts, and when in them gradients came and blocks were called."""
+    """One step: seconds of its parts, and when in them gradients came and blocks were called."""
 
     forward: float
     backward: float
@@ -375,14 +376,14 @@ class Try(NamedTuple):
 
 
 def now(device: torch.device) -> float:
-    """On a GPU (not tried on one) it waits for all that was asked of the device before."""
+    """The time; on a GPU (not tried on one) after all work that is queued there."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
 
 
 def lasting_bytes(trainer: Trainer) -> int:
-    """Of what is there between two steps, and of the gradients."""
+    """The bytes of what lasts between two steps, and of the gradients."""
     parameters = list(trainer.task.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     states = [_tensors(update.optimizer.state) for update in trainer.updates.values()]

@@ -40,7 +40,7 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one replica, by the rows of its share; in seconds and bytes."""
+    """The costs of one replica by the rows of its share, in seconds and bytes."""
 
     read: Line
     forward: Line
@@ -123,14 +123,14 @@ def stops_paying(plan: Sequence[Prediction], least_gain: float) -> tuple[Predict
 
 
 def epoch_seconds(costs: Costs, steps: Steps, replicas: int, network: Network) -> float:
-    """Of training alone: the slowest replica's, for which the others wait."""
+    """Seconds of an epoch's training, by the slowest replica, for which the others wait."""
     return sum(
         count * step_seconds(costs, batches, replicas, network) for batches, count in steps.items()
     )
 
 
 def step_seconds(costs: Costs, batches: Iterable[int], replicas: int, network: Network) -> float:
-    """One optimizer update of several global batches, the last of which shares the gradients."""
+    """Seconds of an optimizer update over several global batches; the last shares the gradients."""
     shares = [share_of(batch, replicas)[0] for batch in batches]
     read = sum(costs.read.at(rows) for rows in shares)
     times = [(costs.forward.at(rows), costs.backward.at(rows)) for rows in shares]
@@ -194,7 +194,7 @@ def buckets_of(gradients: Iterable[Gradient], cap: int | None = None) -> tuple[B
 
 
 def memory(costs: Costs, rows: int, replicas: int) -> float:
-    """At most: all of it at once."""
+    """An upper bound of bytes: everything at once."""
     if costs.sharded:
         lasting = costs.sharded.memory(costs.optimizer, replicas)
         return lasting + costs.buffers + costs.activations.at(rows)

@@ -21,7 +21,7 @@ PREFIXES = ("", "k", "M", "G", "T", "P")
 def operations(
     make_task: Callable[[], Task], data: DataModule, settings: TrainerSettings, seed: int
 ) -> str:
-    """Of one step on one device, counted by torch as it runs."""
+    """The parameters, and a step's operations on one device as torch counts them."""
     seeding.seed_everything(seed)
     counter, task = Counter(), make_task()
     told = f"{sum(parameter.numel() for parameter in task.parameters()):,} parameters"

@@ -8,7 +8,7 @@ from dpframe.plan.failures import Outcome
 from dpframe.plan.measure import Measured
 from dpframe.plan.model import Costs, Prediction, stops_paying
 from dpframe.plan.network import Network
-from dpframe.plan.tune import Rates, Trial
+from dpframe.plan.tune import FLAT, Rates, Trial
 
 HOUR = 3600
 
@@ -20,7 +20,7 @@ class Plan(NamedTuple):
     least_gain: float
     predictions: list[Prediction]
     outcomes: Sequence[Outcome] = ()  # of failures
-    failing: Sequence[str] = ()  # what is assumed of them
+    failing: Sequence[str] = ()  # what is assumed of failures
 
     def __str__(self) -> str:
         notes = [*_measured(self.measured), _memory(self.measured), *_assumed(self)]
@@ -36,14 +36,15 @@ class Tuning(NamedTuple):
     max_batch_size: int
     batch: tuple[int, list[Trial]] | None  # the largest that fits, and how it was found
     rates: Rates | None
-    has_key: bool  # task.optimizer.lr
+    takes_size: bool  # as data.batch_size
+    takes_rate: bool  # as task.optimizer.lr
 
     def __str__(self) -> str:
         lines = [self.title]
         if self.batch is not None:
-            lines += _trials(*self.batch, self.limit, self.max_batch_size)
+            lines += _trials(*self.batch, self.limit, self.max_batch_size, self.takes_size)
         if self.rates is not None:
-            lines += _rates(self.rates, self.has_key)
+            lines += _rates(self.rates, self.takes_rate)
         return "\n".join(lines)
 
     def summary(self) -> dict[str, Any]:
@@ -52,8 +53,9 @@ class Tuning(NamedTuple):
             size, trials = self.batch
             found |= {"batch_size": size, "trials": [trial._asdict() for trial in trials]}
         if self.rates is not None:
-            points = [list(point) for point in self.rates.points]
-            found |= {"lr": self.rates.best and _rounded(self.rates.best), "losses": points}
+            best, points = self.rates.best, [list(point) for point in self.rates.points]
+            fresh = [point.loss for point in self.rates.fresh]
+            found |= {"lr": best and _rounded(best), "losses": points, "fresh_losses": fresh}
         return found
 
 
@@ -194,7 +196,9 @@ def _quickest(plan: Plan) -> str:
     )
 
 
-def _trials(found: int, trials: list[Trial], limit: float | None, max_batch_size: int) -> list[str]:
+def _trials(
+    found: int, trials: list[Trial], limit: float | None, max_batch_size: int, takes_size: bool
+) -> list[str]:
     bound = "" if limit is None else f" {size(limit)} (tune.memory)"
     cells = [("rows a replica", "memory", "rows a second", "")]
     for trial in trials:
@@ -211,13 +215,15 @@ def _trials(found: int, trials: list[Trial], limit: float | None, max_batch_size
         why = "fits; tune.max_batch_size is the largest that is tried"
     elif all(trial.fits for trial in trials):
         why = "fits: all rows to train on"
-    return [*rows, f"data.batch_size={found}    {why}"]
+    key = "data.batch_size=" if takes_size else "batch size "
+    return [*rows, f"{key}{found}    {why}"]
 
 
-def _rates(rates: Rates, has_key: bool) -> list[str]:
+def _rates(rates: Rates, takes_rate: bool) -> list[str]:
     if rates.best is None:
-        return ["", "no learning rate from tune.min_lr to tune.max_lr makes the loss fall"]
-    key = "task.optimizer.lr=" if has_key else "learning rate "
+        flat = f"no learning rate from tune.min_lr to tune.max_lr makes the loss fall by {FLAT:.0%}"
+        return ["", f"{flat}; raise tune.steps or tune.max_lr"]
+    key = "task.optimizer.lr=" if takes_rate else "learning rate "
     last = rates.points[-1].rate
     where = f"where the loss falls fastest, of {rates.points[0].rate:.3g} to {last:.3g}"
     return [

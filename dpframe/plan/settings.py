@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from math import inf
 
-from dpframe.errors import UserError, not_one_of
+from dpframe.errors import UserError, not_one_of, refuse_below
 
 FOUND = ("batch_size", "lr")
 
@@ -76,5 +76,4 @@ class CompareSettings:
 
     def __post_init__(self) -> None:
         for count in self.gpus or ():
-            if count < 1:
-                raise UserError(f"compare.gpus: {count} is out of range; use 1 or more")
+            refuse_below("compare.gpus", count)

@@ -31,16 +31,16 @@ class Unit(NamedTuple):
         return sum(weight.padded(ranks) * weight.reduced for weight in self.weights)
 
     def kept(self, ranks: int) -> int:
-        """By the rank that has most."""
+        """The bytes kept by the rank that has most."""
         return sum(weight.padded(ranks) // ranks * weight.kept for weight in self.weights)
 
     def trained(self, ranks: int) -> int:
-        """Of these, with a gradient."""
+        """The bytes of these that have a gradient."""
         return Unit(tuple(weight for weight in self.weights if weight.reduced)).kept(ranks)
 
 
 class Call(NamedTuple):
-    """Of a block, in the order of a forward; when, as parts of the forward and of the backward."""
+    """The call of a block; its times are fractions of the forward and of the backward."""
 
     unit: int
     begins: float
@@ -60,11 +60,11 @@ class Sharded:
     buffers: int = 0  # how many tensors
 
     def ranks(self, replicas: int) -> int:
-        """That share one copy of the weights."""
+        """How many ranks share one copy of the weights."""
         return max(1, replicas // self.replicate)
 
     def part_of(self, replicas: int) -> float:
-        """Of the weights that the optimizer updates, what one rank has."""
+        """The fraction of the trained weights that one rank has."""
         ranks = self.ranks(replicas)
         whole = sum(unit.trained(1) for unit in self.units)
         return sum(unit.trained(ranks) for unit in self.units) / whole if whole else 1.0
@@ -91,7 +91,7 @@ class Sharded:
         return kept + optimizer * self.part_of(replicas) + whole
 
     def moved(self, replicas: int, network: Network) -> float:
-        """That a rank sends, of weights and gradients."""
+        """Bytes of weights and gradients that a rank sends."""
         ranks = self.ranks(replicas)
         ring, across = network.ring(ranks), network.ring(replicas // ranks, ranks)
         sent = sum(
@@ -107,7 +107,7 @@ class Sharded:
     # ---- seconds
 
     def waits(self, times: Sequence[tuple[float, float]], replicas: int, network: Network) -> float:
-        """Of a step, for weights and gradients, by the forward and backward of its batches."""
+        """Seconds that a step waits for weights and gradients; `times` are those of its batches."""
         ranks = self.ranks(replicas)
         ring, across = network.ring(ranks), network.ring(replicas // ranks, ranks)
         gathers = [ring.gather(unit.gathered(ranks)) for unit in self.units]

@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -27,6 +27,7 @@ from dpframe.trainer.settings import TrainerSettings
 STEPS = 3  # of a trial; the first makes the optimizer's state
 EXACT = 64  # the search ends where one part in so many is still unknown
 RECENT, DIVERGED = 5, 4.0  # so many losses of so many times the smallest: the test ends
+FLAT = 0.01  # a loss that falls by less than this part is noise
 PART_OF_MACHINE = 4  # on the CPU, all replicas take at most one part in so many of its memory
 
 
@@ -40,9 +41,11 @@ class Trial(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """The losses of a training whose learning rate grows, and where they fall fastest."""
+    """The losses of a training whose learning rate grows, those of a training at a rate of 0 on
+    the same batches, and the rate at which the first fall fastest below the second."""
 
     points: list[Point]
+    fresh: list[Point]
     batch_size: int
     best: float | None
 
@@ -94,21 +97,25 @@ class Tuner:
         return min(found * self.replicas, most), trials
 
     def learning_rate(self) -> Rates:
-        """By the global batch and accumulation of the config, on one replica: the same maths."""
+        """Tries rates with the config's global batch and accumulation, on one replica."""
         steps, accumulate = self.tune.steps, self.settings.accumulate
         growth = (self.tune.max_lr / self.tune.min_lr) ** (1 / (steps - 1))
+        fresh = Sweep([0.0] * steps)
         sweep = Sweep([self.tune.min_lr * growth**step for step in range(steps)])
         size = max(map(len, self.batches))
         settings = replace(
             short(self.settings, steps=steps), accumulate=accumulate, on_nonfinite="skip"
         )
         sizes = [size] * (steps * accumulate)
-        if self._fit(self.make_probe(), self.batches, sizes, settings, sweep) is None:
-            raise Failure(
-                f"mode=tune: a batch of {size} rows does not fit {self.device}, on which learning "
-                "rates are tried; use a smaller data.batch_size and a larger trainer.accumulate"
-            )
-        return Rates(sweep.points, size * accumulate, steepest(sweep.points))
+        for each in (fresh, sweep):
+            if self._fit(self.make_probe(), self.batches, sizes, settings, each) is None:
+                raise Failure(
+                    f"mode=tune: a batch of {size} rows does not fit {self.device}, on which "
+                    "learning rates are tried; use a smaller data.batch_size and a larger "
+                    "trainer.accumulate"
+                )
+        best = steepest(sweep.points, fresh.points)
+        return Rates(sweep.points, fresh.points, size * accumulate, best)
 
     def _trial(self, rows: int) -> Trial:
         probe, settings = self.make_probe(), short(self.settings, steps=STEPS)
@@ -196,13 +203,15 @@ class Sweep(Callback):
         loss = trainer.means.window().get("loss", math.inf)  # none if the step was left out
         if math.isfinite(loss):
             self.points.append(Point(self.rates[len(self.points)], loss))
-        losses = [point.loss for point in smoothed(self.points)] or [loss]
-        recent = [point.loss for point in self.points[-RECENT:]] or [loss]
-        bound = min(losses) + (DIVERGED - 1) * abs(min(losses))
-        if not math.isfinite(loss) or min(recent) > bound:
+        if not math.isfinite(loss) or self._has_diverged():
             trainer.stop("the loss grows")
         elif len(self.points) < len(self.rates):
             self._set(trainer)
+
+    def _has_diverged(self) -> bool:
+        least = min(point.loss for point in smoothed(self.points))
+        recent = min(point.loss for point in self.points[-RECENT:])
+        return self.rates[-1] > 0 and recent > least + (DIVERGED - 1) * abs(least)
 
     def _set(self, trainer: Trainer) -> None:
         rate = self.rates[len(self.points)]
@@ -223,10 +232,24 @@ def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
         size = (good + bad) // 2 if bad else min(2 * good, most)
 
 
-def steepest(points: list[Point]) -> float | None:
-    """The learning rate at which the loss falls fastest, before its minimum; None: nowhere."""
-    losses = [point.loss for point in smoothed(points)]
-    end = losses.index(min(losses)) if losses else 0
-    falls = [(losses[at + 1] - losses[at - 1], at) for at in range(1, end)]
-    fall, at = min(falls, default=(0.0, 0))
-    return points[at].rate if fall < 0 else None
+def steepest(points: Sequence[Point], fresh: Sequence[Point]) -> float | None:
+    """The learning rate at which the loss falls fastest, before its minimum; None: nowhere.
+
+    The loss is told as a part of what `fresh` weights have on the same batches: the batches differ
+    by more than what one step learns."""
+    changes = changed(points, fresh)
+    end = changes.index(min(changes)) if changes else 0
+    if not end or changes[end] > -FLAT:
+        return None
+    falls = [(changes[at + 1] - changes[at - 1], at) for at in range(1, end)]
+    return points[min(falls, default=(0.0, end))[1]].rate
+
+
+def changed(points: Sequence[Point], fresh: Sequence[Point]) -> list[float]:
+    """By how much of it the smoothed loss differs from that of the `fresh` weights."""
+    pairs = list(zip(points, fresh, strict=False))
+    differences = smoothed([Point(here.rate, here.loss - first.loss) for here, first in pairs])
+    sizes = smoothed([Point(here.rate, abs(first.loss)) for here, first in pairs])
+    return [
+        change.loss / (size.loss or 1.0) for change, size in zip(differences, sizes, strict=True)
+    ]

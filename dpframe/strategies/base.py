@@ -15,7 +15,7 @@ from dpframe import files, launcher
 from dpframe.data import Share, move
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
-from dpframe.parts import Part
+from dpframe.parts import Part, Stored
 from dpframe.strategies import ranks
 from dpframe.strategies.devices import Gpus, choose
 
@@ -39,26 +39,26 @@ class Strategy:
     world_size = 1  # processes
     replicas = 1  # over all processes
     averaged_over = 1  # gradients come out of backward divided by this many replicas
-    launches_ranks = False  # and so can start them again
-    meeting: "Meeting | None" = None  # of the machines on which `launch` starts them
-    spans_nodes = False  # whether its `launch` heeds that
+    launches_ranks = False  # which `trainer.max_restarts` may start again
+    meeting: "Meeting | None" = None  # of several machines, on which `launch` starts ranks
+    spans_nodes = False  # whether its `launch` uses `meeting`
     nodes = 1  # machines
     uses_gpus = True  # where there are any
     logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica
-    first_share: int | None = None  # of the logical ones, in this process
+    first_share: int | None = None  # the first logical share of this process
     takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
-    runs_copies = False  # of the task: what a step sets on it is lost
+    runs_copies = False  # steps run on copies of the task: attributes they set are lost
     is_set_up = False
     _device_before: int | None = None  # the current one, before `take`
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
-    cuts_weights = False  # each process keeps a part of them
+    cuts_weights = False  # each process keeps a part of the weights
     saves_parts = False  # each process writes its own to a checkpoint
-    reads_parts = False  # `part` takes what is Stored in a checkpoint, too
-    whole_in_hooks = False  # whether hooks that may run the task see them whole
+    reads_parts = False  # it resumes from what is Stored in a checkpoint, without reading it whole
+    whole_in_hooks = False  # hooks that may run the task get whole weights
     fuses: tuple[str, ...] | None = None  # optimizers with fused kernels for them; None: all
 
     def __init_subclass__(cls, *, takes_logical_shares: bool = False, **options: Any) -> None:
-        """Each class says so itself: one that inherits from it may share gradients otherwise."""
+        """Each class declares it for itself: a subclass may share gradients in another way."""
         super().__init_subclass__(**options)
         cls.takes_logical_shares = takes_logical_shares
 
@@ -148,7 +148,7 @@ class Strategy:
         return choose(self.gpus, accelerator, default=default, max_per_core=limit)
 
     def building(self) -> AbstractContextManager[None]:
-        """Inside, each process builds the same task, or an outline that `shard` fills."""
+        """Within, each process builds the same task, or an outline that `shard` fills."""
         return nullcontext()
 
     def shard(self, task: nn.Module, *, has_autocast: bool) -> None:
@@ -159,8 +159,8 @@ class Strategy:
         return tensor
 
     def part(self, whole: Tensor, like: Any) -> Tensor:
-        """`whole` as it is for a weight `like`: cut as that is."""
-        return whole
+        """`whole`, which may be Stored, as it is for a weight `like`: cut as that is."""
+        return whole.read() if isinstance(whole, Stored) else whole
 
     def whole(self, value: Any, *, for_all: bool = False) -> Any:
         """A state with whole tensors in it, on the main process; elsewhere only if it is `for_all`.
@@ -180,11 +180,11 @@ class Strategy:
         """Before training whose checkpoints go there; the main process has made it."""
 
     def total_norm(self, gradients: list[Any]) -> Tensor:
-        """Of all of them together; parts are those of one whole."""
+        """The norm of all gradients together; of sharded ones, the norm of the whole."""
         return get_total_norm(gradients)
 
     def whole_weights(self, task: nn.Module) -> AbstractContextManager[None]:
-        """Inside, each process has the whole weights and may call the task alone."""
+        """Within, each process has the whole weights and may call the task by itself."""
         return nullcontext()
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:

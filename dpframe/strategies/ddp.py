@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import Share, split
-from dpframe.errors import UserError
+from dpframe.errors import ABOVE_0, UserError, listed, refuse_below
 from dpframe.strategies.base import FREEZE_ALIKE
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
@@ -45,8 +45,7 @@ class DDP(Processes, takes_logical_shares=True):
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
-        if bucket_cap_mb is not None and not bucket_cap_mb > 0:
-            raise UserError(f"strategy.bucket_cap_mb={bucket_cap_mb}; set it to more than 0")
+        refuse_below("strategy.bucket_cap_mb", bucket_cap_mb, ABOVE_0, "more than 0")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             BUFFERS: broadcast_buffers,
@@ -260,7 +259,7 @@ class Wrapped:
     def lacking(self) -> list[str]:
         """The weights that got no gradient in the last backward."""
         if self._hooks:  # under accumulation the gradients of an earlier batch may be there
-            if not self._arrived:  # of a share without rows, or of weight 0: it leaves out nothing
+            if not self._arrived:  # a share without rows, or of weight 0
                 return []
             return [name for name in self.shared if name not in self._arrived]
         return [name for name, weight in self.shared.items() if weight.grad is None]
@@ -291,6 +290,5 @@ def _note(arrived: set[str], name: str, weight: Tensor) -> None:
 
 
 def _listed(names: list[str]) -> str:
-    """As the task calls them; the first few."""
-    shown = ", ".join(name.removeprefix("task.") for name in names[:3])
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    """The first few, by the task's names."""
+    return listed((name.removeprefix("task.") for name in names), 3)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from dpframe import launcher
-from dpframe.errors import UserError
+from dpframe.accelerator import cores
+from dpframe.errors import UserError, first_line
 
 Gpus = int | str | list[int | str] | None
 """A count, numbers and UUIDs of devices, `all`, or `auto` and None: as the strategy likes."""
@@ -46,7 +47,7 @@ def choose(
 
 
 def count_of(gpus: Gpus, available: int) -> int | None:
-    """How many replicas that asks for; None: as many as the strategy likes."""
+    """How many replicas `gpus` asks for; None: the strategy decides."""
     if gpus == "all":
         return available or REHEARSED_REPLICAS
     if isinstance(gpus, list):
@@ -88,7 +89,7 @@ def why_none(accelerator: str) -> str:
         if hasattr(module, "init"):
             module.init()
     except RuntimeError as error:  # e.g. a driver that is too old for this torch
-        said = str(error).split(". ")[0].splitlines()[0]
+        said = first_line(error).partition(". ")[0]
         return f"torch can use no {kind} device{limits and f' ({limits})'}: {said}"
     return f"this machine has no {kind} device{limits and f' ({limits})'}"
 
@@ -118,13 +119,6 @@ def use_threads(count: int) -> None:
     e.g. those of attention, slower by a half, even with the number that there was."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-
-
-def cores() -> int:
-    """Those that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _named(gpus: Sequence[int | str], there: list[torch.device]) -> list[torch.device]:
@@ -174,8 +168,7 @@ def _limits(kind: str) -> str:
 
 
 def _refuse_crowd(count: int, max_per_core: int) -> None:
-    limit = max_per_core * cores()
-    if count > limit:
+    if count > max_per_core and count > (limit := max_per_core * cores()):
         raise UserError(
             f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most "
             f"{limit} are sane; use fewer, or raise trainer.max_replicas_per_core={max_per_core}"

@@ -27,7 +27,7 @@ from torch.nn.utils import get_total_norm
 from dpframe import files, seeding
 from dpframe.blocks import blocks, matching
 from dpframe.data import Share, split
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, first_line, not_one_of, refuse_below
 from dpframe.parameters import has_sparse
 from dpframe.parts import Part, Stored
 from dpframe.strategies import absent
@@ -70,8 +70,7 @@ class FSDP(Processes):
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
-        if replicate < 1:
-            raise UserError(f"strategy.replicate={replicate}; set it to 1 or more")
+        refuse_below("strategy.replicate", replicate)
         self.patterns = [shard] if isinstance(shard, str) else shard
         self.replicate = replicate
         self.reshard_after_forward = reshard_after_forward
@@ -81,9 +80,9 @@ class FSDP(Processes):
         self.broadcast_buffers = broadcast_buffers
         self.whole_in_hooks = whole_in_hooks
         if checkpoints not in CHECKPOINTS:
-            near = suggestion(str(checkpoints), CHECKPOINTS)
-            raise UserError(f"strategy.checkpoints={checkpoints}; {near}")
+            raise not_one_of("strategy.checkpoints", checkpoints, CHECKPOINTS)
         self.meta_init = meta_init
+        self.mesh: Any = None  # of the ranks
         self.saves_parts = checkpoints == "sharded"
         self._saving: dist.ProcessGroup | None = None  # of the threads that save
         self.task: Any = None  # whose gradients are computed
@@ -116,12 +115,14 @@ class FSDP(Processes):
             sizes = (self.replicate, self.world_size // self.replicate)
         names = ("replicate", "shard")[-len(sizes) :]
         self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        shards = self.mesh["shard"]
+        self._shards, self._shard = shards.size(), shards.get_local_rank()
 
     # ---- the weights, and their parts
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """With `meta_init` the main rank alone has the weights, until `shard`."""
+        """With `meta_init`, only the main rank has weights until `shard`."""
         if not self.meta_init:
             yield
         elif self.is_main:
@@ -134,7 +135,7 @@ class FSDP(Processes):
             except (NotImplementedError, RuntimeError) as error:  # of torch, for lack of numbers
                 raise UserError(
                     f"strategy.meta_init=true: the task can't be built on the meta device: "
-                    f"{str(error).splitlines()[0][:200]}; use strategy.meta_init=false"
+                    f"{first_line(error)[:200]}; use strategy.meta_init=false"
                 ) from error
             seeding.restore_random_state(self.share(None))
 
@@ -234,7 +235,7 @@ class FSDP(Processes):
 
     def part(self, whole: Tensor, like: Any) -> Tensor:
         if not isinstance(like, DTensor):
-            return whole.read() if isinstance(whole, Stored) else whole
+            return super().part(whole, like)
         if isinstance(whole, DTensor):
             return whole
         if isinstance(whole, Stored):
@@ -252,6 +253,7 @@ class FSDP(Processes):
 
     # ---- checkpoints in parts
 
+    @torch.no_grad()  # a part needs no history
     def parts(self, state: Any) -> Any:
         if self._saving is None:
             timeout = timedelta(seconds=self.timeout_seconds)
@@ -286,7 +288,7 @@ class FSDP(Processes):
         if not tensor.numel():
             return tensor.full_tensor()
         first, count = self._place(tensor.shape[0])
-        rows = tensor.to_local().detach()
+        rows = tensor.to_local()
         assert len(rows) == count, "the strategy cuts along the first dimension"
         is_copy = self.mesh.ndim > 1 and self.mesh.get_local_rank("replicate") > 0
         return Part(rows, tuple(tensor.shape), first, is_copy)
@@ -305,10 +307,10 @@ class FSDP(Processes):
         )
 
     def _place(self, rows: int) -> tuple[int, int]:
-        """The first row of this rank, and how many are its own."""
-        shares = split(range(rows), self.mesh["shard"].size())
-        rank = self.mesh.get_local_rank("shard")
-        return sum(map(len, shares[:rank])), len(shares[rank])
+        """The first row of this rank, and how many are its own, as `torch.chunk` cuts."""
+        most = -(-rows // self._shards)
+        first = min(most * self._shard, rows)
+        return first, min(most, rows - first)
 
     def total_norm(self, gradients: list[Any]) -> Tensor:
         parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -388,6 +390,9 @@ class FSDP(Processes):
         if self._saving is not None and dist.is_initialized():
             dist.destroy_process_group(self._saving)
         self._saving = None
+        # torch keeps the mesh in caches, and with it the group, whose threads would outlive Python.
+        getattr(self.mesh, "_pg_registry", {}).clear()
+        self.mesh = None
         super().close()
 
     # ---- batches with fewer rows than ranks
@@ -406,11 +411,14 @@ class FSDP(Processes):
         if not self.is_main:
             return task.gathered(step, *args)
         telling = absent.Telling(self._shared_store(), f"calls/{self._passes}", self._told)
-        handles = [
+        handles = []
+        for number, block in enumerate(_sharded_in(task)[1:]):
+            tell = telling.of(number)
+            if task.attached.is_compiled:  # else each block's hook is compiled, for its number
+                tell = torch.compiler.disable(tell)
             # In front of torch's own, which gathers the weights together with the others.
-            block.register_forward_pre_hook(telling.of(number), prepend=True, with_kwargs=True)
-            for number, block in enumerate(_sharded_in(task)[1:])
-        ]
+            handle = block.register_forward_pre_hook(tell, prepend=True, with_kwargs=True)
+            handles.append(handle)
         try:
             result = task.gathered(step, *args)
         finally:
@@ -512,7 +520,7 @@ def _turn_watch(task: Any, *called: Any) -> None:
 
 
 def _mapped(call: Callable[[Any], Any], value: Any) -> Any:
-    """With what it returns for each DTensor."""
+    """Applies `call` to each DTensor in nested containers."""
     if isinstance(value, DTensor):
         return call(value)
     if isinstance(value, dict):
@@ -541,5 +549,5 @@ def _shares_weight(block: nn.Module, holders: dict[int, int]) -> bool:
 
 def _dtype(name: str, value: str | None) -> torch.dtype | None:
     if value is not None and str(value) not in DTYPES:
-        raise UserError(f"strategy.{name}={value}; {suggestion(str(value), DTYPES)}")
+        raise not_one_of(f"strategy.{name}", value, list(DTYPES))
     return None if value is None else DTYPES[str(value)]

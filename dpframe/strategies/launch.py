@@ -28,7 +28,7 @@ PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
 TORCH = f"{os.sep}torch{os.sep}"
 DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 
-_idle_threads = 0  # of a process that has not computed; 0: nobody knows
+_idle_threads = 0  # native threads before anything was computed; 0: unknown
 
 
 class RankFailed(Exception):
@@ -36,7 +36,7 @@ class RankFailed(Exception):
 
     has_traceback = True  # in its message
     told: dict[str, Any] = {}  # what the ranks have told their parent
-    details = ""  # they are in the message
+    details = ""  # the message has the traceback
 
 
 def allow_fork() -> None:
@@ -58,7 +58,7 @@ def start_method(*, uses_gpus: bool, meeting: "Meeting | None" = None) -> str:
 
 
 def _native_threads() -> int:
-    """Those that Python did not start, e.g. torch's; after its import they are idle."""
+    """The threads that Python did not start, e.g. torch's, which are idle after its import."""
     return len(os.listdir("/proc/self/task")) - (threading.active_count() - 1)
 
 
@@ -103,9 +103,7 @@ def environment_of(
     }
     words = {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     words |= {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
-    if (
-        sys.platform == "linux" and nodes == 1
-    ):  # gloo and NCCL would listen where others can reach this machine
+    if sys.platform == "linux" and nodes == 1:  # else both would listen on every network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             words[name] = os.environ.get(name, "lo")
     # Four times as long, a minute by default, NCCL's watchdog keeps a rank after its timeout.
@@ -172,7 +170,7 @@ class _Job:
         self.members: list[_Member] = []
         self.stop = stop
         self.meeting = meeting
-        self.abroad: list[Fault] = []  # those of other nodes
+        self.abroad: list[Fault] = []  # on other nodes
         self.uses_gpus = uses_gpus
         self.timeout_seconds = timeout_seconds
         self.number: int | None = None  # of the signal that ends the job
@@ -373,7 +371,7 @@ class _Job:
         silent = [member for member in self.members if member.is_silent]
         if not any(now - member.beaten_at >= member.hang_seconds for member in silent):
             return False
-        # Those that it has kept waiting were heard of a little later.
+        # Ranks that wait for it have beaten a little later.
         late = [m for m in silent if now - m.beaten_at >= m.hang_seconds / 2]
         stacks = [member.stack() for member in late]
         if any(map(heartbeat.is_at_prompt, stacks)):
@@ -459,7 +457,7 @@ def _gathered_alone(faults: list[Fault]) -> UserError | None:
 
 
 def _place_of_gather(fault: Fault) -> str:
-    """Who has called `Task.all_gather`, in a traceback that ends in it."""
+    """The caller of `Task.all_gather` in a traceback that ends there, else ''."""
     frames = [f for f in heartbeat.FRAME.findall(fault.text) if TORCH not in f[0]]
     names = [name for _, _, name in frames]
     if names[-3:-1] != ["all_gather", "gather_rows"]:

@@ -166,7 +166,7 @@ def refuse(strategy: Strategy, count: int) -> None:
 
 
 def refuse_several_models(strategy: Strategy, count: int) -> None:
-    """Each process calls it."""
+    """Refuses devices of several kinds, which round differently. Each process has to call it."""
     if strategy.world_size == 1:
         return
     first, *others = strategy.share(strategy.gather(model(strategy.device)))
@@ -335,7 +335,7 @@ class Layout:
         return [count for count, trained in zip(counted, is_trained, strict=True) if trained]
 
     def take_gradients(self) -> list[Tensor | None]:
-        """There are none then."""
+        """Returns the gradients, and sets them to None."""
         taken = [weight.grad for weight in self.trained]
         for weight in self.trained:
             weight.grad = None
@@ -367,7 +367,7 @@ class Layout:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Each share begins with the buffers that the batch began with."""
+        """Restores the buffers, so that each share begins with those of the batch."""
         for buffer, before in zip(self.buffers, self._before, strict=True):
             buffer.copy_(before)
 
@@ -438,5 +438,5 @@ def _told(share: Share) -> Iterator[None]:
 
 
 def _step_of(module: Any) -> str:
-    """Of several data sets' steps, each draws its own."""
+    """The step and its data set: each draws other random numbers."""
     return "/".join((getattr(module, "step", ""), *getattr(module, "named", {}).values()))

@@ -80,7 +80,7 @@ class Meeting:
 
     @property
     def place(self) -> dict[str, Any]:
-        """Of its ranks, for their environment."""
+        """This node's numbers and address, for the environment of its ranks."""
         return {"node": self.index, "nodes": self.count, "address": self.ip}
 
     # ---- before there are ranks
@@ -260,7 +260,7 @@ class Meeting:
         return [words for place, words in self._all.items() if place != self._arrival]
 
     def _silence(self) -> str:
-        """Who was not heard of for too long; '': nobody."""
+        """A line about a node that was not heard of for too long; '' if there is none."""
         now, limit = time.monotonic(), self.lost_seconds
         if not self._all:
             return ""

@@ -12,18 +12,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # first: by their defaults, its functions keep a group that is open
 from torch import Tensor, nn
 
-from dpframe import apart, interruption, launcher
+from dpframe import interpreter, interruption, launcher
+from dpframe.accelerator import cores
 from dpframe.data import split
-from dpframe.errors import Interrupted, UserError, first_line
+from dpframe.errors import ABOVE_0, Interrupted, UserError, first_line, refuse_below
 from dpframe.strategies import launch, network, ranks
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.devices import Gpus, announce, cores, use_threads
+from dpframe.strategies.devices import Gpus, announce, use_threads
 
 FIRST = "failed first"  # in the store
 FIRST_SECONDS = 1.0  # for the rank that has failed first to say so
-_groups = itertools.count()  # those that this process has opened
+_groups = itertools.count()  # numbers the groups of this process
 
 
 class Processes(Strategy):
@@ -41,11 +43,11 @@ class Processes(Strategy):
         timeout_seconds: float = 1800,
     ) -> None:
         super().__init__(gpus, accelerator, max_replicas_per_core)
-        if timeout_seconds <= 0:
-            raise UserError(f"strategy.timeout_seconds={timeout_seconds}; set it to more than 0")
+        refuse_below("strategy.timeout_seconds", timeout_seconds, ABOVE_0, "more than 0")
         self.timeout_seconds = timeout_seconds
         self.owns_group = False
-        self._groups: dict[int, dist.ProcessGroup] = {}  # of the first ranks, by how many
+        self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the first n ranks, by n
+        self._alone: list[dist.ProcessGroup] = []  # of this rank, so that all have made as many
         self._store: dist.Store | None = None  # None: the group is the program's own
 
     @property
@@ -71,8 +73,8 @@ class Processes(Strategy):
         )
 
     def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
-        """By a new interpreter, of which the ranks may be forks."""
-        return apart.call(_launch, self, run, apart.packed(args))
+        """Launches from a new interpreter, which can fork its ranks."""
+        return interpreter.call(_launch, self, run, interpreter.packed(args))
 
     def setup(self) -> None:
         here = ranks.this_rank()
@@ -198,18 +200,37 @@ class Processes(Strategy):
         if count == self.world_size:
             return None
         if count not in self._groups:
-            self._groups[count] = dist.new_group(
-                list(range(count)),
-                timeout=timedelta(seconds=self.timeout_seconds),
-                use_local_synchronization=True,  # the other ranks take no part
-            )
+            made = self._made_by_main(count)
+            while len(self._groups) + len(self._alone) < made:
+                self._alone.append(self._group_of([self.rank], "gloo"))
+            self._groups[count] = self._group_of(range(count))
         return self._groups[count]
+
+    def _made_by_main(self, count: int) -> int:
+        """How many groups the main rank has made, which is in all of them. Torch names a group
+        after its ranks and after how many groups its process has made before."""
+        made = torch.tensor(len(self._groups))
+        if self.is_main:
+            for rank in range(1, count):
+                dist.send(made, rank)
+        else:
+            dist.recv(made, 0)
+        return int(made)
+
+    def _group_of(self, members: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
+        return dist.new_group(
+            list(members),
+            timeout=timedelta(seconds=self.timeout_seconds),
+            backend=backend,
+            use_local_synchronization=True,  # the other ranks take no part
+        )
 
     def close(self) -> None:
         if dist.is_initialized():
-            for group in self._groups.values():
+            for group in (*self._groups.values(), *self._alone):
                 dist.destroy_process_group(group)
         self._groups.clear()
+        self._alone.clear()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group, self._store = False, None
@@ -272,7 +293,7 @@ def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
 
 
 def _run(run: Callable[..., Any], args: bytes) -> Any:
-    return run(*apart.unpacked(args))
+    return run(*interpreter.unpacked(args))
 
 
 @cache  # the other ranks may be there already for the next group
@@ -289,7 +310,7 @@ def _store_at(host: str, port: int, timeout: timedelta) -> dist.Store:
 
 
 def backends() -> list[str]:
-    """Those that torch has here."""
+    """The communication backends that torch has here."""
     available = {
         "gloo": dist.is_gloo_available,
         "nccl": dist.is_nccl_available,

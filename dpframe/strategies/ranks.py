@@ -1,6 +1,7 @@
 """A rank: which one it is, as its environment says, and what it tells its parent."""
 
 import faulthandler
+import gc
 import os
 import pickle
 import signal
@@ -175,6 +176,7 @@ def live(
     with parent.pauses():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
         code = outcome(parent, work)
+    gc.collect()  # as in `cli.main`: of a process that is not a fork the interpreter ends
     sys.exit(code)
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from dpframe import files, heartbeat, interruption
-from dpframe.errors import Failure, Interrupted, NodeLost, UserError
+from dpframe.errors import Failure, Interrupted, NodeLost, UserError, first_line
 from dpframe.heartbeat import SIGNALS
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
@@ -124,7 +125,7 @@ class Ray(DDP):
             return job.outcome()
 
     def _storage(self) -> str | None:
-        """As Ray takes it: a URI that can be opened, or a whole path."""
+        """The storage as Ray takes it: a URI that can be opened, or an absolute path."""
         if self.storage is None:
             return None
         if "://" not in self.storage:
@@ -135,7 +136,7 @@ class Ray(DDP):
             FileSystem.from_uri(self.storage)
         except (OSError, ValueError, NotImplementedError) as error:
             raise UserError(
-                f"strategy.storage={self.storage} can't be opened: {_first_line(error)}; fix that, "
+                f"strategy.storage={self.storage} can't be opened: {first_line(error)}; fix that, "
                 "or use a directory that all nodes share"
             ) from None
         return self.storage
@@ -169,8 +170,10 @@ class Ray(DDP):
     # ---- in a rank
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
-        """Of its node, in a rank: `trainer.gpus` counts the workers on all of them."""
+        """In a rank, the devices of its node: `trainer.gpus` counts the workers of all nodes."""
         if not ranks.has_parent():
+            if find_spec("ray") is None:
+                raise _without_ray("No module named 'ray'")
             return super().choose_devices(default=default)
         limit = self.max_replicas_per_core
         return choose(None, self.accelerator, default=default, max_per_core=limit)
@@ -300,7 +303,7 @@ class _Job:
             if rank not in self.ended and rank not in self.faults:
                 # What other ranks have to say comes of this.
                 is_echo = not all(fault.is_echo for fault in self.faults.values())
-                line = f"its process or its node is gone: {_first_line(error)}"
+                line = f"its process or its node is gone: {first_line(error)}"
                 self.faults[rank] = Fault(rank, line, is_echo=is_echo)
         if self.faults:
             fault = failure(list(self.faults.values()))
@@ -387,7 +390,7 @@ def _connected() -> Iterator[None]:
             hint = "; if it asks for a token, export RAY_AUTH_MODE=token, with that token here"
             is_open = os.environ.get("RAY_AUTH_MODE", "disabled") == "disabled"
             raise UserError(
-                f"Ray does not start: {_first_line(error)}"
+                f"Ray does not start: {first_line(error)}"
                 + hint * (is_open and isinstance(error, ConnectionError))
             ) from None
         finally:
@@ -429,14 +432,16 @@ def _ray_train() -> Any:
     try:
         import ray.train.torch
     except ImportError as error:
-        raise UserError(
-            f"strategy=ray needs Ray Train ({error}): pip install 'dpframe[ray]'"
-        ) from None
+        raise _without_ray(error) from None
     return ray.train
 
 
+def _without_ray(why: object) -> UserError:
+    return UserError(f"strategy=ray needs Ray Train ({why}): pip install 'dpframe[ray]'")
+
+
 def _room(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
-    """How many workers a node can have."""
+    """How many workers fit on a node."""
     return min(int(node.get(name, 0) // need) for name, need in needs.items() if need)
 
 
@@ -445,13 +450,9 @@ def _in_words(resources: Mapping[str, float], names: Iterable[str]) -> str:
 
 
 def _cause(error: BaseException) -> str:
-    """Of what an actor of Ray's tells with a traceback, the line that ends it."""
+    """The last line of a traceback from a Ray actor, else the error's first line."""
     lines = str(error).strip().splitlines()
-    return lines[-1] if any(line.startswith("  File ") for line in lines) else _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return lines[-1] if any(line.startswith("  File ") for line in lines) else first_line(error)
 
 
 # ---- in a worker

@@ -104,7 +104,7 @@ class Evidence:
 
     @cached_property
     def tolerance(self) -> float:
-        """Of the recipe's weights: more where rounding alone moves them farther."""
+        """The tolerance of the recipe's weights, larger if rounding alone moves them farther."""
         course = self.courses["recipe"]
         actual, expected = self.main["recipe"].weights, reference(course).weights
         most = weights_apart(actual, expected, course.tolerance).most
@@ -131,7 +131,7 @@ class Evidence:
         return any(sorted(whole[-len(drawn) :]) != sorted(drawn) for whole, drawn in again)
 
     def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
-        """Of that many rows, in the order of the replicas."""
+        """The shares of that many rows, in the order of the replicas."""
         notes = [self.main] if replicas else self.notes
         return [share for note in notes for share in note["shares"][replicas, kind, count]]
 
@@ -193,7 +193,7 @@ def logged_once(evidence: Evidence) -> Verdict:
 
 
 def gradient_sync(evidence: Evidence) -> Verdict:
-    """Of an update's micro-batches only the last one's backward may share gradients."""
+    """Only the backward of an update's last micro-batch may share gradients."""
     compared = "3 micro-batches of one update"
     if len(evidence.notes) == 1 or evidence.notes[0]["facts"]["cuts_weights"]:  # none are left
         return compared, None, ""
@@ -314,7 +314,7 @@ def _uneven(evidence: Evidence, replicas: int, kind: str, count: int) -> tuple[i
 
 
 def _unread(evidence: Evidence) -> tuple[int, str]:
-    """Of a recipe that is left out of the curves: an epoch reads each row once."""
+    """Of a recipe that is left out of the curves, checks that an epoch reads each row once."""
     course = evidence.courses.get("recipe")
     if course is None or not course.is_even:
         return 0, ""

@@ -221,7 +221,7 @@ LARGE = Recipe("the kit's network of 9,889 weights", Large, Table)
 
 
 def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
-    """By the name of what measures them."""
+    """The courses by the name of what measures them."""
     few = min(max(1, replicas - 1), 8)
     many = max(3, 2 * replicas - 1)  # two for each replica but the last
 

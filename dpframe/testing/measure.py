@@ -78,7 +78,7 @@ def measure(plan: Plan) -> int:
         all_courses = courses(plan.recipe, strategy.replicas)
         for name in plan.measures:
             write(plan.directory, "began", name)
-            with memory.told(strategy.device, f"mode=verify, {name}", "take a smaller task"):
+            with memory.explain(strategy.device, f"mode=verify, {name}", "take a smaller task"):
                 if name in CALLS:
                     write(plan.directory, name, CALLS[name](strategy))
                 else:
@@ -344,13 +344,13 @@ CALLS: dict[str, Callable[[Strategy], Any]] = {
 
 
 def write(directory: Path, name: str, value: Any) -> None:
-    """At once, so that it is there even if this process ends in the next moment."""
+    """Appends a value to this process's file at once, in case the process ends next."""
     with (directory / f"{os.getpid()}{SUFFIX}").open("ab") as file:
         pickle.dump((name, value), file)
 
 
 def read(directory: Path) -> list[Note]:
-    """By name the values of each process that joined the job, in the order of the ranks."""
+    """The values of each process that joined the job by name, in the order of the ranks."""
     notes = [dict(_values(path)) for path in directory.glob(f"*{SUFFIX}")]
     return sorted(
         (note for note in notes if "facts" in note), key=lambda note: note["facts"]["rank"]

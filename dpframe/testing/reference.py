@@ -215,7 +215,7 @@ def _batch(data: DataModule, dataset: Any, rows: Tensor, dtype: torch.dtype = to
 def evaluated(
     course: Course, weights: Weights, step: int, *, in_half: bool = False
 ) -> tuple[Curve, frozenset[str]]:
-    """Their validation as it would be logged, and the metrics that are no means over rows."""
+    """The validation of these weights as logged, and the metrics that are not means over rows."""
     task, data = _restored(course, weights)
     dtype = torch.float32 if in_half else torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
@@ -228,7 +228,7 @@ def evaluated(
 def _validated(
     task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
 ) -> dict[str, Outputs]:
-    """By the name of the data set; of all rows by ""."""
+    """The outputs by the name of the data set; those of all rows by ""."""
     task.to(dtype).eval()
     by_name: dict[str, Outputs] = {"": []}
     for name, held_out in sets_of(data.val_dataset()).items():
@@ -260,7 +260,7 @@ def _named(by_name: dict[str, Outputs]) -> Outputs:
 
 @torch.no_grad()
 def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
-    """Of whole batches of `size`, joined; without weights, those of the task as it was made."""
+    """The joined predictions on batches of `size`; without weights, those of an untrained task."""
     task, data = _restored(course, weights)
     by_name = {}
     with seeding.seeded(seed):
@@ -314,7 +314,7 @@ def separable(course: Course) -> Separable:
     buffers = {name: (buffer, buffer.clone()) for name, buffer in task.named_buffers()}
 
     def measured(*parts: Tensor, seed: int = 0) -> Outputs:
-        """As replicas of one process, which may gather each other's rows. The task is as it was."""
+        """Runs the parts as replicas of one process. The task's buffers are as before."""
         for buffer, before in buffers.values():
             buffer.copy_(before)
         step = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
@@ -476,7 +476,7 @@ def logs_apart(actual: Log, expected: Curve, names: Iterable[str], tolerance: fl
 
 
 def _rounding_of(name: str, rounding: Mapping[str, float]) -> float:
-    """Of a number as it is logged; `summarize` may have made it of any of those measured."""
+    """The rounding of a logged number, which `summarize` may have made of any measured one."""
     measured = name.partition("/")[2]
     if measured in ("lr", "grad_norm"):
         return 0.0

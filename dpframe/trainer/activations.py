@@ -16,7 +16,7 @@ KEY = "trainer.checkpoint_activations"
 
 
 class Recomputed(nn.Module):
-    """What a chosen block's class gets in front: its forward keeps nothing but its inputs.
+    """Is put before a block's own class: its forward keeps nothing but its inputs.
 
     Only the class of the block changes, as torch.nn.utils.parametrize does it: names in checkpoints
     stay, and so does what data_parallel copies to other devices.

@@ -26,6 +26,7 @@ from dpframe.trainer.task_metrics import TaskMetrics
 CELLS = (int, float, str, bool)
 WANTED = "return tensors, or lists, tuples and dicts of them"
 ALIKE = "return the same parts for all"
+NO_ROWS = "the data set gave no rows; check its stream"
 
 
 AfterBatch = Callable[[Batch, list[Any]], None]
@@ -62,19 +63,13 @@ class Evaluation:
         self.sums = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
 
-    @property
-    def batches(self) -> int | None:
-        """None for a stream whose length is unknown."""
-        known = (self.loader.batches, self.limit_batches)
-        return min((count for count in known if count is not None), default=None)
-
     @torch.no_grad()
     def means(
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> dict[str, float]:
         """The exact means over all rows, as `val/loss`, or `val/clean/loss` of the set `clean`, and
-        the task's metrics; `others` are summed too. Of `at_most` so many batches only the names
-        mean something."""
+        the task's metrics; `others` share the all-reduce. With `at_most` only so many batches are
+        read, for the names of what they measure."""
         with self.task_metrics.apart(is_part=self.name != ""):
             means = self._means(others, after_batch, at_most)
             return means | self.task_metrics.results(self.prefix, means)
@@ -90,18 +85,20 @@ class Evaluation:
         total = self.sums.total(*others)
         if not total:
             why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
-            raise UserError(f"{self.prefix}: {why if seen else 'the data set gave no rows'}")
+            raise UserError(f"{self.prefix}: {why if seen else NO_ROWS}")
         means = self.task.summarize(total)
         return {f"{self.prefix}/{name}": value for name, value in means.items()}
 
     @torch.no_grad()
-    def predictions(self, spool: str | Path | None = None) -> "Predictions | None":
+    def predictions(
+        self, spool: str | Path | None = None, *, after_batch: AfterBatch | None = None
+    ) -> "Predictions | None":
         """Every row's output in the order of the data set, on the main process; None elsewhere.
-        Large ones are kept in the directory `spool`, if there is one."""
+        Large outputs are kept on disk, in the directory `spool`, if it is set."""
         name = f"{type(self.task).__name__}.{STEPS[self.kind]}"
         here = (
             [by_rows(output, rows, f"{name} returned") for rows, output in part]
-            for _, part in self._counted()
+            for _, part in self._counted(after_batch)
         )
         batches: Any = [] if spool is None else Spool(spool)
         count = 1
@@ -113,11 +110,13 @@ class Evaluation:
         if not self.strategy.is_main:
             return None
         if not batches:
-            raise UserError("predict: the data set gave no rows")
+            raise UserError(f"predict: {NO_ROWS}")
         return Predictions(batches, self.name, rows=self.rows)
 
-    def _counted(self) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
-        for rows, part in self._batches():
+    def _counted(
+        self, after_batch: AfterBatch | None
+    ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
+        for rows, part in self._batches(after_batch):
             self.rows += rows
             yield rows, part
 
@@ -132,7 +131,9 @@ class Evaluation:
         may_look = batches is None or batches >= look_at
         random_state = seeding.random_state() if may_look else {}
         limits = [limit for limit in (self.limit_batches, at_most) if limit is not None]
-        for done, batch in enumerate(self.read(limit=min(limits, default=None)), 1):
+        limit = min(limits, default=None)
+        self.task.attached.batches = min(filter(None, (batches, limit)), default=None)
+        for done, batch in enumerate(self.read(limit=limit), 1):
             beat()
             self.task.attached.batch_index = done - 1
             shares = to_device(batch.shares)
@@ -158,7 +159,7 @@ def means_of(
     after_batch: AfterBatch | None = None,
     at_most: int | None = None,
 ) -> dict[str, float]:
-    """The means of each data set by itself; and, where they have names, over the rows of all."""
+    """The means of each data set, and if there are several, also over the rows of all."""
     first = next(iter(evaluations.values()))
     first.task.begin_pass(first.kind)
     if set(evaluations) == {""}:
@@ -179,7 +180,7 @@ def means_of(
 
 
 def unweighted(measured: Measured) -> Measured:
-    """All weights of a few batches may be 0."""
+    """Without the weight: in the few batches of a sanity check all weights may be 0."""
     rows, output = measured
     return rows, {name: value for name, value in output.items() if name != "weight"}
 
@@ -265,7 +266,7 @@ def _write_objects(pieces: Iterable[Any], part: Path, *, is_folder: bool) -> Non
 
 
 def head(value: Any) -> Any:
-    """The first row, in the form that all have."""
+    """The first row, in the same structure."""
     if isinstance(value, dict):
         return {name: head(part) for name, part in value.items()}
     if isinstance(value, tuple):

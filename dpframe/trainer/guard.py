@@ -3,7 +3,6 @@
 import logging
 import math
 import shlex
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpframe import files, task
-from dpframe.errors import Failure
+from dpframe.errors import Failure, listed
 from dpframe.strategies.base import Strategy
 from dpframe.task import Measured, is_nothing
 from dpframe.trainer.progress import Progress
@@ -89,9 +88,9 @@ class LossGuard:
         for index, (_, output) in enumerate(losses.measured):
             loss = output["loss"].item()
             if not math.isfinite(loss) and not is_nothing(output):
-                listed = f", rows {_listed(shares[index])}" if shares else ""
+                rows = f", rows {listed(shares[index], SHOWN, ' ')}" if shares else ""
                 where = self._where(index, len(losses.measured))
-                bad.append(f"{loss}{where}{listed}")
+                bad.append(f"{loss}{where}{rows}")
         return f"step {losses.step}: the loss is {'; '.join(bad)}"
 
     def _where(self, index: int, count: int) -> str:
@@ -115,8 +114,3 @@ def _late(step: int, saved: str | None, directory: str) -> str:
     if saved or (directory and files.newest_good(Path(directory) / "checkpoints")):
         line += f": go on with resume={shlex.quote(directory)}"
     return line
-
-
-def _listed(rows: Sequence[int]) -> str:
-    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-    return " ".join(map(str, rows[:SHOWN])) + more

@@ -1,4 +1,4 @@
-"""The loop: `fit` -> `_train_epoch` -> `_train_step` -> the task. The rest is built before it."""
+"""The loop: `fit` -> `_train_epoch` -> `gradients` -> the task. `prepare` builds all it needs."""
 
 import atexit
 import inspect
@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 
-from dpframe import apart, checkpoint, interruption, memory, seeding
+from dpframe import checkpoint, interpreter, interruption, memory, seeding
 from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged, may_run_task
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
@@ -52,14 +52,14 @@ from dpframe.trainer.evaluation import (
 )
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
-from dpframe.trainer.logged import Logged
+from dpframe.trainer.log_check import LogCheck
 from dpframe.trainer.pace import Pace
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.report import Report, Run
-from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, started
+from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, start_state
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.update import ByHand, Update, each_of, states_of, updates_of
@@ -69,12 +69,12 @@ DOING = {"validate": "validation", "test": "test", "predict": "prediction"}  # b
 
 
 class Trainer:
-    """Trains a task on data where the strategy says. `metrics` holds the newest of each name.
+    """Trains a task on data by a strategy. `metrics` has the newest value of each name.
 
     TrainerSettings may be given as `settings`, or one by one: `Trainer(task, data, max_epochs=3)`.
     """
 
-    feed: Feed  # all of these once `prepare` has run
+    feed: Feed  # this and the following are set by `prepare`
     updates: dict[str, Update]  # by the optimizers' names; one alone has the name ""
     update: Update  # the one whose turn it is
     batches: list[Batch]  # of the step at hand
@@ -153,12 +153,13 @@ class Trainer:
         task.attached = Attached(self.progress, self.strategy, is_compiled=is_compiled)
         task.attached.end_share = self.task_metrics.end_share
         self.hooks = hooks_of([task, *self.callbacks])
-        self.logged: Logged | None = None
+        self.log_check: LogCheck | None = None
         if self.strategy.world_size > 1 and not all(map(is_own, chain(*self.hooks.values()))):
-            self.logged = Logged(self.strategy)
+            self.log_check = LogCheck(self.strategy)
             readers = [c for c in self.callbacks if c.runs_last or c.reads_metrics]
             others = self.callbacks[: len(self.callbacks) - len(readers)]
-            self.hooks = hooks_of([task, *others, self.logged, *readers])
+            self.hooks = hooks_of([task, *others, self.log_check, *readers])
+        self._untimed_hooks = self.hooks
 
     def __enter__(self) -> Self:
         return self
@@ -179,13 +180,13 @@ class Trainer:
     def fit(
         self, resume: Start = None, *, resume_anyway: bool = False, is_tested: bool = False
     ) -> dict[str, float]:
-        """Trains, from the checkpoint `resume` if there is one: a file, the state of one, or "last"
-        for the newest in the run's directory. `resume_anyway`: even from one of a run that differs
-        from this one. `is_tested`: the loggers stay open for the numbers of a `test` after it."""
+        """Trains. `resume` is a checkpoint's file, its state, or "last" for the newest one in the
+        run directory; `resume_anyway` accepts one of a run with another config or code.
+        `is_tested` keeps the loggers open for a `test` that follows."""
         if self._launches:
             return self._launched("fit", resume, resume_anyway=resume_anyway)
         self._refuse_closed()
-        if self.mode != "fit":
+        if self.mode != "fit" or resume is not None:
             # Training changes what it has loaded: the caller's state stays as it is.
             own = deepcopy(resume) if isinstance(resume, dict) else resume
             self.prepare(own, resume_anyway=resume_anyway)
@@ -219,7 +220,8 @@ class Trainer:
         with modes_kept(self.task):
             self.validation = self._evaluations("val")
             self._call("on_validation_start")
-            means = means_of(self.validation, after_batch=self._after_batch())
+            after_batch = self._after_batch("on_validation_batch_end")
+            means = means_of(self.validation, after_batch=after_batch)
             self.metrics.update(means)
             self._call("on_validation_end")
         self.report.close(self.metrics, succeeded=True)
@@ -232,24 +234,29 @@ class Trainer:
         self._refuse_closed()
         self.mode = "test"
         with modes_kept(self.task):
-            self.metrics.update(means_of(self._evaluations("test")))
+            evaluations = self._evaluations("test")
+            self._call("on_test_start")
+            after_batch = self._after_batch("on_test_batch_end")
+            self.metrics.update(means_of(evaluations, after_batch=after_batch))
             self._call("on_test_end")
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
     def predict(self, *, spool: str | Path | None = None) -> Any:
-        """The Predictions, by the data sets' names where there are several; None on processes but
-        the main one. Those that are large are kept in the directory `spool`, if there is one, and
-        not in memory."""
+        """Returns Predictions, or several by the names of the data sets; None on all processes but
+        the main one. Large predictions are kept on disk, in the directory `spool`, if it is set."""
         if self._launches:
             return self._launched("predict")
         self._refuse_closed()
         self.mode = "predict"
         by_name: dict[str, Predictions] = {}
+        after_batch = self._after_batch("on_predict_batch_end")
         with modes_kept(self.task):
+            evaluations = self._evaluations("predict")
+            self._call("on_predict_start")
             self.task.begin_pass("predict")
-            for name, evaluation in self._evaluations("predict").items():
-                predictions = evaluation.predictions(spool)
+            for name, evaluation in evaluations.items():
+                predictions = evaluation.predictions(spool, after_batch=after_batch)
                 if predictions is not None:
                     by_name[name] = predictions
                 self._end_prediction(predictions)
@@ -257,7 +264,7 @@ class Trainer:
         self.report.close(self.metrics, succeeded=True)
         return by_name.get("", by_name or None)
 
-    # ---- how far it has come
+    # ---- progress
 
     @property
     def global_step(self) -> int:
@@ -279,7 +286,7 @@ class Trainer:
 
     @property
     def doing(self) -> str:
-        """What it is at, in a word."""
+        """The current phase in a word, for errors."""
         if self.mode in DOING:
             return DOING[self.mode]
         if self._is_validating:
@@ -287,8 +294,8 @@ class Trainer:
         return "training" if self.has_begun else "set-up"
 
     def peak_memory(self) -> list[int] | None:
-        """The most bytes that tensors took on each of `strategy.devices`, on the main process; None
-        on the CPU. Every process has to call it."""
+        """The peak memory of tensors on each of `strategy.devices` in bytes, on the main process;
+        None on the CPU. Every process has to call it."""
         here = [memory.peak(device) for device in local_devices(self.strategy)]
         if None in here:
             return None
@@ -306,17 +313,17 @@ class Trainer:
         others are refused when a validation or an epoch ends.
         """
         numbers = numbers_of(scalars)
-        if self.logged is not None:
-            self.logged.add(numbers)
+        if self.log_check is not None:
+            self.log_check.add(numbers)
         self.metrics.update(numbers)
         if self.report.is_open:
             self._log(numbers)
 
-    # ---- more than scalars, to every logger that can; in other processes these do nothing
+    # ---- media, for the loggers that show them; on processes but the main one nothing happens
 
     @property
     def loggers(self) -> list[Logger]:
-        """Those that write here: the main process's."""
+        """The loggers of this process: only the main one has any."""
         return self.report.loggers
 
     def log_image(self, name: str, image: Any) -> None:
@@ -328,7 +335,7 @@ class Trainer:
         self._show("figure", name, figure)
 
     def log_histogram(self, name: str, values: Any) -> None:
-        """Of the finite values of a tensor or an array of any shape."""
+        """A histogram of the finite values of a tensor or an array of any shape."""
         self._show("histogram", name, values)
 
     def log_text(self, name: str, text: str) -> None:
@@ -398,9 +405,9 @@ class Trainer:
         self._end_epoch()
 
     def gradients(self, batches: list[Batch], update: Update) -> list[Measured] | None:
-        """Leaves the gradient of the exact mean over the batches' rows in the weights.
+        """Computes the gradients of the exact mean over the batches' rows.
 
-        Returns what the steps measured, or None if the step is to be left out.
+        Returns what the steps measured, or None if the step is skipped.
         """
         strategy, progress, attached = self.strategy, self.progress, self.task.attached
         module = strategy.begin_step(update.module)
@@ -440,14 +447,14 @@ class Trainer:
         return all_measured
 
     def recompute(self) -> list[Measured] | None:
-        """In `on_before_step`: computes the gradients of this step's batches again, at the weights
-        as they are now, and returns what the steps measured."""
+        """For `on_before_step`: computes the gradients of this step's batches again, at the current
+        weights, and returns what the steps measured."""
         self.update.clear()
         with self.task_metrics.apart():  # they have counted these rows
             return self.gradients(self.batches, self.update)
 
     def _taking_turns(self) -> Iterator[Update]:
-        """The optimizers that train on the step's batches, each with the gradients to itself."""
+        """The optimizers of this step in turn; in each turn only its own weights get gradients."""
         names = list(self.task.turns())
         if self._compares_turns:
             self._refuse_other_turns(names)
@@ -477,8 +484,8 @@ class Trainer:
             )
 
     def _closure(self, measured: list[Measured]) -> Callable[[], torch.Tensor]:
-        """For an optimizer such as LBFGS: the loss of the gradients that are there, then of new
-        ones."""
+        """For an optimizer such as LBFGS. The first call returns the loss of the gradients that
+        are computed already, each later one computes both again."""
         known = [measured]
 
         def closure() -> torch.Tensor:
@@ -486,7 +493,8 @@ class Trainer:
             pairs = [(float(o["loss"]), float(o.get("weight", rows))) for rows, o in losses]
             columns = [[loss * weight for loss, weight in pairs], [w for _, w in pairs]]
             total, weight = self.strategy.totals(columns)
-            return torch.tensor(total / weight if weight else math.nan)
+            mean = total / weight if weight else math.nan
+            return torch.tensor(mean, dtype=torch.float64, device="cpu")
 
         return closure
 
@@ -502,7 +510,9 @@ class Trainer:
             yield step
             asked = clock()
         if progress.batches_done == 0:
-            raise UserError(f"{type(self.data).__name__}.train_dataset() gave no rows")
+            raise UserError(
+                f"{type(self.data).__name__}.train_dataset() gave no rows; check its stream"
+            )
 
     # ---- the ends of steps and epochs
 
@@ -523,7 +533,7 @@ class Trainer:
         self._log({f"step/{name}": value for name, value in scalars.items()})
 
     def _read_losses(self) -> None:
-        """Those that were not read at once; waits for the GPU if there are some."""
+        """Checks the losses that were not read at once; waits for the GPU if there are any."""
         self.guard.read(self.global_step, self.checkpoint, self.run.directory)
 
     def _learning_rates(self) -> dict[str, float]:
@@ -535,7 +545,8 @@ class Trainer:
         }
 
     def _end_epoch(self) -> None:
-        """Changes nothing before its validation is over: a run that ends in it validates again."""
+        """Changes no state before the validation is over: a run that is interrupted there
+        validates again when it is resumed."""
         progress, settings = self.progress, self.settings
         self._read_losses()
         rates = self._learning_rates()
@@ -543,7 +554,7 @@ class Trainer:
         if self.lookout.done != progress.global_step:
             self._look()
         epochs = progress.epoch + is_whole
-        is_last = self.should_stop or settings.are_done(epochs, progress.global_step)
+        is_last = self.should_stop or bool(settings.reached(epochs, progress.global_step))
         is_due = is_whole and epochs % max(1, int(settings.validate_every_epochs)) == 0
         self.is_extra_validation = not (is_due or self._is_validation_due())
         validated: dict[str, float] = {}
@@ -564,7 +575,7 @@ class Trainer:
             self.means.reset()
             self.step_metrics = {}
             self.task_metrics.reset()
-        self.should_stop = is_last
+        self.should_stop = self.should_stop or is_last  # hooks of the validation may have said so
         if validated:
             self._call("on_validation_end")
         if is_whole:
@@ -594,20 +605,22 @@ class Trainer:
             self._call("on_validation_end")
 
     def _measure_validation(self, *others: Means) -> dict[str, float]:
-        """The new numbers; none if this step was validated before."""
+        """The new metrics; none if this step was validated before."""
         if self.progress.validated_step == self.progress.global_step:
             return {}
         self.strategy.weight_sync(is_read=True)
         self._call("on_validation_start")
-        self._is_validating = True  # so it stays if this fails
+        self._is_validating = True  # still so in an error of it
         with modes_kept(self.task):
-            means = self._evaluate(*others, after_batch=self._after_batch())
+            after_batch = self._after_batch("on_validation_batch_end")
+            means = self._evaluate(*others, after_batch=after_batch)
         self._is_validating = False
         self.progress.validated_step = self.progress.global_step
         return means
 
     def _catch_up(self) -> None:
-        """What was still to do after the step of the checkpoint that this run resumes from."""
+        """After a resume: the validation and the end of the epoch that the checkpoint's step has
+        still to come to."""
         step = self.progress.global_step
         if self._is_validation_due():
             self._validate()
@@ -635,7 +648,7 @@ class Trainer:
             except Exception as second:
                 if not isinstance(error, torch.AcceleratorError):
                     raise
-                log.warning("%s", second)  # of the same dead device: the first tells more
+                log.warning("%s", second)  # the same dead device; the first error tells more
 
     def _read_clock(self) -> None:
         self.progress.seconds = self._seconds_before + time.perf_counter() - self._began
@@ -656,11 +669,11 @@ class Trainer:
         return strategy
 
     def _launched(self, mode: str, *args: Any, **options: Any) -> Any:
-        """Runs the mode in ranks, and takes over what the first one came to."""
+        """Runs the mode in ranks, and takes over the main rank's state."""
         parts: dict[str, Any] = {"task": self.task, "data": self.data, "settings": self.settings}
         parts |= {"seed": self.seed, "run": self.run, **self._given}
         ending = self.strategy.launch_apart(_in_rank, self.strategy, parts, mode, args, options)
-        value, ended = apart.unpacked(ending)
+        value, ended = interpreter.unpacked(ending)
         self.mode = mode
         self.metrics.update(ended["metrics"])
         for callback, state in zip(self._given["callbacks"], ended["callbacks"], strict=True):
@@ -680,9 +693,9 @@ class Trainer:
             )
 
     def prepare(self, resume: Start = None, *, resume_anyway: bool = False) -> None:
-        """Builds all that `fit` needs, or refuses: nothing is written, no hook is called."""
+        """Builds and checks all that `fit` needs. It writes nothing and calls no hook."""
         self.mode, self._is_validating = "fit", False
-        self._resumed = state = started(
+        self._resumed = state = start_state(
             resume, self.run.directory, whole=not self.strategy.reads_parts
         )
         task, strategy, settings = self.task, self.strategy, self.settings
@@ -742,12 +755,13 @@ class Trainer:
         self._validates_within = has_validation and (every_steps or bool(self._validates_after))
         if state is not None:
             self._load_state_dict(state, anyway=resume_anyway)
-        self.should_stop = settings.are_done(self.progress.epoch, self.progress.global_step)
+        reached = settings.reached(self.progress.epoch, self.progress.global_step)
+        self.should_stop = bool(reached)
         if settings.sanity_batches and self.validation:
             self._try_validation(settings.sanity_batches)
 
     def _try_validation(self, batches: int) -> None:
-        """Lets mistakes in validation, and misspelt names of its numbers, show before training."""
+        """So that errors in validation and misspelt names of metrics show before training."""
         random_state = seeding.random_state(self._devices)
         self._is_validating = True
         with modes_kept(self.task):
@@ -763,7 +777,7 @@ class Trainer:
                 check_measured(key, name, names)
 
     def _begin(self) -> None:
-        """The first thing in `fit` that others can see: files, curves, lines on screen."""
+        """Opens the loggers, seeds this process and logs what is about to run."""
         self._refuse_nowhere([*self.callbacks, *self.loggers])
         if self._resumed is not None:
             self._reopen(self._resumed)
@@ -799,7 +813,7 @@ class Trainer:
         self.has_begun = True
 
     def _compared(self) -> Pace:
-        """With the other processes: which of them all others wait for."""
+        """Finds the ranks that all others wait for."""
         strategy, attached = self.strategy, self.task.attached
         shares = strategy.logical_shares or strategy.replicas
         rows = -(-self.feed.source.batch_size // shares)  # of the largest share
@@ -827,7 +841,7 @@ class Trainer:
     def _evaluations(
         self, kind: str, loaders: dict[str, Loader] | None = None
     ) -> dict[str, Evaluation]:
-        """One for each data set, by its name."""
+        """The Evaluations by the names of the data sets."""
         if loaders is None:
             loaders = evaluated(kind, self.data, self.strategy, self.settings, seed=self.seed)
         return {
@@ -845,8 +859,8 @@ class Trainer:
             for name, loader in loaders.items()
         }
 
-    def _after_batch(self) -> Callable[..., None] | None:
-        hooks = self.hooks["on_validation_batch_end"]
+    def _after_batch(self, name: str) -> Callable[..., None] | None:
+        hooks = self.hooks[name]
 
         def after_batch(batch: Batch, outputs: list[Any]) -> None:
             for hook in hooks:
@@ -857,6 +871,8 @@ class Trainer:
     def _reopen(self, state: dict[str, Any]) -> None:
         """Continues the run's curves, and says from where."""
         log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
+        if reached := self.settings.reached(self.progress.epoch, self.global_step):
+            log.warning("%s is reached: nothing is left to train; raise it", ", ".join(reached))
         if self._changes:
             log.warning("not all is as it was: %s", "; ".join(self._changes))
         self.report.open(self.strategy, purge_step=self.global_step)
@@ -875,9 +891,11 @@ class Trainer:
             update.step = timed("optimizer", update.step)  # type: ignore[method-assign]
         if self.validation:
             self._evaluate = timed("validation", self._evaluate)
-        self._write = timed("logging", self._write)
-        for hooks in self.hooks.values():
-            hooks[:] = [timed("callbacks", hook) for hook in hooks]
+        self._write = timed("logging", self.report.log)
+        self.hooks = {
+            name: [timed("callbacks", hook) for hook in hooks]
+            for name, hooks in self._untimed_hooks.items()  # an earlier fit's are timed already
+        }
         self.hooks["on_step_end"].append(profile.end_step)
         profile.start()
 
@@ -901,7 +919,7 @@ class Trainer:
                 hook(self, *args)
 
     def _end_prediction(self, predictions: Predictions | None) -> None:
-        """The hooks are the main process's, but all have parts of the weights."""
+        """Hooks run on the main process, but all take part in gathering sharded weights."""
         if predictions is not None:
             self._call("on_predict_end", predictions)
         elif self.strategy.whole_in_hooks:
@@ -913,9 +931,9 @@ class Trainer:
     # ---- the state that a checkpoint holds
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """All that decides the rest of training; every process calls it, the main one keeps it.
+        """All that decides the rest of training. Every process calls it, and the main one gets it.
 
-        Unless it is to be `whole`, each process keeps its parts, where the strategy `saves_parts`.
+        If not `whole`, each process gets its own parts, where the strategy `saves_parts`.
         """
         self._read_losses()
         self._read_clock()
@@ -1002,7 +1020,7 @@ class Trainer:
 def _in_rank(
     strategy: Strategy, parts: dict[str, Any], mode: str, args: tuple, options: dict[str, Any]
 ) -> bytes:
-    """What the mode returns, and what the Trainer that has launched it takes over."""
+    """Packs what the mode returns, and the state for the Trainer that has launched the ranks."""
     signals = interruption.installed()
     with (
         interruption.watched(parts["settings"].hang_seconds),
@@ -1014,15 +1032,15 @@ def _in_rank(
         if mode == "fit":  # a program that has no card open gets no tensor of one
             ended["weights"] = on_cpu(trainer.state_dict()["task"])
         ended["callbacks"] = [sendable(vars(callback)) for callback in parts["callbacks"]]
-        return apart.packed((value, ended)) if strategy.is_main else b""
+        return interpreter.packed((value, ended)) if strategy.is_main else b""
 
 
 def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that another process can get."""
+    """Those that can be pickled for another process."""
     kept = {}
     for name, value in values.items():
         with suppress(UserError):
-            apart.packed(value)
+            interpreter.packed(value)
             kept[name] = value
     return kept
 

@@ -20,8 +20,8 @@ log = logging.getLogger("dpframe")
 
 
 class Pace:
-    """All ranks compare at the same steps, by the main one's clock. Only its log says what came of
-    it: nothing that ranks do depends on that."""
+    """All ranks compare their times at the same steps, by the main rank's clock. The result is only
+    logged: no rank acts on it."""
 
     def __init__(self, strategy: Strategy, progress: Progress, watch: Stopwatch | None) -> None:
         self.slow: list[dict[str, Any]] = []  # as summary.json has it
@@ -36,7 +36,7 @@ class Pace:
         self._data: list[list[float]] = []
 
     def look(self, clock: float) -> None:
-        """With the main process's seconds, which are the same on all."""
+        """`clock` is in the main process's seconds, the same on all ranks."""
         if clock < self._due:
             return
         strategy, progress, ranks = self._strategy, self._progress, self._strategy.world_size

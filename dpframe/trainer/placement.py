@@ -25,7 +25,7 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Weights, buffers and inputs in one type, which `dtype` is; or autocast over 32 bits."""
+    """Weights, buffers and inputs in the type `dtype`, or autocast over 32 bits."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.device = device
@@ -69,7 +69,7 @@ def place(
         # Sums round by the number of threads. And a small model is slower on several of them, and
         # much slower beside other work.
         use_threads(1)
-    # What is gathered of parts is in torch's layout.
+    # Sharded weights are gathered in torch's own layout.
     may_lay_out = settings.channels_last and not strategy.cuts_weights
     weights = _convolutions(task) if may_lay_out else []
     for weight in weights:
@@ -122,7 +122,7 @@ def _refuse_float64(task: nn.Module, device: torch.device) -> None:
 
 
 def _convolutions(task: nn.Module) -> list[nn.Parameter]:
-    """Their weights, without those that are still to be made, or are made again in each step."""
+    """The weights of convolutions, except lazy and parametrized ones."""
     weights = [
         dict(module.named_parameters(recurse=False)).get("weight")
         for module in task.modules()

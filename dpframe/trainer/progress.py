@@ -44,10 +44,10 @@ class Progress:
 
 
 class Lookout:
-    """All processes look after the same steps, so that they end after the same one.
+    """Has all processes look at clock and signals after the same steps, so that they end together.
 
-    They also agree on the number of steps until the next look: none waits for the others more
-    often than it has to, and none goes by its own clock.
+    They also agree on the number of steps until the next look, so that they wait for each other
+    a few times a second at most.
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:

@@ -10,8 +10,8 @@ from dpframe.trainer.settings import TrainerSettings, scale_settings
 
 
 class ScaledRates:
-    """Every rate that is set, or that a schedule comes to, is multiplied for the optimizer's step,
-    and put back after it: schedules, checkpoints and whoever sets a rate know nothing of it."""
+    """Multiplies the learning rates for the optimizer's step, and restores them after it, so that
+    schedulers, checkpoints and callbacks see the rates that are set."""
 
     def __init__(self, given: Any, *, rows: int, job: Job) -> None:
         """`rows` of an update, over all replicas."""
@@ -33,7 +33,7 @@ class ScaledRates:
         return ScaledRates(task.scale_lr, rows=batch_size * settings.accumulate, job=job)
 
     def now(self) -> float:
-        """The warm-up rises from the rates as they are set; there is none down to lower ones."""
+        """The factor at this step. Warm-up rises from 1; a scale below 1 has none."""
         done, steps = self.job.global_step, self.settings.warmup_steps
         if done >= steps or self.scale < 1:
             return self.scale

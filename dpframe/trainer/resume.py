@@ -42,12 +42,12 @@ LIBRARIES = ("torch", "builtins", "lightning", "pytorch_lightning")  # whose cod
 NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
 
 
-def started(resume: Start, directory: str, *, whole: bool = True) -> dict[str, Any] | None:
+def start_state(resume: Start, directory: str, *, whole: bool = True) -> dict[str, Any] | None:
     """The state that a run resumes from."""
     if resume is None or isinstance(resume, dict):
         return resume
     if resume != "last":
-        return checkpoint.load(Path(resume), whole=whole)
+        return checkpoint.load(Path(resume), key="resume", whole=whole)
     folder = Path(directory) / "checkpoints"
     newest = files.newest_good(folder) if directory else None
     if newest is None:
@@ -55,7 +55,7 @@ def started(resume: Start, directory: str, *, whole: bool = True) -> dict[str, A
             f"there is no whole checkpoint in {folder}" if directory else "this run has no files"
         )
         raise UserError(f"resume=last: {where}; pass a file, or run=Run(directory=…) of that run")
-    return checkpoint.load(newest, whole=whole)
+    return checkpoint.load(newest, key="resume", whole=whole)
 
 
 def fingerprint(
@@ -148,7 +148,7 @@ def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -
 
 
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
-    """One text each, e.g. `task.optimizer.lr=0.01 there, 0.1 here`."""
+    """A text for each difference, e.g. `task.optimizer.lr=0.01 there, 0.1 here`."""
     texts = []
     for key in [*then, *(key for key in now if key not in then)]:
         if then.get(key) != now.get(key):
@@ -170,7 +170,7 @@ def refusing(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
-    """By class, with a number for the second of one class."""
+    """Callbacks by the name of their class; a second one of a class gets a number."""
     count: dict[str, int] = {}
     for callback in callbacks:
         kind = type(callback).__name__
@@ -203,7 +203,7 @@ def _worded(value: Any) -> str:
 
 
 def _digest(kind: type) -> str:
-    """Of the files that the class and its parents are in, without comments."""
+    """The hash of the files of a class and its parents, without comments."""
     digest = hashlib.sha256(kind.__qualname__.encode())
     for parent in kind.__mro__:
         module = sys.modules.get(parent.__module__)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from dpframe.errors import UserError, not_one_of, suggestion
+from dpframe.errors import ABOVE_0, UserError, not_one_of, refuse_below, suggestion
 
 CHOICES = {
     "precision": ("32", "64", "bf16", "fp16", "bf16-true", "16-true"),
@@ -15,12 +15,14 @@ CHOICES = {
     "scheduler_every": ("epoch", "step"),
     "on_nonfinite": ("stop", "skip"),
 }
-LIGHTNINGS = {  # names of trainer.precision elsewhere
+ELSEWHERE = {  # names in other frameworks
     "16": "fp16",
     "16-mixed": "fp16",
     "bf16-mixed": "bf16",
     "32-true": "32",
+    "fp32": "32",
     "64-true": "64",
+    "gpu": "cuda",
 }
 LEAST = {
     "max_epochs": 1,
@@ -108,12 +110,12 @@ class TrainerSettings:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
             if value not in choices and value != getattr(TrainerSettings, key):
-                meant = LIGHTNINGS.get(str(value)) if key == "precision" else None
+                meant = ELSEWHERE.get(str(value))
+                if meant not in choices:
+                    meant = None
                 raise not_one_of(f"trainer.{key}", value, choices, meant=meant)
         for key, least in LEAST.items():
-            value = getattr(self, key)
-            if value is not None and value < least:
-                raise UserError(f"trainer.{key}={value} is out of range; use {least} or more")
+            refuse_below(f"trainer.{key}", getattr(self, key), least)
         for key, whole in SHARES.items():
             value = getattr(self, key)
             is_count = value is None or (value >= 1 and float(value).is_integer())
@@ -123,9 +125,7 @@ class TrainerSettings:
                     f"{whole} such as 0.25"
                 )
         for key in POSITIVE:
-            value = getattr(self, key)
-            if value is not None and not value > 0:  # NaN is not
-                raise UserError(f"trainer.{key}={value} is out of range; use more than 0")
+            refuse_below(f"trainer.{key}", getattr(self, key), ABOVE_0, "more than 0")
         if self.deterministic and self.cudnn_benchmark:
             raise UserError(
                 f"trainer.deterministic=true with trainer.cudnn_benchmark=true: {BY_SPEED}; set "
@@ -183,9 +183,14 @@ class TrainerSettings:
         """Whether early stopping may end training."""
         return epochs >= (self.min_epochs or 0) and steps >= (self.min_steps or 0)
 
-    def are_done(self, epochs: int, steps: int) -> bool:
-        counts = (epochs, self.max_epochs), (steps, self.max_steps)
-        return any(limit is not None and count >= limit for count, limit in counts)
+    def reached(self, epochs: int, steps: int) -> list[str]:
+        """The limits that a run of this length has come to, as they are typed."""
+        counts = ("max_epochs", epochs, self.max_epochs), ("max_steps", steps, self.max_steps)
+        return [
+            f"trainer.{key}={limit}"
+            for key, count, limit in counts
+            if limit is not None and count >= limit
+        ]
 
     def _check_logical(self) -> None:
         own = "each share has a forward and a backward of its own"

@@ -106,7 +106,7 @@ def joined(name: str, everywhere: list[States]) -> list[States]:
 
 
 def _in_order(lists: list[list[Any]], ends: list[list[list[int]]]) -> list[Any]:
-    """By share; what none has added comes last."""
+    """List entries in the order of the shares; entries of no share come last."""
     parts: list[tuple[list[Any], list[Any]]] = []
     for values, own in zip(lists, ends, strict=True):
         begin = 0

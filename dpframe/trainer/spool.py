@@ -23,7 +23,7 @@ def size_of(batches: Any) -> int:
 
 
 def fitting(batches: int, held: float) -> int:
-    """How many to gather at a time, if so many took `held` bytes."""
+    """How many batches to gather at a time, given that so many took `held` bytes."""
     return max(1, min(GATHERED, int(batches * HELD / (held + 1))))
 
 

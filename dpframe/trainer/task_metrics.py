@@ -47,9 +47,13 @@ class TaskMetrics:
         self._earlier: list[States] = []  # of this pass, e.g. from processes before a resume
         self._restored: set[str] = set()
         self._told: set[str] = set()
+        self._fresh: dict[str, States] = {}  # of those whose forward counts no update
         self._shares = ShareMetrics(_merge) if strategy.logical_shares else None
         if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
             self._find(task, torchmetrics)
+        if strategy.cuts_weights:  # it moves parameters and buffers, and states are neither
+            for metric in self._metrics.values():
+                metric.to(strategy.device)
         if self._metrics and strategy.runs_copies:
             name, metric = next(iter(self._metrics.items()))
             raise UserError(
@@ -66,6 +70,9 @@ class TaskMetrics:
                 self._metrics[name] = module
                 module.distributed_available_fn = _never  # so that it waits for no other process
                 module.compute_with_cache = False  # what a step computes is of its process alone
+                if isinstance(module, torchmetrics.wrappers.Running):
+                    self._refuse_window(name, module)
+                    self._fresh[name] = {}
                 if module.dtype.itemsize < 4:  # with the weights, e.g. by trainer.precision=16-true
                     module.to(torch.float32)  # a sum in 16 bits soon stays the same
             elif isinstance(module, torchmetrics.MetricCollection):
@@ -76,17 +83,28 @@ class TaskMetrics:
             self._outermost.setdefault(owner, module)
             self._within.setdefault(owner, set()).add(name)
 
+    def _refuse_window(self, name: str, metric: Any) -> None:
+        """It counts updates, which are one a share: as many a step as there are replicas."""
+        strategy = self._strategy
+        if strategy.replicas > 1 or strategy.logical_shares:
+            raise UserError(
+                f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, whose window "
+                "counts updates, so that its value depends on the number of replicas; use a "
+                "metric over the whole epoch, e.g. MeanMetric, or one replica"
+            )
+
     def end_share(self, share: list[int]) -> None:
         """After the step of a logical share: what it is a share of, and its number."""
         for name, metric in self._metrics.items():
-            if self._shares is not None and metric.update_called:
+            if self._shares is not None and self._is_updated(name):
                 self._shares.add(name, metric, share)
 
     @contextmanager
     def apart(self, *, is_part: bool = False) -> Iterator[None]:
-        """A pass of its own, e.g. a validation: the states of the one around it come back.
+        """Within is a pass of its own, e.g. a validation; then the states of the outer pass are
+        restored.
 
-        One that `is_part` of it, e.g. the first of several data sets, counts there, too.
+        A pass that `is_part` of the outer one, e.g. one of several data sets, counts there, too.
         """
         before = self._remembered()
         earlier, restored, shares = self._earlier, self._restored, self._shares
@@ -102,8 +120,10 @@ class TaskMetrics:
             self._earlier, self._restored, self._shares = earlier, restored, shares
 
     def reset(self) -> None:
-        for metric in self._metrics.values():
+        for name, metric in self._metrics.items():
             metric.reset()
+            if name in self._fresh:
+                self._fresh[name] = _copied(metric.metric_state, metric.device)
         if self._shares is not None:
             self._shares.reset()
         self._earlier, self._restored = [], set()
@@ -147,7 +167,7 @@ class TaskMetrics:
         return bool(self._strategy.world_size > 1 or self._earlier or self._shares)
 
     def state_dict(self) -> list[States]:
-        """Of this process, on the CPU."""
+        """The states of this process, on the CPU."""
         return [_copied(self._here(), "cpu"), *self._earlier] if self._metrics else []
 
     def load_state_dict(self, states: list[list[States]], *, rank: int, world_size: int) -> None:
@@ -164,19 +184,23 @@ class TaskMetrics:
                 self._shares.load_state_dict(here[SHARES])
 
     def _here(self) -> States:
-        """Of those that were updated in this pass."""
+        """The states of the metrics that were updated in this pass."""
         states: States = {
             name: metric.metric_state
             for name, metric in self._metrics.items()
-            if metric.update_called or name in self._restored
+            if name in self._restored or self._is_updated(name)
         }
-        updated = [name for name in states if self._metrics[name].update_called]
+        updated = [name for name in states if self._is_updated(name)]
         for name, collection in self._collections.items():
             if any(metric.startswith(f"{name}.") for metric in updated):  # it has formed its groups
                 states[name] = sorted(map(sorted, collection.compute_groups.values()))
         if self._shares is not None:
             states[SHARES] = self._shares.state_dict()
         return states
+
+    def _is_updated(self, name: str) -> bool:
+        metric, fresh = self._metrics[name], self._fresh.get(name)
+        return metric.update_called or bool(fresh and not _is_same(metric.metric_state, fresh))
 
     def _computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
         """Each result by its name: a float where it is a number."""
@@ -196,7 +220,7 @@ class TaskMetrics:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Inside, the metrics have the states of all processes, in each of them."""
+        """Within, each process's metrics have the states of all processes."""
         before = self._remembered()
         if self._metrics and self._is_in_parts():
             self._merge_all(self._strategy.share(self._everywhere()))
@@ -296,6 +320,16 @@ def _copied(value: Any, device: torch.device | str) -> Any:
     if isinstance(value, dict):
         return {key: _copied(part, device) for key, part in value.items()}
     return [_copied(part, device) for part in value] if isinstance(value, list) else value
+
+
+def _is_same(states: States, others: States) -> bool:
+    """Of tensors, or lists of them; NaN is NaN."""
+    return all(
+        len(states[name]) == len(other)
+        if isinstance(other, list)
+        else torch.equal(states[name].nan_to_num(), other.nan_to_num())
+        for name, other in others.items()
+    )
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -39,6 +39,7 @@ FUSED = {  # the optimizers that have fused kernels, by device; None: all that t
     "mps": ("SGD", "Adam", "AdamW"),
     "xpu": ("SGD", "Adam", "AdamW"),
 }
+NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on parts of weights
 FUSED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -67,7 +68,7 @@ class Update:
         self.scaler = scaler
         self.scaled_rates = scaled_rates
         self.optimizer, self.scheduler, self.needs_closure = made
-        self.parameters = list(task.parameters())  # one that is frozen may thaw later
+        self.parameters = list(task.parameters())  # with frozen ones, which may thaw later
         updated = {id(weight) for weight in updated_by(self.optimizer)}
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
         fuse(self.optimizer, task, kinds=strategy.fuses)
@@ -80,6 +81,12 @@ class Update:
             and settings.scheduler_every == "step"
         )
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
+        kind = type(self.optimizer).__name__
+        if strategy.cuts_weights and (self.needs_closure or kind in NEEDS_WHOLE):
+            raise UserError(
+                f"{kind} needs whole weights in each process, and {strategy.name} cuts them; use "
+                "strategy=ddp, or another optimizer"
+            )
         if self.needs_closure:
             self._refuse_with_closure()
         if scaler is not None and strategy.cuts_weights:
@@ -96,7 +103,7 @@ class Update:
         self.is_weighted: bool | None = None  # whether steps return a weight, after the first one
 
     def learning_rates(self) -> dict[str, float]:
-        """That of the first group has no name; groups that have one are told by it."""
+        """The learning rates by the names of their groups; the first group's also by ""."""
         groups = self.optimizer.param_groups
         factor = 1.0 if self.scaled_rates is None else self.scaled_rates.now()
         rates = {str(group["name"]): group["lr"] for group in groups if "name" in group}
@@ -108,7 +115,7 @@ class Update:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Inside, no weights but those of this one of several optimizers get gradients."""
+        """Within, only the weights of this optimizer get gradients."""
         frozen = [weight for weight in self._others if weight.requires_grad]
         for weight in frozen:
             weight.requires_grad_(False)
@@ -125,11 +132,6 @@ class Update:
     def _refuse_with_closure(self) -> None:
         """Each call of the closure makes new gradients, neither clipped nor scaled."""
         kind, settings = type(self.optimizer).__name__, self.settings
-        if self.strategy.cuts_weights:
-            raise UserError(
-                f"{kind} needs whole weights in each process, and {self.strategy.name} cuts them; "
-                "use strategy=ddp, or another optimizer"
-            )
         for key, value, use in (
             ("clip_norm", self.clip_norm, "null"),
             ("clip_value", self.clip_value, "null"),
@@ -158,7 +160,7 @@ class Update:
         return [output["weight"] for _, output in measured] if self.is_weighted else []
 
     def complete(self, rows: int, weights: list[Any]) -> None:
-        """Makes of what the backwards left the gradient of the exact mean over rows, or weights."""
+        """Turns the sum of the backwards into the gradient of the mean over rows or weights."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.is_weighted:
@@ -190,7 +192,7 @@ class Update:
             self.scheduler.step()
 
     def clear(self) -> None:
-        """What zero_grad does, without its profiling, and for weights that the optimizer lacks."""
+        """As zero_grad without its profiling; also for the weights of other optimizers."""
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
@@ -198,7 +200,7 @@ class Update:
             parameter.grad = None
 
     def skip(self) -> None:
-        """What a step that is left out still does."""
+        """In place of `step`, after a loss that is not finite."""
         self.clear()
         if self.schedules_steps:
             self.scheduler.step()
@@ -217,7 +219,7 @@ class Update:
         self.scheduler.step(metrics[name])
 
     def _reweigh(self, rows: int, weights: list[Any]) -> None:
-        """Makes a mean over rows one over weights: their sum is known only after the forwards."""
+        """Turns a mean over rows into one over weights, whose sum is known after the forwards."""
         device = self.strategy.device
         if not has_float64(device):  # the host sums them
             device, weights = torch.device("cpu"), [float(weight) for weight in weights]
@@ -227,14 +229,14 @@ class Update:
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
         total = here if self.strategy.logical_shares else self.strategy.reduce(here.sum())
-        factor = torch.where(total == 0, 0.0, rows / total)  # what counts nothing moves nothing
+        factor = torch.where(total == 0, 0.0, rows / total)  # a weight of 0 gives no gradient
         for weight in self._parts():
             weight.grad.mul_(factor.to(weight.grad))
         self.fill_gradients()
 
     def fill_gradients(self) -> None:
-        """Makes them 0 where there are none at all: of shares without rows, or that count nothing
-        and are NaN. They are a step's like any other, e.g. for a momentum."""
+        """Sets all gradients to 0 where there are none: of shares without rows, or whose weights
+        are 0. The step still updates e.g. a momentum."""
         if all(_is_missing(parameter.grad) for parameter in self.parameters):
             for parameter in self.parameters:
                 if parameter.requires_grad and parameter.grad is None:
@@ -261,7 +263,7 @@ class Update:
         return self.strategy.total_norm([weight.grad for weight in self._updated()])
 
     def _parts(self) -> list[Any]:
-        """Of what `_updated` returns, what this process keeps; with the same memory."""
+        """This process's parts of what `_updated` returns; they share its memory."""
         if not self.strategy.cuts_weights:
             return self._updated()
         parts = []
@@ -289,7 +291,7 @@ class Update:
     def load_state_dict(
         self, state: dict[str, Any], there: dict[str, Any], here: dict[str, Any]
     ) -> None:
-        """What is of another kind than in `there` starts from its beginning."""
+        """An optimizer or scheduler of another class than in `there` starts afresh."""
         has_optimizer, has_scheduler, has_length = (
             there.get(name) == kind for name, kind in self.kinds().items()
         )
@@ -329,7 +331,7 @@ class Update:
         return states[self.name] if self.name else states
 
     def _cut(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """What is saved of a weight, e.g. a momentum, is in parts as the weight is."""
+        """Cuts saved state, e.g. a momentum, as its weight is cut."""
         if not self.strategy.cuts_weights:
             return saved
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
@@ -344,7 +346,7 @@ class Update:
         return {**saved, "state": {n: state for n, state in states.items() if state}}
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
-        """Torch converts what it loads to its weight's type, even NAdam's product of momenta."""
+        """Restores the types that torch converts to the weight's, e.g. of NAdam's mu_product."""
         weights = updated_by(self.optimizer)
         numbers = [number for group in saved["param_groups"] for number in group["params"]]
         for weight, number in zip(weights, numbers, strict=True):
@@ -356,7 +358,8 @@ class Update:
     def _set_rate(self, index: int, rate: float) -> None:
         """A changed learning rate of a group; a schedule continues in proportion to it."""
         group = self.optimizer.param_groups[index]
-        group["lr"] = group["lr"] * (rate / group.get("initial_lr", group["lr"]))
+        before = group.get("initial_lr", group["lr"])
+        group["lr"] = group["lr"] * (rate / before) if before else rate
         if "initial_lr" in group:
             group["initial_lr"] = rate
         if getattr(self.scheduler, "base_lrs", None):
@@ -364,8 +367,8 @@ class Update:
 
 
 class ByHand(Update):
-    """Stands where the loop updates, for a task that does so in its training_step. The updates of
-    its optimizers have their states."""
+    """Replaces the loop's update where a task steps its optimizers in training_step. An Update of
+    each optimizer keeps its state."""
 
     name = ""
     needs_closure = False
@@ -419,9 +422,11 @@ def updates_of(
     scaler: torch.amp.GradScaler | None,
     scaled_rates: ScaledRates | None = None,
 ) -> dict[str, Update]:
-    """By the optimizers' names."""
+    """The Updates by the names of their optimizers."""
     if not any(parameter.requires_grad for parameter in task.parameters()):
-        raise UserError(f"{type(task).__name__} has no parameter to train")
+        raise UserError(
+            f"{type(task).__name__} has no parameter to train; leave some with requires_grad=True"
+        )
     if settings.lean and settings.compile_mode is None:
         lean.prepare()
     optimizers = optimizers_of(task)
@@ -461,7 +466,8 @@ def of_turn(name: str, *settings: Any) -> list[Any]:
 
 
 def _computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
-    """The state for the implementation that these groups have: it decides where a step count is."""
+    """The saved state with the implementation (`fused`, `foreach`) of these groups: torch keeps
+    step counts where that needs them."""
     names = ("foreach", "fused", "capturable")
     here = [{name: group[name] for name in names if name in group} for group in groups]
     pairs = zip(saved["param_groups"], here, strict=False)  # torch refuses another number
@@ -492,8 +498,7 @@ def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = N
         group["fused"] = True
     for weight, state in optimizer.state.items():  # Adagrad has made its own for other kernels
         state["step"] = state["step"].to(weight.device, torch.float32)
-    # So that GradScaler does not read from the GPU whether to skip a step: the kernels know it.
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+    _skips_by_itself(optimizer, True)
     return True
 
 
@@ -514,8 +519,14 @@ def _unfuse_late(optimizer: Optimizer) -> bool:
         group["fused"] = None if len(updated) > 1 else True
         begins |= False in updated
         looks_again |= begins or not all(has_begun)
-    optimizer._step_supports_amp_scaling = not begins  # type: ignore[attr-defined]
+    _skips_by_itself(optimizer, not begins)
     return looks_again
+
+
+def _skips_by_itself(optimizer: Optimizer, does: bool) -> None:
+    """Fused kernels skip a step whose gradients are not finite, so that GradScaler does not read
+    from the GPU whether to. `fused=True` in the constructor sets the same."""
+    optimizer._step_supports_amp_scaling = does  # type: ignore[attr-defined]
 
 
 def _is_missing(gradient: Tensor | None) -> bool:

@@ -252,6 +252,12 @@ void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, c10::Stack* st
 TORCH_LIBRARY_IMPL(_, CUDA, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
 }
+// Those that torch would cut up first, for a device that it has no kernel for: into a kernel that it
+// chooses by the device (convolutions), or with a result of another shape (losses).
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  for (auto* name : {"convolution", "convolution_backward", "mse_loss", "smooth_l1_loss"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
 }  // namespace
 
 void call_on_cpu(const c10::OperatorHandle& op, c10::Stack& stack, int device, bool draws_unasked) {

@@ -3,16 +3,16 @@
 import math
 import zlib
 
-from dpframe.errors import UserError
+from dpframe.errors import UserError, listed
 from dpframe.strategies.base import Strategy
 
 TOLERANCE = 1e-6  # other devices may round otherwise
 SHOWN = 3
 
 
-class Logged:
-    """Stands between the hooks that may log and those that read: early stopping and checkpoints
-    that see other numbers in other processes would decide otherwise there."""
+class LogCheck:
+    """Runs after the hooks that may log and before early stopping and checkpoints, which would
+    decide differently in processes with other numbers."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
@@ -33,12 +33,10 @@ class Logged:
         differs = abs(total - processes * self._sum) > TOLERANCE * processes * self._size
         if names != processes * self._names or differs:
             pairs = [f"{name}={value:.6g}" for name, value in self._newest.items()]
-            more = f" and {len(pairs) - SHOWN} more" if len(pairs) > SHOWN else ""
-            what = f"{', '.join(pairs[:SHOWN])}{more}" if pairs else "nothing"
             raise UserError(
-                f"trainer.log got {what} on rank {strategy.rank}, and something else on another "
-                "one; call it on all ranks with the same numbers, e.g. those of one rank by "
-                "trainer.strategy.share"
+                f"trainer.log got {listed(pairs, SHOWN) or 'nothing'} on rank {strategy.rank}, and "
+                "something else on another one; call it on all ranks with the same numbers, e.g. "
+                "those of one rank by trainer.strategy.share"
             )
         self._sum = self._size = 0.0
         self._newest.clear()

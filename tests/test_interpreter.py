@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from command import environment
 
-from dpframe import UserError, apart, interruption
+from dpframe import UserError, interpreter, interruption
 from dpframe.errors import Interrupted
 
 
@@ -23,7 +23,7 @@ def told(text: str) -> int:
 
 def test_what_it_prints_is_printed_here_and_what_it_raises_is_raised_here(capsys):
     with pytest.raises(UserError, match="^ärger, but not this$"):
-        apart.call(told, "ärger")
+        interpreter.call(told, "ärger")
     assert capsys.readouterr() == ("ärger\n", "aside\n")
 
 
@@ -38,7 +38,7 @@ def odd() -> None:
 
 def test_what_can_not_be_sent_back_is_told_as_text():
     with pytest.raises(RuntimeError, match="Odd: its pickle lacks an argument"):
-        apart.call(odd)
+        interpreter.call(odd)
 
 
 def waits(folder: Path) -> None:
@@ -60,15 +60,15 @@ def test_ctrl_c_is_its_own_to_end_by(tmp_path, capsys):
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        apart.call(waits, tmp_path)
+        interpreter.call(waits, tmp_path)
     thread.join()
     assert capsys.readouterr().err == "dpframe: interrupted by SIGINT after step 3\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's kernel ends it")
 def test_it_ends_with_the_program_that_has_called_it(tmp_path):
-    code = "import pathlib, test_apart; from dpframe import apart; "
-    code += f"apart.call(test_apart.waits, pathlib.Path({str(tmp_path)!r}))"
+    code = "import pathlib, test_interpreter; from dpframe import interpreter; "
+    code += f"interpreter.call(test_interpreter.waits, pathlib.Path({str(tmp_path)!r}))"
     paths = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
     program = subprocess.Popen([sys.executable, "-c", code], env=environment(PYTHONPATH=paths))
     while not (tmp_path / "pid").exists():
@@ -79,4 +79,4 @@ def test_it_ends_with_the_program_that_has_called_it(tmp_path):
 
 def test_what_no_process_can_get_is_refused_in_one_line():
     with pytest.raises(UserError, match="^another process can't get all of this: .*lock"):
-        apart.packed(threading.Lock())
+        interpreter.packed(threading.Lock())

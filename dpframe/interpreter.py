@@ -163,14 +163,14 @@ def _is_terminal(stream: Any) -> bool:
 
 def _answer(inbox: Connection, outbox: Connection) -> None:
     sys.path[:] = pickle.loads(inbox.recv_bytes())
-    from dpframe import apart, interruption  # from where the program has it
+    from dpframe import interpreter, interruption  # from where the program has it
     from dpframe.errors import Interrupted
 
     interruption.end_with(inbox.fileno())
     signals = interruption.Interruption(is_quiet=True)
     signals.open()
     try:
-        function, args = apart.unpacked(inbox.recv_bytes())
+        function, args = interpreter.unpacked(inbox.recv_bytes())
         message: tuple[str, Any] = "done", function(*args)
     except Interrupted as error:
         message = "interrupted", error
@@ -178,9 +178,9 @@ def _answer(inbox: Connection, outbox: Connection) -> None:
         message = "failed", error
     interruption.end_children()
     try:
-        content = apart.packed(message)
+        content = interpreter.packed(message)
         if message[0] == "failed":
-            apart.unpacked(content)  # an exception may not come out of its own pickle
+            interpreter.unpacked(content)  # an exception may not come out of its own pickle
     except Exception:
         text = "".join(traceback.format_exception(message[1])) if message[0] == "failed" else ""
         content = pickle.dumps(("failed", RuntimeError(text or f"{message[1]!r} can't be sent")))
