@@ -48,9 +48,10 @@ DEVICE_ERRORS = {
 }
 
 
-def fail_at(rank: int | str, step: int, kind: str) -> dict[str, str]:
-    """For the environment of a job; `has_fired` says whether it came to that."""
-    return {"INJECTED": f"{kind} {rank} {step}"}
+def fail_at(rank: int | str, step: int, kind: str, *, after: str = "") -> dict[str, str]:
+    """For the environment of a job; `has_fired` says whether it came to that. `after`: once the
+    run has this file."""
+    return {"INJECTED": f"{kind} {rank} {step}", "INJECTED_AFTER": after}
 
 
 def has_fired(folder: Path) -> bool:
@@ -74,6 +75,8 @@ def _is_due(place: str, step: int) -> bool:
 
 
 def _fail() -> None:
+    while not Path(os.environ["INJECTED_AFTER"]).exists():
+        time.sleep(0.01)
     kind, rank = os.environ["INJECTED"].split()[0], os.environ.get("RANK")
     if kind in ("raise", "always", "raise-data"):
         raise ValueError(f"broken in rank {rank}")

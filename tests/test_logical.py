@@ -883,7 +883,8 @@ def test_a_job_that_restarts_itself_ends_with_the_bits_of_one_process(tmp_path, 
     shares = "trainer.logical_replicas=4"
     options = ["strategy=ddp", "trainer.gpus=3", "trainer.max_restarts=1", "logger=none"]
     saves = "callbacks.checkpoint.every_n_steps=3"
-    done = injector.run(tmp_path, *options, shares, saves, **injector.fail_at(2, 20, "kill"))
+    killed = injector.fail_at(2, 20, "kill", after="run/checkpoints/last.ckpt")
+    done = injector.run(tmp_path, *options, shares, saves, **killed)
     assert done.returncode == 0, done.stderr
     assert "\nrestart 1 of 1 from run/checkpoints/" in done.stderr
     assert is_same(injector.weights(tmp_path), undisturbed("strategy=cpu", shares))

@@ -20,7 +20,7 @@ def test_a_job_restarts_itself_and_ends_with_the_same_weights(tmp_path, undistur
         *setting,
         "trainer.max_restarts=2",
         f"strategy.timeout_seconds={TIMEOUT}",
-        **fail_at(rank, 14, kind),
+        **fail_at(rank, 14, kind, after="run/checkpoints/last.ckpt"),
     )
     assert has_fired(tmp_path)
     assert done.returncode == 0, done.stderr
