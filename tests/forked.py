@@ -24,10 +24,11 @@ from unittest.mock import patch
 
 from conftest import descendants
 
-from dpframe import Strategy
+from dpframe import Strategy, interruption
 from dpframe.strategies import launch
 
 TESTS = Path(__file__).resolve().parent
+HANG_SECONDS = 200.0  # before pytest's timeout, which does not show where a rank hangs
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
@@ -147,7 +148,8 @@ class Job:
 def _opened(strategy: Strategy, call: Callable[..., Any], args: tuple) -> Any:
     strategy.setup()
     try:
-        return call(strategy, *args)
+        with interruption.watched(HANG_SECONDS):
+            return call(strategy, *args)
     finally:
         strategy.close()
 
