@@ -104,7 +104,8 @@ def taken_out(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
         if not isinstance(value, Part):
             return value
         name = ".".join(map(str, path))
-        name += "+" * sum(name == other.rstrip("+") for other in parts)
+        while name in parts:
+            name += "+"
         parts[name], places[name] = value, path
         return None
 

@@ -74,8 +74,7 @@ class Snapshot:
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.to(CPU, copy=True)
-        is_small = self.nbytes <= memory.machine() // SHARE_OF_HOST
-        if tensor.device != CPU and is_small and has_streams(tensor.device):
+        if tensor.device != CPU and has_streams(tensor.device) and self._is_small():
             host = torch.empty_like(tensor, device=CPU, pin_memory=True)
             self._pairs.setdefault(tensor.device, []).append((tensor, host))
             return host
@@ -84,6 +83,9 @@ class Snapshot:
         host = spare.pop() if spare else torch.empty_like(tensor, device=CPU)
         self.memory.setdefault(form, []).append(host)
         return host.copy_(tensor)
+
+    def _is_small(self) -> bool:
+        return self.nbytes <= memory.machine() // SHARE_OF_HOST
 
 
 @cache

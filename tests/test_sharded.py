@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from functools import partial
 from itertools import count
@@ -424,6 +425,13 @@ def test_the_parts_of_a_state_are_taken_out_by_their_places():
         "parts": {"a.b.c": ["a.b", "c"], "a.b.c+": ["a", "b.c"]},
     }
     assert named == {"a.b.c": part, "a.b.c+": part}
+
+
+def test_thousands_of_parts_are_named_in_no_time():
+    part = parts.Part(torch.zeros(2), (4,), 2)
+    began = time.process_time()
+    parts.taken_out({"task": {f"blocks.{number}.weight": part for number in range(20_000)}})
+    assert time.process_time() - began < 5  # 0.03 s; by comparing each name with all, 30 s
 
 
 # Kills within a save
