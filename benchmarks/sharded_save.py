@@ -16,12 +16,14 @@ from dpframe import Trainer, parts
 from dpframe.checkpoint import Writer
 from dpframe.strategies.fsdp import FSDP
 
-LARGE = ["recipe=gpt", "task.width=512", "data.batch_size=2", "data.block=16"]
+RECIPE = ["recipe=gpt", "data.batch_size=2", "data.block=16"]
 
 
-def measure(strategy: FSDP, folder: str, turns: int) -> list[tuple[float, float, float]]:
+def measure(
+    strategy: FSDP, folder: str, width: int, turns: int
+) -> list[tuple[float, float, float]]:
     strategy.open()
-    task, data, settings = built(LARGE, 1)
+    task, data, settings = built([*RECIPE, f"task.width={width}"], 1)
     settings.sanity_batches = 0
     settings.limit_val_batches = 1
     trainer = Trainer(task, data, strategy=strategy, settings=settings)
@@ -55,11 +57,12 @@ def measure(strategy: FSDP, folder: str, turns: int) -> list[tuple[float, float,
 def main() -> int:
     parser = ArgumentParser("python -m benchmarks.sharded_save", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=512, help="of the model")
     parser.add_argument("--turns", type=int, default=15)
     options = parser.parse_args()
     strategy = FSDP(options.ranks, "cpu")
     with TemporaryDirectory() as folder:
-        turns = strategy.launch(measure, strategy, folder, options.turns + 1)
+        turns = strategy.launch(measure, strategy, folder, options.width, options.turns + 1)
     stalled, copied, written = (1e3 * min(column) for column in zip(*turns, strict=True))
     print(
         f"the fastest of {len(turns)}: stalled {stalled:.1f} ms, a copy takes {copied:.1f} ms: "
