@@ -75,7 +75,7 @@ def _is_due(place: str, step: int) -> bool:
 
 
 def _fail() -> None:
-    while not Path(os.environ["INJECTED_AFTER"]).exists():
+    while not Path(os.environ.get("INJECTED_AFTER", "")).exists():
         time.sleep(0.01)
     kind, rank = os.environ["INJECTED"].split()[0], os.environ.get("RANK")
     if kind in ("raise", "always", "raise-data"):
