@@ -80,6 +80,24 @@ class Tied(Deep):
         self.net.blocks[0].inner.weight = self.net.blocks[2].inner.weight
 
 
+class Recurrent(Deep):
+    """Torch's RNNs keep weak references to their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.blocks.append(Turned(WIDTH))
+        self.net.first = nn.Sequential(nn.Linear(3, WIDTH), Turned(WIDTH))
+
+
+class Turned(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.GRU(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x[None])[0][0]
+
+
 class Norm(Deep):
     def __init__(self) -> None:
         super().__init__(optimizer=SGD)  # Adam makes steps of what a norm leaves of some gradients
@@ -236,10 +254,12 @@ def test_a_whole_checkpoint_takes_room_for_all_parts_in_the_main_rank(tmp_path):
 
 # A task that is built in one rank
 
+BUILT = (Deep, Tied, Recurrent, Norm)
+
 
 def built(strategy: Strategy) -> dict[str, Any]:
     cases = {}
-    for make in (Deep, Tied, Norm):
+    for make in BUILT:
         seeding.seed_everything(0)
         with strategy.building():
             task = make()
@@ -252,7 +272,7 @@ def built(strategy: Strategy) -> dict[str, Any]:
 
 def test_a_task_that_one_rank_builds_has_the_numbers_of_one_that_all_build():
     mine = on(FSDP(2, "cpu", meta_init=True), built)
-    for make in (Deep, Tied, Norm):
+    for make in BUILT:
         seeding.seed_everything(0)
         make()
         assert mine[make.__name__]["drawn"] == [float(torch.rand(1))] * 2
@@ -263,20 +283,17 @@ def test_a_task_that_one_rank_builds_has_the_numbers_of_one_that_all_build():
 
 def built_in_all(strategy: Strategy) -> dict[str, Any]:
     options = {"strategy": strategy, "precision": "64"}
-    made = {
-        make.__name__: fitted(None, Rows(16, 8), make=make, **options)
-        for make in (Deep, Tied, Norm)
-    }
+    made = {make.__name__: fitted(None, Rows(16, 8), make=make, **options) for make in BUILT}
     return {name: weights(each.task) for name, each in made.items()}
 
 
-BUILT = 24  # MiB; the whole is 32, a fourth of it 8, a block 4
+BUILDING = 24  # MiB; the whole is 32, a fourth of it 8, a block 4
 
 
 def built_in_little_memory(strategy: Strategy) -> str:
     fitted(Small(), strategy=strategy)  # has started what takes memory of its own
     if not (strategy.meta_init and strategy.is_main):
-        limited(BUILT)
+        limited(BUILDING)
     try:
         with strategy.building():
             task = Deep(1024, 8)

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -175,13 +176,11 @@ class FSDP(Processes):
         """Gives what is not cut yet the main rank's values, as under ddp; block by block, so that
         a rank with an outline of the task has the numbers of one block at a time."""
         own = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in done]
-        own = [tensor for tensor in own if not isinstance(tensor, DTensor)]
-        for tensor in own:
-            if tensor.is_meta:
-                empty = torch.empty_like(tensor, device="cpu")
-                if isinstance(tensor, nn.Parameter):
-                    empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                torch.utils.swap_tensors(tensor, empty)  # so that what is tied stays tied
+        own = [
+            _with_room(tensor, module) if tensor.is_meta else tensor
+            for tensor in own
+            if not isinstance(tensor, DTensor)
+        ]
         self.even_out(own)
         done |= {id(tensor) for tensor in own}
 
@@ -512,6 +511,21 @@ def _sharded(module: Any, **options: Any) -> None:
     type(module).__name__, type(module).__qualname__ = kind.__name__, kind.__qualname__
     module.gathered = _called
     register_fsdp_forward_method(module, "gathered")
+
+
+def _with_room(tensor: Tensor, module: nn.Module) -> Tensor:
+    """On the CPU instead of the meta device; what is tied stays tied."""
+    empty = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    if not weakref.getweakrefcount(tensor):
+        torch.utils.swap_tensors(tensor, empty)
+        return tensor
+    for holder in module.modules():  # RNNs keep weak references, which can't be swapped
+        for name, weight in holder.named_parameters(recurse=False, remove_duplicate=False):
+            if weight is tensor:
+                setattr(holder, name, empty)
+    return empty
 
 
 def _turn_watch(task: Any, *called: Any) -> None:
