@@ -35,9 +35,6 @@ SHOWN_FAILURES = 20
 ENDING_SECONDS = 15  # for tests that are stopped: they still report what ran
 ONE_TEST = "tests/test_gpu.py::test_the_card_that_was_asked_for_is_taken"
 
-WORKERS = min(4, os.cpu_count() or 1)
-ALL_TESTS = ["tests", "--ignore=tests/test_gpu_benchmark.py", f"-n{WORKERS}"]
-
 
 @dataclass
 class Job:

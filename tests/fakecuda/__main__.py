@@ -13,6 +13,7 @@ from fakecuda import build  # noqa: E402
 
 USAGE = "python tests/fakecuda N ARGUMENTS, e.g. python tests/fakecuda 2 -m pytest -m gpu"
 MOST_CARDS = 16
+HIDES = "CUDA_VISIBLE_DEVICES"  # real cards, by numbers that the fake ones may not have
 
 
 def main(count: str = "", *arguments: str) -> int:
@@ -24,7 +25,7 @@ def main(count: str = "", *arguments: str) -> int:
         return refused(str(error))
     with tempfile.NamedTemporaryFile("r", prefix="fakecuda-") as report:
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != HIDES},
             "FAKECUDA": count,
             "FAKECUDA_BUILD": str(folder),
             "FAKECUDA_REPORT": report.name,
