@@ -94,6 +94,14 @@ def test_a_report_that_is_out_of_memory_is_one_line(tmp_path, words, said):
     assert re.match(f"dpframe: cpu is out of memory {said}", line), line
 
 
+@pytest.mark.parametrize("kind", ["oom", "ecc"])
+def test_a_rank_that_has_saved_nothing_itself_names_the_checkpoint_of_the_job(tmp_path, kind):
+    fails = fail_at(1, 5, kind, after="run/checkpoints/last.ckpt")
+    done = run(tmp_path, *TWO, SAVES, **fails)
+    assert done.returncode == 1 and " on rank 1: " in done.stderr
+    assert "; the last checkpoint is whole: go on with resume=run, " in done.stderr
+
+
 def test_a_validation_that_is_out_of_memory_leaves_a_run_that_goes_on(tmp_path):
     line = line_of(tmp_path, *ALONE, SAVES, kind="oom-validation", at=4)
     assert " in validation: " in line

@@ -5,10 +5,11 @@ import shlex
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
-from dpframe import memory
+from dpframe import files, memory
 from dpframe.callbacks.progress import batch
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy
@@ -53,7 +54,7 @@ def explain(
             line = _lost(strategy, doing, error)
         else:
             raise
-        if trainer is not None and trainer.has_begun and (resumes or trainer.checkpoint):
+        if trainer is not None and trainer.has_begun and (resumes or _has_saved(trainer)):
             line += _resume(trainer, doing, kind)
         failure = kind(line)
         failure.details = "".join(traceback.format_exception(error))
@@ -98,6 +99,13 @@ def _lost(strategy: Strategy, doing: str, error: Exception) -> str:
     if ECC not in kind:
         line += "; CUDA_LAUNCH_BLOCKING=1 in the environment makes the traceback in run.log exact"
     return f"{line}; this process can't use the device any more, and saves nothing"
+
+
+def _has_saved(trainer: Trainer) -> bool:
+    """The main process knows; the others look."""
+    directory = trainer.run.directory
+    saved = trainer.checkpoint or directory and files.newest_good(Path(directory) / "checkpoints")
+    return bool(saved)
 
 
 def _resume(trainer: Trainer, doing: str, kind: type[Failure]) -> str:
