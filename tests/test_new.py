@@ -11,10 +11,10 @@ from command import ROOT, attempts, cold_attempts, cold_dpframe, environment
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("new")
-    (done,), heavy = cold_attempts([["new", "waves"]], folder)
+    (done,), heavy = cold_attempts([["new", "weather_forecast"]], folder)
     assert (done.code, done.err, heavy) == (0, "", [])
-    assert done.out.splitlines()[1:3] == ["  cd waves", "  pip install -e '.[dev]'"]
-    return folder / "waves"
+    assert done.out.splitlines()[1:3] == ["  cd weather_forecast", "  pip install -e '.[dev]'"]
+    return folder / "weather_forecast"
 
 
 def test_a_new_projects_own_test_passes(project):
@@ -52,9 +52,15 @@ def test_help_has_an_installed_projects_options(project, tmp_path):
     pip = ["pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(tmp_path)]
     subprocess.run([sys.executable, "-m", *pip, str(project)], check=True)
     shown = cold_dpframe("--help", cwd=tmp_path.parent, PYTHONPATH=f"{ROOT}:{tmp_path}").stdout
-    for option in ("recipe=waves", "callbacks=waves_norm", "strategy=waves_laptop"):
+    for group, name in (("recipe", ""), ("callbacks", "_norm"), ("strategy", "_laptop")):
+        option = f"{group}=weather_forecast{name}"
         assert option in " ".join(shown.split())
-    assert shown.count("(waves 0.1.0)") == 4
+    assert shown.count("(weather_forecast 0.1.0)") == 4
+
+
+def test_its_help_writes_nothing(tmp_path):
+    for done in attempts([["new", "--help"], ["--help", "new", "waves"]], tmp_path):
+        assert done.code == 0 and done.out.startswith("dpframe new NAME") and not done.files
 
 
 def test_what_can_not_be_a_project_is_refused_in_one_line(tmp_path):
@@ -65,6 +71,8 @@ def test_what_can_not_be_a_project_is_refused_in_one_line(tmp_path):
         "my-project": "a project is a Python package; name it by letters, digits and _",
         "class": "a project is a Python package",
         "json": "there is another module json; use another name",
+        "hydra": "there is another module hydra; use another name",
+        "boston": "recipe=boston is dpframe's own; use another name",
         "one two": "name one project, e.g. dpframe new mine",
         "": "name one project, e.g. dpframe new mine",
         "there/notes/mine": "there/notes/mine can't be written: Not a directory; name another",

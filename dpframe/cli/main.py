@@ -119,10 +119,10 @@ def _command(given: Sequence[str]) -> int:
         raise UserError("--package and --resolve go with --cfg")
     if arguments.version:
         print(f"dpframe {__version__}")
-    elif arguments.overrides[:1] == ["new"] and not arguments.help:
-        from dpframe.cli.new import new
+    elif arguments.overrides[:1] == ["new"]:
+        from dpframe.cli.new import HELP, new
 
-        print(new(arguments.overrides[1:]))
+        print(HELP if arguments.help else new(arguments.overrides[1:]))
     elif arguments.shell_completion:
         from dpframe.cli.completion import complete
 

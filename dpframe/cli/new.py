@@ -6,10 +6,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from importlib.util import find_spec
 from pathlib import Path
 
 from dpframe.errors import UserError
 
+HELP = """dpframe new NAME     or FOLDER/NAME
+
+Writes a small project: a package NAME with a recipe, a callback, a strategy and their options,
+its test and its pyproject.toml. Once it is installed, its options are there in every directory."""
 NAME = "NAME"  # stands for the project's, in the names of files and in them
 
 
@@ -41,10 +46,19 @@ def _check(name: str, folder: Path) -> None:
         raise UserError(
             f"dpframe new {name}: a project is a Python package; name it by letters, digits and _"
         )
-    if name in ("torch", "dpframe", "tests", *sys.stdlib_module_names):
-        raise UserError(f"dpframe new {name}: there is another module {name}; use another name")
+    if files("dpframe.conf").joinpath(f"recipe/{name}.yaml").is_file():
+        raise UserError(f"dpframe new {name}: recipe={name} is dpframe's own; use another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"dpframe new {folder}: {folder} is there already; name another")
+    if name == "tests" or _is_module(name):
+        raise UserError(f"dpframe new {name}: there is another module {name}; use another name")
+
+
+def _is_module(name: str) -> bool:
+    if name in sys.modules or name in sys.stdlib_module_names:
+        return True
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None  # without one it is an empty folder
 
 
 def _files(folder: Traversable, above: str = "") -> Iterator[tuple[str, str]]:
