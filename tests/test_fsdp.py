@@ -340,6 +340,55 @@ def test_what_can_not_be_built_in_one_rank_is_refused_in_one_line(make, said):
     assert "\n" not in str(refused.value)
 
 
+# Weights outside of their blocks
+
+
+class Decayed(Deep):
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        loss = super().training_step(batch)["loss"]
+        return {"loss": loss + sum(weight.square().sum() for weight in self.parameters())}
+
+
+class Measured(Deep):
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        norm = sum(weight.square().sum() for weight in self.net.blocks.parameters())
+        return {**self.training_step(batch), "norm": norm}
+
+
+class Direct(Deep):
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        inner = self.net.blocks[0].inner(self.net.first(x))
+        return {"loss": (self.net.last(inner)[:, 0] - y).square().mean()}
+
+
+OUTSIDE = (Decayed, Measured, Direct)
+
+
+def told(strategy: Strategy) -> list[str]:
+    lines = []
+    for make in OUTSIDE:
+        with pytest.raises((UserError, RuntimeError)) as raised:
+            numbers(strategy, make, max_epochs=1)
+        lines.append(getattr(raised.value, "__notes__", [str(raised.value)])[-1])
+    return lines
+
+
+def as_whole(strategy: Strategy) -> list[dict[str, Any]]:
+    return [numbers(strategy, make, max_epochs=1) for make in OUTSIDE]
+
+
+def test_weights_outside_of_their_blocks_are_told_and_gathered_if_wanted():
+    loss, norm, direct = on(FSDP(2, "cpu"), told)
+    assert loss.startswith("a step returned 'loss' of parts of weights; strategy=fsdp has only")
+    assert norm.startswith("a step returned 'norm' of parts of weights; strategy=fsdp has only")
+    assert direct.startswith("dpframe: strategy=fsdp has only this rank's part of a weight where")
+    made = on(FSDP(2, "cpu", shard=[]), as_whole)
+    for mine, wanted in zip(made, as_whole(CPU()), strict=True):
+        assert weights_apart(mine["weights"], wanted["weights"]) < EXACT
+        assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
+
+
 # Callbacks that look at weights
 
 

@@ -36,6 +36,11 @@ from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
 
 KEY = "strategy.shard"
+OUTSIDE = (
+    "strategy=fsdp has only this rank's part of a weight where its block is not called, e.g. in a "
+    "sum over parameters(); use the optimizer's weight_decay for such a sum, or strategy.shard=[], "
+    "which gathers all weights for the whole step"
+)
 CHECKPOINTS = ("sharded", "whole")
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -497,11 +502,24 @@ class Gathering(nn.Module):
         if not self.is_watched:
             self.is_watched = True
             self.strategy.watch(absent.ROOT, self.step.task, self.step.task)
-        result = self.step(*args)
+        try:
+            result = self.step(*args)
+        except RuntimeError as error:
+            if "DTensor" in str(error):
+                error.add_note(f"dpframe: {OUTSIDE}")
+            raise
+        _refuse_parts(result[1] if self.is_training else result)
         if self.is_training:  # fully_shard warns of a loss that is a view
             loss, measured = result
             return loss.clone(), measured
         return result
+
+
+def _refuse_parts(measured: Sequence[tuple[int, Any]]) -> None:
+    for _, output in measured:
+        for name, value in output.items() if isinstance(output, dict) else ():
+            if isinstance(value, DTensor):
+                raise UserError(f"a step returned {name!r} of parts of weights; {OUTSIDE}")
 
 
 def _sharded(module: Any, **options: Any) -> None:
