@@ -122,6 +122,9 @@ def test_a_misspelt_field_of_a_manifest_is_seen(name, place):
 
 def test_both_manifests_run_the_same_on_as_many_ranks():
     by_kind = [pods(manifest(name))[0] for name in ("pytorchjob.yaml", "jobset.yaml")]
+    (user,) = re.findall(r"useradd .* --uid (\d+)", (EXAMPLES / "Dockerfile").read_text())
+    for pod in by_kind:  # else a new volume is root's alone
+        assert pod["spec"]["securityContext"]["fsGroup"] == int(user)
     first, second = (pod["spec"]["containers"][0] for pod in by_kind)
     for field in ("args", "image", "resources", "volumeMounts"):
         assert first[field] == second[field]
@@ -197,14 +200,14 @@ def test_a_pod_that_starts_again_goes_on_from_the_last_checkpoint(tmp_path):
     (tmp_path / "torchrun").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"
 
-    def started() -> str:
-        return subprocess.check_output(
-            [EXAMPLES / "train", "recipe=boston"],
-            env=environment(PATH=path, RUN=str(tmp_path / "run")),
-            text=True,
-        ).strip()
-
     run = tmp_path / "run"
+
+    def started(**variables: str) -> str:
+        env = environment(**({"PATH": path, "RUN": str(run)} | variables))
+        command = [EXAMPLES / "train", "recipe=boston"]
+        return subprocess.check_output(command, env=env, text=True).strip()
+
+    assert started(RUN="") == "-m dpframe strategy=ddp recipe=boston"
     assert started() == f"-m dpframe strategy=ddp hydra.run.dir={run} recipe=boston"
     (run / "checkpoints").mkdir(parents=True)
     (run / "checkpoints" / "last.ckpt").touch()
