@@ -66,16 +66,18 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 def test_ranks_of_srun_and_of_torchrun_on_two_nodes_have_the_numbers_of_one_process(tmp_path):
     given = f"{RUN} trainer.max_epochs=2"
     on_cluster(
-        f"srun -N2 -n2 python -m dpframe {given} strategy=ddp hydra.run.dir=srun\n"
+        "srun --nodes=2 --ntasks-per-node=2 --gpus-per-node=2 --kill-on-bad-exit=1 "
+        f"python -m dpframe {given} strategy=ddp hydra.run.dir=srun\n"
         f"sbatch --wait --gpus-per-node=1 --cpus-per-task=1 --output=torchrun.out "
         f"slurm-torchrun.sh {given}",
         tmp_path,
     )
     forked.run([*given.replace("'64'", "64").split(), "hydra.run.dir=cpu"], tmp_path)
     single = weights(tmp_path / "cpu")
-    for run in (tmp_path / "srun", tmp_path / "outputs" / "dpframe-2"):
+    for place, ranks in (("srun", 4), ("outputs/dpframe-2", 2)):
+        run = tmp_path / place
         summary = json.loads((run / "summary.json").read_text())
-        assert (summary["strategy"], summary["replicas"]) == ("DDP", 2)
+        assert (summary["strategy"], summary["replicas"]) == ("DDP", ranks)
         for name, tensor in weights(run).items():
             torch.testing.assert_close(tensor, single[name], rtol=1e-12, atol=1e-12)
 
