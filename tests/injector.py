@@ -149,7 +149,7 @@ class Injected(dpframe.Task):
         _note("training", self.steps)
         rank = os.environ.get("RANK", "0")
         if self.steps >= 3 and rank == os.environ.get("SLOW_RANK", rank):
-            time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
+            _pause()
         _compute(float(os.environ.get("BUSY_SECONDS", 0)))
         if _is_due("code", self.steps):
             _fail()
@@ -169,6 +169,12 @@ class Injected(dpframe.Task):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
+def _pause() -> None:
+    """Until the test has what it waits for, and writes this file."""
+    if not Path(os.environ.get("HURRY", "never")).exists():
+        time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
+
+
 def _compute(seconds: float) -> None:
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -181,6 +187,13 @@ class ComparesOften(dpframe.Callback):
     def __init__(self) -> None:
         super().__init__()
         pace.EVERY_SECONDS = 0.05
+
+
+class Pauses(dpframe.Callback):
+    """After each step of another recipe."""
+
+    def on_step_end(self, trainer: dpframe.Trainer, *rest: Any) -> None:
+        _pause()
 
 
 class TellsParts(dpframe.Callback):

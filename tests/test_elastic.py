@@ -1,11 +1,12 @@
 """How ranks that torchrun has started again find their job; tests/test_nodes.py has torchrun."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import write
 
-from dpframe import Strategy, checkpoint
+from dpframe import Strategy, checkpoint, files
 from dpframe.cli import elastic
 from dpframe.cli.compose import Composed, composed
 
@@ -40,6 +41,22 @@ def test_the_first_ranks_of_a_torchrun_and_those_of_no_torchrun_begin(job, tmp_p
     assert elastic.start(job, Strategy())[0] is not job
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     assert elastic.start(job, Strategy()) == (job, None, "")
+
+
+def test_a_machine_that_is_back_reads_the_checkpoint_that_it_sees(job, tmp_path):
+    """Whose job it is, another one says; whole states of large models are not to be sent."""
+    saved(tmp_path / "stranger", step=4)
+    seal = files.identity(tmp_path / "stranger/checkpoints/last.ckpt")
+    (tmp_path / "own/.hydra/torchrun").unlink()
+
+    class Second(Strategy):
+        def gather(self, value: Any) -> list[Any]:
+            others = {"directory": str(tmp_path / "stranger"), "step": 4, "seal": seal}
+            return [others if isinstance(value, dict) else True, value]
+
+    going_on, state, _ = elastic.start(job, Second())
+    assert going_on.start == tmp_path / "stranger/checkpoints/last.ckpt"
+    assert state is not None and state["progress"] == {"global_step": 4}
 
 
 def saved(run: Path, *, step: int) -> None:

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,7 +16,7 @@ import forked
 import injector
 import pytest
 import torch
-from command import attempts
+from command import ROOT, attempts
 from nodes.hosts import Host, hosts, why_not
 from small import is_same
 
@@ -256,28 +257,53 @@ def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(t
     with the bits of one process that nothing happened to."""
     words = [word for word in injected(two) if word not in NODES[1:]]
     given = [*ELASTIC, "-m", "dpframe", *words, SHARES]
+    lost_and_back(two, two[0].disk / "run", given)
+    kept = [p for host in two for p in host.disk.glob("run/checkpoints/last.ckpt")]
+    newest = max(kept, key=files.step_of)
+    assert files.step_of(newest) == injector.STEPS
+    assert is_same(checkpoint.load(newest)["task"], undisturbed("strategy=cpu", SHARES))
+    starts = "".join(map(logged, two)).count("they go on from run/checkpoints, step ")
+    assert starts >= 2  # of one rank alone, then of two
+
+
+def test_torchruns_elastic_nodes_go_on_with_parts_of_their_common_disk(two, tmp_path):
+    run = two[0].shared / "run"
+    words = [*BOSTON, "trainer.max_epochs=50", "callbacks.checkpoint.seconds_between=0"]
+    given = [*ELASTIC, "-m", "dpframe", "strategy=fsdp", *words, f"hydra.run.dir={run}"]
+    lost_and_back(two, run, [*given, "+callbacks.slow._target_=injector.Pauses"])
+    assert (run / "run.log").read_text().count("they go on from") >= 2
+    same_as_one_process(run, tmp_path, "trainer.max_epochs=50")
+
+
+def lost_and_back(two: list[Host], run: Path, given: list[str]) -> None:
+    """The second of them, while they train by torchrun."""
     path = f"{TESTS.parent}:{TESTS}"
-    own = {"PYTHONPATH": path, "STEP_SECONDS": "0.25", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    hurry = two[0].shared / "hurry"
+    own = {"PYTHONPATH": path, "STEP_SECONDS": "1", "HURRY": str(hurry)}
+    own["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     jobs = [host.torchrun(*given, **own) for host in two]
     try:
-        while not (two[0].disk / "run/checkpoints/last.ckpt").exists():
+        # The first one begins alone where the second takes its time.
+        while not (is_of_both(run) and (run / "checkpoints/last.ckpt").exists()):
             assert jobs[0].poll() is None, said(two)
         two[1].power_off()
-        while "they go on from run/checkpoints, step " not in logged(two[0]):
+        while is_of_both(run):
             assert jobs[0].poll() is None, said(two)
         jobs.append(two[1].torchrun(*given, **own))
+        while not (is_of_both(run) or is_of_both(two[1].disk / run.name)):  # the first one's disk
+            assert jobs[0].poll() is jobs[2].poll() is None, said(two)
+        hurry.touch()
         assert [jobs[0].wait(240), jobs[2].wait(60)] == [0, 0], said(two)
     finally:
         for host in two:
             host.power_off()
         for job in jobs:
             job.wait()
-    kept = [p for host in two for p in host.disk.glob("run/checkpoints/last.ckpt")]
-    newest = max(kept, key=files.step_of)
-    assert files.step_of(newest) == injector.STEPS
-    assert is_same(checkpoint.load(newest)["task"], undisturbed("strategy=cpu", SHARES))
-    starts = "".join(map(logged, two)).count("they go on from run/checkpoints, step ")
-    assert starts == 2  # of one rank alone, then of two
+
+
+def is_of_both(run: Path) -> bool:
+    note = run / ".hydra/torchrun"
+    return note.exists() and len(note.read_text().splitlines()) == 2
 
 
 def said(two: list[Host]) -> str:
@@ -452,13 +478,29 @@ def test_fsdp_by_torchrun_goes_on_on_another_number_of_nodes(two, tmp_path):
     same_as_one_process(run, tmp_path)
 
 
-def same_as_one_process(run: Path, folder: Path) -> None:
-    alone = forked.run([*BOSTON, "strategy=cpu"], folder)
+def same_as_one_process(run: Path, folder: Path, *words: str) -> None:
+    alone = forked.run([*BOSTON, *words, "strategy=cpu"], folder)
     assert alone.returncode == 0, alone.stderr
     theirs, ours = checkpoint.load(run / "checkpoints/last.ckpt")["task"], last(folder)
     assert theirs.keys() == ours.keys()
     for name, tensor in ours.items():
         torch.testing.assert_close(theirs[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_mpirun_joins_two_machines_at_the_address_that_it_is_given(two, tmp_path):
+    if shutil.which("mpirun.openmpi") is None:
+        pytest.skip("needs mpirun.openmpi: apt-get install openmpi-bin")
+    folder, agent = two[0].shared, two[1].agent(tmp_path / "agent")
+    (folder / "hosts").write_text("node1 slots=2\nnode2 slots=2\n")
+    here = f"--allow-run-as-root --mca plm_rsh_agent {agent} --wdir {folder} -x PYTHONPATH={ROOT}"
+    two[0].run(
+        f"mpirun.openmpi {here} --hostfile {folder}/hosts -np 4 --npernode 2 -x MASTER_ADDR=node1 "
+        f"-x MASTER_PORT=29500 {sys.executable} -m dpframe strategy=ddp hydra.run.dir=run "
+        + " ".join(BOSTON)
+    )
+    summary = json.loads((folder / "run" / "summary.json").read_text())
+    assert summary["replicas"] == 4
+    same_as_one_process(folder / "run", tmp_path)
 
 
 def test_nodes_with_a_disk_in_common_write_one_directory_whatever_their_clocks_say(two):

@@ -59,7 +59,10 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
     if newest["step"] < 0:
         return replace(job, is_repeated=True), start_of(job, strategy), ""
     source = found.index(newest)
-    if all(each["seal"] == newest["seal"] for each in found):
+    if mine is None:  # a machine that is back may see the others' disk
+        path = files.newest_good(Path(directory) / "checkpoints")
+    has_it = path is not None and files.identity(path) == newest["seal"]
+    if all(strategy.share(strategy.gather(has_it))):
         state = checkpoint.load(path, whole=not strategy.reads_parts)  # type: ignore[arg-type]
     else:
         is_source = strategy.rank == source
