@@ -321,14 +321,15 @@ def test_without_a_compiler_the_command_and_its_tests_say_so_in_one_line(tmp_pat
     assert (done.returncode, done.stderr) == (2, f"{line}\n")
 
 
-def test_variables_that_hide_real_cards_hide_no_fake_one(monkeypatch):
+def test_a_command_has_its_cards_whatever_is_hidden_and_within_another_one(monkeypatch, tmp_path):
     if reason := build.why_not():
         pytest.skip(reason)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # of real cards
+    copytree(HERE / "fakecuda", tmp_path / "fakecuda", ignore=ignore_patterns("__pycache__"))
+    commands = [sys.executable, HERE / "fakecuda", "1", tmp_path / "fakecuda", "2"]
     code = "import torch; print(torch.cuda.device_count())"
-    command = [sys.executable, str(HERE / "fakecuda"), "2", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    done = subprocess.run([*commands, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
 
 
 def test_the_cards_are_not_bound_to_the_environment_that_they_were_compiled_in():

@@ -29,7 +29,7 @@ def main(count: str = "", *arguments: str) -> int:
             "FAKECUDA": count,
             "FAKECUDA_BUILD": str(folder),
             "FAKECUDA_REPORT": report.name,
-            "PYTHONPATH": joined(os.pathsep, HERE / "start", os.environ.get("PYTHONPATH")),
+            "PYTHONPATH": joined(os.pathsep, HERE / "start", *paths()),
             "PYTEST_PLUGINS": joined(",", "fakecuda.plugin", os.environ.get("PYTEST_PLUGINS")),
         }
         code = run([sys.executable, *arguments], environment)
@@ -41,6 +41,12 @@ def main(count: str = "", *arguments: str) -> int:
 def refused(line: str) -> int:
     print(line, file=sys.stderr)
     return 2
+
+
+def paths() -> list[str]:
+    """Without the folder of another such command, within which this one runs."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return [path for path in given if Path(path).parts[-2:] != (HERE.name, "start")]
 
 
 def joined(separator: str, *parts: object) -> str:
