@@ -11,6 +11,8 @@ import pytest
 import torch
 from command import environment, write
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime
+from omegaconf import OmegaConf
 from test_readme import files_of
 from torch import nn
 
@@ -97,6 +99,14 @@ def test_a_mistake_is_raised_and_changes_nothing(words, said, tmp_path, monkeypa
     assert said in str(caught.value) and "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     assert torch.equal(torch.get_rng_state(), state) and HydraConfig.instance().cfg is config
+
+
+def test_a_sweep_of_a_hydra_program_keeps_the_programs_name(monkeypatch):
+    runtime = JobRuntime.instance()
+    monkeypatch.setattr(runtime, "conf", OmegaConf.create({"name": "mine"}))
+    with pytest.raises(UserError):
+        dpframe.run("recipe=boston", "trainer.max_epoch=2")
+    assert runtime.get("name") == "mine"
 
 
 def test_a_run_without_weights_says_so(tmp_path, monkeypatch):

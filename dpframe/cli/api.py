@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime
 
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.configs import quoted
@@ -118,10 +119,13 @@ def hydra_kept() -> Iterator[None]:
     """A program of Hydra's, e.g. a `@hydra.main`, has its own again afterwards."""
     program, config = GlobalHydra.instance(), HydraConfig.instance()
     before = program.hydra, config.cfg
+    runtime = JobRuntime.instance()
+    name = runtime.get("name")  # a sweep's next job is composed with it
     try:
         yield
     finally:
         program.hydra, config.cfg = before
+        runtime.set("name", name)
 
 
 def _is_notebook() -> bool:
