@@ -103,7 +103,8 @@ def _of_mpi(given: Mapping[str, str]) -> dict[str, str]:
         return {}
     rank, size, local_rank, local_size = (given[key] for key in names)
     is_here = size == local_size
-    job = given.get("PMIX_NAMESPACE", "")  # Open MPI's number for it
+    # Open MPI's number for it, or Slurm's.
+    job = given.get("PMIX_NAMESPACE") or given.get("SLURM_JOB_ID", "")
     return {
         "RANK": rank,
         "WORLD_SIZE": size,

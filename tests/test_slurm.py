@@ -138,6 +138,23 @@ def test_scripts_and_shells_of_a_job_start_their_own_ranks_or_none(tmp_path):
     assert (tmp_path / "nested.out").read_text() == "{}\n"
 
 
+@pytest.mark.parametrize("mpirun", ["mpirun.openmpi", "mpirun.mpich"])
+def test_ranks_of_mpirun_meet_on_the_first_node_of_their_job(tmp_path, mpirun):
+    if shutil.which(mpirun) is None:
+        pytest.skip(f"needs {mpirun}: apt-get install {mpirun.partition('.')[2]}")
+    (tmp_path / "seen.py").write_text(
+        "import os; from dpframe import launcher as l; print(l.variables(os.environ))"
+    )
+    root = "--allow-run-as-root" if mpirun.endswith("openmpi") else ""
+    command = f"{mpirun} {root} {sys.executable} seen.py"
+    printed = on_cluster(f"salloc -Q -N2 --ntasks-per-node=1 {command}", tmp_path)
+    ranks = [eval(line) for line in printed.splitlines()]
+    assert sorted(rank["RANK"] for rank in ranks) == ["0", "1"]
+    assert {rank["LOCAL_WORLD_SIZE"] for rank in ranks} == {"1"}
+    (place,) = {(rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks}
+    assert place[0] == "n1" and place[1] != "29500"  # another job's, on a node that they share
+
+
 def test_a_sweep_by_submitit_is_a_job_for_each_point_and_a_task_for_each_rank(tmp_path):
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason="needs dpframe[slurm]")
     printed = on_cluster(
