@@ -108,8 +108,10 @@ def main() -> int:
     parser.add_argument("--ranks", nargs="+", choices=RANKS, default=list(RANKS))
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--rate", nargs="+", type=int, default=[200, 1000], help="Mbit/s")
-    parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=5, help="the first and last are left out")
     options = parser.parse_args()
+    if options.epochs < 3:
+        parser.error(f"--epochs {options.epochs} leaves none to measure; use 3 or more")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes the network, too
     if options.crashes:
         through_crashes(options.crashes, options.between)
