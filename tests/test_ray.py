@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import socket
@@ -19,11 +20,12 @@ from typing import IO, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from command import attempts, environment, write
 from forked import fresh, started
 
 from dpframe import UserError, checkpoint
-from dpframe.strategies import ray
+from dpframe.strategies import ranks, ray
 
 # Each process of Ray's imports much: on a busy machine the jobs take minutes.
 SECONDS = 500
@@ -400,6 +402,21 @@ def test_ray_job_submit_takes_the_command(tmp_path):
 
 
 # ---- without a cluster
+
+
+def test_a_rank_whose_group_ray_has_ended_is_not_the_one_that_failed(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    sent: list[bytes] = []
+    messages = SimpleNamespace(send_bytes=sent.append)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for is_ended in (False, True):
+        if is_ended:
+            dist.destroy_process_group()
+        monkeypatch.setattr(ranks, "_parent", ranks.Parent(messages))
+        ray.Ray(2).abort(ValueError("Default process group has not been initialized"))
+        kind, fault = pickle.loads(sent.pop())
+        assert (kind, fault.rank, fault.is_echo) == ("failed", 3, is_ended)
+        assert not sent
 
 
 def test_cards_that_are_named_and_torchruns_ranks_are_refused(monkeypatch):

@@ -87,10 +87,11 @@ def tell(name: str, value: Any) -> None:
         _parent.send("told", (name, value))
 
 
-def fail(error: BaseException) -> None:
-    """Tells the parent how this rank fails, before it lets go of what it has."""
+def fail(error: BaseException, *, is_late: bool = False) -> None:
+    """Tells the parent how this rank fails, before it lets go of what it has; late is an error
+    that came after the job's end."""
     if _parent is not None and not isinstance(error, Interrupted):
-        _parent.fail(error)
+        _parent.fail(error, is_late=is_late)
 
 
 @dataclass
@@ -136,10 +137,11 @@ class Parent(Interruption):
         # Pickled here, by value: multiprocessing would share a tensor's memory, which ends with us.
         self._messages.send_bytes(pickle.dumps((kind, value)))
 
-    def fail(self, error: BaseException) -> int:
+    def fail(self, error: BaseException, *, is_late: bool = False) -> int:
         """The exit code; it is told of the first failure alone."""
         if self.exit_code is None:
             fault = _fault_of(error)
+            fault.is_echo = fault.is_echo or is_late
             self.exit_code = fault.exit_code
             self.send("failed", fault)
         return self.exit_code

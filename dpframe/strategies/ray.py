@@ -190,6 +190,11 @@ class Ray(DDP):
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
         self._store = dist.PrefixStore("dpframe", store)
 
+    def abort(self, error: BaseException) -> None:
+        """Once a worker is gone, Ray takes the process group from the others, which then fail."""
+        ranks.fail(error, is_late=not dist.is_initialized())
+        super().abort(error)
+
     def logger(self, loggers: list[Logger]) -> list[Logger]:
         """In all ranks there is one that reports to Ray, as these do so together."""
         return [*super().logger(loggers), _Report(self)]
