@@ -92,12 +92,14 @@ def first(data, path):
 def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
     data = BostonData()
     files = {"text.csv": "a\nword\n", "few.csv": "CRIM,ZN\n1,2\n", "rows.txt": "", "bad.png": "x"}
-    write(tmp_path, files | {"empty/notes.txt": ""})
+    write(tmp_path, files | {"empty/notes.txt": "", "none.csv": "", "header.csv": "CRIM,ZN\n\n"})
     data.mean = data.scale = torch.ones(1)
     for name, said in {
         "nowhere.csv": "there is no such file; name a CSV file or images",
         "rows.txt": "is neither a table nor an image; use one of .csv, .csv.gz, .png",
         "empty": "has no images",
+        "none.csv": "none.csv has no rows below its header; name another",
+        "header.csv": "header.csv has no rows below its header; name another",
         "few.csv": "line 2: there is no number in the columns INDUS, CHAS,",
         "bad.png": "bad.png: is no image that can be read",
     }.items():

@@ -55,14 +55,18 @@ class Table(IterableDataset):
             with opened(self.path, "rt", encoding="utf-8-sig", newline="") as text:
                 lines = csv.reader(text)
                 header = next(lines, [])
+                is_empty = True
                 for fields in lines:
                     line = lines.line_num
                     if fields:  # a blank line is no row
+                        is_empty = False
                         yield self.make_row(_by_column(header, fields))
         except UserError as error:
             raise UserError(f"{self.path} line {line}: {error}") from None
         except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{self.path} line {line} can't be read: {error}") from None
+        if is_empty:
+            raise UserError(f"data.input={self.path} has no rows below its header; name another")
 
 
 class Images(Dataset):
