@@ -88,9 +88,10 @@ class Branching(Small):
         return self.net(batch[0]) if batch[0].sum() > 0 else batch[1]
 
 
-def test_weights_of_a_task_that_torch_can_not_export_are_written_with_the_reason(tmp_path):
+def test_weights_of_a_task_that_torch_can_not_export_are_written_with_the_reason(tmp_path, capfd):
     made = trainer(Branching(), Rows())
     lines = exported(made, tmp_path, None)
+    assert capfd.readouterr() == ("", ""), "torch's log and graph"
     assert sum("torch.export can't take Branching.predict_step: " in line for line in lines) == 1
     assert lines[-1] == "loaded without dpframe"
     assert {path.name for path in tmp_path.iterdir()} - {SAFETENSORS} == {WEIGHTS}
@@ -103,7 +104,16 @@ def test_other_outputs_than_the_tasks_are_told(tmp_path):
     exported(made, tmp_path, ["program"])
     rows = torch.ones(4, 3)
     with pytest.raises(Failure, match="does not load without dpframe: .+"):
-        export._tried(tmp_path, [([rows], torch.zeros(4, 1))])
+        export._tried(tmp_path, ["program.pt2"], [([rows], torch.zeros(4, 1))])
+
+
+def test_a_file_of_an_export_before_does_not_count(tmp_path):
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    exported(trainer(Small(), Rows()), tmp_path, ["safetensors"])
+    made = trainer(Small(), Rows())
+    with torch.no_grad():
+        next(made.task.parameters()).add_(1)
+    assert exported(made, tmp_path, ["weights"])[-1] == "loaded without dpframe"
 
 
 @pytest.mark.gpu

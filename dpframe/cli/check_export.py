@@ -8,20 +8,20 @@ from typing import Any
 import torch
 
 
-def main(directory: Path, cases: Path) -> None:
+def main(cases: Path, written: dict[str, Path]) -> None:
     counts: list[int] = []
     weights: dict[str, torch.Tensor] | None = None
-    if (directory / "weights.pt").exists():
-        weights = torch.load(directory / "weights.pt", weights_only=True)
-    if (directory / "weights.safetensors").exists():
+    if "weights.pt" in written:
+        weights = torch.load(written["weights.pt"], weights_only=True)
+    if "weights.safetensors" in written:
         from safetensors.torch import load_file
 
-        others = load_file(directory / "weights.safetensors")
+        others = load_file(written["weights.safetensors"])
         if weights is not None:
             assert weights.keys() == others.keys(), "other tensors in weights.safetensors"
             assert all(torch.equal(weights[n], others[n]) for n in weights), "they differ"
-    if (directory / "program.pt2").exists():
-        model = torch.export.load(directory / "program.pt2").module()
+    if "program.pt2" in written:
+        model = torch.export.load(written["program.pt2"]).module()
         for inputs, wanted in torch.load(cases, weights_only=True):
             try:
                 got = model(*inputs)
@@ -48,4 +48,5 @@ def same(got: Any, wanted: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]) / "cases.pt")
+    paths = map(Path, sys.argv[2:])
+    main(Path(sys.argv[1]) / "cases.pt", {path.name: path for path in paths})

@@ -1,11 +1,15 @@
 """`mode=export`: the trained task as files that torch alone can use, each tried without dpframe."""
 
 import importlib.util
+import io
 import json
+import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -43,16 +47,19 @@ def exported(
     if "checkpoint" in wanted:
         lines.append(_joined(start, directory))
     cases: list[tuple[Any, Any]] = []
+    written: list[str] = []
     weights = weights_of(task)
     if "weights" in wanted:
         with files.whole(directory / WEIGHTS) as part, part.open("wb") as file:
             checkpoint.dump(weights, file)
+        written.append(WEIGHTS)
         of = "of task.net" if isinstance(getattr(task, "net", None), nn.Module) else "of the task"
         lines.append(f"{directory / WEIGHTS}  {len(weights)} tensors {of}, by torch.load")
     if "safetensors" in wanted and _has_safetensors(is_needed=formats is not None):
         save_file = importlib.import_module("safetensors.torch").save_file
         with files.whole(directory / SAFETENSORS) as part:
             save_file({name: weight.clone() for name, weight in weights.items()}, part)
+        written.append(SAFETENSORS)
         lines.append(f"{directory / SAFETENSORS}  the same tensors")
     if "program" in wanted:
         batch = _first_batch(trainer)
@@ -67,9 +74,10 @@ def exported(
                 raise Failure(f"{line}; leave program out of export.formats") from error
             lines.append(line)
         else:
+            written.append(PROGRAM)
             lines.append(f"{directory / PROGRAM}  takes {takes}, by torch.export.load")
     if set(wanted) != {"checkpoint"}:
-        lines.append(_tried(directory, cases))
+        lines.append(_tried(directory, written, cases))
     return lines
 
 
@@ -123,7 +131,7 @@ def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, A
     }
     if len(used) < len(tensors):
         program = _program(task, batch, used)
-    with files.whole(path) as part, part.open("wb") as file:
+    with _quiet(), files.whole(path) as part, part.open("wb") as file:
         torch.export.save(program, file)
     rows = len(next(iter(used.values())))
     cases = []
@@ -140,8 +148,20 @@ def _program(task: Task, batch: Any, tensors: dict[int, Tensor]) -> Any:
     model = Predict(task, batch, list(tensors)).eval()
     rows = torch.export.Dim.AUTO  # any number of them, if the task's code does not fix it
     shapes = ({0: rows},) * len(tensors)
-    with torch.no_grad():
+    with _quiet(), torch.no_grad():
         return torch.export.export(model, tuple(tensors.values()), dynamic_shapes=(shapes,))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's log, and the graph that it prints beside an error: that is one line here."""
+    level = logging.root.manager.disable
+    with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+        logging.disable(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.disable(level)
 
 
 def _read_inputs(program: Any) -> list[bool]:
@@ -153,11 +173,12 @@ def _read_inputs(program: Any) -> list[bool]:
     return [bool(node.users) for node in nodes]
 
 
-def _tried(directory: Path, cases: list[tuple[Any, Any]]) -> str:
-    """Has an interpreter load all that was written, without dpframe."""
+def _tried(directory: Path, written: Sequence[str], cases: list[tuple[Any, Any]]) -> str:
+    """Has an interpreter load what was written, without dpframe; other files may be older."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(cases, Path(folder) / "cases.pt")
-        command = [sys.executable, "-P", str(TRIED), str(directory.absolute()), folder]
+        command = [sys.executable, "-P", str(TRIED), folder]
+        command += [str(directory.absolute() / name) for name in written]
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
