@@ -122,6 +122,15 @@ SWEPT = {
     "best": [*TOLD, *SCORED, "task._target_=own.Scored", *THRICE],
     "ended": [*TOLD, "callbacks.checkpoint=null", "hydra.sweeper.goes_on=false", SHORT],
     "drawn": [*TOLD, "trainer.max_steps=${seed}", "hydra.sweep.dir=mistakes"],
+    "first": [*SHORT_RUNS, "hydra/sweeper=told", "hydra.sweeper.seeds=2", "hydra.sweep.dir=twice"],
+    "second": ["sweep.resume=twice", "hydra/sweeper=told", "hydra.sweeper.seeds=2"],
+    "numbered": [
+        *SHORT_RUNS,
+        "seed=1,2",
+        "hydra.sweep.dir=by",
+        "hydra.sweep.subdir=${hydra.job.num}",
+    ],
+    "by another": ["sweep.resume=here", "hydra/launcher=own"],
     "table": [*SHORT_RUNS, "seed=0,1", "task.optimizer.lr=0.01,0.1"],
     "metric": [*SHORT_RUNS, "optimized_metric=val/mae", "optimized_mode=max", "seed=0,1"],
     "no mode": [*SHORT_RUNS, "optimized_metric=val/mae", "seed=0,1"],
@@ -230,6 +239,29 @@ def test_a_sweeper_and_a_launcher_of_another_package(swept):
         for path in directory.glob("drawn/*/.hydra/config.yaml")
     }
     assert seeds == {"0": 1, "1": 0}
+
+
+def test_a_sweeper_that_goes_on_has_other_directories_than_before(swept):
+    directory, done = swept
+    assert (done["first"].code, done["second"].code) == (0, 0), done["second"].err
+    runs = json.loads((directory / "twice" / "sweep.json").read_text())["runs"]
+    short = [run["directory"].partition(",")[0] for run in runs]
+    assert short == ["0_logger=none", "1_logger=none", "2_logger=none", "3_logger=none"]
+    assert [run["number"] for run in runs] == [1, 2, 3, 4]
+    assert all((directory / "twice" / run["directory"] / "summary.json").exists() for run in runs)
+
+
+def test_the_directories_of_runs_may_be_named_by_their_numbers(swept):
+    directory, done = swept
+    assert done["numbered"].code == 0, done["numbered"].err
+    assert {path.name for path in (directory / "by").iterdir() if path.is_dir()} == {"0", "1"}
+
+
+def test_a_sweep_that_goes_on_starts_its_runs_itself(swept):
+    refused = swept[1]["by another"]
+    assert (refused.code, refused.out) == (2, "")
+    said = "dpframe: sweep.resume=here starts the runs that are left by itself; use "
+    assert refused.err == f"{said}hydra/launcher=basic, and sweep.jobs=N for several at a time\n"
 
 
 def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_direction(swept):

@@ -297,6 +297,7 @@ def _loader(folders: Iterable[tuple[str, str]]) -> ConfigLoader:
     for plugin in (Folders, Inside):
         Plugins.instance().register(plugin)
     register_resolver("dirname", directory_name, replace=True)
+    register_resolver("later", int.__add__, replace=True)
     GlobalHydra.instance().clear()
     Folders.added = list(folders)
     try:
@@ -380,7 +381,8 @@ def _refuse_settings(hydra: DictConfig, plain: Mapping[str, Any], overrides: Seq
             raise _unused(key)
         if key not in typed and not _is_harmless(key, value):
             raise _only_typed(f"hydra.{key}", value)
-        if OmegaConf.is_config(OmegaConf.select(hydra, key)) and isinstance(value, str):
+        node = OmegaConf.select(hydra, key, throw_on_resolution_failure=False)
+        if OmegaConf.is_config(node) and isinstance(value, str):
             raise UserError(f"hydra.{key}={value} is a group of keys; write them out")
 
 

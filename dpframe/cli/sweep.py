@@ -79,6 +79,11 @@ def sweep(given: list[str], config_dir: str | None) -> int:
             f"sweep.jobs={settings.jobs}: another sweeper or launcher starts the runs itself; set "
             "how many at a time there, or leave out sweep.jobs"
         )
+    if before is not None and _is(shared, SWEEPER) and not is_ours:
+        raise UserError(
+            f"sweep.resume={settings.resume} starts the runs that are left by itself; use "
+            "hydra/launcher=basic, and sweep.jobs=N for several at a time"
+        )
     with configs.explained(overrides):
         objective = runs[0].job.objective if runs else _objective(shared)
         more = [] if is_ours else direction(shared.hydra.sweeper, objective, words)
@@ -326,8 +331,9 @@ def _by_sweeper(
             words += [f"hydra.sweeper.n_trials={trials - done}"]
             if trials <= done:
                 return
-        shared = configs.compose(words, RunMode.MULTIRUN)
         first = max((result.number for result in results.runs), default=0) + 1
+        words += _later(shared, first - 1)
+        shared = configs.compose(words, RunMode.MULTIRUN)
         sweeper = Plugins.instance().instantiate_sweeper(
             hydra_context=HydraContext(configs, Callback()),  # type: ignore[arg-type]
             task_function=partial(run_point, config_dir=config_dir, results=results, first=first),
@@ -365,6 +371,15 @@ def _study(sweeper: DictConfig, directory: Path) -> list[str]:
         return words
     file = quoted(f"sqlite:///{directory.absolute() / 'study.db'}")
     return [*words, f"hydra.sweeper.storage={file}", "hydra.sweeper.study_name=sweep"]
+
+
+def _later(shared: DictConfig, runs: int) -> list[str]:
+    """A sweeper that goes on numbers its jobs from 0: the directories' names count on."""
+    if not runs:
+        return []
+    name = OmegaConf.to_container(shared.hydra.sweep, resolve=False)["subdir"]  # type: ignore
+    name = str(name).replace("${hydra.job.num}", f"${{later:${{hydra.job.num}},{runs}}}")
+    return [f"hydra.sweep.subdir='{name}'"]
 
 
 def run_point(
