@@ -3,7 +3,7 @@
 import inspect
 import math
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -111,6 +111,7 @@ class Task(nn.Module):
     own_class: type | None = None  # where the user's code is, if not in the task's class
     scale_lr: Mapping[str, Any] | None = None  # task.scale_lr: batch_size, factor, warmup_steps
     prefers_metrics = False  # a metric's result replaces a mean of the same name
+    kept_metrics: Set[str] = frozenset()  # metrics that it resets itself, e.g. a best of all epochs
     schedules_turns = False  # schedulers step after each turn of their optimizer, not each epoch
     optimizer_names: Sequence[str] = ()  # set after configure_optimizer, if there are several
     attached = Attached()  # the Trainer's

@@ -290,6 +290,28 @@ class Measures(Linear):
         self.val_mape.reset()
 
 
+class Best(Linear):
+    """Metrics that a hook of an epoch's end updates, or logs under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = {"best": torchmetrics.MinMetric, "newest": torchmetrics.MaxMetric}
+        self.of_hooks = nn.ModuleDict({n: k().set_dtype(torch.float64) for n, k in kinds.items()})
+        self.error = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.error.update(self.net(batch[0])[:, 0], batch[1])
+
+    def on_validation_epoch_end(self) -> None:
+        error = self.error.compute()
+        self.log("val_mae", self.error)
+        for metric in self.of_hooks.values():
+            metric(error * (-1) ** self.current_epoch)
+        self.log("val_best", self.of_hooks["best"].compute())
+        self.log("val_newest", self.of_hooks["newest"])
+        self.logger.experiment.add_scalar("error", error, self.current_epoch)
+
+
 HOOKS = """
 on_fit_start on_fit_end on_train_start on_train_end on_train_epoch_start on_train_epoch_end
 on_train_batch_start on_train_batch_end on_before_zero_grad on_before_backward on_after_backward

@@ -19,13 +19,16 @@ import lit  # noqa: E402
 from command import ROOT, attempts, write  # noqa: E402
 from command import dpframe as dpframe_command  # noqa: E402
 from forked import on  # noqa: E402
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 import dpframe  # noqa: E402
 from dpframe import Trainer, TrainerSettings, UserError  # noqa: E402
 from dpframe.lightning import Lightning, LightningData  # noqa: E402
+from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
 from dpframe.strategies.fsdp import FSDP  # noqa: E402
+from dpframe.trainer import Run  # noqa: E402
 
 EPOCHS = 3
 
@@ -218,6 +221,35 @@ class TwoSets(lit.Rows):
 class MeasuresTwo(lit.Measures):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         super().validation_step(batch, batch_idx)
+
+
+def test_a_best_of_all_epochs_is_kept_and_a_metric_that_is_logged_begins_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    wanted = theirs(lit.Best(), lit.Rows(), logger=True, max_epochs=4)
+    names = {name.replace("val_", "val/"): value for name, value in wanted.items()}
+    assert names["val/best"] < 0 and names["val/newest"] < 0
+    whole = ours(lit.Best(), lit.Rows(), max_epochs=4, sanity_batches=2)
+    measured = {name: value for name, value in whole.metrics.items() if name.startswith("val/")}
+    assert measured == pytest.approx(names, rel=1e-6)
+    state = deepcopy(ours(lit.Best(), lit.Rows(), max_epochs=2).state_dict())
+    resumed = ours(lit.Best(), lit.Rows(), max_epochs=4, sanity_batches=2, resume=state)
+    assert resumed.metrics == whole.metrics
+    assert on(DDP(2, "cpu"), trained, lit.Best, {"max_epochs": 4})[1] == pytest.approx(
+        whole.metrics, rel=1e-9
+    )
+
+
+def test_the_sanity_pass_writes_nothing_to_tensorboard(tmp_path):
+    parts = Lightning(lit.Best()), LightningData(lit.Rows())
+    run = Run(directory=str(tmp_path))
+    Trainer(*parts, loggers=[TensorBoard()], run=run, max_epochs=2, precision="64").fit()
+    [written] = tmp_path.glob("*.writer")
+    assert [event.step for event in EventAccumulator(str(written)).Reload().Scalars("error")] == [
+        0,
+        1,
+    ]
 
 
 def test_metrics_of_several_validation_loaders_have_results_for_each():
@@ -465,6 +497,15 @@ def test_what_is_no_lightning_module_is_refused_before_it_is_called(tmp_path):
     ):
         assert done.code == 2 and done.err.count("\n") == 1
         assert f"task.module._target_={kind} is not a LightningModule" in done.err
+
+
+def test_a_callback_of_lightnings_is_refused_with_what_to_use(tmp_path):
+    write(tmp_path, {"mine.py": "import lightning as L\n\n\nclass Watch(L.Callback): ...\n"})
+    (done,) = lines(["+callbacks.watch._target_=mine.Watch"], folder=tmp_path)
+    assert done.code == 2 and done.err.splitlines()[-1] == (
+        "dpframe: callbacks.watch._target_=mine.Watch is a Callback of Lightning's; "
+        "docs/from-lightning.md lists dpframe's, e.g. callbacks=ema"
+    )
 
 
 # ---- a resume

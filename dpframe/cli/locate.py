@@ -158,6 +158,11 @@ def parameters_of(path: str) -> tuple[list[str], bool]:
 def not_a_maker(given: str, kind: type | str, hint: str = "") -> UserError:
     name = kind if isinstance(kind, str) else kind.__name__
     what = name if name == kind else f"dpframe {name}"
+    if name == "Callback" and says(given.partition("=")[2], name):
+        return UserError(
+            f"{given} is a Callback of Lightning's; docs/from-lightning.md lists dpframe's, e.g. "
+            "callbacks=ema"
+        )
     return UserError(
         f"{given} is not a {what}; annotate a function that returns one with '-> {name}'{hint}"
     )

@@ -64,6 +64,7 @@ class Log:
         self.kind = ""  # train, val, test or predict
         self.names: dict[str, str] = {}  # under which a metric's result is logged, by the metric's
         self.per_step: Callable[[Numbers], None] | None = None  # takes those of hooks of training
+        self.in_hooks: list[tuple[str, Any]] = []  # metrics that hooks have logged
         self._task = kind_of_task
         # By pass and name, a reduction and its values.
         self._of_passes: dict[str, dict[str, tuple[str, list[float]]]] = {}
@@ -100,6 +101,8 @@ class Log:
                     "an attribute in __init__"
                 )
             self.names[f"{self.kind}/{attribute}"] = key
+            if LOCAL.numbers is None:
+                self.in_hooks.append((name, value))
             return
         if isinstance(value, Mapping):
             for part, number in value.items():

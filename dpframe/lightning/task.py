@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,15 @@ from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
 from dpframe.lightning.by_hand import ByHand
 from dpframe.lightning.data import LightningData
-from dpframe.lightning.module import adapt, called, is_a, own_class, owns, refuse_uncalled
+from dpframe.lightning.module import (
+    adapt,
+    called,
+    is_a,
+    is_metric,
+    own_class,
+    owns,
+    refuse_uncalled,
+)
 from dpframe.lightning.numbers import NOTHING, Log, bare, evaluated, found, means_of_all, trained
 from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
 from dpframe.lightning.trainer import TheirTrainer
@@ -52,6 +61,8 @@ class Lightning(Task):
         self.schedules: list[Schedule] = []
         self.known: dict[str, float] = {}  # the newest numbers
         self.current_epoch = 0
+        self.kept_metrics: set[str] = set()
+        self._loaded_metrics: dict[str, Any] = {}  # states, until the sanity pass is over
         self._held = Held()
         self.clip_norm: Any = None
         self.clip_value: Any = None
@@ -207,15 +218,35 @@ class Lightning(Task):
     def end_pass(self, kind: str, numbers: dict[str, float]) -> dict[str, float]:
         self.known.update(numbers)
         self.numbers.kind = kind
-        if kind == "train":
-            self.module.on_train_epoch_end()
-        else:
-            for moment in ("epoch_end", "end"):
-                _hook(self.module, THEIRS[kind], moment)()
+        with self._keeping_metrics():
+            if kind == "train":
+                self.module.on_train_epoch_end()
+            else:
+                for moment in ("epoch_end", "end"):
+                    _hook(self.module, THEIRS[kind], moment)()
         more = self.numbers.of_pass(self.trainer_here.strategy)
         self.known.update(more)
         self.numbers.kind = "train" if self.trainer_here.mode == "fit" else ""
         return more
+
+    @contextmanager
+    def _keeping_metrics(self) -> Iterator[None]:
+        """As in Lightning, a metric that only hooks update is reset where it is logged itself, and
+        else goes on from pass to pass, e.g. a MaxMetric."""
+        metrics = {
+            name: part
+            for name, part in self.named_modules()
+            if is_metric(part) and (name in self.kept_metrics or not part.update_called)
+        }
+        self.numbers.in_hooks.clear()
+        yield
+        updated = {name: metric for name, metric in metrics.items() if metric.update_called}
+        for name, logged in self.numbers.in_hooks:
+            if any(logged is metric for metric in updated.values()):
+                self.module.log(name, logged.compute())
+                logged.reset()
+        if not self._theirs.sanity_checking:
+            self.kept_metrics |= {n for n, metric in updated.items() if metric.update_called}
 
     # ---- hooks of dpframe
 
@@ -230,6 +261,7 @@ class Lightning(Task):
                 update.clip_norm = update.clip_value = None  # it clips
         self.current_epoch = trainer.progress.epoch
         self.numbers.begin_pass("train")
+        self._load_metrics()
         self.module.on_fit_start()
         self.module.on_train_start()
 
@@ -301,13 +333,26 @@ class Lightning(Task):
         given = set(theirs)
         self.module.on_save_checkpoint(theirs)
         own = {key: value for key, value in theirs.items() if key not in given}
-        state[KEPT] = {"steps": self.by_hand.steps, "own": own}
+        metrics = {n: m for n, m in self.named_modules() if n in self.kept_metrics}
+        states = {name: deepcopy(metric.metric_state) for name, metric in metrics.items()}
+        state[KEPT] = {"steps": self.by_hand.steps, "own": own, "metrics": states}
 
     def on_load(self, trainer: Any, state: dict[str, Any]) -> None:
         kept = state.get(KEPT, {})
         self.by_hand.steps = kept.get("steps", 0)
+        self._loaded_metrics = kept.get("metrics", {})
         self.current_epoch = trainer.progress.epoch
         self.module.on_load_checkpoint(self._checkpoint(state) | kept.get("own", {}))
+
+    def _load_metrics(self) -> None:
+        loaded, self._loaded_metrics = self._loaded_metrics, {}
+        there = dict(self.named_modules())
+        for name, state in loaded.items() if loaded.keys() <= there.keys() else ():
+            metric: Any = there[name]
+            for key, value in state.items():
+                setattr(metric, key, value)
+            metric.to(metric.device)
+            self.kept_metrics.add(name)
 
     def _checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
         """A checkpoint with Lightning's keys."""

@@ -258,7 +258,10 @@ class TheirLogger:
 
     @property
     def experiment(self) -> Any:
-        """Nothing happens on processes that write no log, nor without TensorBoard."""
+        """Nothing happens on processes that write no log, in the sanity pass, nor without
+        TensorBoard."""
+        if not self._trainer.has_begun and self._trainer.mode == "fit":
+            return Silent()
         writers = (getattr(logger, "writer", None) for logger in self._trainer.loggers)
         return next(filter(None, writers), Silent())
 

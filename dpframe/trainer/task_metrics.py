@@ -38,6 +38,7 @@ class TaskMetrics:
         self._prefers_metrics = task.prefers_metrics
         self._name = task.metric_name
         self._end_pass = task.end_pass if task.has_own("end_pass") else None
+        self._kept = task.kept_metrics
         self._strategy = strategy
         self.tables: list[Table] = []  # results that are still to be logged
         self._metrics: dict[str, Any] = {}
@@ -96,7 +97,7 @@ class TaskMetrics:
     def end_share(self, share: list[int]) -> None:
         """After the step of a logical share: what it is a share of, and its number."""
         for name, metric in self._metrics.items():
-            if self._shares is not None and self._is_updated(name):
+            if self._shares is not None and name not in self._kept and self._is_updated(name):
                 self._shares.add(name, metric, share)
 
     @contextmanager
@@ -121,6 +122,8 @@ class TaskMetrics:
 
     def reset(self) -> None:
         for name, metric in self._metrics.items():
+            if name in self._kept:
+                continue
             metric.reset()
             if name in self._fresh:
                 self._fresh[name] = _copied(metric.metric_state, metric.device)
@@ -134,20 +137,33 @@ class TaskMetrics:
 
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """
-        numbers = self._results(kind, means) if self._metrics else {}
+        results = self._results(kind) if self._metrics else []
+        numbers = self._named(kind, results, means)
         if self._end_pass is None or "/" in kind:  # one of several data sets
             return numbers
         with self._whole():
-            return numbers | self._end_pass(kind, {**means, **numbers})
+            more = self._end_pass(kind, {**means, **numbers})
+        return self._named(kind, results, means) | more  # it may have named them
 
-    def _results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
+    def _results(self, kind: str) -> list[tuple[str, float]]:
         if not self._is_in_parts():
             computed = self._computed(self._here())
         else:
             everywhere = self._everywhere()
             computed = self._merged(everywhere) if self._strategy.is_main else []
-        numbers: dict[str, float] = {}
+        numbers: list[tuple[str, float]] = []
         for name, value in computed:
+            if isinstance(value, float):
+                numbers.append((name, value))
+            else:
+                self._show(f"{kind}/{self._name(kind, name)}", value)
+        return self._strategy.share(numbers)
+
+    def _named(
+        self, kind: str, results: Iterable[tuple[str, float]], means: Mapping[str, float]
+    ) -> dict[str, float]:
+        numbers: dict[str, float] = {}
+        for name, value in results:
             name = f"{kind}/{self._name(kind, name)}"
             if self._prefers_metrics:
                 pass
@@ -157,11 +173,8 @@ class TaskMetrics:
                     f"{name} is the result of a metric of {self._task}, and {other}; rename one of "
                     "them, e.g. by MetricCollection(..., prefix='top5_')"
                 )
-            if isinstance(value, float):
-                numbers[name] = value
-            else:
-                self._show(name, value)
-        return self._strategy.share(numbers)
+            numbers[name] = value
+        return numbers
 
     def _is_in_parts(self) -> bool:
         return bool(self._strategy.world_size > 1 or self._earlier or self._shares)
@@ -188,7 +201,7 @@ class TaskMetrics:
         states: States = {
             name: metric.metric_state
             for name, metric in self._metrics.items()
-            if name in self._restored or self._is_updated(name)
+            if name not in self._kept and (name in self._restored or self._is_updated(name))
         }
         updated = [name for name in states if self._is_updated(name)]
         for name, collection in self._collections.items():
@@ -262,7 +275,8 @@ class TaskMetrics:
 
     def _put_back(self, remembered: dict[str, dict[str, Any]]) -> None:
         for name, attributes in remembered.items():
-            vars(self._metrics[name]).update(attributes)
+            if name not in self._kept:
+                vars(self._metrics[name]).update(attributes)
 
     def _show(self, name: str, value: Any) -> None:
         is_matrix = isinstance(value, Tensor) and value.ndim == 2
