@@ -213,7 +213,9 @@ class Task(nn.Module):
     def predict_step(self, batch: Any) -> Any:
         """A tensor whose first dimension is the rows, a list of an entry a row, or tuples and dicts
         of these."""
-        raise UserError(f"{type(self).__name__} has no predict_step; mode=predict needs one")
+        raise UserError(
+            f"{type(self).__name__} has no predict_step, which this mode calls; write one"
+        )
 
     @classmethod
     def has_own(cls, step: str) -> bool:

@@ -130,6 +130,9 @@ def test_leaves_of_a_batch_are_called_as_a_step_would():
 
 
 def test_what_can_not_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
+    line = ["recipe=boston", "mode=export", "export.formats=[]"]
+    none = attempts([line], tmp_path)[0]
+    assert none.code == 2 and "dpframe: export.formats=[] writes nothing; name formats" in none.err
     line = ["recipe=boston", "mode=export", "export.formats=[onnx]"]
     (tried,) = attempts([line], tmp_path)
     assert tried.code == 2

@@ -133,9 +133,9 @@ def on_all_cards(strategy: DDP) -> dict[str, Any]:
     return {**results, "synced": kinds}
 
 
-@pytest.mark.parametrize("name", test_parity.CASES)
-def test_ddp_on_all_cards_equals_the_hand_written_loop(name):
-    test_parity.check(by_ranks()["parity"][name], name, "64")
+def test_ddp_on_all_cards_equals_the_hand_written_loop():
+    for name, trained in by_ranks()["parity"].items():  # pytest's processes would each start ranks
+        test_parity.check(trained, name, "64")
 
 
 @once

@@ -101,7 +101,7 @@ def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
         "none.csv": "none.csv has no rows below its header; name another",
         "header.csv": "header.csv has no rows below its header; name another",
         "few.csv": "line 2: there is no number in the columns INDUS, CHAS,",
-        "bad.png": "bad.png: is no image that can be read",
+        "bad.png": "bad.png: is no image that Pillow can read",
     }.items():
         with pytest.raises(UserError) as caught:
             row = dataset_of(str(tmp_path / name), data.input_row)

@@ -244,7 +244,7 @@ def test_what_a_rank_prints_is_shown_as_that_of_a_process_here(jobs):
         assert lines.count(line) == 1
     assert sum(line.startswith("epoch 2/2") for line in lines) == 1
     assert not any("TrainingReport" in line for line in lines)
-    assert "2 workers of Ray's stand in for 2 GPUs" in jobs.fitted.stderr
+    assert "2 Ray workers stand in for 2 GPUs" in jobs.fitted.stderr
 
 
 def test_a_rank_that_fails_ends_the_job_with_its_traceback(jobs):

@@ -73,6 +73,15 @@ def test_80_columns_have_the_epoch_a_bar_the_pace_the_loss_and_what_is_monitored
     assert len(bars) > 70
 
 
+def test_40_columns_have_the_pace_and_the_time_left_beside_a_short_bar(
+    terminal, second_a_step, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "40")
+    terminal.fitted(callbacks=[second_a_step], **LONG)
+    pattern = r"epoch 2/4 [━╸╺ ]{6} 4 samples/s  0:\d\d left"
+    assert re.fullmatch(pattern, terminal.bars()[30].rstrip())
+
+
 @pytest.mark.parametrize("columns", [20, 40, 80, 200])
 def test_no_line_is_wider_than_the_terminal(terminal, second_a_step, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))

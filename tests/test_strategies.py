@@ -160,7 +160,8 @@ def test_auto_takes_the_strategy_that_fits(monkeypatch, cards, gpus, accelerator
         (DataParallel(3), "3 virtual replicas stand in for 3 GPUs"),
         (DataParallel([0, 1, 3]), "3 virtual replicas stand in for 3 GPUs"),
         (DataParallel(), "2 virtual replicas stand in for 2 GPUs"),
-        (SingleGPU(1), "1 process stand in for 1 GPU"),
+        (SingleGPU(1), "1 process stands in for 1 GPU"),
+        (DDP(1), "1 gloo rank stands in for 1 GPU"),
         (DDP(2), "2 gloo ranks stand in for 2 GPUs"),
         (DataParallel(2, "cpu"), ""),
         (CPU(), ""),
@@ -205,7 +206,7 @@ def test_a_rehearsal_says_why_there_is_no_gpu(
         driver_says(monkeypatch, driver)
     strategy = auto(1)
     strategy.setup()
-    rest = "so 1 process stand in for 1 GPU ***\n"
+    rest = "so 1 process stands in for 1 GPU ***\n"
     assert capfd.readouterr().err == f"*** REHEARSAL ON THE CPU: {said}, {rest}"
     strategy = SingleGPU(accelerator=kind or "cuda")
     with pytest.raises(

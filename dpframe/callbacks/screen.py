@@ -12,7 +12,7 @@ from rich.text import Text
 from dpframe.callbacks.monitor import Epoch
 from dpframe.errors import printable
 
-LEAST_BAR, MOST_BAR = 10, 40  # columns
+LEAST_BAR, USUAL_BAR, MOST_BAR = 4, 10, 40  # columns
 BESIDE = 60  # columns that the epoch, the pace and two metrics may take
 BELOW = 4  # lines of the terminal that are not the table's epochs
 BEST = "best"
@@ -52,8 +52,10 @@ class Screen:
 def _bar(
     where: str, done: float | None, pace: str, metrics: Mapping[str, float], width: int
 ) -> RenderableType:
-    columns = max(LEAST_BAR, min((width - BESIDE) // 2, MOST_BAR))
-    room = width - len(where) - len(pace) - columns - 2
+    room = width - len(where) - len(pace) - 2
+    columns = min(max(USUAL_BAR, (width - BESIDE) // 2), MOST_BAR)
+    columns = max(LEAST_BAR, min(columns, room))
+    room -= columns
     words = as_many_as_fit([f"  {name} {value:.4g}" for name, value in metrics.items()], room)
     bar = ProgressBar(
         total=1.0,

@@ -364,7 +364,8 @@ def _evaluate(trainer: Trainer, job: Composed, path: str) -> None:
             print(f"predictions  {each.save(Path(path))}")
         rows = sum(each.rows for each in there)
         if there:
-            print(f"{rows:,} rows in {seconds:.2f} s, {rows / seconds:,.0f} samples/s")
+            counted = f"{rows:,} row{'s' * (rows != 1)}"
+            print(f"{counted} in {seconds:.2f} s, {rows / seconds:,.0f} samples/s")
         return
     getattr(trainer, settings.mode)()
 

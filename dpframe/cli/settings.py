@@ -45,6 +45,8 @@ class ExportSettings:
     formats: list[str] | None = None
 
     def __post_init__(self) -> None:
+        if self.formats == []:
+            raise UserError("export.formats=[] writes nothing; name formats, or leave it out")
         for name in self.formats or ():
             if name not in FORMATS:
                 raise not_one_of("export.formats", name, FORMATS)

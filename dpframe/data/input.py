@@ -126,6 +126,8 @@ def _read_image(path: Path) -> Tensor:
             kind, is_grey = image.mode[0], image.mode in GREY
             # Pillow's conversion to L cuts larger values off at 255.
             pixels = image.convert("F" if kind in WHITE else "L" if is_grey else "RGB")
+    except pillow.UnidentifiedImageError:  # whose message is the path
+        raise UserError("is no image that Pillow can read") from None
     except (OSError, SyntaxError, ValueError) as error:
         raise UserError(f"is no image that can be read: {error}") from None
     dtype = torch.float32 if kind in WHITE else torch.uint8

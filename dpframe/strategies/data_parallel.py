@@ -30,7 +30,7 @@ class DataParallel(Strategy, takes_logical_shares=True):
             )
         self.take(self.places[0])
         self.runs_copies = self.replicas > 1 and self.device.type != "cpu"
-        announce(self.places, self.accelerator, kind="virtual replicas")
+        announce(self.places, self.accelerator, kind="virtual replica")
 
     @property
     def devices(self) -> list[str]:

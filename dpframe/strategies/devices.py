@@ -97,10 +97,10 @@ def why_none(accelerator: str) -> str:
 def announce(devices: list[torch.device], accelerator: str, *, kind: str) -> None:
     """The loud line of a job that would have taken GPUs and runs on the CPU."""
     if accelerator == "auto" and devices[0].type == "cpu":
-        count = len(devices)
+        count, are_many = len(devices), len(devices) > 1
         print(
-            f"*** REHEARSAL ON THE CPU: {why_none(accelerator)}, so {count} {kind} "
-            f"stand in for {count} GPU{'s' if count > 1 else ''} ***",
+            f"*** REHEARSAL ON THE CPU: {why_none(accelerator)}, so {count} {kind}"
+            f"{'s stand' if are_many else ' stands'} in for {count} GPU{'s' * are_many} ***",
             file=sys.stderr,
             flush=True,
         )

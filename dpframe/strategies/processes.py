@@ -60,7 +60,7 @@ class Processes(Strategy):
         devices = self.choose_devices(default=here.local_world_size if here else None)
         backend_of(devices[0])
         if here is None or here.rank == 0:
-            announce(devices, self.accelerator, kind="gloo ranks")
+            announce(devices, self.accelerator, kind="gloo rank")
         if here is not None:
             return run(*args)
         return launch.launch(

@@ -105,7 +105,7 @@ class Ray(DDP):
             uses_gpus = "GPU" in needs
             kind = "cuda" if self.accelerator == "auto" else self.accelerator
             device = torch.device(kind if uses_gpus else "cpu")
-            announce([device] * count, self.accelerator, kind="workers of Ray's")
+            announce([device] * count, self.accelerator, kind="Ray worker")
             storage = self._storage()
             job = _Job(stop, count, needs)
             with tempfile.TemporaryDirectory(prefix="dpframe_ray_") as nowhere:
