@@ -78,7 +78,7 @@ def test_40_columns_have_the_pace_and_the_time_left_beside_a_short_bar(
 ):
     monkeypatch.setenv("COLUMNS", "40")
     terminal.fitted(callbacks=[second_a_step], **LONG)
-    pattern = r"epoch 2/4 [━╸╺ ]{6} 4 samples/s  0:\d\d left"
+    pattern = r"epoch 2/4 [━╸╺ ]{7} 4 samples/s  0:\d\d left"
     assert re.fullmatch(pattern, terminal.bars()[30].rstrip())
 
 

@@ -54,7 +54,7 @@ def _bar(
 ) -> RenderableType:
     room = width - len(where) - len(pace) - 2
     columns = min(max(USUAL_BAR, (width - BESIDE) // 2), MOST_BAR)
-    columns = max(LEAST_BAR, min(columns, room))
+    columns = min(columns, room) if room >= LEAST_BAR else columns  # else the pace is cut off
     room -= columns
     words = as_many_as_fit([f"  {name} {value:.4g}" for name, value in metrics.items()], room)
     bar = ProgressBar(

@@ -138,7 +138,7 @@ class TaskMetrics:
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """
         results = self._results(kind) if self._metrics else []
-        numbers = self._named(kind, results, means)
+        numbers = self._named(kind, results, means) if results else {}
         if self._end_pass is None or "/" in kind:  # one of several data sets
             return numbers
         with self._whole():
