@@ -84,8 +84,9 @@ def main(arguments: list[str] | None = None) -> int:
 @contextmanager
 def hosts(mbit: float | None) -> Iterator[None]:
     """None: as fast as the machine is. They are removed if the process is ended, too."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     with ExitStack() as made:
+        before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+        made.callback(signal.signal, signal.SIGTERM, before)
         for host in HOSTS:
             _run("ip", "netns", "add", host)
             made.callback(_run, "ip", "netns", "del", host)
