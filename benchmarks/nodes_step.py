@@ -1,7 +1,7 @@
 """A step of `trainer.nodes=2` beside a DistributedDataParallel script by torchrun: wall time.
 
-Both train the same recipe on two hosts, one rank on each, in turns; the ratio is the median of the
-turns'. The hosts are two network namespaces: Linux, as root, with `ip`.
+Both train the same recipe on two hosts, one rank and one core on each, in turns; the ratio is the
+median of the turns'. The hosts are two network namespaces: Linux, as root, with `ip`.
 """
 
 import json
@@ -13,7 +13,7 @@ import tempfile
 from argparse import ArgumentParser
 from pathlib import Path
 
-from benchmarks.slow_link import ADDRESSES, HOSTS, LINK, hosts
+from benchmarks.slow_link import ADDRESSES, HOSTS, LINK, hosts, on_host
 
 WARM_UP = 20  # steps
 FIXED = ["logger=none", "callbacks.progress=null", "callbacks.checkpoint=null"]
@@ -35,7 +35,7 @@ class Timed(dpframe.Callback):
             open("ends.json", "w").write(json.dumps(self.ends))
 """
 BY_HAND = """
-import json, sys, time
+import json, os, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -67,7 +67,8 @@ while len(ends) < int(steps):
         ends.append(time.perf_counter())
 if rank == 0:
     open("ends.json", "w").write(json.dumps(ends[: int(steps)]))
-dist.destroy_process_group()
+dist.barrier()
+os._exit(0)  # torch aborts now and then where the threads of gloo outlive Python
 """
 
 
@@ -112,7 +113,7 @@ def taken(command: list[str], **variables: str) -> float:
         Path(folder, "by_hand.py").write_text(BY_HAND)
         jobs = [
             subprocess.Popen(
-                ["ip", "netns", "exec", host, sys.executable]
+                [*on_host(node), sys.executable]
                 + [word.replace("=NODE", f"={node}") for word in command],
                 cwd=folder,
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
@@ -120,9 +121,13 @@ def taken(command: list[str], **variables: str) -> float:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-            for node, host in enumerate(HOSTS)
+            for node in range(len(HOSTS))
         ]
-        said = [job.communicate()[1] for job in jobs]
+        try:
+            said = [job.communicate()[1] for job in jobs]
+        finally:
+            for job in jobs:
+                job.terminate()
         if any(job.returncode for job in jobs):
             raise SystemExit(f"{' '.join(command)} failed:\n{said[0]}")
         ends = json.loads(Path(folder, "ends.json").read_text())

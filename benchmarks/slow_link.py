@@ -116,6 +116,12 @@ def train(words: list[str], steps: int, loss: float) -> Outcome:
         return Outcome(json.loads(Path(folder, "rows.json").read_text()), int(sent))
 
 
+def on_host(number: int) -> list[str]:
+    """What runs a command there, on a core of its own."""
+    core = str(number % (os.cpu_count() or 1))
+    return ["ip", "netns", "exec", HOSTS[number], "taskset", "-c", core]
+
+
 def rank(number: int, words: list[str], folder: str, **more: str) -> subprocess.Popen[bytes]:
     """As torchrun would start it: one rank on each host, which has a core to itself."""
     variables = {
@@ -133,10 +139,8 @@ def rank(number: int, words: list[str], folder: str, **more: str) -> subprocess.
     fixed += ["trainer.max_epochs=null"]
     fixed += ["callbacks.progress=null", "callbacks.checkpoint.every_n_epochs=null"]
     fixed += ["callbacks.checkpoint.keep=0", "+callbacks.timed._target_=timed.Timed"]
-    core = str(number % (os.cpu_count() or 1))
-    command = ["ip", "netns", "exec", HOSTS[number], "taskset", "-c", core]
     return subprocess.Popen(
-        [*command, sys.executable, "-m", "dpframe", *fixed, *words],
+        [*on_host(number), sys.executable, "-m", "dpframe", *fixed, *words],
         cwd=folder,
         env=os.environ | variables | more,
         stdout=subprocess.DEVNULL,
