@@ -184,6 +184,11 @@ def newest_good(directory: Path, *, but: Path | None = None) -> Path | None:
     return good if step_of(good) > step_of(last) else last
 
 
+def newest_of_run(directory: str | Path) -> Path | None:
+    """None without a directory, too."""
+    return newest_good(Path(directory) / "checkpoints") if directory else None
+
+
 def instead_of(path: Path) -> str:
     """The end of an error about a bad checkpoint."""
     good = newest_good(path.parent, but=path)

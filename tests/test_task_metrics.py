@@ -423,8 +423,8 @@ class Copies(Strategy):
     runs_copies = True
 
 
-def both(name: str) -> Any:
-    return torchmetrics.MetricCollection({name: MAKE["f1"]()})
+def both(name: str, kind: str = "f1") -> Any:
+    return torchmetrics.MetricCollection({name: MAKE[kind]()})
 
 
 def count_all(task: Any, batch: list[Tensor]) -> Any:
@@ -444,6 +444,12 @@ def count_all(task: Any, batch: list[Tensor]) -> Any:
         ),
         (
             {"first": both("f1"), "second": both("a")},
+            None,
+            "val/f1 is the result of a metric of Holds, and in what its step returns; rename one "
+            "of them, e.g. by MetricCollection(..., prefix='top5_')",
+        ),
+        (
+            {"first": both("f1", "confusion"), "second": both("a")},
             None,
             "val/f1 is the result of a metric of Holds, and in what its step returns; rename one "
             "of them, e.g. by MetricCollection(..., prefix='top5_')",

@@ -44,7 +44,7 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
     if "TORCHELASTIC_RUN_ID" not in os.environ or job.settings.mode != "fit":
         return job, start_of(job, strategy), ""
     mine = _found(job)
-    path = files.newest_good(mine / "checkpoints") if mine is not None else None
+    path = files.newest_of_run(mine or "")
     seen = {
         "directory": str(mine) if mine is not None else None,
         "step": files.step_of(path) if path is not None else -1,
@@ -60,7 +60,7 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
         return replace(job, is_repeated=True), start_of(job, strategy), ""
     source = found.index(newest)
     if mine is None:  # a machine that is back may see the others' disk
-        path = files.newest_good(Path(directory) / "checkpoints")
+        path = files.newest_of_run(directory)
     has_it = path is not None and files.identity(path) == newest["seal"]
     if all(strategy.share(strategy.gather(has_it))):
         state = checkpoint.load(path, whole=not strategy.reads_parts)  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ import shlex
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 
@@ -103,9 +102,7 @@ def _lost(strategy: Strategy, doing: str, error: Exception) -> str:
 
 def _has_saved(trainer: Trainer) -> bool:
     """The main process knows; the others look."""
-    directory = trainer.run.directory
-    saved = trainer.checkpoint or directory and files.newest_good(Path(directory) / "checkpoints")
-    return bool(saved)
+    return bool(trainer.checkpoint or files.newest_of_run(trainer.run.directory))
 
 
 def _resume(trainer: Trainer, doing: str, kind: type[Failure]) -> str:

@@ -134,7 +134,7 @@ def _again(job: Composed, directory: str) -> tuple[Composed, str]:
         is_alone = job.settings.trainer.nodes == 1
         return job, "from the beginning" if is_alone else "with the other nodes"
     job = replace(job, run_dir=directory, is_run_dir_given=True)
-    path = files.newest_good(Path(directory) / "checkpoints")
+    path = files.newest_of_run(directory)
     if path is None:
         return replace(job, is_repeated=True), "from the beginning: there is no checkpoint yet"
     settings = replace(job.settings, resume=str(path))

@@ -254,7 +254,7 @@ def _todo(
             result, last = replace(done, number=number, directory=name), failed
         results.runs.append(result)
         is_begun = before is not None and job.settings.mode == "fit"
-        if is_begun and files.newest_good(directory / "checkpoints") is not None:
+        if is_begun and files.newest_of_run(directory) is not None:
             resume = f"resume={quoted(str(directory))}"
             job = _checked([*job.typed, resume], number - 1, Configs(config_dir)).job
         job.run_dir, job.is_run_dir_given = str(directory), True

@@ -4,7 +4,6 @@ import logging
 import math
 import shlex
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +110,6 @@ def _late(step: int, saved: str | None, directory: str) -> str:
     """Updates were made with that loss, but a checkpoint is saved only after this look."""
     line = f"losses are read from the device at times, and training stopped after step {step}; "
     line += "every checkpoint is from before that loss"
-    if saved or (directory and files.newest_good(Path(directory) / "checkpoints")):
+    if saved or files.newest_of_run(directory):
         line += f": go on with resume={shlex.quote(directory)}"
     return line

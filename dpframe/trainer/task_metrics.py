@@ -137,44 +137,47 @@ class TaskMetrics:
 
         Matrices become `tables`. `means` are the other numbers of the pass, by their names.
         """
-        results = self._results(kind) if self._metrics else []
-        numbers = self._named(kind, results, means) if results else {}
-        if self._end_pass is None or "/" in kind:  # one of several data sets
-            return numbers
-        with self._whole():
-            more = self._end_pass(kind, {**means, **numbers})
-        return self._named(kind, results, means) | more  # it may have named them
+        computed, results = self._results() if self._metrics else ([], [])
+        named, more = self._named(kind, results, means) if results else {}, {}
+        if self._end_pass is not None and "/" not in kind:  # that is one of several data sets
+            with self._whole():
+                more = self._end_pass(kind, {**means, **named})
+            named = self._named(kind, results, means)  # it may have named them
+        for name, value in computed:
+            if not isinstance(value, float):
+                self._show(f"{kind}/{self._name(kind, name)}", value)
+        return named | more
 
-    def _results(self, kind: str) -> list[tuple[str, float]]:
+    def _results(self) -> tuple[list[tuple[str, Any]], list[tuple[str, float | None]]]:
+        """What this process has computed, and the same in all processes: None is no number."""
         if not self._is_in_parts():
             computed = self._computed(self._here())
         else:
             everywhere = self._everywhere()
             computed = self._merged(everywhere) if self._strategy.is_main else []
-        numbers: list[tuple[str, float]] = []
-        for name, value in computed:
-            if isinstance(value, float):
-                numbers.append((name, value))
-            else:
-                self._show(f"{kind}/{self._name(kind, name)}", value)
-        return self._strategy.share(numbers)
+        told = [(name, value if isinstance(value, float) else None) for name, value in computed]
+        return computed, self._strategy.share(told)
 
     def _named(
-        self, kind: str, results: Iterable[tuple[str, float]], means: Mapping[str, float]
+        self,
+        kind: str,
+        results: Iterable[tuple[str, float | None]],
+        means: Mapping[str, float],
     ) -> dict[str, float]:
-        numbers: dict[str, float] = {}
+        """The numbers. A matrix needs a name of its own, too."""
+        named: dict[str, float | None] = {}
         for name, value in results:
             name = f"{kind}/{self._name(kind, name)}"
             if self._prefers_metrics:
                 pass
-            elif name in means or name in numbers:
-                other = "of another one" if name in numbers else "in what its step returns"
+            elif name in means or name in named:
+                other = "of another one" if name in named else "in what its step returns"
                 raise UserError(
                     f"{name} is the result of a metric of {self._task}, and {other}; rename one of "
                     "them, e.g. by MetricCollection(..., prefix='top5_')"
                 )
-            numbers[name] = value
-        return numbers
+            named[name] = value
+        return {name: value for name, value in named.items() if value is not None}
 
     def _is_in_parts(self) -> bool:
         return bool(self._strategy.world_size > 1 or self._earlier or self._shares)
