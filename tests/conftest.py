@@ -94,7 +94,8 @@ def turn(folder: Path, *, is_alone: bool) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`quick` is for those of quick.py; `gpu` needs one CUDA device, `gpu(2)` two."""
+    """`quick` is for those of quick.py; `gpu` takes all CUDA devices there are, `gpu(2)`
+    needs two; `one_card` is for those of `gpu(1)`, which more devices are no other case of."""
     for item in items:
         if is_quick(item.path.stem, item.originalname):
             item.add_marker(pytest.mark.quick)
@@ -105,6 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     available = torch.cuda.device_count()
     for item, mark in marked:
+        if mark.args == (1,):
+            item.add_marker(pytest.mark.one_card)
         needed = mark.args[0] if mark.args else 1
         if available < needed:
             reason = (

@@ -116,7 +116,7 @@ def test_a_file_of_an_export_before_does_not_count(tmp_path):
     assert exported(made, tmp_path, ["weights"])[-1] == "loaded without dpframe"
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_a_task_on_a_card_is_exported_for_the_cpu(tmp_path):
     with trainer(Small(), Rows(), strategy=SingleGPU()) as made:
         lines = exported(made, tmp_path, ["program", "weights"])

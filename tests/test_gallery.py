@@ -167,9 +167,17 @@ def on_cards(strategy: Strategy, names: list[str]) -> dict[str, Any]:
     return {name: numbers(strategy, name) for name in names if not MISSING[name]}
 
 
-@pytest.mark.gpu
 @pytest.mark.frees_by_waits  # fully_shard's gathered weights
-@pytest.mark.parametrize("kind, most", [(SingleGPU, 1), (DataParallel, 4), (DDP, 4), (FSDP, 2)])
+@pytest.mark.parametrize(
+    "kind, most",
+    [
+        pytest.param(SingleGPU, 1, marks=pytest.mark.gpu(1)),
+        *(
+            pytest.param(*each, marks=pytest.mark.gpu)
+            for each in ((DataParallel, 4), (DDP, 4), (FSDP, 2))
+        ),
+    ],
+)
 def test_recipes_train_on_cards_as_on_the_cpu(kind, most):
     """All on one card, and each on several by one of the strategies."""
     cards = min(torch.cuda.device_count(), most)

@@ -60,6 +60,7 @@ pytestmark = pytest.mark.gpu
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
 Adam = partial(torch.optim.Adam, lr=0.01)
 AdamW = partial(torch.optim.AdamW, lr=0.01)
+KINDS = [pytest.param(SingleGPU, marks=pytest.mark.gpu(1)), DataParallel]
 OPTIMIZERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 
@@ -101,7 +102,7 @@ EPOCHS = 8
 
 
 @pytest.mark.parametrize("name", test_parity.CASES)
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+@pytest.mark.parametrize("kind", KINDS)
 def test_all_cards_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, name):
     strategy = started(kind(accelerator="cuda"))
     test_parity.check(test_parity.trained(strategy, name, "64"), name, "64")
@@ -296,7 +297,7 @@ def test_one_card_more_than_there_is_is_refused(strategy):
 
 
 @pytest.mark.parametrize("precision", HALVES)
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+@pytest.mark.parametrize("kind", KINDS)
 def test_half_precision_trains_about_as_well(kind, precision):
     half, whole = fitted_in(precision, kind), fitted_in("32", SingleGPU)
     assert {parameter.dtype for parameter in half.task.parameters()} == {torch.float32}
@@ -342,7 +343,7 @@ WATCHED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("given", WATCHED, ids=str)
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_waits_for_the_gpu_between_log_steps(sync_debug_mode, kind, given):
     given = dict(given)
     parts = given.pop("optimizer", SGD), given.pop("scheduler", None)
@@ -405,7 +406,7 @@ def test_a_loss_that_is_no_number_is_named_at_the_next_log_step_and_never_saved(
         assert checkpoint.load(path)["progress"]["global_step"] < step
 
 
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_of_a_gpu_loads_on_a_machine_without(tmp_path, kind):
     trained = boston(started(kind(accelerator="cuda")), max_epochs=3, precision="64")
     trained.fit()

@@ -134,7 +134,7 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_lef
     [
         ("strategy=cpu",),
         ("strategy=cpu", "hydra/launcher=another"),
-        pytest.param(("strategy=single_gpu",), marks=pytest.mark.gpu),
+        pytest.param(("strategy=single_gpu",), marks=pytest.mark.gpu(1)),
     ],
 )
 def test_a_device_that_fails_ends_the_sweep_which_goes_on_in_another_process(tmp_path, words):

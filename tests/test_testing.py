@@ -74,7 +74,7 @@ def test_the_strategies_pass_every_check(strategy, arguments):
     )
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_a_gpu_passes_every_check():
     assert check_strategy(SingleGPU, recipe="lenet", gpus=1, accelerator="cuda").passed
     assert check_strategy(DDP, recipe="boston", gpus=1, accelerator="cuda").passed
