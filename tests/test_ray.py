@@ -25,6 +25,8 @@ from command import attempts, environment, write
 from forked import fresh, started
 
 from dpframe import UserError, checkpoint
+from dpframe.errors import Interrupted
+from dpframe.interruption import Interruption
 from dpframe.strategies import ranks, ray
 
 # Each process of Ray's imports much: on a busy machine the jobs take minutes.
@@ -441,6 +443,28 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=f"RAY_ADDRESS={address}.*{why}"):
             ray.Ray(2).launch(print)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_ray_starts_ends_the_start(monkeypatch, number):
+    """Ray takes SIGTERM over meanwhile, and exits by codes of its own."""
+
+    def init(**_: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        signal.raise_signal(number)
+
+    fake = SimpleNamespace(init=init, is_initialized=lambda: False, shutdown=lambda: None)
+    fake.train = SimpleNamespace()
+    for name in ("ray", "ray.train", "ray.train.torch"):
+        monkeypatch.setitem(sys.modules, name, fake)
+    stop = Interruption()
+    stop.open()
+    try:
+        with pytest.raises(Interrupted) as ended:
+            ray.Ray(2).launch(print)
+    finally:
+        stop.close()
+    assert ended.value.number == number
 
 
 def test_where_ray_writes_comes_from_the_command_line_alone(tmp_path):

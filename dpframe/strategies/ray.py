@@ -101,6 +101,7 @@ class Ray(DDP):
         interruption.look()
         stop = interruption.installed() or Interruption()
         with stop.waits(), _connected():
+            interruption.look()  # Ray takes seconds to start
             count, needs = self._workers()
             uses_gpus = "GPU" in needs
             kind = "cuda" if self.accelerator == "auto" else self.accelerator
@@ -391,6 +392,8 @@ def _connected() -> Iterator[None]:
         _refuse_unreachable(os.environ.get("RAY_ADDRESS", ""))
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        except SystemExit:  # of Ray's own handler
+            raise Interrupted(signal.SIGTERM) from None
         except (ConnectionError, ValueError, RuntimeError) as error:
             hint = "; if it asks for a token, export RAY_AUTH_MODE=token, with that token here"
             is_open = os.environ.get("RAY_AUTH_MODE", "disabled") == "disabled"
