@@ -799,7 +799,7 @@ def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
 
 ON_CARDS = ["all at once", "images in channels_last", "words in bf16"]
 ELASTIC_ON_CARDS = "all at once"
-CARDS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 3, 4)]
+CARDS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 3)]
 
 
 @once
