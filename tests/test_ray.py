@@ -421,6 +421,17 @@ def test_a_rank_whose_group_ray_has_ended_is_not_the_one_that_failed(monkeypatch
         assert not sent
 
 
+def test_what_ray_knows_about_the_end_of_a_process_is_told():
+    text = (
+        "A worker health check failed.\nWorker info: Worker()\nThe actor is dead because its "
+        "process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with code 2. "
+        "Common causes: (1) the OOM killer. If it was that, consider an option of Ray's.\n"
+    )
+    told = ray._end_of(RuntimeError(text))
+    assert told == "Worker exits with code 2. Common causes: (1) the OOM killer."
+    assert ray._end_of(RuntimeError(text.splitlines()[0])) == "A worker health check failed."
+
+
 def test_cards_that_are_named_and_torchruns_ranks_are_refused(monkeypatch):
     for gpus in ([0, 1], "GPU-8f2a"):
         with pytest.raises(UserError, match="names cards, and under strategy=ray Ray chooses"):
@@ -464,7 +475,7 @@ def test_a_signal_while_ray_starts_ends_the_start(monkeypatch, number):
             ray.Ray(2).launch(print)
     finally:
         stop.close()
-    assert ended.value.number == number
+    assert ended.value.number == stop.number == number
 
 
 def test_where_ray_writes_comes_from_the_command_line_alone(tmp_path):

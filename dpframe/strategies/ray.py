@@ -4,6 +4,7 @@ import io
 import logging
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -309,7 +310,7 @@ class _Job:
             if rank not in self.ended and rank not in self.faults:
                 # What other ranks have to say comes of this.
                 is_echo = not all(fault.is_echo for fault in self.faults.values())
-                line = f"its process or its node is gone: {first_line(error)}"
+                line = f"its process or its node is gone: {_end_of(error)}"
                 self.faults[rank] = Fault(rank, line, is_echo=is_echo)
         if self.faults:
             fault = failure(list(self.faults.values()))
@@ -393,6 +394,8 @@ def _connected() -> Iterator[None]:
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except SystemExit:  # of Ray's own handler
+            if stop := interruption.installed():
+                stop.remember(signal.SIGTERM)
             raise Interrupted(signal.SIGTERM) from None
         except (ConnectionError, ValueError, RuntimeError) as error:
             hint = "; if it asks for a token, export RAY_AUTH_MODE=token, with that token here"
@@ -455,6 +458,12 @@ def _room(node: Mapping[str, float], needs: Mapping[str, float]) -> int:
 
 def _in_words(resources: Mapping[str, float], names: Iterable[str]) -> str:
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)
+
+
+def _end_of(error: BaseException) -> str:
+    """What Ray knows about the end of a process; the error's first line tells only that."""
+    found = re.search(r"Worker exit detail: (.+?)(?: If |$)", str(error), re.MULTILINE)
+    return found[1] if found else first_line(error)
 
 
 def _cause(error: BaseException) -> str:
