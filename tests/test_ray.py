@@ -149,7 +149,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     pytest.importorskip("ray.train", reason="dpframe[ray] is not installed")
     folder = write(tmp_path_factory.mktemp("ray"), {"own.py": OWN})
     commands = [FITTED, FAILING, VERIFIED, SWEPT, STORED]
-    if find_spec("hydra_plugins.hydra_optuna_sweeper") is not None:
+    if find_spec("hydra_plugins") and find_spec("hydra_plugins.hydra_optuna_sweeper"):
         commands.append(SEARCHED)
     with cluster() as nodes, ThreadPoolExecutor(2) as pool:
         variables = environment(RAY_ADDRESS=nodes.address)
@@ -423,8 +423,8 @@ def test_a_rank_whose_group_ray_has_ended_is_not_the_one_that_failed(monkeypatch
 
 def test_what_ray_knows_about_the_end_of_a_process_is_told():
     text = (
-        "A worker health check failed.\nWorker info: Worker()\nThe actor is dead because its "
-        "process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with code 2. "
+        "A worker health check failed.\nThe actor is dead because its process has died. "
+        "Worker exit type: SYSTEM_ERROR Worker exit detail: Worker exits with code 2. "
         "Common causes: (1) the OOM killer. If it was that, consider an option of Ray's.\n"
     )
     told = ray._end_of(RuntimeError(text))
