@@ -40,7 +40,8 @@ def measure(
         stalled = clock() - began
         writer.wait()
         written = clock() - began
-        own = [part.rows for part in parts.taken_out(state)[1].values()]
+        taken = parts.taken_out(state)[1].values()
+        own = [part.rows for part in taken if isinstance(part, parts.Part)]
         copies = copies or [rows.clone() for rows in own]
         strategy.tally([0.0])
         began = clock()

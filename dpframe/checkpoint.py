@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +22,7 @@ from dpframe import bombs, files, parts
 from dpframe.bombs import PLAIN
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
-from dpframe.parts import Part, Stored
+from dpframe.parts import Own, Part, Parts, Stored
 from dpframe.snapshot import Memory, Snapshot
 
 log = logging.getLogger("dpframe")
@@ -41,7 +40,7 @@ CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a
 }
 
 
-SaveParts = Callable[[dict[str, Part], Path, int], files.Parts | None]
+SaveParts = Callable[[Parts, Path, int], files.Parts | None]
 """Writes parts into a new folder in this one, together with all other processes; of this step. The
 main process gets what the seal is to say."""
 
@@ -175,7 +174,7 @@ def write(
 ) -> None:
     """`save`, of what is known to be plain. `save_parts` writes what is in parts."""
     kept = "; the one before it is kept" if path.exists() else ""
-    named: dict[str, Part] = {}
+    named: Parts = {}
     if save_parts is not None:
         state, named = parts.taken_out(state)
     if name := _first_nan(state.get("task", {})):
@@ -185,6 +184,7 @@ def write(
     try:
         if save_parts is not None:
             folder = save_parts(named, path.parent, step)
+            state = parts.gathered(state)
         for attempts_left in reversed(range(5)):
             try:
                 return _write_all(state, path, copies, step, folder)
@@ -426,7 +426,9 @@ def _plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = N
     if isinstance(value, Tensor):
         return value if copied is None else copied(value)
     if isinstance(value, Part):
-        return value if copied is None else replace(value, rows=copied(value.rows))
+        return Part(copied(value.rows), value.size, value.first, value.is_copy) if copied else value
+    if isinstance(value, Own):
+        return Own(_plain(value.value, where, copied))
     what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
     raise UserError(
         f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "

@@ -38,6 +38,17 @@ class Part:
 
 
 @dataclass
+class Own:
+    """This process's value of a list that has one of each process, in rank order."""
+
+    value: Any
+    of_all: list[Any] = field(default_factory=list)  # on the main process, when it is written
+
+
+Parts = dict[str, Part | Own]
+
+
+@dataclass
 class Source:
     """Where the parts of a tensor are."""
 
@@ -93,24 +104,36 @@ class Stored(Tensor):
         return part
 
 
-def taken_out(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Part]]:
-    """The state with None in the place of each Part, and their places; and the parts by name."""
-    parts: dict[str, Part] = {}
+def taken_out(state: dict[str, Any]) -> tuple[dict[str, Any], Parts]:
+    """The state with None in the place of each Part, and their places; and the parts by name.
+
+    Among these is each Own, too, which stays in its place."""
+    parts: Parts = {}
     places: dict[str, list[Any]] = {}
 
     def without(value: Any, path: list[Any]) -> Any:
         if isinstance(value, dict):
             return {key: without(inner, [*path, key]) for key, inner in value.items()}
-        if not isinstance(value, Part):
+        if not isinstance(value, Part | Own):
             return value
         name = ".".join(map(str, path))
         while name in parts:
             name += "+"
-        parts[name], places[name] = value, path
+        parts[name] = value
+        if isinstance(value, Own):
+            return value
+        places[name] = path
         return None
 
     rest = without(state, [])
     return {**rest, KEY: places}, parts
+
+
+def gathered(state: Any) -> Any:
+    """The state with what all processes have in the place of each Own."""
+    if isinstance(state, dict):
+        return {key: gathered(value) for key, value in state.items()}
+    return state.of_all if isinstance(state, Own) else state
 
 
 def put_in(state: dict[str, Any], folder: Path, where: str) -> str:

@@ -427,6 +427,44 @@ def test_the_parts_of_a_state_are_taken_out_by_their_places():
     assert named == {"a.b.c": part, "a.b.c+": part}
 
 
+def test_what_each_process_has_of_its_own_stays_in_its_place_until_it_is_gathered():
+    own = parts.Own("here")
+    state = {"random": own, "progress": {"means": own, "step": 1}}
+    rest, named = parts.taken_out(state)
+    assert named == {"random": own, "progress.means": own} and rest == {**state, "parts": {}}
+    own.of_all = ["here", "there"]
+    assert parts.gathered(state) == {
+        "random": own.of_all,
+        "progress": {"means": own.of_all, "step": 1},
+    }
+
+
+def of_each_rank(strategy: Strategy, folder: Path) -> Any:
+    """What a save within an epoch holds of each rank, and what ranks had when it was asked for."""
+    made = fit(strategy, folder, max_steps=1, callbacks=[])
+    path, writer = folder / "checkpoints" / "last.ckpt", checkpoint.Writer()
+    made.progress.batches_done = 1
+    torch.manual_seed(strategy.rank)
+    wanted = strategy.gather((torch.get_rng_state(), made.means.state_dict()))
+    state = made.state_dict(whole=False)
+    writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
+    torch.rand(5)  # training goes on
+    writer.wait()
+    strategy.share(None)
+    if not strategy.is_main:
+        return None
+    read = checkpoint.load(path)
+    found = zip(read["random"], read["progress"]["means"], wanted, strict=True)
+    return [
+        (torch.equal(random["torch"], there), means == of_means, len(read["stream"]))
+        for random, means, (there, of_means) in found
+    ]
+
+
+def test_a_save_within_an_epoch_holds_what_each_rank_had(tmp_path):
+    assert on(FSDP(3, "cpu"), of_each_rank, tmp_path) == [(True, True, 0)] * 3
+
+
 def test_thousands_of_parts_are_named_in_no_time():
     part = parts.Part(torch.zeros(2), (4,), 2)
     began = time.process_time()

@@ -15,7 +15,7 @@ from dpframe import files, launcher
 from dpframe.data import Share, move
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
-from dpframe.parts import Part, Stored
+from dpframe.parts import Parts, Stored
 from dpframe.strategies import ranks
 from dpframe.strategies.devices import Gpus, choose
 
@@ -171,7 +171,7 @@ class Strategy:
         """The state with a Part of each tensor that processes keep parts of; see `saves_parts`."""
         return state
 
-    def save_parts(self, parts: dict[str, Part], folder: Path, step: int) -> files.Parts | None:
+    def save_parts(self, parts: Parts, folder: Path, step: int) -> files.Parts | None:
         """Writes them into a new folder in this one, on a thread. Every process calls it; the main
         one returns what was written, or raises."""
         raise NotImplementedError

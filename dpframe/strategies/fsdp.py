@@ -30,7 +30,7 @@ from dpframe.blocks import blocks, matching
 from dpframe.data import Share, split
 from dpframe.errors import UserError, first_line, not_one_of, refuse_below
 from dpframe.parameters import has_sparse
-from dpframe.parts import Part, Stored
+from dpframe.parts import Part, Parts, Stored
 from dpframe.strategies import absent
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
@@ -264,7 +264,7 @@ class FSDP(Processes):
             self._saving = dist.new_group(backend="gloo", timeout=timeout)
         return _mapped(self._own, state)
 
-    def save_parts(self, parts: dict[str, Part], folder: Path, step: int) -> files.Parts | None:
+    def save_parts(self, parts: Parts, folder: Path, step: int) -> files.Parts | None:
         from dpframe.strategies import sharded  # imports much of torch: only when used
 
         return sharded.save(parts, folder, step, self._saving)

@@ -29,17 +29,19 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from dpframe import checkpoint, files
-from dpframe.parts import NotANumber, Part
+from dpframe.parts import NotANumber, Own, Part, Parts
 
 
-def save(parts: dict[str, Part], folder: Path, step: int, group: Any) -> files.Parts | None:
+def save(parts: Parts, folder: Path, step: int, group: Any) -> files.Parts | None:
     """Into a new folder in this one. The first rank raises what went wrong in any of them."""
+    tensors = {name: part for name, part in parts.items() if isinstance(part, Part)}
+    _gather({name: own for name, own in parts.items() if isinstance(own, Own)}, group)
     if dist.get_rank(group) > 0:
         [name] = shared = [""]
         dist.broadcast_object_list(shared, group=group)
         if name := shared[0]:
             with suppress(CheckpointException):
-                _written(parts, folder / name, group)
+                _written(tensors, folder / name, group)
         return None
     path = folder / f"step{step}-{secrets.token_hex(4)}.parts"
     with files.whole(path) as part:
@@ -50,12 +52,23 @@ def save(parts: dict[str, Part], folder: Path, step: int, group: Any) -> files.P
             raise
         dist.broadcast_object_list([part.name], group=group)
         try:
-            digest = _written(parts, part, group)
+            digest = _written(tensors, part, group)
         except CheckpointException as error:
             raise _cause(error) from None
         checkpoint.sync(part)
     checkpoint.sync(folder)
     return files.Parts(path.name, digest)
+
+
+def _gather(owns: dict[str, Own], group: Any) -> None:
+    """Not every process has a value of each."""
+    values = {name: own.value for name, own in owns.items()}
+    of_ranks: list[Any] | None = None
+    if dist.get_rank(group) == 0:
+        of_ranks = [None] * dist.get_world_size(group)
+    dist.gather_object(values, of_ranks, group=group)
+    for name, own in owns.items():
+        own.of_all = [each[name] for each in of_ranks or [] if name in each]
 
 
 def _written(parts: dict[str, Part], folder: Path, group: Any) -> str:

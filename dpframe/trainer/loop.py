@@ -28,6 +28,7 @@ from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
+from dpframe.parts import Own
 from dpframe.stopwatch import Stopwatch
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
@@ -940,12 +941,16 @@ class Trainer:
         strategy, progress = self.strategy, self.progress
         strategy.weight_sync(is_read=True)
         # Random numbers and sums start again with each epoch: only within one is there a state.
-        everywhere: list[tuple] = []
+        of_ranks: dict[str, Any] = {}
         if done := progress.batches_done:
-            sums = self.means.state_dict(), self.task_metrics.state_dict()
-            place = self.feed.train.place(done)
-            random = seeding.random_state(self._devices)
-            everywhere = strategy.gather((random, *sums, place))
+            own = {
+                "random": seeding.random_state(self._devices),
+                "means": self.means.state_dict(),
+                "task_metrics": self.task_metrics.state_dict(),
+            }
+            if (place := self.feed.train.place(done)) is not None:
+                own["stream"] = place
+            of_ranks = self._of_ranks(own, is_gathered=whole)
         logged_step, logged = self.report.last
         state: dict[str, Any] = {
             "recipe": self.run.recipe,
@@ -959,17 +964,25 @@ class Trainer:
                 **progress.state_dict(),
                 # A stream's last step does not tell that it is the last: a resumed run finds out.
                 **({"validated_step": -1} if self.is_extra_validation else {}),
-                "means": [means for _, means, _, _ in everywhere],
-                "task_metrics": [metrics for _, _, metrics, _ in everywhere],
+                "means": of_ranks.get("means", []),
+                "task_metrics": of_ranks.get("task_metrics", []),
                 "logged": dict(logged) if logged_step == progress.global_step else {},
             },
             "metrics": dict(self.metrics),
             "callbacks": {n: callback.state_dict() for n, callback in named(self.callbacks)},
-            "random": [random for random, *_ in everywhere],
-            "stream": [place for *_, place in everywhere if place is not None],
+            "random": of_ranks.get("random", []),
+            "stream": of_ranks.get("stream", []),
         }
         self._call("on_save", state)
         return strategy.whole(state) if whole else strategy.parts(state)
+
+    def _of_ranks(self, own: dict[str, Any], *, is_gathered: bool) -> dict[str, Any]:
+        """Lists over the ranks by name; what is saved in parts is gathered when it is written."""
+        if not is_gathered:
+            return {name: Own(value) for name, value in own.items()}
+        everywhere = self.strategy.gather(own)
+        names = dict.fromkeys(chain.from_iterable(everywhere))
+        return {name: [each[name] for each in everywhere if name in each] for name in names}
 
     def _load_state_dict(self, state: dict[str, Any], *, anyway: bool) -> None:
         """Refuses a state of another run unless `anyway`; what differs is told when it begins."""
