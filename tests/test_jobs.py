@@ -116,7 +116,7 @@ def test_ctrl_c_ends_all_runs_that_there_are_and_begins_no_other(tmp_path):
         "missing",
     ]
     (tmp_path / "go").touch()
-    (done,) = attempts([["-m", "sweep.resume=swept", "sweep.jobs=3"]], tmp_path)
+    (done,) = attempts([["sweep.resume=swept", "sweep.jobs=3"]], tmp_path)
     assert done.code == 0, done.err
     assert told(tmp_path, "status") == [("finished",)] * 3
 

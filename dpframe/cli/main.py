@@ -131,7 +131,7 @@ def _command(given: Sequence[str]) -> int:
         from dpframe.cli.help import shown_for
 
         print(shown_for(arguments, parser().format_help()))
-    elif arguments.multirun or "hydra.mode=MULTIRUN" in arguments.overrides:
+    elif arguments.multirun or _is_sweep(arguments.overrides):
         from dpframe.cli.sweep import sweep
 
         with output.goes_on_unread():
@@ -139,6 +139,12 @@ def _command(given: Sequence[str]) -> int:
     else:
         _run(arguments)
     return 0
+
+
+def _is_sweep(overrides: Sequence[str]) -> bool:
+    from dpframe.cli.resume import value_of
+
+    return "hydra.mode=MULTIRUN" in overrides or value_of("sweep.resume", overrides) is not None
 
 
 def _run(arguments: argparse.Namespace) -> None:
