@@ -1,7 +1,6 @@
-"""Rules for every test: it leaves nothing behind, and what measures time runs alone."""
+"""Rules for every test: it leaves nothing behind, and only those of GPUs see one."""
 
 import ctypes
-import fcntl
 import os
 import re
 import signal
@@ -42,12 +41,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """`@pytest.mark.alone`: no test of another worker runs meanwhile. Only those that are marked
-    `gpu` see a card: the others are of the CPU, on every machine."""
-    is_alone = item.get_closest_marker("alone") is not None
+    """Only those that are marked `gpu` see a card: the others are of the CPU, on every machine."""
     has_cards = item.get_closest_marker("gpu") is not None
-    cards = nullcontext() if has_cards else cards_hidden()
-    with turn(Path(__file__).parent, is_alone=is_alone), cards:
+    with nullcontext() if has_cards else cards_hidden():
         return (yield)
 
 
@@ -77,20 +73,6 @@ def cards_hidden() -> Iterator[None]:
                 hidden.setattr(module, "device_count", lambda: 0)
                 hidden.setattr(module, "is_available", lambda: False)
         yield
-
-
-@contextmanager
-def turn(folder: Path, *, is_alone: bool) -> Iterator[None]:
-    """Locks two files that all workers see. While one waits to be alone, it holds the door, so
-    that no other gets past it into the room."""
-    with open(folder / "conftest.py") as room, open(folder / "command.py") as door:
-        fcntl.flock(door, fcntl.LOCK_EX)
-        fcntl.flock(room, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
-        fcntl.flock(door, fcntl.LOCK_UN)
-        try:
-            yield
-        finally:
-            fcntl.flock(room, fcntl.LOCK_UN)  # a process that was forked may hold it open
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

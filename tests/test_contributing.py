@@ -1,9 +1,6 @@
 """CONTRIBUTING.md, pre-commit and continuous integration say what the tests and pins say."""
 
-import fcntl
 import re
-import threading
-import time
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -11,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from conftest import pytest_xdist_auto_num_workers, turn
+from conftest import pytest_xdist_auto_num_workers
 from quick import FILES, SLOW_FILES, TESTS
 from test_layers import FLOORS
 
@@ -72,37 +69,6 @@ def test_github_runs_ci_on_every_python_that_is_allowed():
     oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
     assert job["strategy"]["matrix"]["python"][0] == oldest
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
-
-
-def test_what_is_marked_alone_waits_for_others_and_they_do_not_overtake_it(tmp_path):
-    for name in ("conftest.py", "command.py"):
-        (tmp_path / name).touch()
-    order: list[str] = []
-
-    def enter(name: str, is_alone: bool) -> None:
-        with turn(tmp_path, is_alone=is_alone):
-            order.append(name)
-
-    alone = threading.Thread(target=enter, args=("alone", True))
-    second = threading.Thread(target=enter, args=("second", False))
-    with turn(tmp_path, is_alone=False):
-        alone.start()
-        while not order and not is_locked(tmp_path / "command.py"):
-            time.sleep(0.001)
-        second.start()
-        order.append("first")
-    alone.join()
-    second.join()
-    assert order == ["first", "alone", "second"]
-
-
-def is_locked(path: Path) -> bool:
-    with open(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 @pytest.mark.parametrize("arguments, workers", [(["tests"], None), (["tests/test_x.py::y"], 0)])
