@@ -116,8 +116,8 @@ class Job:
         assert self.code is not None, f"runs after {seconds} s: {self.said()}"
         return self.code
 
-    def ended(self, *, within: float) -> tuple[int, list[str]]:
-        return self.wait(within), self.said().splitlines()
+    def ended(self) -> tuple[int, list[str]]:
+        return self.wait(), self.said().splitlines()
 
     def wait_for(self, *markers: str) -> None:
         """Until these files are in its folder."""

@@ -1,7 +1,6 @@
 """A device that is out of memory, or fails, is one line, and the last checkpoint is whole."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -58,7 +57,6 @@ def test_what_saves_memory_already_is_named(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_out_of_memory_ends_the_job_with_its_line(tmp_path, rank):
     line = line_of(tmp_path, *TWO, SAVES, "trainer.max_restarts=2", kind="oom", at=5, rank=rank)
-    assert time.time() - (tmp_path / "fired").stat().st_mtime < 10
     assert line.startswith(f"cpu is out of memory in training on rank {rank}: this process took ")
     assert "; batch 4 = 2 replicas x 2; lower data.batch_size=4" in line
     log = (tmp_path / "run/run.log").read_text()

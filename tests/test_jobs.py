@@ -107,7 +107,7 @@ def test_ctrl_c_ends_all_runs_that_there_are_and_begins_no_other(tmp_path):
     with started(words, tmp_path) as job:
         job.wait_for("there-21", "there-22")
         os.kill(job.pid, signal.SIGINT)
-        code, said = job.ended(within=100)
+        code, said = job.ended()
     assert code == 130
     assert said[-1] == "dpframe: interrupted by SIGINT; go on with sweep.resume=swept"
     assert [status for (status,) in told(tmp_path, "status")] == [

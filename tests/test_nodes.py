@@ -5,10 +5,11 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from dpframe.trainer import pace
 
 TESTS = Path(__file__).resolve().parent
 NODES = ("strategy=ddp", "trainer.nodes=2", "trainer.rendezvous=10.77.0.1:29500")
-FAULT_SECONDS = 10
 BOSTON = ("recipe=boston", "trainer.max_epochs=2", "trainer.precision='64'", "logger=none")
 
 
@@ -51,7 +51,7 @@ def run(two: list[Host], *words: str, **variables: str) -> list[Ended]:
     with ExitStack() as running:
         jobs = [running.enter_context(host.started(words, **variables)) for host in two]
         for job in jobs:
-            job.wait(60)
+            job.wait()
         return [Ended(job) for job in jobs]
 
 
@@ -89,7 +89,6 @@ def injected(two: list[Host], *words: str) -> list[str]:
 def test_a_rank_that_raises_speaks_last_on_both_nodes_with_its_nodes_name(two, rank):
     one, other = run(two, *injected(two), **injector.fail_at(rank, 3, "raise"))
     assert (one.code, other.code) == (1, 1)
-    assert time.time() - (two[rank].disk / "fired").stat().st_mtime < FAULT_SECONDS
     for ended in (one, other):
         assert ended.lines[-1] == f"ValueError: broken in rank {rank}"
         assert f"rank {rank} on node{rank + 1} failed:" in ended.lines
@@ -100,21 +99,29 @@ def test_a_rank_that_raises_speaks_last_on_both_nodes_with_its_nodes_name(two, r
 
 
 @contextmanager
-def launched(two: list[Host], *words: str, **variables: str) -> Iterator[list[forked.Job]]:
-    """As torchrun would start a rank on each, of which no parent watches both."""
-    words = ("strategy=ddp", *(word for word in injected(two, *words) if word not in NODES))
-    own = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+def as_by_torchrun(
+    hosts: list[Host], words: list[str], **variables: str
+) -> Iterator[list[forked.Job]]:
+    """A rank on each, of which no parent watches all."""
+    own = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": str(len(hosts))}
     own |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **variables}
     with ExitStack() as running:
         yield [
             running.enter_context(host.started(words, RANK=str(rank), **own))
-            for rank, host in enumerate(two)
+            for rank, host in enumerate(hosts)
         ]
+
+
+def launched(
+    two: list[Host], *words: str, **variables: str
+) -> AbstractContextManager[list[forked.Job]]:
+    given = [word for word in injected(two, *words) if word not in NODES]
+    return as_by_torchrun(two, ["strategy=ddp", *given], **variables)
 
 
 def test_all_nodes_of_a_launcher_end_with_the_rank_that_failed_first(two):
     with launched(two, **injector.fail_at(1, 3, "raise")) as jobs:
-        one, other = (Ended(job) for job in jobs if job.wait(60))
+        one, other = (Ended(job) for job in jobs if job.wait())
     assert (one.code, other.code) == (1, 1)
     assert other.lines[-2:] == [
         "ValueError: broken in rank 1",
@@ -129,7 +136,7 @@ def test_all_nodes_of_a_launcher_end_with_the_rank_that_failed_first(two):
 def test_a_rank_of_a_launcher_that_hangs_is_named_with_its_node(two):
     words = ["trainer.hang_seconds=4", "strategy.timeout_seconds=10"]
     with launched(two, *words, **injector.fail_at(1, 3, "hang")) as (_, job):
-        assert job.wait(60) == 1
+        assert job.wait() == 1
         assert "; rank 1 on node2 hangs in _fail (injector.py" in Ended(job).lines[-1]
 
 
@@ -140,7 +147,7 @@ def test_ranks_of_a_launcher_end_when_their_network_is_cut(two):
             job.wait_for(f"training-{number}")
         two[1].cut()
         for number, job in enumerate(jobs):
-            assert job.wait(60) == 1
+            assert job.wait() == 1
             last = f"dpframe: rank {number} on node{number + 1} ended after another one was gone"
             assert Ended(job).lines[-1] == last
 
@@ -161,10 +168,8 @@ def test_a_node_that_is_killed_is_named(two, rank):
         second.wait_for("training-1")
         jobs = [first, second]
         os.killpg(jobs[rank].pid, signal.SIGKILL)
-        killed = time.monotonic()
         left = jobs[1 - rank]
-        assert left.wait(60) == 1
-        assert time.monotonic() - killed < FAULT_SECONDS
+        assert left.wait() == 1
         line = ("node1 lost the rendezvous", "node2 left without a word: it is down")[rank]
         if rank == 0:
             line = "node2 lost the rendezvous 10.77.0.1:29500: that machine is down, or the network"
@@ -177,7 +182,7 @@ def test_a_network_that_is_cut_is_told_on_both_sides(two):
         first.wait_for("training-0")
         second.wait_for("training-1")
         two[1].cut()
-        assert (first.wait(60), second.wait(60)) == (1, 1)
+        assert (first.wait(), second.wait()) == (1, 1)
         (*_, one), (*_, other) = Ended(first).lines, Ended(second).lines
         assert one.startswith("dpframe: node2 was not heard of for 6 s: it is down or stopped")
         assert other.startswith("dpframe: node2 lost the rendezvous 10.77.0.1:29500: that machine")
@@ -194,7 +199,7 @@ def test_a_network_that_is_cut_for_a_moment_changes_nothing(two):
         two[1].cut()
         time.sleep(2)  # of silence
         two[1].mend()
-        assert (first.wait(60), second.wait(60)) == (0, 0)
+        assert (first.wait(), second.wait()) == (0, 0)
     assert [ended.code for ended in whole] == [0, 0]
     kept = [two[0].disk / name / "checkpoints/last.ckpt" for name in ("whole", "run")]
     assert is_same(*(checkpoint.load(path)["task"] for path in kept))
@@ -207,7 +212,7 @@ def test_a_signal_on_one_node_ends_all_with_one_checkpoint(two, rank):
         first.wait_for("training-0")
         second.wait_for("training-1")
         os.kill((first, second)[rank].pid, signal.SIGTERM)
-        assert (first.wait(60), second.wait(60)) == (143, 143)
+        assert (first.wait(), second.wait()) == (143, 143)
         assert "dpframe: interrupted by SIGTERM after step" in Ended(first).lines[-1]
     assert (two[0].disk / "run/checkpoints/last.ckpt").exists()
 
@@ -221,7 +226,7 @@ def test_a_job_goes_on_when_a_lost_node_is_back(two):
                 assert first.code is None, first.said()
             os.killpg(second.pid, signal.SIGKILL)
         with two[1].started(words) as again:
-            assert (first.wait(60), again.wait(60)) == (0, 0), first.said()
+            assert (first.wait(), again.wait()) == (0, 0), first.said()
         assert "\nrestart 1 of 1 from run/checkpoints/last.ckpt, step " in first.said()
     assert [ended.code for ended in whole] == [0, 0]
     kept = [two[0].disk / name / "checkpoints/last.ckpt" for name in ("whole", "run")]
@@ -233,7 +238,7 @@ def test_a_slow_node_is_named_with_its_ranks_and_by_how_much(two):
     words += ["+callbacks.often._target_=injector.ComparesOften", "trainer.max_epochs=13"]
     words += ["trainer.validate_every_epochs=13", "callbacks.checkpoint=null"]
     with two[0].started(words) as first, two[1].started(words, BUSY_SECONDS="0.01") as second:
-        assert (first.wait(60), second.wait(60)) == (0, 0), first.said()
+        assert (first.wait(), second.wait()) == (0, 0), first.said()
         (line,) = re.findall(r"^warning: (node2 \(ranks 2-3\) takes .+ cores)\n", first.printed())
         assert Ended(second).lines == Ended(first).lines == []
     assert (two[0].disk / "run/run.log").read_text().count(line) == 1
@@ -257,7 +262,13 @@ def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(t
     with the bits of one process that nothing happened to."""
     words = [word for word in injected(two) if word not in NODES[1:]]
     given = [*ELASTIC, "-m", "dpframe", *words, SHARES]
-    lost_and_back(two, two[0].disk / "run", given)
+    run = two[0].disk / "run"
+    with one_lost(two, run, given) as (jobs, own):
+        jobs.append(two[1].torchrun(*given, **own))
+        while not (is_of_both(run) or is_of_both(two[1].disk / run.name)):  # the first one's disk
+            assert jobs[0].poll() is jobs[2].poll() is None, said(two)
+        Path(own["HURRY"]).touch()
+        assert [jobs[0].wait(200), jobs[2].wait(200)] == [0, 0], said(two)
     kept = [p for host in two for p in host.disk.glob("run/checkpoints/last.ckpt")]
     newest = max(kept, key=files.step_of)
     assert files.step_of(newest) == injector.STEPS
@@ -267,19 +278,26 @@ def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(t
 
 
 def test_torchruns_elastic_nodes_go_on_with_parts_of_their_common_disk(two, tmp_path):
+    """The first one goes on alone, with the parts of both."""
     run = two[0].shared / "run"
     words = [*BOSTON, "trainer.max_epochs=50", "callbacks.checkpoint.seconds_between=0"]
-    given = [*ELASTIC, "-m", "dpframe", "strategy=fsdp", *words, f"hydra.run.dir={run}"]
-    lost_and_back(two, run, [*given, "+callbacks.slow._target_=injector.Pauses"])
-    assert (run / "run.log").read_text().count("they go on from") >= 2
+    words += [f"hydra.run.dir={run}", "+callbacks.slow._target_=injector.Pauses"]
+    given = [*ELASTIC, "-m", "dpframe", "strategy=fsdp", *words]
+    with one_lost(two, run, given) as (jobs, own):
+        Path(own["HURRY"]).touch()
+        assert jobs[0].wait(200) == 0, said(two)
+    assert "they go on from" in (run / "run.log").read_text()
     same_as_one_process(run, tmp_path, "trainer.max_epochs=50")
 
 
-def lost_and_back(two: list[Host], run: Path, given: list[str]) -> None:
-    """The second of them, while they train by torchrun."""
+@contextmanager
+def one_lost(
+    two: list[Host], run: Path, given: list[str]
+) -> Iterator[tuple[list[subprocess.Popen], dict[str, str]]]:
+    """Both train by torchrun, the second is lost, and the first goes on alone. What runs, and the
+    environment that it runs in."""
     path = f"{TESTS.parent}:{TESTS}"
-    hurry = two[0].shared / "hurry"
-    own = {"PYTHONPATH": path, "STEP_SECONDS": "1", "HURRY": str(hurry)}
+    own = {"PYTHONPATH": path, "STEP_SECONDS": "1", "HURRY": str(two[0].shared / "hurry")}
     own["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     jobs = [host.torchrun(*given, **own) for host in two]
     try:
@@ -289,11 +307,7 @@ def lost_and_back(two: list[Host], run: Path, given: list[str]) -> None:
         two[1].power_off()
         while is_of_both(run):
             assert jobs[0].poll() is None, said(two)
-        jobs.append(two[1].torchrun(*given, **own))
-        while not (is_of_both(run) or is_of_both(two[1].disk / run.name)):  # the first one's disk
-            assert jobs[0].poll() is jobs[2].poll() is None, said(two)
-        hurry.touch()
-        assert [jobs[0].wait(240), jobs[2].wait(60)] == [0, 0], said(two)
+        yield jobs, own
     finally:
         for host in two:
             host.power_off()
@@ -322,10 +336,10 @@ REFUSED = {
 def test_nodes_on_which_something_else_is_typed_are_refused_in_one_line(two, word, line):
     given = [*NODES, *BOSTON, "trainer.gpus=1"]
     with two[0].started(given) as first, two[1].started([*given, word]) as second:
-        assert second.wait(60) == 2
+        assert second.wait() == 2
         assert Ended(second).lines[-1].startswith(f"dpframe: {line}")
         if "nodes" not in word:
-            assert first.wait(60) == 2
+            assert first.wait() == 2
             assert Ended(first).lines == Ended(second).lines
     assert files_of(two[0]) == files_of(two[1]) == set()
 
@@ -363,7 +377,7 @@ def test_a_node_that_never_comes_is_waited_for_as_long_as_asked_for(two):
         strict=True,
     ):
         with host.started(given) as job:
-            assert job.wait(60) == 2
+            assert job.wait() == 2
             after = ", after strategy.timeout_seconds=1; type the same command on every node"
             assert Ended(job).lines == [f"dpframe: {line}{after}"]
 
@@ -439,7 +453,7 @@ def test_fsdp_in_parts_goes_on_on_another_number_of_nodes(two, tmp_path):
     folder = two[0].shared
     words = [*FSDP, *BOSTON, "hydra.run.dir=run", "trainer.max_epochs=1"]
     with two[0].started(words, folder) as first, two[1].started(words, folder) as second:
-        assert (first.wait(60), second.wait(60)) == (0, 0), first.said()
+        assert (first.wait(), second.wait()) == (0, 0), first.said()
     parts = list(folder.glob("run/checkpoints/*.parts/*.distcp"))
     assert {path.name for path in parts} == {"__0_0.distcp", "__1_0.distcp"}
     shutil.copytree(folder / "run", folder / "lost")
@@ -447,9 +461,9 @@ def test_fsdp_in_parts_goes_on_on_another_number_of_nodes(two, tmp_path):
         path.unlink()
     words = ["trainer.nodes=1", "trainer.max_epochs=2"]
     with two[1].started(["resume=run", *words], folder) as job:
-        assert job.wait(60) == 0, job.said()
+        assert job.wait() == 0, job.said()
     with two[1].started(["resume=lost", *words], folder) as job:
-        assert job.wait(60) == 2
+        assert job.wait() == 2
         (line,) = Ended(job).lines
     assert "dpframe: resume=lost: no checkpoint in lost/checkpoints is whole: " in line
     assert "/__1_0.distcp: No such file or directory; resume another run" in line
@@ -465,16 +479,14 @@ def test_parts_on_disks_that_nodes_do_not_share_are_refused_in_one_line(two):
     assert files_of(two[0]) == files_of(two[1]) == set()
 
 
-def test_fsdp_by_torchrun_goes_on_on_another_number_of_nodes(two, tmp_path):
-    meet = ["--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-endpoint=node1:29500"]
+def test_fsdp_by_a_launcher_goes_on_on_another_number_of_nodes(two, tmp_path):
     run = two[0].shared / "run"
     for on, words in (
         (two, [*BOSTON, f"hydra.run.dir={run}", "trainer.max_epochs=1"]),
         (two[:1], [f"resume={run}", "trainer.max_epochs=2"]),
     ):
-        given = [f"--nnodes={len(on)}", *meet, "-m", "dpframe", "strategy=fsdp", *words]
-        jobs = [host.torchrun(*given) for host in on]
-        assert [job.wait(200) for job in jobs] == [0] * len(on), said(two)
+        with as_by_torchrun(on, ["strategy=fsdp", *words]) as jobs:
+            assert [job.wait() for job in jobs] == [0] * len(on), [job.said() for job in jobs]
     same_as_one_process(run, tmp_path)
 
 
@@ -510,7 +522,7 @@ def test_nodes_with_a_disk_in_common_write_one_directory_whatever_their_clocks_s
         two[0].started(given, folder) as first,
         two[1].started([*given, "hydra.run.dir=outputs/boston/tomorrow"], folder) as second,
     ):
-        assert (first.wait(60), second.wait(60)) == (0, 0)
+        assert (first.wait(), second.wait()) == (0, 0)
     (made,) = (folder / "outputs/boston").iterdir()
     assert made.name != "tomorrow"
     text = (made / "run.log").read_text()

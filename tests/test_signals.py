@@ -30,7 +30,6 @@ TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
 ONE = ("strategy=cpu", "logger=none")
 WORKERS = ("data.workers=1",)
 SLOW = {"STEP_SECONDS": "0.5"}  # a run that no signal ends takes ten seconds
-SECONDS = 20  # for a way out, on a busy machine; the grace period is 30 where none is set
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 USR1 = signal.SIGUSR1  # Slurm's, to every process of a job
 
@@ -62,7 +61,7 @@ def test_a_signal_ends_a_run_that_resumes_to_the_same_weights(
     with started(tmp_path, *setting, **SLOW) as job:
         job.wait_for(*(f"training-{rank}" for rank in ranks))
         send(job, number, target)
-        code, said = job.ended(within=SECONDS)
+        code, said = job.ended()
     assert code == 128 + number
     step = last(tmp_path)["progress"]["global_step"]
     assert 3 <= step < STEPS
@@ -80,7 +79,7 @@ def test_a_validation_is_broken_off_and_made_again(tmp_path, undisturbed, settin
     with started(tmp_path, *setting, first, VALIDATION_SECONDS="0.5") as job:
         job.wait_for(*(f"validating-{rank}" for rank in ranks))
         send(job, TERM, "group")
-        code, said = job.ended(within=SECONDS)
+        code, said = job.ended()
     assert (code, last(tmp_path)["progress"]["global_step"]) == (143, 8)
     assert "after step 8; go on with resume=run" in said[-1]
     if setting is TWO:
@@ -97,7 +96,7 @@ def test_a_signal_during_the_imports_leaves_nothing(tmp_path):
         while "libtorch_cpu" not in maps.read_text():
             assert process.poll() is None
         process.send_signal(TERM)
-        said = process.communicate(timeout=SECONDS)[1]
+        said = process.communicate(timeout=200)[1]
     assert (process.returncode, said.count("\n")) == (143, 1)
     assert said.startswith("dpframe: interrupted by SIGTERM")
     assert not (tmp_path / "run").exists()
@@ -108,7 +107,7 @@ def test_a_start_up_that_is_stuck_ends_too(tmp_path, setting):
     with started(tmp_path, *setting, SETUP_SECONDS="600") as job:
         job.wait_for("starting-0")
         send(job, INT, "parent")
-        code, said = job.ended(within=SECONDS)
+        code, said = job.ended()
     assert (code, said) == (130, ["dpframe: interrupted by SIGINT"])
     assert not (tmp_path / "run").exists()
 
@@ -120,7 +119,7 @@ def test_a_second_signal_ends_a_stuck_rank_at_once(tmp_path):
         time.sleep(2 * interruption.ECHO_SECONDS)
         assert job.code is None
         send(job, TERM, "group")
-        code, said = job.ended(within=SECONDS)
+        code, said = job.ended()
     assert code == 143
     assert said == ["dpframe: interrupted by SIGTERM, twice; ended at once"]
 
@@ -135,7 +134,7 @@ def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting, kin
     with started(tmp_path, *setting, grace, **fail_at(0, 3, kind)) as job:
         job.wait_for("fired")
         send(job, TERM, "parent")
-        outcome = job.ended(within=SECONDS)
+        outcome = job.ended()
     assert outcome == (code, [f"dpframe: interrupted by SIGTERM, not done in {grace}, so killed"])
 
 
@@ -165,7 +164,7 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
             assert is_stopped(job.pid)
             os.killpg(job.pid, signal.SIGCONT)
         for job in jobs:
-            assert job.ended(within=60) == (0, [])
+            assert job.ended() == (0, [])
             assert last(job.folder)["progress"]["global_step"] == 80
 
 

@@ -178,7 +178,7 @@ def test_ctrl_c_in_a_run_leaves_a_table_and_the_sweep_is_gone_on_with(
     with started([*LINE, *more * (strategy == "ddp")], directory) as job:
         job.wait_for("there")
         os.kill(job.pid, signal.SIGINT)
-        code, said = job.ended(within=100)
+        code, said = job.ended()
         out = job.printed()
     assert code == 130
     assert said[-1] == "dpframe: interrupted by SIGINT; go on with sweep.resume=swept"
@@ -196,7 +196,7 @@ def test_ctrl_c_between_two_runs_ends_the_sweep_with_its_table(tmp_path):
     directory = folder(tmp_path, "")
     more = "+callbacks.signal._target_=own.Signal"
     with started([*LINE, more], directory) as job:
-        code, said = job.ended(within=100)
+        code, said = job.ended()
         out = job.printed()
     assert code == 130
     assert said == ["dpframe: interrupted by SIGINT; go on with sweep.resume=swept"]
