@@ -1,5 +1,7 @@
 """strategy=fsdp: what ranks keep, batches that leave some without a row, and what is refused."""
 
+import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -9,8 +11,9 @@ import pytest
 import torch
 from forked import fresh, limited, on
 from recorded import Recorder, once, weights, weights_apart
-from small import SGD, Adam, Hooks, Rows, Small, fitted, trainer
+from small import SGD, Adam, Hooks, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpframe import Strategy, Trainer, UserError, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -439,6 +442,100 @@ def test_callbacks_see_whole_weights():
 def halves(strategy: Strategy) -> dict[str, Any]:
     made = fitted(make=Deep, strategy=strategy, precision="bf16")
     return made.metrics
+
+
+class Casts(TorchDispatchMode):
+    """Knows the bf16 copies that autocast makes of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, call: Any, kinds: Any, args: Any = (), options: Any = None) -> Any:
+        result = call(*args, **(options or {}))
+        is_cast = call is torch.ops.aten._to_copy.default and result.dtype is torch.bfloat16
+        if is_cast and result.ndim == 2 and result.shape[0] >= WIDE:
+            self.made.append(weakref.ref(result))
+        return result
+
+    def kept(self) -> int:
+        return sum(made() is not None for made in self.made)
+
+
+class Cast(Deep):
+    """Counts what is kept of the weights of its blocks when the forward ends."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDE)
+        self.counts: list[tuple[int, int]] = []
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        with Casts() as casts:
+            output = super().training_step(batch)
+        self.counts.append((len(casts.made), casts.kept()))
+        return output
+
+
+WIDE = 32  # more than a batch has rows
+
+
+def casts(strategy: FSDP, **settings: Any) -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
+    given = {"data": Rows(8, 4, val=False), "precision": "bf16", "max_steps": 2}
+    made = fitted(make=Cast, strategy=strategy, **given, **settings)
+    return made.task.counts, strategy.whole(made.task.state_dict(), for_all=True)
+
+
+@pytest.mark.parametrize("param_dtype", [None, "bf16"])
+def test_no_bf16_copy_of_the_weights_waits_for_the_backward(param_dtype):
+    strategy = FSDP(2, "cpu", param_dtype=param_dtype)
+    counts, _ = on(strategy, partial(casts, checkpoint_activations=True))
+    assert [kept for _, kept in counts] == [0, 0]
+    assert all(made > 0 for made, _ in counts) is (param_dtype is None)
+
+
+def test_autocast_without_its_cache_has_the_numbers_of_one_with_it():
+    counts, mine = on(FSDP(1, "cpu"), casts)
+    assert counts == [(4, 3)] * 2  # those of the blocks are saved for the backward
+    _, wanted = casts(CPU())
+    assert is_same(mine, wanted)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def told_at_the_start(group: FSDP) -> list[list[str]]:
+    """All in one group of ranks."""
+    said = []
+    for param_dtype, settings in (
+        (None, {"precision": "bf16"}),
+        (None, {"precision": "bf16", "checkpoint_activations": True}),
+        ("bf16", {"precision": "bf16"}),
+        (None, {}),
+    ):
+        strategy = FSDP(1, "cpu", param_dtype=param_dtype)
+        strategy.open()
+        lines = Lines()
+        logging.getLogger("dpframe").addHandler(lines)
+        logging.getLogger("dpframe").setLevel("INFO")
+        fitted(make=Deep, strategy=strategy, max_steps=1, **settings)
+        logging.getLogger("dpframe").removeHandler(lines)
+        said.append([line for line in lines.said if "bf16" in line])
+    return said
+
+
+def test_a_line_says_how_to_keep_no_bf16_copy_of_the_weights():
+    plain, *others = on(FSDP(1, "cpu"), told_at_the_start)
+    assert plain == [
+        "autocast keeps all weights in bf16 in each process from forward to backward; set "
+        "strategy.param_dtype=bf16 or trainer.checkpoint_activations=true where they don't fit"
+    ]
+    assert others == [[], [], []]
 
 
 def test_weights_may_be_gathered_in_bf16_beside_autocast():

@@ -52,6 +52,7 @@ class Strategy:
     _device_before: int | None = None  # the current one, before `take`
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
     cuts_weights = False  # each process keeps a part of the weights
+    keeps_casts = False  # autocast saves copies of whole weights for the backward
     saves_parts = False  # each process writes its own to a checkpoint
     reads_parts = False  # it resumes from what is Stored in a checkpoint, without reading it whole
     whole_in_hooks = False  # hooks that may run the task get whole weights

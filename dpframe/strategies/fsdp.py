@@ -146,6 +146,7 @@ class FSDP(Processes):
             seeding.restore_random_state(self.share(None))
 
     def shard(self, task: Any, *, has_autocast: bool) -> None:
+        self.keeps_casts = has_autocast and self.param_dtype in (None, torch.float32)
         self.scalars[task] = scalars = [weight for weight in task.parameters() if not weight.ndim]
         if isinstance(task, FSDPModule):
             self._refuse_others_weights(task)

@@ -142,7 +142,11 @@ class Trainer:
         is_logical = self.strategy.logical_shares and self.strategy.device.type != "cpu"
         if self.settings.deterministic or is_logical:
             seeding.refuse_nondeterminism(self.strategy.device)
-        self.precision = Precision(self.settings.precision, self.strategy.device)
+        self.precision = Precision(
+            self.settings.precision,
+            self.strategy.device,
+            cuts_weights=self.strategy.cuts_weights,
+        )
         self.strategy.dtype = self.precision.dtype
         task.set_up(self)
         self.layout = place(task, self.strategy, self.precision, self.settings)
@@ -800,6 +804,12 @@ class Trainer:
             )
         if self.recomputed and self.strategy.is_main:
             log.info("computed again in the backward: %s", ", ".join(self.recomputed))
+        elif self.strategy.keeps_casts and self.strategy.is_main:
+            log.info(
+                "autocast keeps all weights in bf16 in each process from forward to backward; set "
+                "strategy.param_dtype=bf16 or trainer.checkpoint_activations=true where they don't "
+                "fit"
+            )
         if self.scaled_rates is not None and self.strategy.is_main:
             log.info("%s", self.scaled_rates)
         self.profile = Profile() if self.settings.profile else None

@@ -25,9 +25,13 @@ AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Weights, buffers and inputs in the type `dtype`, or autocast over 32 bits."""
+    """Weights, buffers and inputs in the type `dtype`, or autocast over 32 bits.
 
-    def __init__(self, name: str, device: torch.device) -> None:
+    Autocast's cache would keep copies of all weights for the whole forward, which matters where
+    the strategy `cuts_weights` so that no process ever has all of them.
+    """
+
+    def __init__(self, name: str, device: torch.device, *, cuts_weights: bool = False) -> None:
         self.device = device
         if name == "64" and not has_float64(device):
             raise UserError(
@@ -38,7 +42,9 @@ class Precision:
         half = AUTOCAST.get(name)
         self.autocast: Autocast | None = None
         if half is not None:
-            self.autocast = partial(torch.autocast, device.type, dtype=half)
+            self.autocast = partial(
+                torch.autocast, device.type, dtype=half, cache_enabled=not cuts_weights
+            )
         self.scaler: torch.amp.GradScaler | None = None
         if name == "fp16":  # its gradients underflow unless the loss is scaled up
             self.scaler = torch.amp.GradScaler(device.type)
