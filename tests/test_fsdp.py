@@ -1,6 +1,7 @@
 """strategy=fsdp: what ranks keep, batches that leave some without a row, and what is refused."""
 
 import logging
+import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked import fresh, limited, on
 from recorded import Recorder, once, weights, weights_apart
 from small import SGD, Adam, Hooks, Rows, Small, fitted, is_same, trainer
@@ -21,6 +23,7 @@ from dpframe.callbacks.histograms import Histograms
 from dpframe.callbacks.sample_predictions import SamplePredictions
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.processes import abort
 from dpframe.strategies.single import CPU
 
 EXACT = 1e-12
@@ -227,6 +230,36 @@ def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(replicat
         assert size == pytest.approx(
             wholes * whole * replicate / 4, rel=0.03
         )  # some don't divide evenly
+
+
+def groups_of(strategy: FSDP) -> tuple[list[list[int]], set[float], bool]:
+    """The ranks of each group of the mesh, their timeouts, and whether an error ends them all."""
+    meshs, cpu = strategy.mesh.get_all_groups(), torch.device("cpu")
+    timeouts = {group._get_backend(cpu).options._timeout.total_seconds() for group in meshs}
+    ended = {group.group_name for group in strategy.groups()}
+    are_ended = {dist.group.WORLD.group_name, *(group.group_name for group in meshs)} <= ended
+    return [dist.get_process_group_ranks(group) for group in meshs], timeouts, are_ended
+
+
+@pytest.mark.parametrize(("replicate", "ranks"), [(1, [[0, 1, 2, 3]]), (2, [[0, 2], [0, 1]])])
+def test_every_group_of_the_mesh_has_the_timeout_and_ends_with_an_error(replicate, ranks):
+    strategy = FSDP(4, "cpu", replicate=replicate, timeout_seconds=77)
+    assert on(strategy, groups_of) == (ranks, {77.0}, True)
+
+
+class Waiting:
+    """A group that can't be aborted before the other one is, too."""
+
+    def __init__(self, others: threading.Barrier) -> None:
+        self.others = others
+
+    def abort(self) -> None:
+        self.others.wait(60)
+
+
+def test_groups_are_aborted_together():
+    both = threading.Barrier(2)
+    abort([Waiting(both), Waiting(both)])
 
 
 MIB = 2**20

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -116,13 +116,25 @@ class FSDP(Processes):
                 "strategy.cpu_offload=true needs GPUs, and the weights are on the CPU already; set "
                 "it to false"
             )
-        sizes: tuple[int, ...] = (self.world_size,)
         if self.replicate > 1:
-            sizes = (self.replicate, self.world_size // self.replicate)
-        names = ("replicate", "shard")[-len(sizes) :]
-        self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+            self.mesh = self._mesh_of_groups()
+        else:
+            sizes = (self.world_size,)
+            self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("shard",))
         shards = self.mesh["shard"]
         self._shards, self._shard = shards.size(), shards.get_local_rank()
+
+    def _mesh_of_groups(self) -> DeviceMesh:
+        """Torch's own groups would have its timeout, and not end with an error."""
+        ranks = torch.arange(self.world_size).view(self.replicate, -1)
+        row, column = divmod(self.rank, ranks.shape[1])
+        members = ranks[:, column], ranks[row]
+        return DeviceMesh.from_group(
+            [self.group_of(each.tolist()) for each in members],
+            self.device.type,
+            ranks,
+            mesh_dim_names=("replicate", "shard"),
+        )
 
     # ---- the weights, and their parts
 

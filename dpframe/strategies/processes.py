@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
@@ -47,7 +48,7 @@ class Processes(Strategy):
         self.timeout_seconds = timeout_seconds
         self.owns_group = False
         self._groups: dict[int, dist.ProcessGroup] = {}  # groups of the first n ranks, by n
-        self._alone: list[dist.ProcessGroup] = []  # of this rank, so that all have made as many
+        self._made: list[dist.ProcessGroup] = []  # these and others; all ranks have made as many
         self._store: dist.Store | None = None  # None: the group is the program's own
 
     @property
@@ -201,15 +202,15 @@ class Processes(Strategy):
             return None
         if count not in self._groups:
             made = self._made_by_main(count)
-            while len(self._groups) + len(self._alone) < made:
-                self._alone.append(self._group_of([self.rank], "gloo"))
-            self._groups[count] = self._group_of(range(count))
+            while len(self._made) < made:
+                self.group_of([self.rank], "gloo")
+            self._groups[count] = self.group_of(range(count))
         return self._groups[count]
 
     def _made_by_main(self, count: int) -> int:
         """How many groups the main rank has made, which is in all of them. Torch names a group
         after its ranks and after how many groups its process has made before."""
-        made = torch.tensor(len(self._groups))
+        made = torch.tensor(len(self._made))
         if self.is_main:
             for rank in range(1, count):
                 dist.send(made, rank)
@@ -217,20 +218,28 @@ class Processes(Strategy):
             dist.recv(made, 0)
         return int(made)
 
-    def _group_of(self, members: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
-        return dist.new_group(
+    def group_of(self, members: Iterable[int], backend: str | None = None) -> dist.ProcessGroup:
+        """Makes a group that ends with this strategy."""
+        group = dist.new_group(
             list(members),
             timeout=timedelta(seconds=self.timeout_seconds),
             backend=backend,
             use_local_synchronization=True,  # the other ranks take no part
         )
+        self._made.append(group)
+        return group
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Those that an error ends: not the program's own."""
+        world = dist.group.WORLD
+        return [*self._made, world] if self.owns_group and world is not None else self._made
 
     def close(self) -> None:
         if dist.is_initialized():
-            for group in (*self._groups.values(), *self._alone):
+            for group in self._made:
                 dist.destroy_process_group(group)
         self._groups.clear()
-        self._alone.clear()
+        self._made.clear()
         if self.owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self.owns_group, self._store = False, None
@@ -243,9 +252,8 @@ class Processes(Strategy):
             self._leave_after_main()
         elif self.nodes > 1 and not ranks.has_parent():
             self._name_first(error)
-        if self.owns_group and self.device.type != "cpu" and dist.is_initialized():
-            for group in filter(None, (*self._groups.values(), dist.group.WORLD)):
-                group.abort()
+        if self.device.type != "cpu" and dist.is_initialized() and (groups := self.groups()):
+            abort(groups)
         super().abort(error)
 
     def _name_first(self, error: BaseException) -> None:
@@ -285,6 +293,13 @@ class Processes(Strategy):
                 self._store.set("main is done", "")
             else:
                 self._store.wait(["main is done"], timedelta(seconds=stop.grace_seconds))
+
+
+def abort(groups: Sequence[dist.ProcessGroup]) -> None:
+    """At once: to abort one may wait for a collective that the device has begun in another."""
+    with ThreadPoolExecutor(len(groups)) as threads:
+        for aborted in [threads.submit(group.abort) for group in groups]:
+            aborted.result()
 
 
 def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
