@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -21,7 +22,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU, SingleGPU
-from dpframe.testing import Recipe, check_strategy, verify
+from dpframe.testing import Recipe, check_strategy, measure, verify
 from dpframe.testing.checks import CHECKS
 from dpframe.testing.course import KIT, Small, Table, courses
 from dpframe.testing.reference import sensitivity
@@ -196,6 +197,17 @@ def test_a_planted_bug_fails_its_checks_with_the_cause(name, replicas, failed, c
     expected = " ".join(GROUPS.get(word, word) for word in failed.split())
     assert {finding.check for finding in report.failed} == set(expected.split())
     assert re.search(f"^FAIL {cause}", str(report), re.MULTILINE)
+
+
+def test_multiprocessings_own_process_is_not_left_behind_whatever_its_python_is_called(tmp_path):
+    python = tmp_path / ("long" * 20) / "python"
+    python.parent.mkdir()
+    python.symlink_to(sys.executable)
+    code = "from multiprocessing.resource_tracker import main; print(flush=True); main(0)"
+    pipe, before = subprocess.PIPE, measure.present()
+    with subprocess.Popen([python, "-c", code], stdin=pipe, stdout=pipe) as tracker:
+        tracker.stdout.readline()  # it has begun, and ends when its input does
+        assert measure.present() == before
 
 
 def test_a_rank_that_hangs_is_ended_and_reported():

@@ -390,9 +390,9 @@ def _descendants(pid: str) -> Iterator[str]:
     """The processes below this one, with their command lines; a zombie has none."""
     for path in PROC.glob(f"{pid}/task/*/children"):
         for child in _text(path).split():
-            command = _text(PROC / child / "cmdline").replace("\0", " ").strip()[:80]
+            command = _text(PROC / child / "cmdline").replace("\0", " ").strip()
             if command and not any(helper in command for helper in HELPERS):
-                yield f"process {child}: {command}"
+                yield f"process {child}: {command[:80]}"
             yield from _descendants(child)
 
 
