@@ -192,6 +192,29 @@ class Returns(Linear):
         return RETURNS[self.what](super().configure_optimizers())
 
 
+class ForAsLong(Returns):
+    """Its schedule ends with the training."""
+
+    def __init__(self, schedule: str = "OneCycleLR", stops_after: int | None = None) -> None:
+        super().__init__("an optimizer")
+        self.schedule, self.stops_after = schedule, stops_after
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_step == self.stops_after:
+            self.trainer.should_stop = True
+
+    def configure_optimizers(self) -> Any:
+        optimizer, rates = super().configure_optimizers(), torch.optim.lr_scheduler
+        if self.schedule == "CosineAnnealingLR":
+            return [optimizer], [rates.CosineAnnealingLR(optimizer, self.trainer.max_epochs)]
+        steps = self.trainer.estimated_stepping_batches
+        if self.schedule == "OneCycleLR":
+            scheduler: Any = rates.OneCycleLR(optimizer, 0.1, total_steps=steps)
+        else:
+            scheduler = rates.LambdaLR(optimizer, lambda step: 1 - step / steps)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
 class Warm(Linear):
     """optimizer_step as Lightning's documentation has it, and what may be overridden beside it."""
 

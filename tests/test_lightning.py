@@ -535,6 +535,30 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(make,
         assert second.loaded == (step, ["net.bias", "net.weight"])
 
 
+@pytest.mark.parametrize(
+    "schedule, then, now",
+    [("OneCycleLR", 12, 24), ("LambdaLR", 12, 24), ("CosineAnnealingLR", 2, 4)],
+)
+def test_a_run_whose_schedule_ends_with_it_goes_on_to_that_end_and_no_further(schedule, then, now):
+    whole, second = lit.ForAsLong(schedule), lit.ForAsLong(schedule)
+    ended = ours(whole, lit.Rows(), max_epochs=2)
+    state = deepcopy(ours(lit.ForAsLong(schedule, 4), lit.Rows(), max_epochs=2).state_dict())
+    ours(second, lit.Rows(), max_epochs=2, resume=state)
+    assert weights_apart(whole, second) == 0 and second.global_step == whole.global_step
+    with pytest.raises(UserError) as caught:
+        ours(lit.ForAsLong(schedule), lit.Rows(), max_epochs=4, resume=deepcopy(ended.state_dict()))
+    assert f"scheduler's steps={then} there, {now} here; set back what has" in str(caught.value)
+
+
+def test_a_module_whose_schedule_ends_with_the_run_is_not_told_to_go_on(tmp_path):
+    words = ["task.module._target_=lit.ForAsLong", "trainer.precision=64"]
+    longer = [*words, "resume=one", "trainer.max_epochs=4"]
+    done, again = lines([*words, "hydra.run.dir=one"], longer, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert "\ntest  " in done.out and "\nresume  " not in done.out
+    assert again.code == 2 and "scheduler's steps=12 there, 24 here" in again.err
+
+
 def test_a_trainer_in_python_starts_its_own_ranks():
     settings = TrainerSettings(max_epochs=EPOCHS, threads=1, sanity_batches=0, precision="64")
     module = lit.Regression()

@@ -217,7 +217,8 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
             return summary | {"history": job.history.rows}
         if strategy.is_main and settings.mode == "fit" and job.number is None:
             updates = trainer.updates.values()
-            goes_longer = not any(hasattr(each.scheduler, "total_steps") for each in updates)
+            lengths = [getattr(each.scheduler, "total_steps", None) for each in updates]
+            goes_longer = not any(length is not None for length in lengths)
             dashboards = [logger.dashboard(path) for logger in trainer.loggers]
             text = ending(job, summary, dashboards, goes_longer=goes_longer)
             print(printable(text), flush=True)

@@ -44,8 +44,17 @@ class Schedule:
 class Schedules:
     """The schedules of one optimizer. The task's hooks step them, so that `step` does nothing."""
 
-    def __init__(self, several: list[Schedule]) -> None:
+    def __init__(self, several: list[Schedule], lengths: Iterable[float] = ()) -> None:
+        """`lengths` are those of the training that the schedules were made for."""
         self.several = several
+        self.lengths = lengths
+
+    @property
+    def total_steps(self) -> Any:
+        """Where they end with the training: in a longer one they would not be the same."""
+        ends = (getattr(each.scheduler, "total_steps", None) for each in self.several)
+        known = sorted({*self.lengths, *(end for end in ends if end is not None)})
+        return known[0] if len(known) == 1 else known or None
 
     def step(self) -> None: ...
 

@@ -119,7 +119,9 @@ class Lightning(Task):
             # Errors show the optimizer's own name.
             named: Any = type(type(optimizer).__name__, (kind,), {})
             optimizer = named(optimizer, self)
-        return (optimizer, Schedules(made.schedules)) if made.schedules else optimizer
+        if not made.schedules:
+            return optimizer
+        return optimizer, Schedules(made.schedules, list(self._theirs.lengths.values()))
 
     def training_step(self, batch: Any) -> dict[str, Any]:
         module, index = self.module, self.attached.batch_index

@@ -19,6 +19,7 @@ class TheirTrainer:
         self.task = task
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
+        self.lengths: dict[str, float] = {}  # of the training, those that the module has read
         # What Lightning's Trainer would have besides.
         self.barebones = self.fast_dev_run = self.interrupted = self.received_sigterm = False
         self.num_nodes = 1
@@ -52,11 +53,11 @@ class TheirTrainer:
 
     @property
     def max_epochs(self) -> int:
-        return -1 if self._settings.max_epochs is None else self._settings.max_epochs
+        return self._length("max_epochs", self._settings.max_epochs, -1)
 
     @property
     def max_steps(self) -> int:
-        return -1 if self._settings.max_steps is None else self._settings.max_steps
+        return self._length("max_steps", self._settings.max_steps, -1)
 
     @property
     def min_epochs(self) -> int | None:
@@ -78,7 +79,8 @@ class TheirTrainer:
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        return self.task.total_steps or float("inf")
+        steps = self.task.total_steps or None
+        return self._length("estimated_stepping_batches", steps, float("inf"))
 
     @property
     def is_last_batch(self) -> bool:
@@ -232,6 +234,10 @@ class TheirTrainer:
     def print(self, *args: Any, **options: Any) -> None:
         if self.is_global_zero:
             print(*args, **options)
+
+    def _length(self, name: str, value: int | None, without: float) -> Any:
+        self.lengths[name] = without if value is None else value
+        return self.lengths[name]
 
     @property
     def _kind(self) -> str:
