@@ -131,11 +131,54 @@ def test_the_numbers_are_those_of_one_process_on_every_strategy(name, strategy):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
-def trained(strategy: Any, make: Any, settings: dict[str, Any]) -> Any:
-    trainer = ours(make(), lit.Rows(), strategy, **settings)
+def trained(strategy: Any, make: Any, settings: dict[str, Any], make_data: Any = lit.Rows) -> Any:
+    trainer = ours(make(), make_data(), strategy, **settings)
     weights = trainer.task.parameters()
     whole = [getattr(weight, "full_tensor", lambda w=weight: w)() for weight in weights]
     return [weight.detach() for weight in whole], trainer.metrics
+
+
+class DividedRows(lit.Rows):
+    """Divides its batch, as lightning-hydra-template does, and its rows by the devices."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        rank, world = self.trainer.global_rank, self.trainer.num_nodes * self.trainer.num_devices
+        self.train = torch.utils.data.Subset(self.train, range(rank, len(self.train), world))
+        self.per_device = self.batch_size // self.trainer.world_size
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer.strategy.world_size == len(self.trainer.device_ids) == 1
+        return torch.utils.data.DataLoader(self.train, self.per_device)
+
+
+class ScalesByDevices(lit.Linear):
+    """What it does by the number of devices: a learning rate, the length of a schedule, and rows
+    that it gathers only where there are several."""
+
+    def setup(self, stage: str) -> None:
+        self.devices = self.trainer.num_devices
+
+    def configure_optimizers(self) -> Any:
+        rate = 0.02 * self.trainer.world_size
+        optimizer = torch.optim.SGD(self.parameters(), lr=rate, momentum=0.9)
+        batches = self.trainer.num_training_batches // self.devices
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, batches // 3)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        errors = self.net(batch[0])[:, 0] - batch[1]
+        if self.trainer.world_size > 1:
+            errors = self.all_gather(errors, sync_grads=True)
+        return errors.square().mean().sqrt()  # no mean over rows
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "ddp"])
+def test_what_is_set_up_by_the_number_of_devices_is_that_of_one_as_batches_are_global(strategy):
+    alone = ours(ScalesByDevices(), DividedRows())
+    weights, metrics = on(STRATEGIES[strategy](), trained, ScalesByDevices, {}, DividedRows)
+    assert metrics == pytest.approx(alone.metrics, rel=1e-9)
+    for one, other in zip(alone.task.parameters(), weights, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
 def test_hooks_come_as_in_lightning():

@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -32,13 +32,14 @@ class LightningData(DataModule):
         self.module = module
         self.names: list[str] = []  # of the data sets that were asked for last
         self._task_module: Any = None
+        self._trainer: Any = None
         self._is_validated = False  # by itself, not within a training
         self._stages: set[tuple[int, str]] = set()
         self._returned: dict[str, Any] = {}
 
     def connect(self, task_module: Any, trainer: Any, stage: str) -> None:
         """Sets both up for what is going to be done."""
-        self._task_module = task_module
+        self._task_module, self._trainer = task_module, trainer
         self.own_class = own_class(self._owner)
         self._is_validated = stage == "validate"
         modules = [part for part in (self.module, task_module) if part is not None]
@@ -73,10 +74,11 @@ class LightningData(DataModule):
         """What the module returned; it is called once, as Lightning does."""
         if kind not in self._returned:
             stage = "validate" if kind == "val" and self._is_validated else STAGES[kind]
-            if self.module is not None:
-                self._enter(self.module, stage)
-            returned = self._checked(getattr(self._owner, f"{kind}_{LOADER}")(), kind)
-            self._returned[kind] = returned
+            with nullcontext() if self._trainer is None else self._trainer.setting_up():
+                if self.module is not None:
+                    self._enter(self.module, stage)
+                returned = getattr(self._owner, f"{kind}_{LOADER}")()
+            self._returned[kind] = self._checked(returned, kind)
         returned = self._returned[kind]
         self.names = list(returned) if isinstance(returned, dict) else [""]
         return returned

@@ -84,17 +84,20 @@ class Lightning(Task):
         self._stage = STAGES.get(trainer.run.config.get("mode"), "fit")
         self.clip_norm, self.clip_value = trainer.settings.clip_norm, trainer.settings.clip_value
         data = trainer.data
-        if isinstance(data, LightningData):
-            data.connect(self.module, self._theirs, self._stage)
-        else:
-            self.module.setup(self._stage)
-        self.module.configure_model()
+        with self._theirs.setting_up():
+            if isinstance(data, LightningData):
+                data.connect(self.module, self._theirs, self._stage)
+            else:
+                self.module.setup(self._stage)
+            self.module.configure_model()
         adapt(self.module)  # what these have made
         self.module.trainer = self._theirs
 
     def configure_optimizer(self) -> Any:
         told = f"{type(self.module).__name__}.configure_optimizers"
-        made = configured(self.module.configure_optimizers(), told)
+        with self._theirs.setting_up():
+            returned = self.module.configure_optimizers()
+        made = configured(returned, told)
         self.optimizers = self._theirs.optimizers = [each.optimizer for each in made]
         self.schedules = [schedule for each in made for schedule in each.schedules]
         self._theirs.lr_scheduler_configs = self.schedules

@@ -1,6 +1,7 @@
 """What `self.trainer` is in a LightningModule: Lightning's names for what dpframe's Trainer has."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ class TheirTrainer:
         self.optimizers: list[Any] = []
         self.lr_scheduler_configs: list[Any] = []
         self.lengths: dict[str, float] = {}  # of the training, those that the module has read
+        self.is_setting_up = False
         # What Lightning's Trainer would have besides.
         self.barebones = self.fast_dev_run = self.interrupted = self.received_sigterm = False
         self.num_nodes = 1
@@ -147,9 +149,19 @@ class TheirTrainer:
 
     # ---- where
 
+    @contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """Within, it answers as one process: loaders, their batches and the steps over them are
+        those of the whole job, so that nothing may be divided or multiplied by the devices."""
+        before, self.is_setting_up = self.is_setting_up, True
+        try:
+            yield
+        finally:
+            self.is_setting_up = before
+
     @property
     def world_size(self) -> int:
-        return self._ours.strategy.replicas
+        return 1 if self.is_setting_up else self._ours.strategy.replicas
 
     num_devices = world_size
 
@@ -159,12 +171,12 @@ class TheirTrainer:
 
     @property
     def global_rank(self) -> int:
-        return self._ours.strategy.rank
+        return 0 if self.is_setting_up else self._ours.strategy.rank
 
     @property
     def local_rank(self) -> int:
         index = self._ours.strategy.device.index
-        return self.global_rank if index is None else index
+        return self._ours.strategy.rank if index is None else index
 
     @property
     def is_global_zero(self) -> bool:
@@ -175,8 +187,8 @@ class TheirTrainer:
         ours = self._ours.strategy
         return SimpleNamespace(
             root_device=ours.device,
-            world_size=ours.replicas,
-            global_rank=ours.rank,
+            world_size=self.world_size,
+            global_rank=self.global_rank,
             is_global_zero=ours.is_main,
             barrier=lambda name=None: ours.share(None),
             broadcast=lambda value, src=0: ours.share(value),
