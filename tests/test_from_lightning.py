@@ -1,6 +1,7 @@
 """The page for Lightning's users: complete, and true about our side."""
 
 import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from dpframe.callbacks.base import HOOKS
 from dpframe.lightning_names import INSTEAD
 from dpframe.trainer.settings import TrainerSettings
 
-PAGE = (Path(__file__).parent.parent / "docs" / "from-lightning.md").read_text()
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "from-lightning.md").read_text()
 ARGUMENTS = """
 accelerator strategy devices num_nodes precision logger callbacks fast_dev_run max_epochs min_epochs
 max_steps min_steps max_time limit_train_batches limit_val_batches limit_test_batches
@@ -44,6 +46,12 @@ def table_of(name: str) -> dict[str, str]:
 )
 def test_the_page_has_every_argument_and_every_hook(name, theirs):
     assert table_of(name).keys() == theirs
+
+
+def test_no_lightning_is_installed_whose_own_loading_of_checkpoints_runs_code():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["lightning"] == ["lightning>=2.6.6"]
+    assert "the first version, 2.6.6," in PAGE
 
 
 def test_what_it_names_of_ours_is_there():
