@@ -1,8 +1,8 @@
 """The configs of dpframe, of plugins and of a user's folder, as Hydra composes them.
 
-A file may not set trust, the run to resume, nor Hydra's commands and directories: they come from
-the command line alone. A file may choose an installed launcher or sweeper, numbers and plain words
-for them, and the search space.
+A file may not set trust, the run to resume, where a run meets others, nor Hydra's commands and
+directories: they come from the command line alone. A file may choose an installed launcher or
+sweeper, numbers and plain words for them, and the search space.
 """
 
 import os
@@ -57,6 +57,8 @@ TYPED: dict[str, Any] = {
     "resume_anyway": False,
     "strategy.storage": None,
     "sweep.resume": None,
+    "trainer.nodes": 1,
+    "trainer.rendezvous": None,
     "trusted_modules": [],
 }
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
@@ -342,8 +344,9 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
         if not isinstance(hydra[key], dict) or "_target_" not in hydra[key]:
             raise UserError(f"hydra.{key} has no _target_; choose one by its name: hydra/{key}=…")
     for key in hydra["sweeper"].get("params") or {}:
-        head = re.split(r"\W", str(key).lstrip("+"))[0]
-        if not re.fullmatch(r"\+*[\w./@-]+", str(key)) or head in (*TYPED, "sweep", "hydra"):
+        name = str(key).lstrip("+")
+        is_typed = name in TYPED or re.split(r"\W", name)[0] in (*TYPED, "sweep", "hydra")
+        if not re.fullmatch(r"\+*[\w./@-]+", str(key)) or is_typed:
             raise UserError(f"hydra.sweeper.params.{key}: set it on the command line")
     _refuse_settings(config.hydra, hydra, overrides)
 

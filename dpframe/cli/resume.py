@@ -20,11 +20,10 @@ KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
 WORDS = ("best", "last")  # a checkpoint of the newest run
 OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
+MEETING = ("trainer.nodes", "trainer.rendezvous")  # others send pickles there: they are typed
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
-    "trainer.nodes",
-    "trainer.rendezvous",
     "trainer.accelerator",
     "trainer.max_replicas_per_core",
     "trainer.max_restarts",
@@ -114,6 +113,12 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     if resume is not None:
         run = _resumed_run(resume, runs() if resume == "last" else Path())
         saved = saved_overrides(run or run_directory(_file("resume", resume)))
+        nodes = value_of("trainer.nodes", saved)
+        if nodes not in (None, "1") and value_of("trainer.nodes", overrides) is None:
+            raise UserError(
+                f"resume={resume}: that run had trainer.nodes={nodes}, and where a run meets "
+                "others is typed; add trainer.nodes and trainer.rendezvous, or trainer.nodes=1"
+            )
         return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
     if checkpoint is None or value_of("mode", overrides) not in EVALUATIONS:
         return list(overrides)
@@ -152,7 +157,7 @@ def as_notes(overrides: Sequence[str]) -> str:
 
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
-    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra"):
+    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra") or key in MEETING:
         return False
     if key.startswith("strategy."):  # another strategy has other keys
         chosen = [o for o in typed if key_of(o) == "strategy"]

@@ -39,7 +39,7 @@ from dpframe.cli.configs import Configs, quoted, with_path_quoted
 from dpframe.cli.directory import create, refuse_ways_out
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, earlier
-from dpframe.cli.resume import WORDS, key_of, value_of, with_saved
+from dpframe.cli.resume import MEETING, WORDS, key_of, value_of, with_saved
 from dpframe.cli.settings import SweepSettings, shown, sweep_settings
 from dpframe.errors import Interrupted, UserError, first_line, printable
 
@@ -216,7 +216,8 @@ def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
     """Adds the earlier sweep's overrides, except those of its start alone."""
     if before is None:
         return given
-    saved = [override for override in before.overrides if head_of(override) not in OF_THIS_START]
+    kept = [each for each in before.overrides if head_of(each) not in OF_THIS_START]
+    saved = [override for override in kept if key_of(override) not in MEETING]
     new = [override for override in given if override not in saved]
     for override in new:
         if head_of(override) not in OF_THIS_START:
