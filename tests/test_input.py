@@ -2,6 +2,8 @@
 
 import csv
 import gzip
+import importlib
+import os
 import re
 
 import numpy as np
@@ -11,6 +13,7 @@ from command import attempts, dpframe, write
 from small import Rows, Small, trainer
 
 from dpframe import UserError, load
+from dpframe.data import input
 from dpframe.data.input import Images, Table, dataset_of, numbers_of
 from dpframe.recipes.boston import COLUMNS, BostonData, read_table
 from dpframe.recipes.boston import PACKAGED_FILE as BOSTON
@@ -101,7 +104,7 @@ def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
         "none.csv": "none.csv has no rows below its header; name another",
         "header.csv": "header.csv has no rows below its header; name another",
         "few.csv": "line 2: there is no number in the columns INDUS, CHAS,",
-        "bad.png": "bad.png: is no image that Pillow can read",
+        "bad.png": "bad.png: is no PNG that Pillow can read; give it the ending of what it is",
     }.items():
         with pytest.raises(UserError) as caught:
             row = dataset_of(str(tmp_path / name), data.input_row)
@@ -109,6 +112,59 @@ def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
         assert said in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError, match=r"text.csv line 2: column a: 'word' is not a number; "):
         first(Rows(), tmp_path / "text.csv")
+
+
+def test_a_file_is_read_as_what_its_name_says(tmp_path, monkeypatch):
+    """Pillow looks into a file for what it may be: for PostScript it starts Ghostscript."""
+    pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    postscript = importlib.import_module("PIL.EpsImagePlugin")
+    monkeypatch.setattr(postscript, "gs_binary", None)  # it remembers where it has found one
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    program = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    write(tmp_path, {"gs": f"#!/bin/sh\ntouch {tmp_path}/canary\necho 10.0\n", "a.png": program})
+    (tmp_path / "gs").chmod(0o755)
+    with pytest.raises(UserError, match=r"a\.png: is no PNG that Pillow can read; "):
+        dataset_of(str(tmp_path), numbers_of)[0]
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("width", [15, 30])  # for which Pillow warns, and raises
+def test_an_image_of_too_many_pixels_is_one_line(width, tmp_path, monkeypatch, recwarn):
+    pillow = pytest.importorskip("PIL.Image", reason="pillow is not installed")
+    pillow.new("L", (width, 10)).save(tmp_path / "large.png")
+    monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(UserError, match=r"large\.png: has more than 100 pixels; .* leave it out$"):
+        dataset_of(str(tmp_path / "large.png"), numbers_of)[0]
+    assert not recwarn.list
+
+
+def test_a_pipe_among_images_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(UserError, match=r"pipe\.png: is no file; remove it$"):
+        dataset_of(str(tmp_path), numbers_of)[0]
+
+
+TABLES = {
+    "damaged": (gzip.compress(b"")[:10] + b"\xff" * 50, "line 1 can't be read: Error -3 while"),
+    "short": (gzip.compress(b"x,y,z\n1,2,3\n")[:-8], "line 2 can't be read: Compressed file ended"),
+    "unpacked": (b"x,y,z\n1,2,3\n", "line 1 can't be read: Not a gzipped file"),
+    "endless line": (gzip.compress(b"x,y,z\n" + b"1" * 2000), "line 1: the next row has more than"),
+    "endless row": (
+        gzip.compress(b"x,y,z\n1,2," + b'"\n",' * 500),
+        "line 1: the next row has more",
+    ),
+    "endless header": (gzip.compress(b"x," * 1000), "line 1: the next row has more than 1000 "),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_packed_table_that_is_damaged_or_has_no_end_is_one_line(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(input, "LONGEST_ROW", 1000)
+    content, says = TABLES[name]
+    (tmp_path / "rows.CSV.GZ").write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        list(dataset_of(str(tmp_path / "rows.CSV.GZ"), dict))
+    assert f"rows.CSV.GZ {says}" in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

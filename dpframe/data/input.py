@@ -3,18 +3,30 @@
 import csv
 import gzip
 import importlib
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from dpframe.errors import UserError
+from dpframe.errors import UserError, first_line
 
 TABLES = (".csv", ".csv.gz")
-IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp")
+LONGEST_ROW = 1 << 24  # characters; a small packed file can stand for gigabytes without a line end
+IMAGES = {  # and the only format that each is read as: for some others, Pillow starts programs
+    ".png": "PNG",
+    ".jpg": "JPEG",
+    ".jpeg": "JPEG",
+    ".bmp": "BMP",
+    ".gif": "GIF",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+    ".webp": "WEBP",
+}
 GREY = ("1", "L")  # Pillow's modes of 8 bits
 WHITE = {"I": 65535, "F": 1}  # by the first letter of Pillow's modes; of all others 255
 
@@ -49,24 +61,43 @@ class Table(IterableDataset):
         self.make_row = make_row
 
     def __iter__(self) -> Iterator[Any]:
-        opened: Any = gzip.open if self.path.suffix == ".gz" else open
+        opened: Any = gzip.open if self.path.suffix.lower() == ".gz" else open
         line = 1
         try:
             with opened(self.path, "rt", encoding="utf-8-sig", newline="") as text:
-                lines = csv.reader(text)
+                limited = _Lines(text)
+                lines = csv.reader(limited)
                 header = next(lines, [])
                 is_empty = True
                 for fields in lines:
+                    limited.left = LONGEST_ROW
                     line = lines.line_num
                     if fields:  # a blank line is no row
                         is_empty = False
                         yield self.make_row(_by_column(header, fields))
         except UserError as error:
             raise UserError(f"{self.path} line {line}: {error}") from None
-        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{self.path} line {line} can't be read: {error}") from None
         if is_empty:
             raise UserError(f"data.input={self.path} has no rows below its header; name another")
+
+
+class _Lines(Iterator[str]):
+    """A text's lines, of which one row may have `left` more characters."""
+
+    def __init__(self, text: IO[str]) -> None:
+        self.text = text
+        self.left = LONGEST_ROW
+
+    def __next__(self) -> str:
+        line = self.text.readline(self.left + 1)
+        self.left -= len(line)
+        if self.left < 0:
+            raise UserError(f"the next row has more than {LONGEST_ROW} characters; fix the file")
+        if not line:
+            raise StopIteration
+        return line
 
 
 class Images(Dataset):
@@ -117,19 +148,31 @@ def _number(text: str) -> float | str:
 
 
 def _read_image(path: Path) -> Tensor:
+    if not path.is_file():  # e.g. a pipe that nobody writes into
+        raise UserError("is no file; remove it")
     try:
         pillow = importlib.import_module("PIL.Image")
     except ImportError:
         raise UserError("images need the package pillow: pip install 'dpframe[images]'") from None
+    name = IMAGES[path.suffix.lower()]
+    bomb = pillow.DecompressionBombWarning
+    raises_bombs = warnings.catch_warnings(action="error", category=bomb)
     try:
-        with pillow.open(path) as image:
+        with raises_bombs, pillow.open(path, formats=[name]) as image:
             kind, is_grey = image.mode[0], image.mode in GREY
             # Pillow's conversion to L cuts larger values off at 255.
             pixels = image.convert("F" if kind in WHITE else "L" if is_grey else "RGB")
     except pillow.UnidentifiedImageError:  # whose message is the path
-        raise UserError("is no image that Pillow can read") from None
-    except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"is no image that can be read: {error}") from None
+        raise UserError(
+            f"is no {name} that Pillow can read; give it the ending of what it is"
+        ) from None
+    except (pillow.DecompressionBombError, bomb):
+        raise UserError(
+            f"has more than {pillow.MAX_IMAGE_PIXELS:,} pixels; if you trust it, raise "
+            "PIL.Image.MAX_IMAGE_PIXELS in your DataModule, or leave it out"
+        ) from None
+    except Exception as error:  # of a damaged file, by whatever finds it
+        raise UserError(f"is no image that can be read: {first_line(error)}") from None
     dtype = torch.float32 if kind in WHITE else torch.uint8
     values = torch.frombuffer(bytearray(pixels.tobytes()), dtype=dtype).float()
     values = values.reshape(pixels.height, pixels.width, -1).permute(2, 0, 1)
