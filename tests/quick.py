@@ -21,6 +21,7 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_groups_keep_their_options_if_their_order_changes",
     "test_every_page_is_in_the_menu",
     "test_what_can_not_be_read_is_one_line_with_its_place",
     "test_a_pod_that_starts_again_goes_on_from_the_last_checkpoint",

@@ -21,6 +21,7 @@ from dpframe.errors import UserError
 from dpframe.parameters import groups_of
 from dpframe.task import Task
 from dpframe.trainer.feed import Feed
+from dpframe.trainer.optimizer_state import Mismatch
 from dpframe.trainer.report import Run
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update, each_of
@@ -162,6 +163,11 @@ def refusing(state: Mapping[str, Any]) -> Iterator[None]:
     """A file that is whole may still hold anything: what can't be restored from it is one line."""
     try:
         yield
+    except Mismatch as e:
+        raise UserError(
+            f"resume={state.get('file', '')}: {e}; use checkpoint=FILE to start a new run from its "
+            "weights"
+        ) from e
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise UserError(
             f"resume={state.get('file', '')} has what this run would not have written: "

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,14 @@ from dpframe.task import (
     check_signature,
     optimizers_of,
     updated_by,
+)
+from dpframe.trainer.optimizer_state import (
+    Mismatch,
+    computed_as,
+    group_order,
+    in_order,
+    keeps_own_type,
+    named_state,
 )
 from dpframe.trainer.placement import align
 from dpframe.trainer.rates import ScaledRates
@@ -71,6 +80,10 @@ class Update:
         self.parameters = list(task.parameters())  # with frozen ones, which may thaw later
         updated = {id(weight) for weight in updated_by(self.optimizer)}
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
+        self._named = list(task.named_parameters(remove_duplicate=False))
+        # Whoever saves or loads its state, e.g. a strategy that has one of each process.
+        self.optimizer.register_state_dict_post_hook(partial(named_state, self._named))
+        self.optimizer.register_load_state_dict_pre_hook(self._adapted)
         fuse(self.optimizer, task, kinds=strategy.fuses)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
@@ -300,8 +313,11 @@ class Update:
             for group in self.optimizer.param_groups
         ]
         if has_optimizer:
-            saved = self._cut(self._own(state["optimizer"]))
-            self.optimizer.load_state_dict(_computed_as(options, saved))
+            own = self._own(state["optimizer"])
+            if has_scheduler and self.scheduler is not None:
+                self._refuse_other_order(own)
+            saved = self._adapted(self.optimizer, own)
+            self.optimizer.load_state_dict(saved)
             if there.get("trainer.precision") == here["trainer.precision"]:
                 self._keep_types(saved)
             align(self.optimizer)
@@ -327,32 +343,41 @@ class Update:
                 elif option != "lr" and any(name == option for _, name in changed):
                     group[option] = options[index][option]
 
+    def _refuse_other_order(self, saved: dict[str, Any]) -> None:
+        order = group_order(self._named, self.optimizer, saved)
+        if order != sorted(order):
+            raise Mismatch(
+                f"{type(self.scheduler).__name__} keeps its rates in the order of the optimizer's "
+                "groups, which is another one here"
+            )
+
     def _own(self, states: dict[str, Any]) -> Any:
         return states[self.name] if self.name else states
 
-    def _cut(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Cuts saved state, e.g. a momentum, as its weight is cut."""
-        if not self.strategy.cuts_weights:
-            return saved
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        states = dict(saved["state"])
-        for weight, number in zip(updated_by(self.optimizer), numbers, strict=True):
-            states[number] = {
-                name: self.strategy.part(value, weight)
-                if isinstance(value, Tensor) and value.shape == weight.shape
-                else whole(value)
-                for name, value in states.get(number, {}).items()
-            }
-        return {**saved, "state": {n: state for n, state in states.items() if state}}
+    def _adapted(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Saved state for the weights of here: matched by name, checked, and e.g. a momentum cut
+        as its weight is."""
+        saved = in_order(self._named, optimizer, saved)
+        if self.strategy.cuts_weights:
+            weights, states = updated_by(optimizer), dict(saved["state"])
+            for number, weight in enumerate(weights):
+                states[number] = {
+                    name: self.strategy.part(value, weight)
+                    if isinstance(value, Tensor) and value.shape == weight.shape
+                    else whole(value)
+                    for name, value in states.get(number, {}).items()
+                }
+            saved["state"] = {number: state for number, state in states.items() if state}
+        return computed_as(optimizer.param_groups, saved)
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
         """Restores the types that torch converts to the weight's, e.g. of NAdam's mu_product."""
-        weights = updated_by(self.optimizer)
-        numbers = [number for group in saved["param_groups"] for number in group["params"]]
-        for weight, number in zip(weights, numbers, strict=True):
+        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
+        for number, weight in enumerate(updated_by(self.optimizer)):
             kept = self.optimizer.state.get(weight, {})
             for name, value in saved["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.dtype != kept[name].dtype:
+                is_own = isinstance(value, Tensor) and keeps_own_type(name, is_fused=is_fused)
+                if is_own and value.dtype != kept[name].dtype:
                     kept[name] = value.to(kept[name].device)
 
     def _set_rate(self, index: int, rate: float) -> None:
@@ -463,16 +488,6 @@ def states_of(updates: dict[str, Update]) -> dict[str, Any]:
 def of_turn(name: str, *settings: Any) -> list[Any]:
     """The settings' values for the optimizer of this name."""
     return [value.get(name) if isinstance(value, dict) else value for value in settings]
-
-
-def _computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved state with the implementation (`fused`, `foreach`) of these groups: torch keeps
-    step counts where that needs them."""
-    names = ("foreach", "fused", "capturable")
-    here = [{name: group[name] for name in names if name in group} for group in groups]
-    pairs = zip(saved["param_groups"], here, strict=False)  # torch refuses another number
-    rest = saved["param_groups"][len(here) :]
-    return {**saved, "param_groups": [*({**there, **own} for there, own in pairs), *rest]}
 
 
 def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = None) -> bool:

@@ -1,0 +1,208 @@
+"""An optimizer's state: saved with the names of its weights, checked before a kernel reads it."""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any
+
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from dpframe.task import updated_by
+
+Named = Sequence[tuple[str, Tensor]]
+NAMES = "param_names"  # of a group, as torch's own optimizers over named parameters have it
+# What torch's optimizers keep for each weight: numbers, and tensors of the weight's size.
+NUMBERS = ("step", "eta", "mu", "mu_product")
+MOMENTS = (
+    "acc_delta",
+    "ax",
+    "exp_avg",
+    "exp_avg_sq",
+    "exp_inf",
+    "grad_avg",
+    "max_exp_avg_sq",
+    "momentum_buffer",
+    "prev",
+    "square_avg",
+    "step_size",
+    "sum",
+    "variance",
+)
+
+
+class Mismatch(ValueError):
+    """The state is of other weights than those of the optimizer."""
+
+
+def named_state(named: Named, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the task's names of the weights. One that the task does not have is called
+    by its number."""
+    names = {id(weight): name for name, weight in reversed(named)}
+    all_names = [names.get(id(w), f"#{n}") for n, w in enumerate(updated_by(optimizer))]
+    groups = state["param_groups"]
+    of_groups = _divided(all_names, groups)
+    named_groups = [{**g, NAMES: own} for g, own in zip(groups, of_groups, strict=True)]
+    return {**state, "param_groups": named_groups}
+
+
+def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved state in the order of this optimizer's weights and groups, if it fits them."""
+    weights, groups = updated_by(optimizer), saved["param_groups"]
+    places, order = _places(named, optimizer, saved), group_order(named, optimizer, saved)
+    if isinstance(optimizer, LBFGS) and places != sorted(places):
+        raise Mismatch("LBFGS keeps one state for all weights, whose order is another one here")
+    numbers = chain.from_iterable(group["params"] for group in groups)
+    place_of = dict(zip(numbers, places, strict=True))
+    states: dict[Any, Any] = {}
+    for number, state in saved["state"].items():
+        if number in place_of:
+            weight = weights[place_of[number]]
+            _check(state, weight, _name_of(weight, named), optimizer)
+            states[place_of[number]] = state
+        elif isinstance(number, int):
+            raise Mismatch(
+                f"the optimizer has state of a weight {number} there, which no group has"
+            )
+        else:
+            states[number] = state  # an optimizer's own, of no weight
+    if any(option.numel() != 1 for option in _tensors(groups)):
+        raise Mismatch("an option of the optimizer's groups is a tensor of several numbers there")
+    here = _divided(range(len(weights)), optimizer.param_groups)
+    return {
+        "state": states,
+        "param_groups": [
+            {**{key: value for key, value in groups[number].items() if key != NAMES}, "params": own}
+            for number, own in zip(order, here, strict=True)
+        ],
+    }
+
+
+def group_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> list[int]:
+    """Which saved group is the first, second, ... one here: the one of the same weights."""
+    places = _places(named, optimizer, saved)
+    left = dict(enumerate(_identities(places, saved["param_groups"])))
+    order = []
+    for name, own in _identities(_distinct(optimizer), optimizer.param_groups):
+        same = next((number for number, other in left.items() if other == (name, own)), None)
+        if same is None:
+            first = _name_of(updated_by(optimizer)[own[0]], named) if own else "no weight"
+            raise Mismatch(f"the optimizer's group of {first} has other weights there")
+        del left[same]
+        order.append(same)
+    if left:
+        raise Mismatch(f"the optimizer has {len(left)} more groups of weights there")
+    return order
+
+
+def _identities(places: list[int], groups: list[dict[str, Any]]) -> list[tuple[Any, list[int]]]:
+    """What makes a group the same one: its name, if it has one, and its weights."""
+    of_groups = zip(groups, _divided(places, groups), strict=True)
+    return [(group.get("name"), sorted(own)) for group, own in of_groups]
+
+
+def _places(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> list[int]:
+    """For each saved weight its place among those of this optimizer: by name, or in a state
+    without names by its own place."""
+    weights, groups = updated_by(optimizer), saved["param_groups"]
+    count = sum(len(group["params"]) for group in groups)
+    names = [name for group in groups for name in group.get(NAMES, ())]
+    if not names and count == len(weights):
+        return _distinct(optimizer)
+    if len(names) != count:
+        raise Mismatch(f"the optimizer has {count} weights there, {len(weights)} here")
+    place_of = {f"#{place}": place for place in range(len(weights))}
+    by_id = {id(weight): place for place, weight in enumerate(weights)}
+    place_of |= {name: by_id[id(weight)] for name, weight in named if id(weight) in by_id}
+    for name in names:
+        if name not in place_of:
+            raise Mismatch(f"the optimizer updates {name} there, and not here")
+    return [place_of[name] for name in names]
+
+
+def _distinct(optimizer: Optimizer) -> list[int]:
+    """The places of all weights; of one that is there twice the last."""
+    weights = updated_by(optimizer)
+    by_id = {id(weight): place for place, weight in enumerate(weights)}
+    return [by_id[id(weight)] for weight in weights]
+
+
+def _divided(values: Sequence[Any], groups: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    rest = iter(values)
+    return [list(islice(rest, len(group["params"]))) for group in groups]
+
+
+def _name_of(weight: Tensor, named: Named) -> str:
+    return next((name for name, other in named if other is weight), "a weight")
+
+
+def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
+    """Fused kernels read and write a state as if it had the weight's size, whatever it has. What
+    an optimizer of another library keeps is that library's to check."""
+    if isinstance(optimizer, LBFGS):
+        _check_flat(state, optimizer)
+        return
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_of_torch = any(
+        f"{kind.__module__}.".startswith("torch.optim.") and kind is not Optimizer
+        for kind in type(optimizer).__mro__
+    )
+    for key, value in state.items() if is_of_torch else ():
+        size = _size(key, weight)
+        if size is None or (value is None and key == "momentum_buffer"):  # there is none yet
+            continue
+        what = f"{key} of {name}"
+        if not isinstance(value, Tensor):
+            if key in NUMBERS and type(value) in (int, float) and not is_fused:
+                continue
+            raise Mismatch(f"the optimizer's {what} is a {type(value).__name__}, no tensor")
+        if tuple(value.shape) != size:
+            raise Mismatch(f"the optimizer's {what} has size {tuple(value.shape)}, not {size}")
+        is_alike = _kind(value) == _kind(weight) and (value.layout == weight.layout or not is_fused)
+        if key in MOMENTS and not is_alike:
+            kind = f"{value.dtype}, {value.layout}"
+            raise Mismatch(f"the optimizer's {what} is {kind}, and the weight {weight.dtype}")
+
+
+def _size(key: str, weight: Tensor) -> tuple[int, ...] | None:
+    """None of what another class has added."""
+    whole = tuple(weight.shape)
+    if key in NUMBERS:
+        return ()
+    if key == "row_var":  # of Adafactor's
+        return (*whole[:-1], 1)
+    if key == "col_var":
+        return (*whole[:-2], 1, *whole[-1:])
+    return whole if key in MOMENTS else None
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex()
+
+
+def _check_flat(state: Any, optimizer: Optimizer) -> None:
+    total = sum(w.numel() * (2 if w.is_complex() else 1) for w in updated_by(optimizer))
+    for tensor in _tensors(state):
+        if tensor.ndim and tuple(tensor.shape) != (total,):
+            raise Mismatch(f"LBFGS keeps {tuple(tensor.shape)} numbers there, {total} here")
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(part)
+
+
+def keeps_own_type(key: str, *, is_fused: bool) -> bool:
+    """Whether a kernel takes it whatever the weight's type is."""
+    return key not in MOMENTS and not (is_fused and key == "step")
+
+
+def computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved state with the implementation (`fused`, `foreach`) of these groups: torch keeps
+    step counts where that needs them."""
+    names = ("foreach", "fused", "capturable")
+    here = [{name: group[name] for name in names if name in group} for group in groups]
+    pairs = zip(saved["param_groups"], here, strict=True)
+    return {**saved, "param_groups": [{**there, **own} for there, own in pairs]}
