@@ -162,15 +162,18 @@ def _is_terminal(stream: Any) -> bool:
 
 
 def _answer(inbox: Connection, outbox: Connection) -> None:
-    sys.path[:] = pickle.loads(inbox.recv_bytes())
+    try:
+        sys.path[:], work = pickle.loads(inbox.recv_bytes()), inbox.recv_bytes()
+    except EOFError:  # the program has ended
+        return
     from dpframe import interpreter, interruption  # from where the program has it
     from dpframe.errors import Interrupted
 
-    interruption.end_with(inbox.fileno())
+    interruption.end_with(inbox.fileno())  # nothing more is sent
     signals = interruption.Interruption(is_quiet=True)
     signals.open()
     try:
-        function, args = interpreter.unpacked(inbox.recv_bytes())
+        function, args = interpreter.unpacked(work)
         message: tuple[str, Any] = "done", function(*args)
     except Interrupted as error:
         message = "interrupted", error

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -178,13 +179,12 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         end_with(parent.sentinel)
-        if sys.platform == "linux" and not parent.is_alive():
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_with(pipe: int) -> None:
     """On Linux the kernel kills this process when the other end of the pipe closes, even if the
-    interpreter never runs again."""
+    interpreter never runs again. It kills it at a write to the pipe, too: all that is sent has to
+    be read before this."""
     if sys.platform != "linux":
         return
     import fcntl
@@ -193,6 +193,10 @@ def end_with(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
     flags = fcntl.fcntl(pipe, fcntl.F_GETFL)
     fcntl.fcntl(pipe, fcntl.F_SETFL, flags | os.O_ASYNC)
+    other_end = select.poll()
+    other_end.register(pipe, 0)  # no event but POLLHUP, which is always reported
+    if other_end.poll(0):  # it closed before the kernel was asked
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def leave_to_parent() -> None:

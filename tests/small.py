@@ -35,6 +35,13 @@ class Small(Task):
         return self.net(batch[0])
 
 
+def heavy(module: nn.Module) -> Any:
+    """The same module with a frozen weight of 4 MiB: as real models do, it fills more than a pipe
+    on its way to ranks and back."""
+    module.ballast = nn.Parameter(torch.ones(2**20), requires_grad=False)
+    return module
+
+
 class Scripted(Small):
     """Its val/score is what the test says, epoch by epoch."""
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from forked import fresh
-from small import Rows, Small
+from small import Rows, Small, heavy
 
 from dpframe import Callback, Run, Strategy, Trainer, TrainerSettings, UserError
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -15,6 +15,7 @@ from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.single import CPU
 
@@ -107,12 +108,13 @@ class Losses(Callback):
         self.losses.append(trainer.metrics["val/loss"])
 
 
-def test_a_trainer_starts_its_ranks_and_takes_over_what_they_came_to():
+@pytest.mark.parametrize("strategy", [DDP(2, "cpu"), FSDP(2, "cpu")])
+def test_a_trainer_starts_its_ranks_and_takes_over_what_they_came_to(strategy):
     made = []
-    for given in ({}, {"strategy": DDP(2, "cpu")}):
+    for given in ({}, {"strategy": strategy}):
         torch.manual_seed(0)
         given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses()]}
-        trainer = Trainer(Small(), Rows(), **given)
+        trainer = Trainer(heavy(Small()), Rows(), **given)
         returned = trainer.fit()
         assert returned == trainer.metrics and trainer.mode == "fit"
         rows = trainer.predict().joined()
@@ -132,7 +134,7 @@ class Failing(Small):
 
 def test_an_error_in_its_ranks_is_the_trainers_with_their_traceback():
     with pytest.raises(RankFailed, match=r"(?s)rank \d failed:.*, in training_step.*: ouch$"):
-        Trainer(Failing(), Rows(), max_epochs=1, gpus=2, accelerator="cpu").fit()
+        Trainer(heavy(Failing()), Rows(), max_epochs=1, gpus=2, accelerator="cpu").fit()
 
 
 def test_a_trainer_that_has_trained_resumes_from_the_checkpoint_that_fit_is_given():

@@ -6,13 +6,29 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command import environment
 
 from dpframe import UserError, interpreter, interruption
 from dpframe.errors import Interrupted
+
+
+def call(function: Callable[..., Any], *args: Any) -> Any:
+    """By a pickle that no pipe takes at once, as a real model's."""
+    return interpreter.call(without_ballast, function, args, bytes(4 * 2**20))
+
+
+def without_ballast(function: Callable[..., Any], args: tuple, ballast: bytes) -> Any:
+    return function(*args)
+
+
+def test_what_no_pipe_takes_at_once_arrives_and_comes_back():
+    content = os.urandom(2**20)
+    assert interpreter.call(bytes, content) == content
 
 
 def told(text: str) -> int:
@@ -23,7 +39,7 @@ def told(text: str) -> int:
 
 def test_what_it_prints_is_printed_here_and_what_it_raises_is_raised_here(capsys):
     with pytest.raises(UserError, match="^ärger, but not this$"):
-        interpreter.call(told, "ärger")
+        call(told, "ärger")
     assert capsys.readouterr() == ("ärger\n", "aside\n")
 
 
@@ -38,7 +54,7 @@ def odd() -> None:
 
 def test_what_can_not_be_sent_back_is_told_as_text():
     with pytest.raises(RuntimeError, match="Odd: its pickle lacks an argument"):
-        interpreter.call(odd)
+        call(odd)
 
 
 def waits(folder: Path) -> None:
@@ -57,18 +73,18 @@ def test_ctrl_c_is_its_own_to_end_by(tmp_path, capsys):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        interpreter.call(waits, tmp_path)
+        call(waits, tmp_path)
     thread.join()
     assert capsys.readouterr().err == "dpframe: interrupted by SIGINT after step 3\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's kernel ends it")
 def test_it_ends_with_the_program_that_has_called_it(tmp_path):
-    code = "import pathlib, test_interpreter; from dpframe import interpreter; "
-    code += f"interpreter.call(test_interpreter.waits, pathlib.Path({str(tmp_path)!r}))"
+    code = "import pathlib, test_interpreter; "
+    code += f"test_interpreter.call(test_interpreter.waits, pathlib.Path({str(tmp_path)!r}))"
     paths = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
     program = subprocess.Popen([sys.executable, "-c", code], env=environment(PYTHONPATH=paths))
     while not (tmp_path / "pid").exists():

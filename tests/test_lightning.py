@@ -19,6 +19,7 @@ import lit  # noqa: E402
 from command import ROOT, attempts, write  # noqa: E402
 from command import dpframe as dpframe_command  # noqa: E402
 from forked import on  # noqa: E402
+from small import heavy  # noqa: E402
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
 import dpframe  # noqa: E402
@@ -604,10 +605,10 @@ def test_a_module_whose_schedule_ends_with_the_run_is_not_told_to_go_on(tmp_path
 
 def test_a_trainer_in_python_starts_its_own_ranks():
     settings = TrainerSettings(max_epochs=EPOCHS, threads=1, sanity_batches=0, precision="64")
-    module = lit.Regression()
+    module = heavy(lit.Regression())
     parts = Lightning(module), LightningData(lit.Rows())
     metrics = Trainer(*parts, strategy=DDP(2, "cpu"), settings=settings).fit()
-    alone = ours(lit.Regression(), lit.Rows())
+    alone = ours(heavy(lit.Regression()), lit.Rows())
     assert metrics == pytest.approx(alone.metrics, rel=1e-9)
     assert weights_apart(module, alone.task.module) <= 1e-12
     copied = deepcopy(module)

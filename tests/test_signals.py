@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from command import environment
-from forked import on
+from forked import on, server
 from injector import STEPS, fail_at, last, run, started, weights, words
 from small import Hooks, is_same, trainer
 
@@ -237,6 +237,20 @@ def test_nothing_is_installed_outside_the_main_thread():
     thread.start()
     thread.join()
     assert interruption.installed() is None
+
+
+def end_with_a_closed_pipe() -> None:
+    ours, theirs = os.pipe()
+    os.close(theirs)
+    interruption.end_with(ours)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux's kernel ends it")
+def test_a_process_ends_whose_parent_has_ended_before_the_kernel_was_asked():
+    process = server().Process(target=end_with_a_closed_pipe)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def test_the_same_signal_at_once_again_is_no_second_one():
