@@ -59,6 +59,15 @@ def test_runs_that_differ_by_the_seed_alone_are_averaged_with_their_standard_dev
     assert made.seeds() == [], "one seed has no mean"
 
 
+def test_an_infinite_value_in_an_earlier_sweeps_file_is_in_no_mean(tmp_path):
+    made = results(tmp_path)
+    made.runs[1].value = float("-inf")
+    assert made.seeds() == []
+    made.save()
+    made.save_table()
+    assert earlier(tmp_path).runs == made.runs and svg(made)
+
+
 def test_a_run_is_called_by_what_it_differs_in():
     made = results()
     assert made.title(made.runs[2]) == "run 3 of 6: seed=0 lr=0.01"
@@ -87,6 +96,7 @@ def test_a_key_is_called_by_as_few_words_as_tell_it_from_the_others(keys, names)
         ({"metrics": {}}, Outcome("finished", None)),
         ({"metrics": {"val/a": 4.0}, "stopped": "pruned: worse"}, Outcome("pruned", 4.0)),
         ({"metrics": {"val/a": float("nan")}}, Outcome("failed", None, "val/a is nan")),
+        ({"best": {"val/a": float("inf")}}, Outcome("failed", None, "val/a is inf")),
     ],
 )
 def test_what_a_run_came_to_is_the_best_value_in_its_summary(summary, outcome):

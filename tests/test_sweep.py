@@ -42,6 +42,15 @@ class Scored(Boston):
         return {**means, "score": [0.25, 0.75, 0.5][self.validated - 1]}
 
 
+class Diverged(Boston):
+    def __init__(self, net, optimizer, scheduler=None, at=0):
+        super().__init__(net, optimizer, scheduler)
+        self.at = at
+
+    def summarize(self, means):
+        return means if self.training or self.at != 1 else {**means, "loss": float("inf")}
+
+
 class Failing(dpframe.Callback):
     def on_epoch_end(self, trainer):
         if trainer.seed == 1:
@@ -115,6 +124,7 @@ SCORED = ("callbacks.checkpoint.monitor=val/score", "callbacks.checkpoint.mode=m
 SHORT_RUNS = ("recipe=boston", SHORT, "logger=none")
 SWEPT = {
     "bug": ["recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false", SHORT],
+    "infinite": ["recipe=boston", "task._target_=own.Diverged", "+task.at=${seed}", "seed=0,1,2"],
     "mistake": ["recipe=boston", "strategy=cpu", "trainer.gpus=2,1", SHORT, "hydra.sweep.dir=bad"],
     "recipes": ["recipe=boston,shapes", SHORT],
     "given": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=here"],
@@ -139,6 +149,7 @@ SWEPT = {
     "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
     "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],
 }
+SWEPT["infinite"] += [SHORT, "logger=none", "hydra.sweep.dir=infinite"]
 SWEPT["plugins"] += [SHORT, "task.optimizer.lr=interval(0.01,0.02)", "hydra.sweep.dir=drawn"]
 
 
@@ -208,6 +219,18 @@ def test_a_point_that_fails_leaves_the_others_running(swept):
     told, failed = mistake.err.splitlines()
     assert told.startswith("dpframe: trainer.gpus=2 but CPU is one replica")
     assert failed.startswith("sweep: failed: bad/0_strategy=cpu")
+
+
+def test_a_run_whose_objective_is_infinite_is_told_and_left_out_of_the_mean(swept):
+    directory, done = swept
+    infinite = done["infinite"]
+    assert infinite.code == 1 and "Traceback" not in infinite.err
+    [told] = infinite.err.splitlines()
+    assert told.startswith("sweep: failed: infinite/1_") and told.endswith(": val/loss is inf")
+    assert "sweep: 2 of 3 runs finished" in infinite.out
+    content = json.loads((directory / "infinite" / "sweep.json").read_text())
+    assert [mean["runs"] for mean in content["seeds"]] == [[1, 3]]
+    assert (directory / "infinite" / "sweep.csv").is_file()
 
 
 def test_recipes_are_swept_into_one_directory(swept):

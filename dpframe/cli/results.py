@@ -57,12 +57,13 @@ class ProcessLost(BaseException):
 
 
 def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
-    """A run has failed if what it is compared by is not a number; some modes measure nothing."""
+    """A run has failed if what it is compared by is not finite: it has diverged, and -inf would be
+    the best of all. Some modes measure nothing."""
     if summary.get("status") == "failed":
         return Outcome("failed", reason=summary["reason"])
     value = summary.get("best", {}).get(metric, summary.get("metrics", {}).get(metric))
-    if value is not None and math.isnan(value):
-        return Outcome("failed", reason=f"{metric} is nan")
+    if value is not None and not math.isfinite(value):
+        return Outcome("failed", reason=f"{metric} is {value}")
     is_pruned = summary.get("stopped", "").startswith(PRUNED)
     return Outcome("pruned" if is_pruned else "finished", value)
 
@@ -143,7 +144,8 @@ class Results:
             return []
         groups: dict[tuple[str, ...], list[Result]] = {}
         for run in self.runs:
-            if run.status == "finished" and run.value is not None:
+            is_measured = run.value is not None and math.isfinite(run.value)
+            if run.status == "finished" and is_measured:
                 rest = tuple(o for o in run.overrides if key_of(o) not in self.fixed | {"seed"})
                 groups.setdefault(rest, []).append(run)
         several = {rest: runs for rest, runs in groups.items() if len(runs) > 1}
