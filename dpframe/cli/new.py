@@ -15,6 +15,7 @@ HELP = """dpframe new NAME     or FOLDER/NAME
 
 Writes a small project: a package NAME with a recipe, a callback, a strategy and their options,
 its test and its pyproject.toml. Once it is installed, its options are there in every directory."""
+LONGEST = 64  # letters: names of files are made of it
 NAME = "NAME"  # stands for the project's, in the names of files and in them
 
 
@@ -24,8 +25,8 @@ def new(words: Sequence[str]) -> str:
         raise UserError(f"dpframe new {shlex.join(words)}: name one project, e.g. dpframe new mine")
     folder = Path(words[0])
     name = folder.name
-    _check(name, folder)
     try:
+        _check(name, folder)
         for path, text in _files(files("dpframe.cli").joinpath("project")):
             file = folder / path.replace(NAME, name)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +47,8 @@ def _check(name: str, folder: Path) -> None:
         raise UserError(
             f"dpframe new {name}: a project is a Python package; name it by letters, digits and _"
         )
+    if len(name) > LONGEST:
+        raise UserError(f"the name has {len(name)} letters; use at most {LONGEST}")
     if files("dpframe.conf").joinpath(f"recipe/{name}.yaml").is_file():
         raise UserError(f"dpframe new {name}: recipe={name} is dpframe's own; use another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
