@@ -38,6 +38,11 @@ class Parts(NamedTuple):
     hash: str
 
 
+def named(name: str | os.PathLike[str]) -> Path:
+    """The file or folder of a name that is typed; `~name` of no user is a name like any other."""
+    return Path(os.path.expanduser(name))
+
+
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """The file or folder to write to, beside `path`, and then renamed over it: where that fails, or

@@ -257,6 +257,28 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     assert "has a ${, which Hydra would take for a reference" in swept.err
 
 
+def test_a_directory_may_begin_with_a_tilde_and_a_user_may_be_nobody(tmp_path):
+    start = ["recipe=boston", "logger=none", "callbacks.progress=null"]
+    lines = {
+        (
+            *start,
+            "trainer.max_steps=1",
+            "hydra.run.dir='~tilde'",
+        ): "\nresume     dpframe 'resume=~tilde' ",
+        (*start, "trainer.max_steps=2", "resume=~tilde"): "\nrun        ~tilde\n",
+        ("resume=~nobody-here",): "resume=~nobody-here: there is no such file",
+        (
+            "recipe=boston",
+            "mode=test",
+            "checkpoint=~nobody-here",
+        ): "checkpoint=~nobody-here: there is",
+        ("-m", "sweep.resume=~nobody-here"): "sweep.resume=~nobody-here: there is no sweep.json",
+    }
+    for done, said in zip(attempts([*map(list, lines)], tmp_path), lines.values(), strict=True):
+        assert said in done.out + done.err and done.files == ["~tilde"]
+        assert done.code == (2 if "nobody" in said else 0), done.err
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="needs the sockets of Unix")
 def test_the_sockets_of_data_workers_need_no_short_tmpdir(tmp_path):
     folder = tmp_path / ("t" * 120)

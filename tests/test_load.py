@@ -1,5 +1,6 @@
 """A trained task from its checkpoint, and a Trainer in Python that goes on from one."""
 
+import os
 import sys
 
 import pytest
@@ -88,6 +89,11 @@ def test_what_the_environment_does_not_set_may_be_null(mine):
         ("seed: 1\n", "task=null has no _target_; name its class"),
         ("- 1\n", "is no config; restore it from the run"),
         ("a: [\n", "it says how the task of best.ckpt is built"),
+        ("a: " + "[" * 9000, "has more than 100 levels; restore it from the run"),
+        (CONFIG.replace("3,", f"{'[' * 200}{']' * 200},"), "has more than 100 levels; restore it"),
+        ("task: &t {net: *t}", "has an alias, *t, which no run writes; restore it from the run"),
+        ("a: &a [x, x]\nb: &b [*a, *a]", "has an alias, *a, which no run writes; restore it"),
+        (f"seed: {'9' * 5000}", "it says how the task of best.ckpt is built"),
     ],
 )
 def test_a_config_that_can_not_be_built_is_refused_in_one_line(mine, config, said):
@@ -95,6 +101,17 @@ def test_a_config_that_can_not_be_built_is_refused_in_one_line(mine, config, sai
     with pytest.raises(UserError) as caught:
         dpframe.load(mine / "run")
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, said",
+    [(".hydra/config.yaml", "config.yaml is no file"), ("checkpoints/best.ckpt", "no such file")],
+)
+def test_a_pipe_in_the_run_directory_is_not_waited_for(mine, name, said):
+    (mine / "run" / name).unlink()
+    os.mkfifo(mine / "run" / name)
+    with pytest.raises(UserError, match=said):
+        dpframe.load(mine / "run/checkpoints/best.ckpt")
 
 
 def test_python_in_the_run_directory_is_not_imported(mine, monkeypatch):
@@ -110,6 +127,8 @@ def test_python_in_the_run_directory_is_not_imported(mine, monkeypatch):
 def test_a_path_without_a_checkpoint_or_a_config_is_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match="nowhere: there is no such file"):
         dpframe.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="~nobody-here: there is no such file"):
+        dpframe.load("~nobody-here")
     with pytest.raises(UserError, match="has no best.ckpt and no last.ckpt; name a checkpoint"):
         dpframe.load(tmp_path)
     checkpoint.save({"task": {}}, tmp_path / "some.ckpt")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import yaml
 
-from dpframe import checkpoint
+from dpframe import checkpoint, files
 from dpframe.cli.build import build
 from dpframe.cli.resume import run_directory
 from dpframe.cli.trust import Trust, with_theirs
@@ -18,6 +18,7 @@ from dpframe.task import Task
 from dpframe.trainer.placement import Precision
 
 BEST = ("best.ckpt", "last.ckpt")
+LEVELS = 100  # of a config
 FROM_ENVIRONMENT = r"\$\{oc\.env:([^,{}]+)(?:,([^{}]*))?\}"
 
 
@@ -32,7 +33,7 @@ def load(
     `path` is a checkpoint, or a run's directory: of that the best checkpoint. Its config may be a
     stranger's: it calls what any config may call, and what `trusted_modules` names.
     """
-    file = _file(Path(path).expanduser())
+    file = _file(files.named(path))
     config = _config(file)
     node: Any = config.get("task")
     settings = config.get("trainer")
@@ -60,8 +61,8 @@ def trained(
 def _file(path: Path) -> Path:
     if not path.is_dir():
         return path
-    files = [path / "checkpoints" / name for name in BEST]
-    found = [file for file in files if file.is_file()]
+    paths = [path / "checkpoints" / name for name in BEST]
+    found = [file for file in paths if file.is_file()]
     if not found:
         raise UserError(f"{path / 'checkpoints'} has no {' and no '.join(BEST)}; name a checkpoint")
     return found[0]
@@ -69,9 +70,14 @@ def _file(path: Path) -> Path:
 
 def _config(file: Path) -> dict[str, Any]:
     path = (run_directory(file) or file.parent) / ".hydra" / "config.yaml"
+    if path.exists() and not path.is_file():  # e.g. a pipe that nobody writes into
+        raise UserError(f"{path} is no file; restore it from the run")
     try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8", errors="surrogateescape"))
-    except (OSError, yaml.YAMLError) as error:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        if flaw := _flaw(text):
+            raise UserError(f"{path} has {flaw}; restore it from the run")
+        config = yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
         if not file.exists():
             raise UserError(f"{file}: there is no such file") from None
         why = error.strerror if isinstance(error, OSError) else str(error).replace("\n", " ")
@@ -82,6 +88,20 @@ def _config(file: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{path} is no config; restore it from the run")
     return _filled(config)
+
+
+def _flaw(text: str) -> str:
+    """What of it can't be read to its end: aliases that lead in a circle or stand for gigabytes,
+    and more levels than Python has room for."""
+    level = 0
+    for event in yaml.parse(text, yaml.SafeLoader):
+        if isinstance(event, yaml.AliasEvent):
+            return f"an alias, *{event.anchor}, which no run writes"
+        level += isinstance(event, yaml.CollectionStartEvent)
+        level -= isinstance(event, yaml.CollectionEndEvent)
+        if level > LEVELS:
+            return f"more than {LEVELS} levels"
+    return ""
 
 
 def _filled(value: Any) -> Any:

@@ -209,7 +209,7 @@ def _objective(shared: DictConfig) -> Objective:
 
 def _earlier(given: Sequence[str]) -> Earlier | None:
     directory = value_of("sweep.resume", given)
-    return None if directory is None else earlier(Path(directory).expanduser())
+    return None if directory is None else earlier(files.named(directory))
 
 
 def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
@@ -474,7 +474,7 @@ def _directory(
 ) -> Path:
     """The sweep's directory."""
     if settings.resume is not None:
-        directory = new_directory(Path(settings.resume).expanduser(), is_given=True)
+        directory = new_directory(files.named(settings.resume), is_given=True)
         refuse_ways_out(directory)
         return directory
     path = Path(runs[0].sweep_directory if runs else str(shared.hydra.sweep.dir))

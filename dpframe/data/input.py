@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
+from dpframe import files
 from dpframe.errors import UserError, first_line
 
 TABLES = (".csv", ".csv.gz")
@@ -35,7 +36,7 @@ MakeRow = Callable[[Any], Any]
 
 def dataset_of(name: str, make_row: MakeRow) -> Dataset:
     """`make_row` makes what the data set gives, of a table's row by its columns, or of an image."""
-    path = Path(name).expanduser()
+    path = files.named(name)
     if not path.exists():
         raise UserError(f"data.input={name}: there is no such file; name a CSV file or images")
     if path.is_dir():
