@@ -15,7 +15,7 @@ import torch
 from command import environment
 from disk import library
 from forked import server
-from oracle import ROWS, STEPS, begin
+from oracle import ROWS, STEPS, begin, saves
 from small import is_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -143,37 +143,18 @@ def test_a_resume_that_is_killed_at_a_change_to_its_files_is_resumed_from_there(
         assert not different, (number, different)
 
 
-SAVES = """
-import itertools, sys, torch
-from pathlib import Path
-from dpframe import checkpoint, files
-writer = checkpoint.Writer()
-last, best = (Path(name) for name in ("checkpoints/last.ckpt", "checkpoints/best.ckpt"))
-files.sweep(last.parent)
-begin = checkpoint.load(last)["n"] if last.exists() else 0
-for n in itertools.count(begin + 1):
-    weights = torch.full((50_000,), float(n))
-    writer.save({"task": {"w": weights}, "n": n}, [best, last] if n % 2 else [last])
-    weights.zero_()  # what is saved is a copy
-    if n == begin + 1:
-        print("saving", flush=True)
-"""
-
-
 def test_killed_at_any_moment_of_a_save_the_file_is_the_old_one_or_the_new_one(tmp_path):
-    moments = random.Random(5)
+    folder, moments = tmp_path / "checkpoints", random.Random(5)
     newest = 0
     for _ in range(12):
-        with subprocess.Popen(
-            [sys.executable, "-c", SAVES],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.PIPE,
-        ) as saves:
-            assert saves.stdout and saves.stdout.readline() == b"saving\n"
-            time.sleep(moments.uniform(0.0, 0.05))  # the moment, not a wait for something
-            saves.send_signal(signal.SIGKILL)
-        folder = tmp_path / "checkpoints"
+        receiver, sender = server().Pipe(duplex=False)
+        process = server().Process(target=saves, args=(folder, sender))
+        process.start()
+        sender.close()
+        receiver.recv()
+        time.sleep(moments.uniform(0.0, 0.05))  # the moment, not a wait for something
+        process.kill()
+        process.join()
         for path in folder.glob("*.ckpt"):
             state = checkpoint.load(path)
             assert torch.equal(state["task"]["w"], torch.full((50_000,), float(state["n"])))
