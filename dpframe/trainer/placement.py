@@ -1,8 +1,9 @@
 """Where a task is trained: its device and precision, its convolutions' layout, and CPU threads."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from dpframe.task import Autocast
 from dpframe.trainer.settings import TrainerSettings
 
 SMALL_MODEL = 50_000  # parameters
+BACKENDS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 CHANNELS_LAST = "channels_last"
 
@@ -87,14 +89,14 @@ def place(
 @contextmanager
 def process_settings_restored() -> Iterator[None]:
     """What a run sets for all of its process is not the next run's in a sweep."""
-    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    threads, matmul = torch.get_num_threads(), _matmul_precision()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
     try:
         yield
     finally:
         torch.backends.cudnn.benchmark = benchmark
-        torch.set_float32_matmul_precision(precision)
+        _restore_matmul_precision(*matmul)
         if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # its import is slow
             torch.use_deterministic_algorithms(is_deterministic)
         use_threads(threads)
@@ -116,6 +118,25 @@ def align(optimizer: Optimizer) -> None:
             is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
             if is_strided and value.shape == weight.shape and value.stride() != weight.stride():
                 state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+
+
+def _matmul_precision() -> tuple[str | None, list[str]]:
+    """Of float32 products: its name, None if the program has set it by backend, as torch then
+    refuses to name it; and that of each backend."""
+    name = None
+    with suppress(RuntimeError):
+        name = torch.get_float32_matmul_precision()
+    return name, [backend.fp32_precision for backend in BACKENDS]
+
+
+def _restore_matmul_precision(name: str | None, by_backend: list[str]) -> None:
+    """What a run has not changed is not set: it may follow a setting for all backends."""
+    if _matmul_precision() == (name, by_backend):
+        return
+    if name is not None:
+        torch.set_float32_matmul_precision(name)
+    for backend, precision in zip(BACKENDS, by_backend, strict=True):
+        backend.fp32_precision = precision
 
 
 def _refuse_float64(task: nn.Module, device: torch.device) -> None:
