@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
@@ -16,6 +17,7 @@ from dpframe.cli.configs import GROUPS
 from dpframe.cli.locate import locate
 from dpframe.cli.settings import is_off
 from dpframe.cli.trust import slots
+from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
@@ -56,6 +58,14 @@ def test_every_option_is_composed_and_built(group, option):
     trust = check_targets(job)
     for where, node, kind in slots(job.settings):
         assert isinstance(build(node, where, kind, trust=trust), kind)
+
+
+@pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
+def test_the_formats_of_fsdp_are_typed_as_numbers_as_trainer_precision_is(name):
+    job = composed(["recipe=boston", "strategy=fsdp", f"strategy.{name}=32"])
+    made = build(job.config["strategy"], "strategy", FSDP, trust=check_targets(job))
+    assert getattr(made, name) == torch.float32
+    assert TrainerSettings(precision=32) == TrainerSettings(precision="32")
 
 
 def test_every_pair_of_recipe_and_experiment_composes():

@@ -66,8 +66,8 @@ class FSDP(Processes):
         shard: str | Sequence[str] | None = None,
         replicate: int = 1,
         reshard_after_forward: bool | None = None,
-        param_dtype: str | None = None,
-        reduce_dtype: str | None = None,
+        param_dtype: str | int | None = None,
+        reduce_dtype: str | int | None = None,
         cpu_offload: bool = False,
         broadcast_buffers: bool = True,
         whole_in_hooks: bool = True,
@@ -592,7 +592,7 @@ def _shares_weight(block: nn.Module, holders: dict[int, int]) -> bool:
     return any(count != holders[key] for key, count in within.items())
 
 
-def _dtype(name: str, value: str | None) -> torch.dtype | None:
+def _dtype(name: str, value: str | int | None) -> torch.dtype | None:
     if value is not None and str(value) not in DTYPES:
         raise not_one_of(f"strategy.{name}", value, list(DTYPES))
     return None if value is None else DTYPES[str(value)]

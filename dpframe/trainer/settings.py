@@ -107,6 +107,7 @@ class TrainerSettings:
     grace_seconds: float = 30.0
 
     def __post_init__(self) -> None:
+        self.precision = str(self.precision)  # 32 and 64 may be given as numbers
         for key, choices in CHOICES.items():
             value = getattr(self, key)
             if value not in choices and value != getattr(TrainerSettings, key):
