@@ -1,14 +1,17 @@
 """A Trainer that is made in Python: its strategy, its devices, and where its files go."""
 
+import random
 import threading
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from forked import fresh
 from small import Rows, Small, heavy
+from torch.utils.data import random_split
 
-from dpframe import Callback, Run, Strategy, Trainer, TrainerSettings, UserError
+from dpframe import Callback, Run, Strategy, Trainer, TrainerSettings, UserError, seeding
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
 from dpframe.loggers.csv import CSV
@@ -125,6 +128,24 @@ def test_a_trainer_starts_its_ranks_and_takes_over_what_they_came_to(strategy):
     assert (several.global_step, several.epoch) == (one.global_step, one.epoch) == (10, 2)
     for there, here in zip([*same, same_rows], [*weights, rows], strict=True):
         torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-14)
+
+
+class Drawn(Rows):
+    """Its setup draws rows by all three generators."""
+
+    def setup(self):
+        rows, _ = random_split([*self.train, *self.held_out], [30, 10])
+        some = random.sample(list(rows), 20)
+        self.held_out = [some[i] for i in numpy.random.permutation(20)[:10]]
+
+
+def test_the_same_seed_gives_a_setup_that_draws_the_same_rows_in_ranks_and_in_one_process():
+    measured = []
+    for strategy in (None, DDP(2, "cpu")):
+        with seeding.seeded(3):
+            trainer = Trainer(heavy(Small()), Drawn(), strategy=strategy, precision="64")
+        measured.append(trainer.validate())
+    assert measured[1] == pytest.approx(measured[0], rel=1e-12)
 
 
 class Failing(Small):

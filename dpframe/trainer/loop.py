@@ -127,7 +127,8 @@ class Trainer:
         self.strategy = self._chosen(strategy)
         self._given: dict[str, list[Any]] = {"callbacks": callbacks, "loggers": loggers}
         self._launches = self.strategy.needs_launch
-        if self._launches:  # each rank makes its own Trainer
+        if self._launches:  # each rank makes its own Trainer, and draws as this process would
+            self._random_state = seeding.random_state([])
             return
         self._owns_strategy = self.strategy.open()
         self._shut = self.strategy.shut
@@ -677,6 +678,7 @@ class Trainer:
         """Runs the mode in ranks, and takes over the main rank's state."""
         parts: dict[str, Any] = {"task": self.task, "data": self.data, "settings": self.settings}
         parts |= {"seed": self.seed, "run": self.run, **self._given}
+        parts["random_state"] = self._random_state
         ending = self.strategy.launch_apart(_in_rank, self.strategy, parts, mode, args, options)
         value, ended = interpreter.unpacked(ending)
         self.mode = mode
@@ -1044,6 +1046,7 @@ def _in_rank(
     strategy: Strategy, parts: dict[str, Any], mode: str, args: tuple, options: dict[str, Any]
 ) -> bytes:
     """Packs what the mode returns, and the state for the Trainer that has launched the ranks."""
+    seeding.restore_random_state(parts.pop("random_state"), [])
     signals = interruption.installed()
     with (
         interruption.watched(parts["settings"].hang_seconds),
