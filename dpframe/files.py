@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from dpframe.errors import UserError
+
 # The length of the comment, then the comment. Earlier versions wrote no step.
 SEAL = re.compile(
     rb"(..)(dpframe sha256 ([0-9a-f]{64})"
@@ -38,9 +40,19 @@ class Parts(NamedTuple):
     hash: str
 
 
-def named(name: str | os.PathLike[str]) -> Path:
-    """The file or folder of a name that is typed; `~name` of no user is a name like any other."""
+def named(key: str, name: str | os.PathLike[str]) -> Path:
+    """The file or folder that a key names; `~name` of no user is a name like any other."""
+    refuse_url(key, name)
     return Path(os.path.expanduser(name))
+
+
+def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
+    """As a path, `s3://bucket` is the folder `bucket` in one called `s3:`."""
+    if re.match(r"[A-Za-z][\w+.-]+://", str(name)):
+        raise UserError(
+            f"{key}={name} is a URL, and dpframe reads and writes local files alone; name a path, "
+            "e.g. of a copy or in a mounted folder"
+        )
 
 
 @contextmanager

@@ -257,6 +257,29 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     assert "has a ${, which Hydra would take for a reference" in swept.err
 
 
+def test_a_remote_address_is_one_line_and_no_directory_of_that_name(tmp_path):
+    recipe, url = ["recipe=boston"], "s3://bucket/x"
+    lines = {
+        f"hydra.run.dir={url}": recipe,
+        "hydra.run.dir=gs://bucket/${recipe}": recipe,
+        f"hydra.sweep.dir={url}": ["-m", *recipe, "seed=1,2"],
+        f"hydra.sweep.subdir={url}": ["-m", *recipe, "seed=1,2"],
+        f"sweep.resume={url}": ["-m"],
+        f"resume={url}": [],
+        "checkpoint=https://host/best.ckpt": [*recipe, "mode=test"],
+        f"checkpoint={url}/best.ckpt": [*recipe, "mode=test"],
+        f"data.input={url}.csv": [*recipe, "mode=predict"],
+        "hydra.run.dir=file:///tmp/x": [*recipe, "mode=plan"],
+    }
+    done = attempts([[*given, word] for word, given in lines.items()], tmp_path)
+    for word, one in zip(lines, done, strict=True):
+        said = word.replace("${recipe}", "boston")
+        assert (one.code, one.err.count("\n"), one.files) == (2, 1, []), one
+        assert one.err.startswith(f"dpframe: {said} is a URL, and dpframe reads and writes"), (
+            one.err
+        )
+
+
 def test_a_directory_may_begin_with_a_tilde_and_a_user_may_be_nobody(tmp_path):
     start = ["recipe=boston", "logger=none", "callbacks.progress=null"]
     lines = {

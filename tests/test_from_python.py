@@ -229,6 +229,8 @@ def test_what_writes_files_asks_for_a_directory(part, tmp_path, monkeypatch):
     ):
         trainer.fit()
     assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="directory=s3://bucket/x is a URL, and dpframe reads"):
+        Run(directory="s3://bucket/x")
     run = Run(directory=str(tmp_path / "mine"))
     Trainer(Small(), Rows(), settings=ONCE, run=run, **{kind: [part()]}).fit()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]

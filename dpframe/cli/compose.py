@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
+from dpframe import files
 from dpframe.cli import plugins
 from dpframe.cli.configs import Configs, quoted, register_resolver
 from dpframe.cli.refusal import unresolved
@@ -183,11 +184,11 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         plain, public = resolved(without_hydra(config))
         _refuse_objects(plain)
         settings = checked(plain)
-        run_dir = str(hydra.run.dir)
+        run_dir = str(files.named("hydra.run.dir", str(hydra.run.dir)))
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
         raise unresolved(error, config) from None
-    if not run_dir.strip():
+    if not str(hydra.run.dir).strip():
         raise UserError("hydra.run.dir is empty; name a directory")
     objective_of(plain)  # refuses a metric without a direction
     folder = _own_folder(hydra)

@@ -69,7 +69,7 @@ def resumed_file(resume: str, runs: Path) -> Path:
 
 def _resumed_run(resume: str, runs: Path) -> Path | None:
     """The directory that `last` or a directory stands for; None: it is a file."""
-    path = files.named(resume)
+    path = files.named("resume", resume)
     if resume == "last":
         return _newest_run(runs, "resume=last")
     if not os.path.isdir(path):  # False, too, for a name that is too long
@@ -197,7 +197,7 @@ def saved_overrides(directory: Path | None) -> list[str]:
 
 
 def _file(key: str, name: str) -> Path:
-    path = files.named(name)
+    path = files.named(key, name)
     if os.path.isdir(path):
         raise UserError(
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"

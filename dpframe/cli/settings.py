@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
+from dpframe.files import refuse_url
 from dpframe.plan.settings import CompareSettings, PlanSettings, TuneSettings
 from dpframe.trainer.settings import TrainerSettings, scale_settings
 
@@ -215,6 +216,7 @@ def _check_data(data: Mapping[str, Any], mode: Any) -> None:
         raise UserError(
             f"data.input={name} is what to predict on, but mode={mode}; use mode=predict"
         )
+    refuse_url("data.input", name or "")
     if type(is_dropped := data.get("drop_last", False)) is not bool:
         raise unfit("data.drop_last", is_dropped, bool)
     for key, least in (("batch_size", 1), ("eval_batch_size", 1), ("workers", 0)):

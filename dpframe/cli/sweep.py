@@ -179,7 +179,9 @@ def _checked(point: list[str], number: int, configs: Configs) -> Point:
     job = from_hydra(config, point)
     job.number = number
     overrides = [override for override in point if head_of(override) != "hydra"]
-    return Point(job, overrides, str(config.hydra.sweep.dir), str(config.hydra.sweep.subdir))
+    name = str(config.hydra.sweep.subdir)
+    files.refuse_url("hydra.sweep.subdir", name)
+    return Point(job, overrides, str(config.hydra.sweep.dir), name)
 
 
 def _check_targets(runs: list[Point]) -> None:
@@ -209,7 +211,7 @@ def _objective(shared: DictConfig) -> Objective:
 
 def _earlier(given: Sequence[str]) -> Earlier | None:
     directory = value_of("sweep.resume", given)
-    return None if directory is None else earlier(files.named(directory))
+    return None if directory is None else earlier(files.named("sweep.resume", directory))
 
 
 def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
@@ -474,10 +476,12 @@ def _directory(
 ) -> Path:
     """The sweep's directory."""
     if settings.resume is not None:
-        directory = new_directory(files.named(settings.resume), is_given=True)
+        directory = new_directory(files.named("sweep.resume", settings.resume), is_given=True)
         refuse_ways_out(directory)
         return directory
-    path = Path(runs[0].sweep_directory if runs else str(shared.hydra.sweep.dir))
+    path = files.named(
+        "hydra.sweep.dir", runs[0].sweep_directory if runs else str(shared.hydra.sweep.dir)
+    )
     if any(word.startswith("hydra.sweep.dir=") for word in words):
         return new_directory(path, is_given=True)
     recipes = dict.fromkeys(run.job.settings.recipe for run in runs)

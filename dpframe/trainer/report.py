@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dpframe.errors import UserError
+from dpframe.files import refuse_url
 from dpframe.loggers import Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
@@ -29,6 +30,9 @@ class Run:
     public: dict[str, Any] | None = None  # `config` without its secrets; None: it has none
     config_text: str = ""
     is_repeated: bool = False  # from its first step, in the directory of a failed job
+
+    def __post_init__(self) -> None:
+        refuse_url("directory", self.directory)
 
 
 class Report:
