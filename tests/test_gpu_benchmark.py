@@ -220,14 +220,28 @@ PROGRAMS = {
 }
 
 
+class Impatient(subprocess.Popen):
+    """The time of a program that hangs is over as soon as it has told something."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        records = Path(self.args[-1])
+        if timeout is None or PROGRAMS["small"] not in self.args:
+            return super().wait(timeout)
+        while not (records.exists() and records.read_text().endswith("\n")):
+            assert self.poll() is None
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
 def test_a_section_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(subprocess, "Popen", Impatient)
     monkeypatch.setattr(budget, "PARTS", {"machine": 4, "small": 1, "gpt": 20})
 
     def command(name, seconds, records):
         return [sys.executable, "-c", PROGRAMS[name], str(records)]
 
-    failed, stopped, done = budget.run_all(list(PROGRAMS), 100.0, command, tmp_path)
+    failed, stopped, done = budget.run_all(list(PROGRAMS), 5000.0, command, tmp_path)
     assert [each.state for each in (failed, stopped, done)] == ["failed", "stopped", "done"]
     assert failed.error == "this is what went wrong"
     assert [record["name"] for record in done.records] == ["seen"]
@@ -242,7 +256,7 @@ def test_a_section_that_fails_or_hangs_costs_only_itself(tmp_path, monkeypatch):
 
 def is_gone(process: int) -> bool:
     """Or about to be, when its parent has seen it end."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         stat = Path(f"/proc/{process}/stat")
         if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
@@ -295,7 +309,8 @@ def test_without_a_card_it_says_how_to_try_it_out(monkeypatch, tmp_path):
     ],
 )
 def test_a_dry_run_measures_what_is_asked_for_and_writes_the_page(tmp_path, words, parts):
-    done = benchmark("--dry-run", *words, "--out", tmp_path)
+    # A busy machine takes its time: no section is to be stopped.
+    done = benchmark("--dry-run", *words, "--out", tmp_path, "--minutes", 100)
     report = json.loads((tmp_path / "gpu.json").read_text())
     assert done.returncode == 0, done.stdout + (tmp_path / "gpu.md").read_text()
     assert set(report) == {
