@@ -154,18 +154,13 @@ def digest(block: bytes) -> str:
 
 def step_of(path: Path) -> int:
     """The optimizer updates of a checkpoint; -1 where it does not tell."""
-    with path.open("rb") as file:
-        sealed = _seal(file)
+    sealed = _sealed(path)
     return -1 if sealed is None else sealed.step
 
 
 def parts_of(path: Path) -> Parts | None:
     """The parts that it names, if it is a sharded checkpoint."""
-    try:
-        with path.open("rb") as file:
-            sealed = _seal(file)
-    except OSError:  # it is gone
-        return None
+    sealed = _sealed(path)
     return None if sealed is None else sealed.parts
 
 
@@ -179,8 +174,7 @@ def remove_parts(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def identity(path: Path) -> str:
     """What tells a sealed file from others without reading it: its hash, step and parts."""
-    with path.open("rb") as file:
-        sealed = _seal(file)
+    sealed = _sealed(path)
     return (sealed.hash + sealed.told).decode() if sealed is not None else ""
 
 
@@ -188,17 +182,23 @@ def newest_good(directory: Path, *, but: Path | None = None) -> Path | None:
     """The checkpoint that was written last, of those that are whole.
 
     Copying a run gives its files new times, in any order: a file that looks newer than `last.ckpt`
-    is taken in its place only if it has more steps, e.g. after a kill between the two.
+    is taken in its place only if it has more steps, e.g. after a kill between the two. Without a
+    whole `last.ckpt` the one of the most steps is taken.
     """
     # Of files of one moment, `last` and `best` come first.
     names = ["best.ckpt", "last.ckpt"]
     age = lambda path: (written_at(path), path.name in names, path.name == "last.ckpt")  # noqa: E731
     paths = sorted((path for path in directory.glob("*.ckpt") if path != but), key=age)
-    good = next((path for path in reversed(paths) if not flaw(path)), None)
     last = directory / "last.ckpt"
-    if good in (None, last) or last not in paths or flaw(last):
-        return good
-    return good if step_of(good) > step_of(last) else last
+    has_last = last in paths and not flaw(last)
+    if not has_last:
+        paths.sort(key=step_of)
+    for path in reversed(paths):
+        if has_last and path == last:
+            return last
+        if not flaw(path):
+            return path if not has_last or step_of(path) > step_of(last) else last
+    return None
 
 
 def newest_of_run(directory: str | Path) -> Path | None:
@@ -225,6 +225,16 @@ class _Seal(NamedTuple):
     told: bytes  # e.g. b" step 40"
     step: int  # -1: it does not tell
     parts: Parts | None
+
+
+def _sealed(path: Path) -> _Seal | None:
+    if not path.is_file():  # it is gone, or a pipe that nobody writes into
+        return None
+    try:
+        with path.open("rb") as file:
+            return _seal(file)
+    except OSError:
+        return None
 
 
 def _seal(file: BinaryIO) -> _Seal | None:

@@ -10,14 +10,17 @@ import resource
 import shutil
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from attempted import attempted
+from attempted import Attempt, attempted
 from command import attempts, write
 from forked import fresh, started
 
-from dpframe import checkpoint
+from dpframe import checkpoint, files
+from dpframe.cli.directory import Directory
 from dpframe.cli.output import logging_to
 from dpframe.cli.resume import resumed_file
 from dpframe.errors import Failure
@@ -72,6 +75,51 @@ def test_what_can_not_go_on_exactly_is_refused_with_all_that_differs(resumed):
             "dpframe: resume=last: there is no run with a checkpoint in outputs/lenet\n",
         ),
     }
+
+
+def ended_meanwhile(line: list[str], late: dict[str, bytes]) -> Attempt:
+    """The run that is resumed saves its last checkpoint when this one has read the one before."""
+    make = Directory.make
+
+    def made(self: Directory, notes: Any) -> str:
+        for name, content in late.items():
+            (self.path / "checkpoints" / name).write_bytes(content)
+        return make(self, notes)
+
+    with patch.object(Directory, "make", made):
+        return attempted([line])[0]
+
+
+@pytest.mark.parametrize("start", ["run", "run/checkpoints/last.ckpt", "last"])
+def test_a_resume_goes_on_from_what_a_run_has_saved_until_its_directory_was_free(
+    resumed, tmp_path, start
+):
+    folder = tmp_path / "outputs/boston" if start == "last" else tmp_path
+    shutil.copytree(resumed[0] / "run", folder / "run")
+    last = folder / "run/checkpoints/last.ckpt"
+    late, end = {"last.ckpt": last.read_bytes()}, files.step_of(last)
+    step, older = min((files.step_of(path), path) for path in last.parent.glob("*.ckpt"))
+    older.replace(last)
+    for path in set(last.parent.iterdir()) - {last}:
+        path.unlink()
+    line = [f"resume={start}", "recipe=boston", "trainer.max_epochs=9", "resume_anyway=true"]
+    done = fresh(ended_meanwhile, line, late, folder=tmp_path)
+    assert done.code == 0, done.err
+    assert step < end and f"step {end}\n" in done.out and f", step {step}\n" not in done.out
+    assert json.loads((folder / "run/summary.json").read_text())["steps"] == 36
+
+
+def test_the_same_command_again_after_a_kill_before_the_first_checkpoint_has_each_step_once(
+    tmp_path,
+):
+    line = [*BOSTON, "callbacks.checkpoint=null", "trainer.log_every=1"]
+    attempts([[*line, "trainer.max_steps=3"]], tmp_path)
+    (tmp_path / "run/summary.json").unlink()  # as a kill leaves it
+    (again,) = attempts([[*line, "trainer.max_steps=5"]], tmp_path)
+    assert again.code == 0, again.err
+    with (tmp_path / "run/metrics.csv").open() as file:
+        steps = [row["step"] for row in csv.DictReader(file)]
+    assert steps == ["1", "2", "3", "4", "5"]
 
 
 def test_resume_anyway_goes_on_with_the_new_learning_rate_and_draws_every_step_once(resumed):
@@ -135,16 +183,27 @@ def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(resumed, t
     assert "resumed at epoch" in by_run.out
 
 
+def saved_in_turn(folder: Path, steps: dict[str, int]) -> None:
+    for seconds, (file, step) in enumerate(steps.items()):
+        path = folder / "checkpoints" / file
+        checkpoint.save({"progress": {"epoch": 1, "global_step": step}}, path)
+        os.utime(path, (seconds, seconds))
+
+
 @pytest.mark.parametrize(("best_step", "name"), [(9, "best.ckpt"), (7, "last.ckpt")])
 def test_a_newer_file_than_last_ckpt_is_taken_for_its_steps_and_not_for_a_copys_time(
     tmp_path, capsys, best_step, name
 ):
-    for seconds, (file, step) in enumerate({"last.ckpt": 8, "best.ckpt": best_step}.items()):
-        path = tmp_path / "checkpoints" / file
-        checkpoint.save({"progress": {"epoch": 1, "global_step": step}}, path)
-        os.utime(path, (seconds, seconds))
+    saved_in_turn(tmp_path, {"last.ckpt": 8, "best.ckpt": best_step})
     assert resumed_file(str(tmp_path), tmp_path).name == name
     assert capsys.readouterr().err == ""
+
+
+def test_without_a_whole_last_ckpt_the_most_steps_are_taken_whatever_a_copys_times(tmp_path):
+    saved_in_turn(tmp_path, {"epoch0002-step8.ckpt": 8, "last.ckpt": 9, "best.ckpt": 4})
+    last = tmp_path / "checkpoints/last.ckpt"
+    last.write_bytes(last.read_bytes()[:-10])
+    assert resumed_file(str(tmp_path), tmp_path).name == "epoch0002-step8.ckpt"
 
 
 def test_a_link_to_nowhere_among_the_checkpoints_is_passed_over(tmp_path):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
 
 from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings
+from dpframe.callbacks.averages import SWA
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -248,3 +249,44 @@ def test_a_stream_that_draws_its_order_gives_every_row_once(where, workers):
 
 def assert_whole(codes: list[float]) -> None:
     assert codes and {round(code * ROWS * 2**16) for code in codes} == {2**17 - 1}
+
+
+class Uneven(Ids):
+    """Of epochs with another number of batches each, and a schedule by epochs."""
+
+    def configure_optimizer(self) -> Any:
+        optimizer = super().configure_optimizer()
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+class UnevenData(Data):
+    def __init__(self) -> None:
+        super().__init__("uneven")
+
+    def train_sampler(self, dataset: Dataset) -> Any:
+        return UnevenBatches()
+
+
+class UnevenBatches:
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[row, row + 1] for row in range(5 - self.epoch)])
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_max_steps_at_the_end_of_an_epoch_of_fewer_batches_ends_that_epoch():
+    """The epochs have 5, 4 and 3 batches: a run of 9 steps has ended two of them."""
+    ended = []
+    for limit in ({"max_epochs": 2}, {"max_steps": 9, "max_epochs": 3}):
+        average = SWA(start_epoch=0)
+        settings = TrainerSettings(threads=1, precision="64", **limit)
+        trainer = Trainer(Uneven(), UnevenData(), settings=settings, callbacks=[average])
+        trainer.fit()
+        ended.append((trainer.epoch, trainer.update.learning_rates(), average.count))
+    assert ended[0] == ended[1] == (2, {"": 0.0025}, 2)

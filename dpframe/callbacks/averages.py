@@ -203,6 +203,6 @@ class SWA(Average):
         if self.every_n_steps is not None:
             is_due = trainer.global_step % self.every_n_steps == 0
         else:  # before the epoch's validation, which comes before on_epoch_end
-            is_due = trainer.progress.batches_done == trainer.feed.batches_per_epoch
+            is_due = trainer.progress.batches_done == trainer.feed.batches_in(trainer.epoch)
         if is_due:
             self.add()

@@ -1,6 +1,7 @@
 """A run's directory with its `.hydra/`: made after all checks, removed if nothing was trained."""
 
 import errno
+import json
 import os
 import shutil
 import socket
@@ -22,6 +23,7 @@ class Directory:
         self.path = path
         self.is_given = is_given
         self.made: list[Path] = []  # by this run, the innermost first
+        self.has_broken_run = False  # one that was killed or has failed, before this one
         self._lock: IO[str] | None = None
 
     def make(self, notes: Mapping[str, str]) -> str:
@@ -35,6 +37,7 @@ class Directory:
             self._take(folder / "lock")
             for swept in (self.path, folder):
                 files.sweep(swept)
+            self.has_broken_run = (folder / "config.yaml").is_file() and not _is_finished(self.path)
             _keep_older(folder / "config.yaml", notes.get("config.yaml", ""))
             for name, text in notes.items():
                 _write(folder / name, text)
@@ -131,6 +134,13 @@ def refuse_ways_out(directory: Path) -> None:
                 )
             if not (entry.is_file() or entry.is_dir()):
                 raise UserError(f"{entry} is neither a file nor a folder; remove it")
+
+
+def _is_finished(directory: Path) -> bool:
+    try:
+        return bool(json.loads((directory / "summary.json").read_text())["status"] == "finished")
+    except (OSError, LookupError, TypeError, ValueError):
+        return False
 
 
 def _remove_empty(directories: Iterable[Path]) -> None:

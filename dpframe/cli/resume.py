@@ -67,6 +67,16 @@ def resumed_file(resume: str, runs: Path) -> Path:
     return good
 
 
+def saved_since(resume: str, start: Path, step: int) -> Path | None:
+    """What the run has saved after this step, which was read before its directory was locked: a
+    run that ends, e.g. by a signal, saves last of all."""
+    paths = [start] if os.path.isfile(Path(resume).expanduser()) else start.parent.glob("*.ckpt")
+    if all(files.step_of(path) <= step for path in paths):
+        return None
+    newest = start if paths == [start] else files.newest_good(start.parent)
+    return newest if newest is not None and files.step_of(newest) > step else None
+
+
 def _resumed_run(resume: str, runs: Path) -> Path | None:
     """The directory that `last` or a directory stands for; None: it is a file."""
     path = files.named("resume", resume)

@@ -24,7 +24,7 @@ from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
 from dpframe.cli.ending import ending
 from dpframe.cli.origin import compared
-from dpframe.cli.resume import run_directory
+from dpframe.cli.resume import run_directory, saved_since
 from dpframe.cli.settings import EVALUATIONS, is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
@@ -185,7 +185,11 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     ranks.tell("directory", path)
     if strategy.is_main:
         ranks.tell("made", directory.made)
+        is_fresh = settings.mode == "fit" and settings.resume is None
+        trainer.run.is_repeated |= is_fresh and directory.has_broken_run
     try:
+        with explain(trainer):
+            _look_again(job, trainer)
         with output.logging_to(Path(path), rank=strategy.rank, logs_error=not ranks.has_parent()):
             for line in filter(None, notes):
                 log.info(line)
@@ -291,6 +295,20 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
     if settings.mode == "fit":
         trainer.prepare(state, resume_anyway=settings.resume_anyway)
     return notes
+
+
+def _look_again(job: Composed, trainer: Trainer) -> None:
+    """The run that is resumed may have been ending until its directory was locked."""
+    strategy, start, resume = trainer.strategy, job.start, job.settings.resume
+    if job.settings.mode != "fit" or resume is None:
+        return
+    found = None
+    if strategy.is_main and start is not None:
+        found = saved_since(resume, start, trainer.global_step)
+    newest = strategy.share(found)
+    if newest is not None:
+        state = nodes.start_of(replace(job, start=newest), strategy)
+        trainer.prepare(state, resume_anyway=job.settings.resume_anyway)
 
 
 def _named(start: Path | None) -> str:

@@ -302,7 +302,7 @@ class Lightning(Task):
         done = trainer.progress.batches_done
         if not self.optimizes_by_hand:
             self._step_schedules("step", done)
-        if not self.optimizes_by_hand and done == trainer.feed.batches_per_epoch:
+        if not self.optimizes_by_hand and done == trainer.feed.batches_in(trainer.epoch):
             self._step_schedules("epoch", self.current_epoch + 1)
         self._is_recomputing = False
         self._end_batches(trainer)

@@ -87,7 +87,7 @@ class TheirTrainer:
     @property
     def is_last_batch(self) -> bool:
         done = self.task.attached.batch_index + 1
-        return done == self._ours.feed.batches_per_epoch
+        return done == self._ours.feed.batches_in(self._ours.epoch)
 
     @property
     def should_stop(self) -> bool:

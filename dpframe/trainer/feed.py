@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from dpframe.accelerator import has_streams
 from dpframe.data import DataModule, Loader, Rows, sets_of
 from dpframe.data.input import dataset_of
+from dpframe.data.order import SamplerOrder
 from dpframe.data.prefetch import keep_on
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
@@ -73,6 +74,14 @@ class Feed:
     @property
     def dataset(self) -> Any:
         return self.source.dataset
+
+    def batches_in(self, epoch: int) -> int | None:
+        """Those of this epoch: a batch sampler may make more or fewer than in another one."""
+        order = self.train.order
+        if not isinstance(order, SamplerOrder):
+            return self.batches_per_epoch
+        drawn = len(order.epoch(epoch))
+        return drawn if self.limit is None else min(drawn, self.limit)
 
     def validations_within(self, settings: TrainerSettings) -> frozenset[int]:
         """After how many of an epoch's batches to validate, where that is done by a share of it."""

@@ -556,7 +556,9 @@ class Trainer:
         progress, settings = self.progress, self.settings
         self._read_losses()
         rates = self._learning_rates()
-        is_whole = not self.should_stop or progress.batches_done == self.feed.batches_per_epoch
+        is_whole = not self.should_stop or progress.batches_done == self.feed.batches_in(
+            progress.epoch
+        )
         if self.lookout.done != progress.global_step:
             self._look()
         epochs = progress.epoch + is_whole
