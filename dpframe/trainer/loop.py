@@ -44,6 +44,7 @@ from dpframe.task import (
     prefixed,
 )
 from dpframe.trainer.activations import drop_activations
+from dpframe.trainer.compiled import Compiled
 from dpframe.trainer.evaluation import (
     Evaluation,
     Predictions,
@@ -741,10 +742,10 @@ class Trainer:
             step = strategy.wrap(StepByHand(task, self.precision.autocast), training=False)
             for update in (*self._only, *self.updates.values()):
                 update.run(step)
+        options = {**settings.compile_options, "mode": mode}
+        compiled = None if mode is None else Compiled(**options)
         for update in self.updates.values() if not task.optimizes_by_hand else ():
-            step = TrainStep(task, self.precision.autocast, update.name)
-            if mode is not None:
-                step.compile(**{**settings.compile_options, "mode": mode})
+            step = TrainStep(task, self.precision.autocast, update.name, compiled)
             with update.alone() if update.name else nullcontext():
                 update.run(strategy.wrap(step, training=True))
         self._compares_turns = strategy.world_size > 1 and task.has_own("turns")
