@@ -14,13 +14,14 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
+from benchmarks.gpu import __main__ as program  # noqa: E402
 from benchmarks.gpu import budget, formulas, results, ways  # noqa: E402
 from benchmarks.gpu.contests import LIGHTNING, RESIDENT, TUNED, contests, flops_per_row  # noqa: E402
 from benchmarks.gpu.contests import recipe as problem_of  # noqa: E402
 from benchmarks.gpu.page import page  # noqa: E402
 from benchmarks.gpu.records import Records  # noqa: E402
 from benchmarks.gpu.resnet import ResNet50  # noqa: E402
-from benchmarks.gpu.sections import kernels, outcome  # noqa: E402
+from benchmarks.gpu.sections import SECTIONS, kernels, outcome  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -301,14 +302,29 @@ def test_without_a_card_it_says_how_to_try_it_out(monkeypatch, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+PARTS = [["machine", "tests", "small"], ["gpt", "resnet", "running"], ["ddp"]]  # in short tests
+CONTESTS = {"small": ["boston", "lenet"], "gpt": ["gpt"], "resnet": ["resnet"]}
+FACTS = {
+    "machine": ["torch"],
+    "running": ["idle share", "whole process", "a checkpoint"],
+    "ddp": ["by ddp"],
+}
+
+
+def test_without_a_choice_all_sections_are_measured_and_each_is_tried_in_a_dry_run():
+    assert program.parser().parse_args([]).only is None
+    assert list(budget.PARTS) == list(SECTIONS) == sum(PARTS, [])
+
+
 @pytest.mark.parametrize(
-    ("words", "parts"),
+    ("device", "parts"),
     [
-        (("--device", "cpu", "--only", "machine", "small"), ["machine", "small"]),
-        pytest.param((), list(budget.PARTS), marks=pytest.mark.gpu(2)),
+        ("cpu", ["machine", "small"]),
+        *(pytest.param("cuda", parts, marks=pytest.mark.gpu(2)) for parts in PARTS),
     ],
 )
-def test_a_dry_run_measures_what_is_asked_for_and_writes_the_page(tmp_path, words, parts):
+def test_a_dry_run_measures_what_is_asked_for_and_writes_the_page(tmp_path, device, parts):
+    words = ["--device", device, "--only", *parts]
     # A busy machine takes its time: no section is to be stopped.
     done = benchmark("--dry-run", *words, "--out", tmp_path, "--minutes", 100)
     report = json.loads((tmp_path / "gpu.json").read_text())
@@ -321,15 +337,14 @@ def test_a_dry_run_measures_what_is_asked_for_and_writes_the_page(tmp_path, word
     states = {section["name"]: section["state"] for section in report["sections"]}
     assert states == dict.fromkeys(parts, "done")
     names = [c["name"] for c in report["contests"]]
-    assert names == ["boston", "lenet", *(name for name in ("gpt", "resnet") if name in parts)]
+    assert names == [name for part in parts for name in CONTESTS.get(part, [])]
     for contest in report["contests"]:
         rows = {way["way"]: way for way in contest["ways"]}
         assert {TUNED, ways.OURS} <= set(rows) <= {TUNED, ways.OURS, LIGHTNING, RESIDENT}
         assert all(way["agrees"] and way["step_seconds"] > 0 for way in rows.values())
         assert contest["ratios"] and contest["failures"] == []
     facts = [r["name"] for s in report["sections"] for r in s["records"] if r["kind"] == "fact"]
-    words = ["torch", "idle share", "whole process", "a checkpoint", "by ddp"]
-    for word in words if parts == list(budget.PARTS) else words[:1]:
+    for word in [word for part in parts for word in FACTS.get(part, [])]:
         assert any(word in name for name in facts), word
     text = (tmp_path / "gpu.md").read_text()
     assert text == page(report)
