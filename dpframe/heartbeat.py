@@ -27,6 +27,9 @@ BEAT_SECONDS = 0.1  # between two of them at least
 TICK_SECONDS = 0.1  # between two looks at what has come
 STACK_SECONDS = 1.0  # for it to come
 END_SECONDS = 1.0  # for a process to end by itself
+# How long a fork gets to begin, and then each one that is started in its place: it takes
+# milliseconds, and longer on a busy machine.
+BEGIN_SECONDS = (3.0, 6.0, 12.0)
 HOUSE = str(Path(__file__).parent) + os.sep
 FRAME = re.compile(
     r'File "([^"]+)", line (\d+),? in (\S+)'

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,11 +57,21 @@ def fresh(
         return pool.submit(_call, call, args, folder, given).result()
 
 
-def on(strategy: Strategy, call: Callable[..., Any], *args: Any) -> Any:
-    """`call(strategy, *args)` where the strategy is set up: in its ranks, if it has some."""
+def on(
+    strategy: Strategy, call: Callable[..., Any], *args: Any, enter: Callable[[], object] = bool
+) -> Any:
+    """`call(strategy, *args)` where the strategy is set up: in its ranks, if it has some, after
+    `enter()` in the process that starts them."""
     if strategy.launches_ranks:
-        return fresh(strategy.launch, _opened, strategy, call, args)
+        return fresh(_launched, enter, strategy, call, args)
     return _opened(strategy, call, args)
+
+
+def _launched(
+    enter: Callable[[], object], strategy: Strategy, call: Callable[..., Any], args: tuple
+) -> Any:
+    enter()
+    return strategy.launch(_opened, strategy, call, args)
 
 
 def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -155,6 +166,25 @@ def _opened(strategy: Strategy, call: Callable[..., Any], args: tuple) -> Any:
 
 
 # ---- in the fork
+
+
+def stop_forks(*numbers: int) -> None:
+    """This process's next forks of these numbers, from 0, stop before they run anything, as in a
+    lock that a thread held during the fork. So do its children's, by numbers of their own."""
+    numbered = count()
+    number = -1
+
+    def before() -> None:
+        nonlocal number
+        number = next(numbered)
+
+    def after_in_child() -> None:
+        nonlocal numbered
+        while number in numbers:
+            signal.pause()
+        numbered = count()
+
+    os.register_at_fork(before=before, after_in_child=after_in_child)
 
 
 def limited(megabytes: int) -> None:

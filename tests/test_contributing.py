@@ -67,7 +67,7 @@ def test_github_runs_ci_on_every_python_that_is_allowed():
     (job,) = workflow["jobs"].values()
     assert job["steps"][-1] == {"run": ".ci/run"}
     oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
-    assert job["strategy"]["matrix"]["python"][0] == oldest
+    assert job["strategy"]["matrix"]["python"][0] == f"~{oldest}.10"
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
 
 

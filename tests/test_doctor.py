@@ -1,8 +1,10 @@
 """`mode=doctor`: what is here, what each strategy would use, and what is wrong."""
 
+import platform
 import re
 import resource
 import shutil
+import sys
 from types import SimpleNamespace
 
 from command import dpframe
@@ -43,6 +45,10 @@ def test_operations_are_told_by_thousands():
 
 def test_what_is_wrong_with_a_machine_is_told_with_what_to_do(monkeypatch):
     assert not [problem for problem in doctor._problems() if "RANK" in problem]
+    assert not [problem for problem in doctor._problems() if "CPython" in problem] or (
+        sys.version_info < (3, 11, 10)
+    )
+    monkeypatch.setattr(doctor, "FORKS_SAFELY", (99, 1))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     usage = SimpleNamespace(total=64 << 20, free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -50,6 +56,8 @@ def test_what_is_wrong_with_a_machine_is_told_with_what_to_do(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     told = "\n".join(doctor._problems())
     for words in (
+        f"Python {platform.python_version()} forks may hang at its start (CPython's issue 112275), "
+        "until it is started again; use 99.1 or newer",
         "/dev/shm has 64 MiB, which data workers may fill; use data.workers=0",
         "TMPDIR has 1 MiB free; make room",
         "a process may open 64 files; ulimit -n 1024",

@@ -1,5 +1,6 @@
 """Real processes: how ranks start, how torchrun's join, and how each kind of fault ends the job."""
 
+import logging
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import torch
 from command import ROOT, cold_dpframe, environment, output, write
 from conftest import descendants, remaining
 from injector import fail_at, run, started
+from small import Listed, Rows, fitted, is_same
 
-from dpframe import UserError, checkpoint
+from dpframe import UserError, checkpoint, heartbeat
 from dpframe.strategies import launch, ranks
 from dpframe.strategies.ddp import DDP
 
@@ -239,6 +242,30 @@ def value_of_the_rank(value: int) -> tuple[str, int]:
 def test_launch_returns_the_value_of_the_main_process_and_puts_everything_back():
     """Environment, signal handlers and threads: conftest's `nothing_leaks` looks at them."""
     assert DDP(2, "cpu").launch(value_of_the_rank, 5) == ("0", 5)
+
+
+def trained_by_workers(strategy: DDP) -> dict[str, Any]:
+    data = Rows()
+    data.train, data.workers = Listed(data.train), 1
+    return fitted(data=data, strategy=strategy).task.state_dict()
+
+
+def stop_first_forks(log: Path) -> None:
+    forked.stop_forks(0)
+    heartbeat.BEGIN_SECONDS = (0.2, 100.0)
+    logging.getLogger("dpframe").addHandler(logging.FileHandler(log))
+
+
+def test_ranks_and_their_workers_that_do_not_begin_are_started_again(tmp_path):
+    """The first fork of each process hangs."""
+    whole = forked.on(DDP(2, "cpu"), trained_by_workers)
+    enter = partial(stop_first_forks, tmp_path / "log")
+    assert is_same(forked.on(DDP(2, "cpu"), trained_by_workers, enter=enter), whole)
+    log = (tmp_path / "log").read_text()
+    late = r"\(pid \d+\) has not begun in 0\.2 s; "
+    assert re.search(rf"^rank 0 {late}it is started again$", log, re.M)
+    worker = rf"^data worker 0 {late}all data workers are started again$"
+    assert len(re.findall(worker, log, re.M)) == 2
 
 
 def listening(pid: int) -> list[str]:

@@ -1,5 +1,6 @@
 """Data workers: how many are chosen, what they draw, and one line for one that dies or hangs."""
 
+import logging
 import os
 import random
 import re
@@ -12,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import descendants
+from forked import fresh, stop_forks
 from small import Stream, fitted, is_same, trainer
 from test_data import Bad, BadStream
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from dpframe import DataModule, Strategy, UserError, seeding
+from dpframe import DataModule, Strategy, UserError, heartbeat, seeding
 from dpframe.callbacks.progress import banner
 from dpframe.data import Loader, workers
 from dpframe.data.workers import chosen
@@ -244,6 +246,54 @@ def test_a_worker_that_exits_is_told_by_where():
         r"data worker 0: sys\.exit\(0\) in exits \(test_workers\.py, line \d+\) ended it before "
         r"its work was done; raise an exception instead",
         failure(Dies("exits")),
+    )
+
+
+def begun(hung: int, persistent: bool) -> tuple[list[Any], list[str], str]:
+    """Two epochs of rows that draw, what was logged, and the error, if so many tries hang."""
+    stop_forks(*range(1, 2 * hung, 2))  # of each try's two workers the second
+    heartbeat.BEGIN_SECONDS = (0.2, *(0.2,) * (hung - 1), 100.0)[:3]
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dpframe").addHandler(handler)
+    loader = Loader(
+        Rows(noise="torch"),
+        batch_size=4,
+        shares=lambda rows: [rows],
+        shuffle=True,
+        seed=3,
+        workers=2,
+        timeout_seconds=100.0 if hung < 4 else 0.5,
+        options={"persistent_workers": persistent},
+    )
+    batches, said = [], ""
+    try:
+        for epoch in range(2):
+            batches += [batch.shares[0].batch for batch in loader.epoch(epoch)]
+    except Failure as error:
+        said = str(error)
+    return batches, lines, said
+
+
+@pytest.mark.parametrize("hung, persistent", [(1, True), (2, False)])
+def test_workers_that_do_not_begin_are_started_again_and_read_the_same_rows(hung, persistent):
+    whole, said, _ = fresh(begun, 0, persistent)
+    assert len(whole) == 20 and not said
+    again, said, _ = fresh(begun, hung, persistent)
+    assert is_same(again, whole)
+    line = (
+        r"data worker [01] \(pid \d+\) has not begun in 0\.2 s; all data workers are started again"
+    )
+    assert len(said) == hung and all(re.fullmatch(line, one) for one in said)
+
+
+def test_a_worker_that_never_begins_is_told_once_its_tries_are_used_up():
+    _, said, error = fresh(begun, 4, True)
+    assert len(said) == 3
+    assert re.fullmatch(
+        r"data worker [01] \(pid \d+\) has returned nothing for 0\.5 s: it has not begun; see what "
+        r"mode=doctor finds, or raise trainer\.data_timeout_seconds",
+        error,
     )
 
 

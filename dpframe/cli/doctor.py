@@ -4,6 +4,7 @@ import os
 import platform
 import resource
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
@@ -29,6 +30,7 @@ SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED = 256 << 20  # bytes: data workers hand batches over there
 LEAST_DISK = 1 << 30
 LEAST_FILES = 1024
+FORKS_SAFELY = (3, 11, 10)  # the first Python without CPython's issue 112275
 
 
 def report(job: Composed) -> str:
@@ -113,6 +115,12 @@ def _add_up(strategy: Strategy) -> float:
 
 
 def _problems() -> Iterator[str]:
+    if sys.version_info < FORKS_SAFELY:
+        fixed = ".".join(map(str, FORKS_SAFELY))
+        yield (
+            f"a data worker or rank that Python {platform.python_version()} forks may hang at its "
+            f"start (CPython's issue 112275), until it is started again; use {fixed} or newer"
+        )
     if not present("auto") and any(Path("/dev").glob("nvidia[0-9]*")):
         yield f"there is an NVIDIA card, and {why_none('auto')}; install torch's build for CUDA"
     if SHARED_MEMORY.is_dir() and _shared() < LEAST_SHARED:

@@ -1,6 +1,7 @@
 """Data workers: how many pay off, and one line for a worker that dies or hangs."""
 
 import faulthandler
+import logging
 import multiprocessing
 import os
 import signal
@@ -23,11 +24,14 @@ from dpframe.errors import Failure, UserError, exited
 SLOW_SECONDS = 0.005  # to read a batch; a worker takes about 0.002 to hand one over
 MAX_WORKERS = 8
 END = object()  # of an epoch
+LOOK_SECONDS = 0.001  # between two looks at whether all workers have begun
 MEANING = {
     "SIGKILL": "perhaps for memory: try a smaller data.workers or data.batch_size",
     "SIGBUS": "there was no shared memory left: raise the limit of /dev/shm, or set data.workers=0",
     "SIGSEGV": "a library that it calls is broken: data.workers=0 may show where",
 }
+
+log = logging.getLogger("dpframe")
 
 
 class Workers(NamedTuple):
@@ -94,6 +98,9 @@ class Processes:
     DataLoader's `timeout` counts seconds in which the whole job is stopped, and does not cover the
     transfer of a tensor's memory, which waits for ever for a worker that is stopped or keeps its
     GIL. The end of the workers ends that wait.
+
+    Forked workers that have not begun in time are killed and started again before they are asked
+    for anything: a fork may inherit a lock that nobody will release, e.g. the interpreter's own.
     """
 
     def __init__(
@@ -113,6 +120,8 @@ class Processes:
         self._stacks, stacks = multiprocessing.Pipe(duplex=False)
         self._requests = _Requests()
         self._generator = torch.Generator()
+        self._others: set[int | None] = set()  # this process's other children
+        self._begin_seconds: float | None = None  # None: they get as long as an answer
         self._processes: list[Any] = []
         self._loader: DataLoader | None = None  # its workers begin with the first epoch
         self._new_loader = partial(
@@ -130,17 +139,16 @@ class Processes:
     def read(self, requests: Iterable[tuple], seed: int) -> Iterator[Any]:
         """The answers; `seed` is what the generators of workers that start now start from."""
         self._requests.items = requests
-        self._generator.manual_seed(seed)
         with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
             try:
-                yield from self._received(thread)
+                yield from self._received(thread, seed)
             except GeneratorExit:
                 raise
             except BaseException as error:
                 raise self._ended(error) from None
 
-    def _received(self, thread: ThreadPoolExecutor) -> Iterator[Any]:
-        answers = self._started()
+    def _received(self, thread: ThreadPoolExecutor, seed: int) -> Iterator[Any]:
+        answers = self._started(seed)
         tick = min(1.0, self._timeout_seconds / 4)
         while True:
             answer, clock = thread.submit(next, answers, END), heartbeat.Clock(tick)
@@ -154,18 +162,65 @@ class Processes:
                 raise result
             yield result
 
-    def _started(self) -> Iterator[Any]:
+    def _started(self, seed: int) -> Iterator[Any]:
+        """Each try has the same seeds, and no request was taken from the epoch before it."""
+        for seconds in (*heartbeat.BEGIN_SECONDS, None):
+            self._begin_seconds = seconds
+            self._generator.manual_seed(seed)
+            try:
+                return self._opened()
+            except _NotBegun as error:
+                self._kill()  # first: torch waits for workers that it ends itself
+                # By its words: the error itself would keep what is left of the DataLoader.
+                log.warning("%s; all data workers are started again", str(error))
+        raise AssertionError
+
+    def _opened(self) -> Iterator[Any]:
         """Puts torch's handler of SIGCHLD away: it raises wherever the main thread is, e.g. in a
         step. The wait for an answer ends without it, too, when a worker has died."""
-        handler, before = signal.getsignal(signal.SIGCHLD), multiprocessing.active_children()
+        handler = signal.getsignal(signal.SIGCHLD)
+        self._others = {child.pid for child in multiprocessing.active_children()}
         if self._loader is None:
             self._loader = self._new_loader()
-        answers = iter(self._loader)
-        if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
-            signal.signal(signal.SIGCHLD, handler)
-        started = [child for child in multiprocessing.active_children() if child not in before]
+        if not self._loader.persistent_workers:
+            self._pids.zero_()
+        # Not for longer: a cycle would keep the workers until Python looks for cycles.
+        self._requests.wait_for_begin = self._wait_for_begin
+        try:
+            return iter(self._loader)
+        finally:
+            self._requests.wait_for_begin = None
+            if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
+                signal.signal(signal.SIGCHLD, handler)
+            self._find_processes()
+
+    def _find_processes(self) -> None:
+        children = multiprocessing.active_children()
+        started = [child for child in children if child.pid not in self._others]
         self._processes = started or self._processes  # persistent workers go on
-        return answers
+
+    def _wait_for_begin(self) -> None:
+        """When all workers were started, and none was asked for anything yet."""
+        assert self._loader is not None
+        context: Any = self._loader.multiprocessing_context or multiprocessing
+        if self._begin_seconds is None or context.get_start_method() != "fork":
+            return  # a new interpreter takes seconds
+        self._find_processes()
+        sentinels = [process.sentinel for process in self._processes]
+        clock = heartbeat.Clock()
+        # A worker that has died is told by the wait for its answer.
+        while sentinels and not self._pids.all() and not connection.wait(sentinels, LOOK_SECONDS):
+            late = [(number, pid) for number, pid, has_begun in self._numbered() if not has_begun]
+            if late and clock.seconds() >= self._begin_seconds:
+                who = "data worker {} (pid {})".format(*late[0])
+                raise _NotBegun(f"{who} has not begun in {self._begin_seconds:g} s")
+
+    def _numbered(self) -> list[tuple[int, int, bool]]:
+        """The number and pid of each worker, and whether it has begun. Those that have not are
+        numbered in the order of their start."""
+        begun = self._pids.tolist()
+        others = iter(sorted({process.pid for process in self._processes} - {*begun}))
+        return [(number, pid or next(others, 0), pid > 0) for number, pid in enumerate(begun)]
 
     def _ended(self, error: BaseException) -> BaseException:
         """Ends the workers; what to raise. Torch's frames would keep the workers' queues, and
@@ -174,24 +229,31 @@ class Processes:
         if not isinstance(error, UserError):
             # A worker that dies closes its sockets first, so its end may have to be waited for.
             death = self._death(1.0 if isinstance(error, EOFError | OSError) else 0.0)
+        self._kill()
+        self._loader = None
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return death or error
+
+    def _kill(self) -> None:
         for process in self._processes:
             process.kill()  # SIGTERM does not reach one that is stopped, or that keeps its GIL
         for process in self._processes:
             process.join()
-        self._processes, self._loader = [], None
-        error.__traceback__ = error.__cause__ = error.__context__ = None
-        return death or error
+        self._processes = []
+        self._pids.zero_()
 
     def _hang(self) -> Failure:
         """Which worker hangs, and where."""
         silence = f"returned nothing for {self._timeout_seconds:g} s"
         advice = "raise trainer.data_timeout_seconds"
-        for number, pid in enumerate(self._pids.tolist()):
+        for number, pid, has_begun in self._numbered():
             if heartbeat.is_stopped(pid):
                 how, fix = ": it is stopped, by SIGSTOP or a debugger", "continue it"
             elif self._is_reading[number]:
                 place = heartbeat.where(heartbeat.stack_of(pid, self._stacks.fileno()))
                 how, fix = f", in {place}" if place else "", "fix that"
+            elif not has_begun:
+                how, fix = ": it has not begun", "see what mode=doctor finds"
             else:
                 continue
             return Failure(
@@ -204,7 +266,7 @@ class Processes:
         for sentinel in connection.wait(sentinels, wait_seconds):
             sentinels[sentinel].join()
         codes = {process.pid: process.exitcode for process in self._processes}
-        for number, pid in enumerate(self._pids.tolist()):
+        for number, pid, _ in self._numbered():
             code = codes.get(pid)
             if code is None:
                 continue
@@ -217,13 +279,20 @@ class Processes:
         return None
 
 
+class _NotBegun(Exception):
+    """A worker is a process that does nothing yet."""
+
+
 class _Requests:
     """The sampler of a DataLoader: what its workers are asked for in the epoch that begins."""
 
     items: Iterable[tuple] = ()
+    wait_for_begin: Callable[[], None] | None = None
 
     def __iter__(self) -> Iterator[tuple]:
-        return iter(self.items)
+        if self.wait_for_begin is not None:  # with the first request: all workers are started
+            self.wait_for_begin()
+        yield from self.items
 
 
 class _Answers(Dataset):

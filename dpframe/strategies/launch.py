@@ -1,5 +1,6 @@
 """Starts the ranks of a job on this machine, and ends them all with the first that fails."""
 
+import logging
 import multiprocessing
 import os
 import pickle
@@ -8,7 +9,8 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ EXIT_SECONDS = 10.0  # and once their work is done
 PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
 TORCH = f"{os.sep}torch{os.sep}"
 DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+
+log = logging.getLogger("dpframe")
 
 _idle_threads = 0  # native threads before anything was computed; 0: unknown
 
@@ -116,6 +120,8 @@ class _Member:
 
     def __init__(self, context: Any, environment: dict[str, str], work: Any) -> None:
         self.rank = int(environment["RANK"])
+        self.environment = environment
+        self.has_begun = False
         self.ending = ""  # its last message: done, interrupted or failed
         self.fault: Fault | None = None
         self.is_paused = False  # between two steps
@@ -201,10 +207,12 @@ class _Job:
         environments = [environment_of(rank, count, port, **place) for rank in range(count)]
         context = multiprocessing.get_context(method)
         pickled = work if method == "fork" else pickle.dumps(work)
-        still = self.meeting.still() if self.meeting is not None else nullcontext()
-        with births(), still:
+        born = partial(_Member, context, work=pickled)
+        with births(), self._still():
             for environment in environments:
-                self.members.append(_Member(context, environment, pickled))
+                self.members.append(born(environment))
+        if method == "fork":
+            self._wait_for_begin(born)
         if listening is not None:
             self.store = TCPStore(  # after the forks: it starts a thread
                 HERE,
@@ -213,6 +221,31 @@ class _Job:
                 wait_for_workers=False,
                 master_listen_fd=listening.detach(),
             )
+
+    def _still(self) -> AbstractContextManager[None]:
+        return self.meeting.still() if self.meeting is not None else nullcontext()
+
+    def _wait_for_begin(self, born: Callable[[dict[str, str]], _Member]) -> None:
+        """A fork may inherit a lock that nobody will release, e.g. the interpreter's own, and never
+        run a line of Python: it is killed, and another one takes its place, a few times."""
+        for seconds in heartbeat.BEGIN_SECONDS:
+            clock = Clock()
+            while late := [m for m in self.members if not m.has_begun and m.process.is_alive()]:
+                wait(
+                    [part for m in late for part in (m.messages, m.process.sentinel)], TICK_SECONDS
+                )
+                for member in late:
+                    self._hear(member)
+                if self.stop.number is not None:
+                    return
+                if clock.seconds() >= seconds:
+                    break
+            for member in late:
+                who = f"rank {member.rank} (pid {member.process.pid})"
+                log.warning("%s has not begun in %g s; it is started again", who, seconds)
+                member.kill()
+                with births(), self._still():
+                    self.members[self.members.index(member)] = born(member.environment)
 
     def watch(self) -> None:
         """Until every rank has ended, by itself or because its time is up."""
@@ -300,6 +333,8 @@ class _Job:
         if kind in ("done", "interrupted", "failed"):
             member.ending = kind
         match kind:
+            case "begun":
+                member.has_begun = True
             case "told":
                 self.told[value[0]] = value[1]
             case "watch":

@@ -173,6 +173,7 @@ def live(
     faulthandler.enable()
     heartbeat.connect(pulse.fileno())
     parent = Parent(messages)
+    parent.send("begun")
     join(parent)
     parent.open()
     with parent.pauses():
