@@ -83,7 +83,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     "swa by steps": (AdamW, lambda: [SWA(1, every_n_steps=3), norm_alone()], always),
 }
 AVERAGES: dict[str, tuple[Any, Any]] = {  # torch's own, and after which steps it is updated
-    "ema": (get_ema_multi_avg_fn(0.9), range(1, 21)),
+    "ema": (get_ema_multi_avg_fn(0.9), range(21)),  # 0: from the first weights
     "swa": (None, (10, 15, 20)),
     "swa by steps": (None, (6, 9, 12, 15, 18)),
 }
@@ -110,6 +110,8 @@ def by_hand(name: str) -> tuple[dict[str, Any], float]:
         optimizer = make(task.parameters())
     update, steps = AVERAGES.get(name, (None, ()))
     average = AveragedModel(task, multi_avg_fn=update)
+    if 0 in steps:
+        average.update_parameters(task)
     x, y = (column.double() for column in ROWS().train.tensors)
     step = 0
     for epoch in range(4):
@@ -185,6 +187,40 @@ def test_frozen_thawed_and_averaged_weights_are_those_by_hand_and_resume_to_the_
     assert weights_apart(mine, by_hand(name)[0]) < EXACT
     assert loss == pytest.approx(by_hand(name)[1], rel=EXACT)
     assert apart == []
+
+
+class FrozenItself(Tuned):
+    """Its norm and a bias are frozen for good; at epoch 2 a hook freezes the linear layer."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        self.net.backbone[1].requires_grad_(False).eval()
+        self.net.backbone[0].bias.requires_grad_(False)
+
+    def on_epoch_start(self, trainer: Any) -> None:
+        if trainer.epoch == 2:
+            self.net.backbone[0].weight.requires_grad_(False)
+
+
+def test_what_the_task_has_frozen_is_not_thawed():
+    saved, trained = Saved(), []
+
+    def note(trainer: Any) -> None:
+        weights = dict(trainer.task.named_parameters())
+        trained.append([name for name in weights if weights[name].requires_grad])
+        assert trainer.task.training and not trainer.task.net.backbone[1].training
+
+    def run(*more: Callback, resume: Any = None) -> Any:
+        thaws = [Freeze("net.backbone", thaw_at_epoch=1), Freeze("*0*", thaw_at_epoch=1)]
+        callbacks = [*thaws, Hooks(on_step_end=note), *more]
+        return fitted(FrozenItself(SGD), ROWS(), callbacks=callbacks, max_epochs=3, resume=resume)
+
+    whole = run(saved)
+    head = ["net.head.weight", "net.head.bias"]
+    assert trained == [head] * 5 + [["net.backbone.0.weight", *head]] * 5 + [head] * 5
+    for step in (3, 8):
+        again = run(resume=saved.states[step - 1])
+        assert is_same(again.task.state_dict(), whole.task.state_dict())
 
 
 @pytest.mark.parametrize("sanity_batches", [0, 2])

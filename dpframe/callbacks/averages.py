@@ -148,7 +148,8 @@ class Average(Callback):
 
 
 class EMA(Average):
-    """An exponential average: of each step's weights, 1 - `decay` comes in."""
+    """An exponential average, which begins with the first weights: of each step's weights,
+    1 - `decay` comes in."""
 
     key = "callbacks.ema"
 
@@ -164,6 +165,11 @@ class EMA(Average):
 
     def make_update(self) -> MultiAverage:
         return get_ema_multi_avg_fn(self.decay)
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        super().on_fit_start(trainer)
+        if not self.count:
+            self.add()
 
     def on_step_end(self, trainer: "Trainer") -> None:
         if trainer.global_step % self.every_n_steps == 0:

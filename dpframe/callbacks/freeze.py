@@ -1,7 +1,8 @@
 """Freezes a part of the weights, and thaws it later."""
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ class Freeze(Callback):
 
     The running statistics of frozen norms stay as they are, unless `freeze_statistics` is false.
     Several of these callbacks thaw in stages: what two of them match is frozen until both thaw it.
+    What the task has frozen by itself, or put into evaluation mode, is left so.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Freeze(Callback):
         self.freeze_statistics = freeze_statistics
         self.matched: list[Tensor] = []  # parameters and buffers
         self.is_over = False
+        self.held: dict[int, Any] = {}  # what these callbacks have frozen, and will thaw
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         task = trainer.task
@@ -82,14 +85,25 @@ class Freeze(Callback):
                 log.info("step %s: %s is thawed", trainer.global_step, self.patterns)
 
     def _apply(self, trainer: "Trainer") -> None:
-        others = [c for c in trainer.callbacks if isinstance(c, Freeze) and not c.is_over]
+        """What the task has frozen by itself stays so."""
+        every = [c for c in trainer.callbacks if isinstance(c, Freeze)]
+        self.held = every[0].held  # what two of them match either may thaw
+        others = [c for c in every if not c.is_over]
         frozen = {id(tensor) for freeze in others for tensor in freeze.matched}
         for tensor in self.matched:
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-                tensor.requires_grad_(id(tensor) not in frozen)
+                holds = id(tensor) in frozen
+                self._hold(tensor, tensor.requires_grad_, holds, is_on=tensor.requires_grad)
         still = {id(t) for f in others if f.freeze_statistics for t in f.matched}
         mine = {id(tensor) for tensor in self.matched}
         for module in trainer.task.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name == "running_mean" and id(buffer) in mine:
-                    module.train(id(buffer) not in still)
+                    self._hold(module, module.train, id(buffer) in still, is_on=module.training)
+
+    def _hold(self, part: Any, turn: Callable[[bool], Any], holds: bool, *, is_on: bool) -> None:
+        if holds and is_on:
+            turn(False)
+            self.held[id(part)] = part
+        elif not holds and self.held.pop(id(part), None) is not None:
+            turn(True)
