@@ -94,7 +94,8 @@ def first(data, path):
 
 def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
     data = BostonData()
-    files = {"text.csv": "a\nword\n", "few.csv": "CRIM,ZN\n1,2\n", "rows.txt": "", "bad.png": "x"}
+    files = {"twice.csv": "CRIM,ZN, CRIM,ZN\n1,2,3,4\n", "text.csv": "a\nword\n"}
+    files |= {"few.csv": "CRIM,ZN\n1,2\n", "rows.txt": "", "bad.png": "x"}
     write(tmp_path, files | {"empty/notes.txt": "", "none.csv": "", "header.csv": "CRIM,ZN\n\n"})
     data.mean = data.scale = torch.ones(1)
     for name, said in {
@@ -103,6 +104,7 @@ def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
         "empty": "has no images",
         "none.csv": "none.csv has no rows below its header; name another",
         "header.csv": "header.csv has no rows below its header; name another",
+        "twice.csv": "twice.csv line 1: several columns are called 'CRIM', 'ZN'; give each its own",
         "few.csv": "line 2: there is no number in the columns INDUS, CHAS,",
         "bad.png": "bad.png: is no PNG that Pillow can read; give it the ending of what it is",
     }.items():

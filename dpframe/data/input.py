@@ -68,7 +68,10 @@ class Table(IterableDataset):
             with opened(self.path, "rt", encoding="utf-8-sig", newline="") as text:
                 limited = _Lines(text)
                 lines = csv.reader(limited)
-                header = next(lines, [])
+                header = [name.strip() for name in next(lines, [])]
+                if twice := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
+                    names = ", ".join(map(repr, twice))
+                    raise UserError(f"several columns are called {names}; give each its own name")
                 is_empty = True
                 for fields in lines:
                     limited.left = LONGEST_ROW
@@ -138,7 +141,7 @@ def numbers_of(row: Any) -> tuple[Tensor]:
 def _by_column(header: list[str], fields: list[str]) -> dict[str, float | str]:
     if len(fields) != len(header):
         raise UserError(f"{len(fields)} values for {len(header)} columns; fix that line")
-    return {name.strip(): _number(text) for name, text in zip(header, fields, strict=True)}
+    return {name: _number(text) for name, text in zip(header, fields, strict=True)}
 
 
 def _number(text: str) -> float | str:
