@@ -255,11 +255,6 @@ class Task(nn.Module):
     def configure_optimizer(self) -> Any:
         """The optimizer, or (optimizer, scheduler), or a dict with one of these by name."""
         name = type(self).__name__
-        if hasattr(self, "configure_optimizers"):
-            raise UserError(
-                f"{name}.configure_optimizers is never called; rename it to configure_optimizer, "
-                f"and {RETURNS_OPTIMIZER}"
-            )
         if self.make_optimizers:
             return self._made_by_name()
         if self.make_optimizer is None:

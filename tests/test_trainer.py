@@ -272,8 +272,8 @@ def test_a_configure_optimizers_that_nobody_would_call_is_refused():
     with pytest.raises(UserError) as caught:
         fitted(Lightnings())
     assert str(caught.value) == (
-        "Lightnings.configure_optimizers is never called; "
-        f"rename it to configure_optimizer, and {RETURN}"
+        "Lightnings.configure_optimizers is never called; rename it to configure_optimizer, "
+        "or to _configure_optimizers if it is a helper"
     )
     assert fitted(Both()).update.learning_rates() == {"": 0.07}
 

@@ -1,5 +1,6 @@
 """What a run reads: the loader of each data set, and how long training will be."""
 
+import logging
 import math
 import re
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from torch.utils.data import IterableDataset
 from dpframe.accelerator import has_streams
 from dpframe.data import DataModule, Loader, Rows, sets_of
 from dpframe.data.input import dataset_of
-from dpframe.data.order import SamplerOrder
+from dpframe.data.order import Order, SamplerOrder
 from dpframe.data.prefetch import keep_on
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
@@ -21,6 +22,7 @@ from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.settings import TrainerSettings
 
+log = logging.getLogger("dpframe")
 METHODS = {
     "train": "train_dataset",
     "val": "val_dataset",
@@ -70,6 +72,17 @@ class Feed:
             steps,
             min((end for end in ends if end), default=0),
         )
+
+    def warn_of_a_short_batch(self) -> None:
+        """A batch of all rows may be meant, so that it is not refused; the steps of an epoch, what
+        a learning rate is chosen for and the banner are not what they seem to be."""
+        rows = len(self.dataset) if isinstance(self.train.order, Order) else math.inf
+        if rows < self.source.batch_size:
+            log.warning(
+                "a batch is %s rows, and there are %s to train on: each batch is all of them; "
+                "set data.batch_size=%s, or less",
+                *(self.source.batch_size, rows, rows),
+            )
 
     @property
     def dataset(self) -> Any:

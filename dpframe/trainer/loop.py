@@ -23,7 +23,7 @@ from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged, ma
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
-from dpframe.errors import UserError, miscalled, suggestion
+from dpframe.errors import UserError, suggestion
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
@@ -43,6 +43,7 @@ from dpframe.task import (
     modes_kept,
     prefixed,
 )
+from dpframe.trainer import given
 from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.compiled import Compiled
 from dpframe.trainer.evaluation import (
@@ -104,7 +105,7 @@ class Trainer:
         **more: Any,
     ) -> None:
         callbacks, loggers = list(callbacks), list(loggers)
-        _check_parts(task, data, strategy, settings, callbacks, loggers)
+        given.check(task, data, strategy, settings, callbacks, loggers)
         self.task = task
         self.data = data
         self.settings = settings or TrainerSettings()
@@ -796,6 +797,8 @@ class Trainer:
             # From here on every process draws its own random numbers, e.g. in on_fit_start.
             seed = seeding.mix(self.seed, self._draws_as)
             seeding.seed_everything(seed, self._devices)
+        if self.strategy.is_main:
+            self.feed.warn_of_a_short_batch()
         self.task_metrics.tables.clear()  # those of a validation before
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
@@ -1092,23 +1095,3 @@ def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None
                 f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
                 f"{there!r}); pass {key} to the strategy alone"
             )
-
-
-def _check_parts(
-    task: Any, data: Any, strategy: Any, settings: Any, callbacks: list[Any], loggers: list[Any]
-) -> None:
-    parts: list[tuple[str, Any, Any, str]] = [
-        ("data", data, DataModule, "an object of your DataModule, which may return DataLoaders"),
-        ("task", task, Task, "an object of your Task"),
-        ("strategy", strategy, Strategy | None, "e.g. DataParallel(2)"),
-        ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
-        *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
-        *(("loggers", each, Logger, "a list of Loggers") for each in loggers),
-    ]
-    for name, value, kind, example in parts:
-        if not isinstance(value, kind):
-            raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
-    try:
-        inspect.signature(data.setup).bind()
-    except TypeError:
-        raise miscalled(data, "setup", ()) from None

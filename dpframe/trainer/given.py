@@ -1,0 +1,148 @@
+"""What a Trainer is given: objects of the right kinds, with no method that nothing would call."""
+
+import ast
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from types import FunctionType
+from typing import Any
+
+from dpframe.callbacks.base import HOOKS, Callback
+from dpframe.data import DataModule
+from dpframe.errors import UserError, miscalled, nearest
+from dpframe.loggers import Logger
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+from dpframe.trainer.settings import TrainerSettings
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+CALLED: dict[type, tuple[str, ...]] = {
+    Task: (*STEPS, "configure_optimizer", "turns", "summarize"),
+    DataModule: tuple(name for name, value in vars(DataModule).items() if inspect.isroutine(value)),
+    Callback: ("state_dict", "load_state_dict", "monitored"),
+}
+NEAR = 0.88  # training_steps is near training_step, and a helper train_data not near train_dataset
+MEANT = {  # what is not spelt alike
+    "train_step": "training_step",
+    "val_step": "validation_step",
+    "validation_dataset": "val_dataset",
+    "validate_dataset": "val_dataset",
+    "collate_fn": "collate",
+}
+MEANS = "the means over all rows are in trainer.metrics"
+DATA = "write it in a DataModule, whose methods are setup, train_dataset, val_dataset and the like"
+STEP = "do this in the step: its means are taken over all rows"
+LAYERS = "build the layers in __init__"
+STATE = "keep what a checkpoint has to hold by on_save and on_load of the task or of a callback"
+MOVED = "do this in collate, or at the beginning of a step"
+THEIRS: dict[type, dict[str, str]] = {  # what other frameworks call, and what to do here
+    Task: {
+        "training_epoch_end": f"write on_epoch_end(self, trainer): {MEANS}",
+        "validation_epoch_end": f"write on_validation_end(self, trainer): {MEANS}",
+        "test_epoch_end": f"write on_test_end(self, trainer): {MEANS}",
+        "training_step_end": STEP,
+        "validation_step_end": STEP,
+        "test_step_end": STEP,
+        "optimizer_step": "write an optimizer whose step does this",
+        "optimizer_zero_grad": "leave it out: gradients are None at the beginning of each step",
+        "lr_scheduler_step": "write a scheduler whose step does this",
+        "configure_gradient_clipping": "set trainer.clip_norm, or write on_before_step",
+        "configure_callbacks": "set callbacks.* in the config, or Trainer(callbacks=[…])",
+        "configure_model": LAYERS,
+        "configure_sharded_model": LAYERS,
+        "setup": "do this in __init__, or in on_fit_start(self, trainer)",
+        "teardown": "do this in on_fit_end(self, trainer)",
+        "prepare_data": DATA,
+        "train_dataloader": DATA,
+        "val_dataloader": DATA,
+        "test_dataloader": DATA,
+        "predict_dataloader": DATA,
+        "transfer_batch_to_device": MOVED,
+    },
+    DataModule: {
+        **dict.fromkeys(HOOKS, "write this hook in the task or in a callback"),
+        "prepare_data": "do this in setup, which every process runs, or before the run",
+        "teardown": "do this in on_fit_end(self, trainer) of the task or of a callback",
+        "state_dict": STATE,
+        "load_state_dict": STATE,
+        "on_before_batch_transfer": MOVED,
+        "on_after_batch_transfer": MOVED,
+        "transfer_batch_to_device": MOVED,
+    },
+    Callback: {
+        "setup": "do this in __init__, or in on_fit_start(self, trainer)",
+        "teardown": "do this in on_fit_end(self, trainer)",
+    },
+}
+
+
+def check(
+    task: Any, data: Any, strategy: Any, settings: Any, callbacks: list[Any], loggers: list[Any]
+) -> None:
+    parts: list[tuple[str, Any, Any, str]] = [
+        ("data", data, DataModule, "an object of your DataModule, which may return DataLoaders"),
+        ("task", task, Task, "an object of your Task"),
+        ("strategy", strategy, Strategy | None, "e.g. DataParallel(2)"),
+        ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
+        *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
+        *(("loggers", each, Logger, "a list of Loggers") for each in loggers),
+    ]
+    for name, value, kind, example in parts:
+        if not isinstance(value, kind):
+            raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
+    try:
+        inspect.signature(data.setup).bind()
+    except TypeError:
+        raise miscalled(data, "setup", ()) from None
+    for part in (task, data, *callbacks):
+        _refuse_uncalled(part)
+
+
+def _refuse_uncalled(part: Any) -> None:
+    """Of a task, a DataModule or a callback: a method that is named almost as one that is called,
+    or as another framework's, unless the user's own code uses it."""
+    base = next(base for base in CALLED if isinstance(part, base))
+    for kind in _own_classes(part):
+        for name, value in vars(kind).items():
+            is_method = isinstance(value, FunctionType | staticmethod | classmethod)
+            if not is_method or name.startswith("_") or hasattr(base, name):
+                continue
+            do_instead = THEIRS[base].get(name)
+            meant = MEANT.get(name) or nearest(name, CALLED[base], cutoff=NEAR)
+            if do_instead is None and meant in CALLED[base] and meant not in vars(kind):
+                do_instead = f"rename it to {meant}, or to _{name} if it is a helper"
+            if do_instead is not None and not _is_used(name, part):
+                raise UserError(f"{kind.__name__}.{name} is never called; {do_instead}")
+
+
+def _own_classes(part: Any) -> Iterator[type]:
+    """The classes that the user has written; a recipe's are like the user's."""
+    for kind in type(part).__mro__:
+        package, *inside = kind.__module__.split(".")
+        if package not in ("torch", "builtins", "typing") and (
+            package != "dpframe" or inside[:1] == ["recipes"]
+        ):
+            yield kind
+
+
+def _is_used(name: str, part: Any) -> bool:
+    """Whether these classes, or a function or a script beside them, read an attribute so named."""
+    kinds = list(_own_classes(part))
+    own = {kind.__name__ for kind in kinds}
+    for module in {kind.__module__ for kind in kinds}:
+        with suppress(OSError, TypeError, SyntaxError):  # e.g. typed at a prompt
+            tree = ast.parse(inspect.getsource(sys.modules[module]))
+            if any(getattr(node, "attr", None) == name for node in _nodes(tree, name, own)):
+                return True
+    return False
+
+
+def _nodes(node: ast.AST, name: str, own: set[str]) -> Iterator[ast.AST]:
+    """Without other classes, and without the method itself, which may call its parent's."""
+    for child in ast.iter_child_nodes(node):
+        is_other = isinstance(child, ast.ClassDef) and child.name not in own
+        is_itself = isinstance(child, ast.FunctionDef) and child.name == name
+        if not is_other and not is_itself:
+            yield child
+            yield from _nodes(child, name, own)

@@ -1,0 +1,155 @@
+"""A method that nothing would call is refused before training, and a helper of one's own is not."""
+
+import re
+
+import pytest
+import small
+from small import Rows, Small, fitted, trainer
+
+from dpframe import Callback, DataModule, Task, UserError
+from dpframe.trainer.given import CALLED, THEIRS
+
+BASES = {Task: Small, DataModule: Rows, Callback: Callback}
+
+
+def given(base, *names):
+    """The task, DataModule or callback, with methods so named, is given to a Trainer."""
+    made = type("Mine", (BASES[base],), {name: lambda self, *args: None for name in names})()
+    if base is Callback:
+        return trainer(callbacks=[made])
+    return trainer(**{"task" if base is Task else "data": made})
+
+
+def refusal(base, *names):
+    with pytest.raises(UserError) as caught:
+        given(base, *names)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "base, name, meant",
+    [
+        (DataModule, "vall_dataset", "val_dataset"),
+        (DataModule, "validation_dataset", "val_dataset"),
+        (DataModule, "valid_dataset", "val_dataset"),
+        (DataModule, "train_samplers", "train_sampler"),
+        (DataModule, "collate_fn", "collate"),
+        (DataModule, "set_up", "setup"),
+        (Task, "validation_steps", "validation_step"),
+        (Task, "train_step", "training_step"),
+        (Task, "configure_optimiser", "configure_optimizer"),
+        (Task, "turn", "turns"),
+        (Callback, "load_statedict", "load_state_dict"),
+    ],
+)
+def test_a_misspelt_method_is_refused_with_the_nearest_name(base, name, meant):
+    assert refusal(base, name) == (
+        f"Mine.{name} is never called; rename it to {meant}, or to _{name} if it is a helper"
+    )
+    assert given(base, f"_{name}")
+    if base is not Callback:
+        assert given(base, meant.replace("setup", "collate"), *([name] if meant != "setup" else []))
+
+
+@pytest.mark.parametrize("base, name", [(base, name) for base in THEIRS for name in THEIRS[base]])
+def test_another_frameworks_hook_is_refused_with_what_to_do_instead(base, name):
+    line = refusal(base, name)
+    assert line == f"Mine.{name} is never called; {THEIRS[base][name]}"
+    for hook, called in re.findall(r"(on_\w+)(\(self, trainer\))?", THEIRS[base][name]):
+        assert hasattr(Callback, hook), called
+    assert not hasattr(base, name), "it is called after all"
+
+
+@pytest.mark.parametrize("base", CALLED)
+def test_what_a_user_may_write_is_there_to_be_called(base):
+    assert all(name.startswith("__") or callable(getattr(base, name)) for name in CALLED[base])
+
+
+@pytest.mark.parametrize(
+    "base, names",
+    [
+        (DataModule, ["train_set", "val_data", "test_data", "split", "build", "read_rows"]),
+        (Task, ["training_loss", "encode", "sample", "predict", "step", "accuracy", "test_loss"]),
+        (Callback, ["write", "load", "on_step_end"]),
+    ],
+)
+def test_a_helper_is_the_users_own(base, names):
+    assert given(base, *names)
+
+
+class Helped(Rows):
+    def setup(self):
+        self.prepare_data()
+
+    def prepare_data(self):
+        self.is_prepared = True
+
+    def val_dataset(self):
+        return super().val_dataset()
+
+    def val_datasets(self):
+        """Beside val_dataset it is no misspelling of it."""
+
+
+class Epochs(Small):
+    def on_validation_end(self, trainer):
+        self.validation_epoch_end(trainer.metrics)
+
+    def validation_epoch_end(self, numbers):
+        self.seen = numbers
+
+
+class Inherits(Helped):
+    def prepare_data(self):
+        super().prepare_data()
+
+
+class ByScript(Rows):
+    def validate_dataset(self):
+        """A function of this file calls it."""
+
+
+class Forgotten(Rows):
+    def teardown(self):
+        """Another class of this file calls its own."""
+
+    def vall_dataset(self):
+        return super().val_dataset()
+
+
+class Other:
+    def close(self):
+        self.teardown()
+
+    def teardown(self): ...
+
+
+def prepared():
+    data = ByScript()
+    data.validate_dataset()
+    return data
+
+
+def test_what_the_users_own_code_calls_is_a_helper_too():
+    task = fitted(Epochs(), Inherits(), max_epochs=1).task
+    assert task.seen and trainer(data=prepared())
+    for name in ("teardown", "vall_dataset"):
+        with pytest.raises(UserError, match=f"^Forgotten.{name} is never called; "):
+            trainer(data=Forgotten())
+        delattr(Forgotten, name)
+    assert trainer(data=Forgotten()) and small.Rows
+
+
+def test_a_batch_that_is_larger_than_the_data_is_told(caplog):
+    def told(*args, **settings):
+        caplog.clear()
+        assert fitted(Small(), *args, max_epochs=1, **settings).global_step
+        return [record.getMessage() for record in caplog.records]
+
+    assert told(Rows(rows=20, batch_size=64)) == [
+        "a batch is 64 rows, and there are 20 to train on: each batch is all of them; "
+        "set data.batch_size=20, or less"
+    ]
+    assert told(Rows(rows=20, batch_size=20)) == told(Rows(rows=20, batch_size=8)) == []
+    assert told(small.Streamed(rows=20, batch_size=64)) == []
