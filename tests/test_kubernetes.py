@@ -162,6 +162,13 @@ def built(folder: Path) -> Environment:
     return image
 
 
+def test_the_image_has_a_compiler_for_trainer_compile():
+    steps = (EXAMPLES / "Dockerfile").read_text().splitlines()
+    (installs,) = [number for number, step in enumerate(steps) if step.startswith("RUN apt-get")]
+    assert "g++" in shlex.split(steps[installs])  # with gcc and the headers of C
+    assert installs < steps.index("USER trainer")
+
+
 def test_the_command_of_a_manifest_trains_in_the_layout_of_the_image(tmp_path):
     """Two pods on this machine, as the operator starts them, of one rank each."""
     image, home = built(tmp_path), tmp_path / "home"

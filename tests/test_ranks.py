@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from injector import fail_at, run, started
 from small import Listed, Rows, fitted, is_same
 
 from dpframe import UserError, checkpoint, heartbeat
-from dpframe.strategies import launch, ranks
+from dpframe.strategies import launch, processes, ranks
 from dpframe.strategies.ddp import DDP
 
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
@@ -387,6 +388,11 @@ def test_the_threads_of_a_ranks_group_end_before_its_interpreter(tmp_path, words
     for each in told:
         names = each.read_text().split()
         assert not [name for name in names if name.startswith(("gloo_", "pt_"))]
+
+
+def test_a_torch_without_distributed_nn_needs_no_guard_against_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed.nn", None)  # as if it were not there
+    assert "Processes" in runpy.run_path(processes.__file__)
 
 
 def test_a_wrong_config_under_torchrun_is_told_once(tmp_path):

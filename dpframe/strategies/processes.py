@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # first: by their defaults, its functions keep a group that is open
 from torch import Tensor, nn
 
 from dpframe import interpreter, interruption, launcher
@@ -23,6 +22,10 @@ from dpframe.errors import ABOVE_0, Interrupted, UserError, first_line, refuse_b
 from dpframe.strategies import launch, network, ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, use_threads
+
+with suppress(ImportError):  # it is deprecated, and there is nothing to guard without it
+    # Before any group is open: by their defaults, its functions would keep that one for ever.
+    import torch.distributed.nn
 
 FIRST = "failed first"  # in the store
 FIRST_SECONDS = 1.0  # for the rank that has failed first to say so
