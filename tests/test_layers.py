@@ -32,6 +32,7 @@ GROUND |= {
     "snapshot",
     "bombs",
     "exact",
+    "floats",
     "heartbeat",
     "lightning_names",
     "lean",

@@ -84,6 +84,7 @@ SAME = {  # a module, Lightning's settings, and ours
     "measures": (lit.Measures, {}, {}),
     "closures": (lit.Closures, {}, {}),
     "reads its loss": (lit.ReadsItsLoss, {}, {}),
+    "draws": (lit.Draws, {"precision": "64-true"}, {}),
 }
 
 

@@ -13,6 +13,7 @@ import torch
 from forked import fresh, on
 from small import Grabbed, Hooks, Listed, Rows, Small, fitted, gradients, is_same, trainer
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from dpframe import seeding
 from dpframe.data import permutation
@@ -46,6 +47,78 @@ def test_precision_decides_the_types(precision, rows, weights, output):
     one = fitted(Typed(), precision=precision, max_epochs=8)
     assert one.task.types == (rows, weights, output)
     assert one.metrics["val/loss"] < 0.5  # of 3: it learns
+
+
+class Makes(Small):
+    """Each of its steps notes the types of what it makes; with `ends`, training then fails."""
+
+    def __init__(self, *, ends: bool = False) -> None:
+        super().__init__()
+        self.ends = ends
+        self.made: set[tuple[str, torch.dtype]] = set()
+
+    def _note(self, step):
+        made = torch.zeros(1) + torch.tensor([0.1]) + torch.randn(1)
+        self.made.add((step, made.dtype))
+
+    def training_step(self, batch):
+        self._note("training" if self.training else "validation")
+        if self.ends and self.training:
+            raise EOFError
+        return super().training_step(batch)
+
+    def test_step(self, batch):
+        self._note("test")
+        return super().training_step(batch)
+
+    def predict_step(self, batch):
+        self._note("predict")
+        return super().predict_step(batch)
+
+
+class Reads(Rows):
+    """Its rows are made where they are read, here or by a worker."""
+
+    def train_dataset(self):
+        return MadeRows()
+
+    val_dataset = test_dataset = train_dataset
+
+
+class MadeRows(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, row):
+        made = torch.ones(3)
+        assert made.dtype == torch.float32
+        return made * row, made[0]
+
+
+@pytest.mark.parametrize("precision", ["64", "bf16-true", "16-true", "32", "bf16"])
+@pytest.mark.parametrize("strategy", [None, DataParallel(2, "cpu")])
+def test_floats_that_a_step_makes_have_the_type_of_the_weights(precision, strategy):
+    hooks = Hooks(**dict.fromkeys(("on_epoch_start", "on_batch_start", "on_epoch_end"), is_plain))
+    settings = {"precision": precision, "max_epochs": 1, "strategy": strategy}
+    one = fitted(Makes(), Reads(), callbacks=[hooks], **settings)
+    one.test()
+    one.predict()
+    wanted = DTYPES.get(precision, torch.float32)
+    assert one.task.made == {(s, wanted) for s in ("training", "validation", "test", "predict")}
+    assert hooks.steps("on_batch_start")
+    with pytest.raises(EOFError):
+        fitted(Makes(ends=True), Reads(), **settings)
+    is_plain()
+
+
+def is_plain(trainer: Any = None) -> None:
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_data_workers_make_floats_as_ever_while_steps_make_others():
+    data = Reads()
+    data.workers = 1
+    fitted(Makes(), data, precision="64", max_epochs=2)
 
 
 class Tokens(Small):

@@ -12,6 +12,7 @@ from dpframe.callbacks.base import Callback
 from dpframe.data import Batch
 from dpframe.data.module import leaves, mapped
 from dpframe.errors import first_line
+from dpframe.floats import made_as
 from dpframe.task import Task, modes_kept
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class Graph(Callback):
             modes_kept(task),
             torch.no_grad(),
             seeding.seeded(trainer.seed),
+            made_as(trainer.precision.dtype),
             warnings.catch_warnings(action="ignore"),
         ):
             task.eval()

@@ -11,6 +11,7 @@ from dpframe import seeding
 from dpframe.callbacks.base import Callback
 from dpframe.data import Batch, move
 from dpframe.errors import refuse_below
+from dpframe.floats import made_as
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -45,7 +46,8 @@ class SamplePredictions(Callback):
             for share in batch.shares:
                 if share.rows:
                     inputs = move(share.batch, trainer.strategy.device)
-                    with seeding.seeded(trainer.seed):  # what it draws is not missing elsewhere
+                    # What it draws is not missing elsewhere.
+                    with seeding.seeded(trainer.seed), made_as(trainer.precision.dtype):
                         predicted = trainer.task.predict_step(inputs)
                     parts = {**dict(named("batch", inputs)), **dict(named("predicted", predicted))}
                     shares.append({name: first(part, self.rows) for name, part in parts.items()})

@@ -7,6 +7,7 @@ from torch import Tensor, tensor
 from dpframe import seeding
 from dpframe.callbacks.base import Callback
 from dpframe.data import Batch, move
+from dpframe.floats import made_as
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -40,7 +41,8 @@ class Tally(Callback):
             self.show(trainer, sum(counts[1:], counts[0]))
 
     def _add(self, trainer: "Trainer", batch: Any) -> None:
-        with seeding.seeded(trainer.seed):  # training draws the same numbers without this callback
+        # Training draws the same numbers without this callback.
+        with seeding.seeded(trainer.seed), made_as(trainer.precision.dtype):
             predicted = trainer.task.predict_step(batch)
         is_pair = isinstance(batch, (list, tuple)) and len(batch) > 1
         counts = self.count(predicted, batch[1] if is_pair else None)

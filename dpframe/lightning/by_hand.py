@@ -91,7 +91,8 @@ class ByHand:
 @torch.no_grad()
 def add_up(weights: Sequence[Tensor], strategy: Strategy) -> None:
     """Sums the weights' gradients over all processes; None where none has one."""
-    flags = torch.tensor([float(weight.grad is not None) for weight in weights])
+    there = [weight.grad is not None for weight in weights]
+    flags = torch.tensor(there, dtype=torch.float32)
     has_some = strategy.reduce(flags).tolist()
     shared = [weight for weight, some in zip(weights, has_some, strict=True) if some]
     for dtype in dict.fromkeys(weight.dtype for weight in shared):

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
+from dpframe.floats import made_as
 from dpframe.lightning.by_hand import ByHand
 from dpframe.lightning.data import LightningData
 from dpframe.lightning.module import (
@@ -89,7 +90,8 @@ class Lightning(Task):
                 data.connect(self.module, self._theirs, self._stage)
             else:
                 self.module.setup(self._stage)
-            self.module.configure_model()
+            with made_as(trainer.precision.dtype):
+                self.module.configure_model()
         adapt(self.module)  # what these have made
         self.module.trainer = self._theirs
 
@@ -143,8 +145,10 @@ class Lightning(Task):
             loss = output.get("loss") if isinstance(output, dict) else output
             if self.optimizes_by_hand:
                 if not isinstance(loss, Tensor):
-                    loss = numbers.get("loss", sum(self.by_hand.losses, torch.zeros(())))
-                loss = torch.as_tensor(loss).detach()
+                    loss = numbers.get("loss", sum(self.by_hand.losses, 0.0))
+                if not isinstance(loss, Tensor):  # a number, whatever precision the step has
+                    loss = torch.tensor(loss, dtype=torch.float32)
+                loss = loss.detach()
             elif loss is None:
                 raise UserError(
                     f"{type(module).__name__}.training_step returned no loss, which leaves out the "

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, lean, seeding
 from dpframe.data import DataModule, Share, move, permutation, sets_of
+from dpframe.floats import making
 from dpframe.metrics import Means
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import (
@@ -120,7 +121,8 @@ def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [row
             measured: Outputs = []
             for turn in task.turns() or ("",):
                 inputs = (_batch(data, train, rows) for rows, _ in parts)
-                outputs = [task.training_step(batch, *filter(None, [turn])) for batch in inputs]
+                forward = making(torch.float64, task.training_step)
+                outputs = [forward(batch, *filter(None, [turn])) for batch in inputs]
                 pairs = zip(parts, outputs, strict=True)
                 window = [(len(rows), detached(output)) for (rows, _), output in pairs]
                 weights = [float(output.get("weight", rows)) for rows, output in window]
@@ -232,7 +234,7 @@ def _validated(
     task.to(dtype).eval()
     by_name: dict[str, Outputs] = {"": []}
     for name, held_out in sets_of(data.val_dataset()).items():
-        step = EvalStep(task, "validation_step", name=name)
+        step = making(dtype, EvalStep(task, "validation_step", name=name))
         outputs: Outputs = []
         for rows in torch.arange(len(held_out)).split(size):
             outputs += step(Share(_batch(data, held_out, rows, dtype), len(rows)))
@@ -265,7 +267,7 @@ def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> A
     by_name = {}
     with seeding.seeded(seed):
         for name, dataset in sets_of(data.predict_dataset()).items():
-            step = EvalStep(task, "predict_step", name=name)
+            step = making(torch.float64, EvalStep(task, "predict_step", name=name))
             parts: Outputs = []
             for rows in torch.arange(len(dataset)).split(size):
                 parts += step(Share(_batch(data, dataset, rows), len(rows)))
@@ -317,7 +319,8 @@ def separable(course: Course) -> Separable:
         """Runs the parts as replicas of one process. The task's buffers are as before."""
         for buffer, before in buffers.values():
             buffer.copy_(before)
-        step = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
+        replicas = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
+        step = making(torch.float64, replicas)
         total = sum(map(len, parts))
         shares = [Share(_batch(data, train, part), len(part), total) for part in parts]
         with seeding.seeded(seed):

@@ -13,12 +13,14 @@ from dpframe import checkpoint, files, seeding
 from dpframe.data import Batch, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Failure, Interrupted, UserError
+from dpframe.floats import making
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
-from dpframe.task import Autocast, EvalStep, Measured, Task
+from dpframe.task import EvalStep, Measured, Task
 from dpframe.trainer.feed import local_devices
+from dpframe.trainer.placement import Precision
 from dpframe.trainer.progress import Lookout
 from dpframe.trainer.spool import Spool, fitting, size_of
 from dpframe.trainer.task_metrics import TaskMetrics
@@ -45,7 +47,7 @@ class Evaluation:
         strategy: Strategy,
         *,
         name: str = "",
-        autocast: Autocast | None,
+        precision: Precision,
         limit_batches: int | None,
         task_metrics: TaskMetrics,
         interruption: Interruption | None = None,
@@ -59,7 +61,11 @@ class Evaluation:
         self.strategy = strategy
         self.limit_batches = limit_batches
         self.task_metrics = task_metrics
-        self.step = strategy.wrap(EvalStep(task, STEPS[kind], autocast, name), training=False)
+        step = EvalStep(task, STEPS[kind], precision.autocast, name)
+        self.step = strategy.wrap(step, training=False)
+        self.forward: Callable[..., Any] = self.step
+        if precision.dtype is not None:
+            self.forward = making(precision.dtype, self.step)
         self.sums = means_over(strategy)
         self.lookout = Lookout(strategy, interruption)
 
@@ -123,9 +129,9 @@ class Evaluation:
     def _batches(
         self, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
-        module, to_device = self.step, self.to_device
-        module.eval()
-        self.strategy.begin_pass(module)
+        to_device = self.to_device
+        self.step.eval()
+        self.strategy.begin_pass(self.step)
         look_at = 0 if at_most else self.lookout.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at
@@ -137,7 +143,7 @@ class Evaluation:
             beat()
             self.task.attached.batch_index = done - 1
             shares = to_device(batch.shares)
-            outputs = module(shares)
+            outputs = self.forward(shares)
             yield batch.rows, outputs
             if after_batch is not None:
                 seen = placed(batch, shares)._replace(name=self.name)

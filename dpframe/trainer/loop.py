@@ -870,7 +870,7 @@ class Trainer:
                 loader,
                 self.strategy,
                 name=name,
-                autocast=self.precision.autocast,
+                precision=self.precision,
                 limit_batches=self.settings.limit(kind, loader.batches),
                 task_metrics=self.task_metrics,
                 interruption=self.interruption,

@@ -17,6 +17,7 @@ from dpframe.accelerator import has_float64
 from dpframe.callbacks.monitor import check_measured
 from dpframe.data import move
 from dpframe.errors import UserError, suggestion
+from dpframe.floats import making
 from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.parameters import has_sparse
 from dpframe.parts import whole
@@ -37,7 +38,7 @@ from dpframe.trainer.optimizer_state import (
     keeps_own_type,
     named_state,
 )
-from dpframe.trainer.placement import align
+from dpframe.trainer.placement import DTYPES, align
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
 
@@ -74,6 +75,7 @@ class Update:
         self.name = name
         self.strategy = strategy
         self.settings = settings
+        self.dtype = DTYPES.get(settings.precision)
         self.scaler = scaler
         self.scaled_rates = scaled_rates
         self.optimizer, self.scheduler, self.needs_closure = made
@@ -125,6 +127,8 @@ class Update:
     def run(self, module: nn.Module) -> None:
         """`module` computes the loss of this optimizer from now on."""
         self.module, self.forward = module, self.timed(module)
+        if self.dtype is not None:
+            self.forward = making(self.dtype, self.forward)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -402,6 +406,7 @@ class ByHand(Update):
 
     def __init__(self, task: Task, strategy: Strategy, settings: TrainerSettings) -> None:
         self.timed = lambda module: module
+        self.dtype = DTYPES.get(settings.precision)
         self.backward = lambda loss: None
         kind = (task.own_class or type(task)).__name__
         if strategy.replicas > strategy.world_size:
