@@ -400,6 +400,10 @@ class Zeros(lit.Linear):
     def optimizer_zero_grad(self, *args: Any) -> None: ...
 
 
+class OfLightning1(lit.Linear):
+    def validation_epoch_end(self, outputs: Any) -> None: ...
+
+
 class Twice(lit.Linear):
     """As SAM does."""
 
@@ -426,6 +430,7 @@ REFUSED = [
     (OneOfTwo, {}, "OneOfTwo.configure_optimizers returned 2 optimizers, which takes manual"),
     (NoOptimizer, {}, "NoOptimizer.configure_optimizers returned None; return an optimizer"),
     (Zeros, {}, "Zeros.optimizer_zero_grad is never called here: "),
+    (OfLightning1, {}, ".validation_epoch_end is never called here: it is Lightning 1's"),
     (Twice, {}, "Twice.optimizer_step calls its closure again in a step, and Twice's SGD takes"),
     (
         lit.Closures,
