@@ -1,8 +1,11 @@
 """What a device can do: copy beside its computation, compute in 64 bits; and the CPU's cores."""
 
 import os
+from pathlib import Path
 
 import torch
+
+from dpframe import cgroup
 
 
 def has_streams(device: torch.device) -> bool:
@@ -14,8 +17,13 @@ def has_float64(device: torch.device) -> bool:
     return device.type != "mps"  # Apple's Metal has floats of 32 bits at most
 
 
-def cores() -> int:
-    """The CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def cores(root: Path = cgroup.ROOT) -> int:
+    """The CPU cores that this process may use, together with others of its container."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    count = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    return max(1, min(count, int(cgroup.cpu_limit(root) or count)))
+
+
+def processes_here() -> int:
+    """The ranks of this job on this machine, which share its memory and its cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)

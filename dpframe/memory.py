@@ -5,9 +5,11 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
+from dpframe import cgroup
 from dpframe.errors import OutOfMemory
 
 UNTYPED = (  # what torch has no type for
@@ -92,6 +94,7 @@ def described(device: torch.device) -> str:
     )
 
 
-def machine() -> int:
-    """The bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+def machine(root: Path = cgroup.ROOT) -> int:
+    """The bytes of this machine's memory, or of those that its container allows."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(whole, cgroup.memory_limit(root) or whole)

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from dpframe import memory
-from dpframe.accelerator import has_streams
+from dpframe.accelerator import has_streams, processes_here
 
 CPU = torch.device("cpu")
 SHARE_OF_FREE = 4  # copies on the device itself take at most one in so many of its free bytes
-SHARE_OF_HOST = 8  # pinned memory takes at most one in so many of the machine's bytes
+SHARE_OF_HOST = 8  # pinned memory of all processes takes at most one in so many of the bytes
+SMALL_PIECE, LARGE_PIECE = 2**20, 2**26  # bytes of pinned memory that tensors share
+ALIGNED = 64  # bytes
 Memory = dict[tuple, list[Tensor]]
 """Of copies in the host's memory, by the form of what they are copies of."""
 
@@ -32,6 +34,7 @@ class Snapshot:
         self.nbytes = 0
         self.memory: Memory = {}
         self._spare = spare or {}
+        self._pinned = Pinned()
         self._copies: dict[Any, Tensor] = {}
         self._pairs: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}  # a tensor, and its copy
         self._done: list[Any] = []  # events
@@ -75,8 +78,8 @@ class Snapshot:
         if tensor.layout is not torch.strided:
             return tensor.to(CPU, copy=True)
         if tensor.device != CPU and has_streams(tensor.device) and self._is_small():
-            host = torch.empty_like(tensor, device=CPU, pin_memory=True)
-            self._pairs.setdefault(tensor.device, []).append((tensor, host))
+            host, place = self._pinned.like(tensor)
+            self._pairs.setdefault(tensor.device, []).append((tensor, place))
             return host
         form = tensor.shape, tensor.stride(), tensor.dtype
         spare = self._spare.get(form)
@@ -85,7 +88,44 @@ class Snapshot:
         return host.copy_(tensor)
 
     def _is_small(self) -> bool:
-        return self.nbytes <= memory.machine() // SHARE_OF_HOST
+        return self.nbytes <= memory.machine() // SHARE_OF_HOST // processes_here()
+
+
+class Pinned:
+    """Pinned memory in a few large pieces, which tensors share: torch rounds what it pins up to a
+    power of two, each tensor if they were pinned by themselves, and keeps it."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._pieces: list[tuple[Tensor, int]] = []  # and how much of each is taken
+
+    def like(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Two tensors in one place. The first has a storage of its own, as files want it; the
+        second is part of a piece, so that torch knows of copies there."""
+        form = torch.empty_like(tensor, device="meta")
+        size = form.untyped_storage().nbytes()
+        piece, begin = self._room(size)
+        storage = piece.untyped_storage()[begin : begin + size]
+        host = torch.empty(0, dtype=form.dtype).set_(storage, 0, form.shape, form.stride())  # type: ignore[call-overload]
+        place = piece[begin : begin + size].view(form.dtype)
+        return host, place.as_strided(form.shape, form.stride(), place.storage_offset())
+
+    def _room(self, size: int) -> tuple[Tensor, int]:
+        free = [piece.numel() - taken for piece, taken in self._pieces]
+        number = next((n for n, room in enumerate(free) if room >= size), len(free))
+        if number == len(free):
+            least = max(size, min(self.nbytes, LARGE_PIECE), SMALL_PIECE)
+            piece = _pinned(1 << (least - 1).bit_length())
+            self.nbytes += piece.numel()
+            self._pieces.append((piece, 0))
+        piece, begin = self._pieces[number]
+        end = -(-(begin + max(size, 1)) // ALIGNED) * ALIGNED  # no two begin at one place
+        self._pieces[number] = piece, end
+        return piece, begin
+
+
+def _pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 @cache

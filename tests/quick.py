@@ -2,6 +2,7 @@
 
 FILES = {
     "build",
+    "cgroup",
     "checkpoint",
     "conf",
     "contributing",

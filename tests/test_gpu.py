@@ -41,6 +41,7 @@ from dpframe import (
     checkpoint,
     seeding,
 )
+from dpframe.accelerator import cores
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import banner
 from dpframe.data import Share
@@ -452,6 +453,16 @@ def test_a_state_of_before_0_2_is_put_back_by_the_cards_numbers():
 @pytest.mark.gpu(2)
 def test_two_cards_of_a_process_pass_every_check_so_they_draw_different_numbers():
     assert check_strategy(DataParallel, gpus=2, accelerator="cuda").passed
+
+
+def threads_of(strategy: Strategy) -> list[int]:
+    return strategy.gather(torch.get_num_threads())
+
+
+@pytest.mark.gpu(2)
+def test_the_processes_of_gpus_divide_the_cores():
+    threads = on(DDP(2, "cuda"), threads_of)
+    assert all(count <= max(1, cores() // 2) for count in threads), threads
 
 
 @pytest.mark.gpu(2)

@@ -27,6 +27,7 @@ GROUND |= {
     "interpreter",
     "files",
     "accelerator",
+    "cgroup",
     "blocks",
     "memory",
     "snapshot",

@@ -11,7 +11,7 @@ import torch
 from small import Adam, Rows, Small, fitted, is_same
 from torch import Tensor
 
-from dpframe import checkpoint, snapshot
+from dpframe import checkpoint, memory, snapshot
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.snapshot import Snapshot
 from dpframe.strategies.data_parallel import DataParallel
@@ -100,6 +100,46 @@ def test_tied_weights_have_one_copy():
     kept, state = Snapshot(), state_on("cpu")
     assert kept.copy(state["weight"]) is kept.copy(state["tied"])
     assert kept.nbytes == state["weight"].nbytes
+
+
+@pytest.mark.parametrize(("processes", "most"), [(None, 8000), ("8", 1000)])
+def test_all_processes_of_a_machine_pin_an_eighth_of_its_memory(monkeypatch, processes, most):
+    monkeypatch.setattr(memory, "machine", lambda: 64_000)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if processes is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    kept = Snapshot()
+    kept.nbytes = most
+    assert kept._is_small()
+    kept.nbytes += 1
+    assert not kept._is_small()
+
+
+def test_pinned_memory_is_hardly_more_than_its_tensors(monkeypatch):
+    sizes: list[int] = []
+
+    def pinned(size: int) -> Tensor:
+        sizes.append(size)
+        return torch.zeros(size, dtype=torch.uint8)
+
+    monkeypatch.setattr(snapshot, "_pinned", pinned)
+    state = list(tensors(state_on("cpu")))
+    state += [torch.full((1025, 300), number) for number in range(20)]  # 1.2 MiB: 2 by themselves
+    kept = snapshot.Pinned()
+    pairs = [kept.like(tensor) for tensor in state]
+    for tensor, (_, place) in zip(state, pairs, strict=True):
+        place.copy_(tensor)
+    assert is_same([host for host, _ in pairs], state)
+    assert len({host.data_ptr() for host, _ in pairs}) == len(pairs)  # torch.save wants that
+    for tensor, (host, _) in zip(state, pairs, strict=True):
+        alone = torch.empty_like(tensor)
+        assert (host.stride(), host.untyped_storage().nbytes()) == (
+            alone.stride(),
+            alone.untyped_storage().nbytes(),
+        )
+    assert all(size.bit_count() == 1 for size in sizes)
+    whole = sum(tensor.nbytes for tensor in state)
+    assert sum(sizes) < 1.4 * whole, (sizes, whole)
 
 
 # On a card: `room` is how much of what is free may be used for copies there

@@ -9,6 +9,7 @@ from small import Clock, Hooks, Rows, Small, fitted, gradients, trainer
 from torch.optim.lr_scheduler import StepLR
 
 from dpframe import Callback, Logger, Task, TrainerSettings, UserError
+from dpframe.trainer import placement
 
 # The four modes
 
@@ -368,12 +369,14 @@ def test_settings_refuse_what_makes_no_sense(given, said):
     assert "there is:" not in str(caught.value)  # the choices are listed once
 
 
-def test_the_trainer_sees_one_thread_for_a_small_model_and_leaves_a_large_one_alone():
+def test_the_trainer_sees_one_thread_for_a_small_model_and_leaves_a_large_one_alone(monkeypatch):
     before = torch.get_num_threads()
     try:
-        torch.set_num_threads(2)
-        trainer(Small(width=20_000), threads=None)
-        assert torch.get_num_threads() == 2
+        for allowed, wanted in ((4, 3), (2, 2)):  # by a container
+            monkeypatch.setattr(placement, "cores", partial(int, allowed))
+            torch.set_num_threads(3)
+            trainer(Small(width=20_000), threads=None)
+            assert torch.get_num_threads() == wanted
         trainer(Small(), threads=None)
         assert torch.get_num_threads() == 1
     finally:

@@ -93,8 +93,10 @@ class Processes(Strategy):
         self.replicas = self.averaged_over = here.world_size
         self.nodes = here.nodes
         self.take(devices[here.local_rank])
-        if self.device.type == "cpu":
-            use_threads(max(1, cores() // here.local_world_size))
+        threads = max(1, cores() // here.local_world_size)
+        if self.device.type != "cpu":  # torchrun's single one may be enough beside a GPU
+            threads = min(threads, torch.get_num_threads())
+        use_threads(threads)
         if not dist.is_initialized():  # else the program's own is joined
             self.owns_group = True
             self._open_group()

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpframe.accelerator import has_float64
+from dpframe.accelerator import cores, has_float64
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import use_threads
@@ -77,6 +77,8 @@ def place(
         # Sums round by the number of threads. And a small model is slower on several of them, and
         # much slower beside other work.
         use_threads(1)
+    else:  # torch counts the cores of the machine, and a container may have fewer
+        use_threads(min(torch.get_num_threads(), cores()))
     # Sharded weights are gathered in torch's own layout.
     may_lay_out = settings.channels_last and not strategy.cuts_weights
     weights = _convolutions(task) if may_lay_out else []

@@ -1,0 +1,45 @@
+"""What the cgroups of this process allow, e.g. a container's: memory, and processor time."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+ROOT = Path("/")
+
+
+def memory_limit(root: Path = ROOT) -> int | None:
+    """In bytes; None: the machine's is the limit. `root` has proc and sys."""
+    found = [*_numbers(root, "", "memory.max"), *_numbers(root, "memory", "memory.limit_in_bytes")]
+    return min((limit for (limit,) in found), default=None)
+
+
+def cpu_limit(root: Path = ROOT) -> float | None:
+    """In cores, e.g. 2.5."""
+    found = [*_numbers(root, "", "cpu.max")]
+    found += _numbers(root, "cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")
+    return min((quota / period for quota, period in found), default=None)
+
+
+def _numbers(root: Path, controller: str, *names: str) -> Iterator[list[int]]:
+    """What these files say in the cgroup of this process and in all around it, as limits nest;
+    nothing where there is none. The controller of the second version is ""."""
+    for folder in _folders(root, controller):
+        with suppress(OSError, ValueError):  # no such file, or "max"
+            numbers = [int(word) for name in names for word in (folder / name).read_text().split()]
+            if min(numbers) > 0:  # -1 is no limit
+                yield numbers
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    mount = root / "sys/fs/cgroup" / controller
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            # In a container, it may be the host's path: then the mount itself is the cgroup.
+            inner = [part for part in Path(path).parts[1:] if part != ".."]
+            for depth in range(len(inner), -1, -1):
+                yield mount.joinpath(*inner[:depth])
