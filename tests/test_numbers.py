@@ -44,7 +44,7 @@ class Typed(Small):
     ],
 )
 def test_precision_decides_the_types(precision, rows, weights, output):
-    one = fitted(Typed(), precision=precision, max_epochs=8)
+    one = fitted(make=Typed, precision=precision, max_epochs=8)
     assert one.task.types == (rows, weights, output)
     assert one.metrics["val/loss"] < 0.5  # of 3: it learns
 
