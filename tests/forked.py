@@ -63,15 +63,20 @@ def on(
     """`call(strategy, *args)` where the strategy is set up: in its ranks, if it has some, after
     `enter()` in the process that starts them."""
     if strategy.launches_ranks:
-        return fresh(_launched, enter, strategy, call, args)
+        return fresh(_entered, enter, strategy, call, args)
     return _opened(strategy, call, args)
 
 
-def _launched(
+def launched(strategy: Strategy, call: Callable[..., Any], *args: Any) -> Any:
+    """`call(strategy, *args)` in the ranks of this process."""
+    return strategy.launch(_opened, strategy, call, args)
+
+
+def _entered(
     enter: Callable[[], object], strategy: Strategy, call: Callable[..., Any], args: tuple
 ) -> Any:
     enter()
-    return strategy.launch(_opened, strategy, call, args)
+    return launched(strategy, call, *args)
 
 
 def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import resource
 import runpy
 import signal
 import subprocess
@@ -267,6 +268,30 @@ def test_ranks_and_their_workers_that_do_not_begin_are_started_again(tmp_path):
     assert re.search(rf"^rank 0 {late}it is started again$", log, re.M)
     worker = rf"^data worker 0 {late}all data workers are started again$"
     assert len(re.findall(worker, log, re.M)) == 2
+
+
+def added_up(strategy: DDP) -> float:
+    return strategy.reduce(torch.ones(1)).item()
+
+
+def added_up_with_files(more: int) -> float:
+    """A sum of the ranks, where a process may open so many files more than this one has."""
+    limit = len(os.listdir("/dev/fd")) + more
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (limit, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    )
+    return forked.launched(DDP(2, "cpu"), added_up)
+
+
+def test_ranks_that_may_not_open_enough_files_are_refused_before_they_start():
+    """With a few less than half of these, their store would leave them waiting."""
+    assert forked.fresh(added_up_with_files, 32) == 2.0
+    with pytest.raises(UserError) as caught:
+        forked.fresh(added_up_with_files, 16)
+    assert re.fullmatch(
+        r"2 ranks need up to \d+ open files in a process, and it may open \d+; ulimit -n 1024",
+        str(caught.value),
+    )
 
 
 def listening(pid: int) -> list[str]:

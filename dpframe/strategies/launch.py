@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import resource
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
 EXIT_SECONDS = 10.0  # and once their work is done
 PAUSE_SECONDS = 5.0  # for the ranks to reach the end of a step on Ctrl-Z
+FILES, FILES_OF_A_RANK = 16, 8  # that are opened in the parent or a rank, with some to spare
 TORCH = f"{os.sep}torch{os.sep}"
 DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
 
@@ -78,6 +80,7 @@ def launch(
     """Runs `run(*args)` in `count` processes on this machine, one node of the `meeting` if there is
     one; returns rank 0's value."""
     interruption.look()
+    _refuse_few_files(count)
     stop = interruption.installed() or Interruption()
     if meeting is not None:
         meeting.agree_on("the number of ranks (trainer.gpus)", count)
@@ -89,6 +92,17 @@ def launch(
         finally:
             job.kill()
     return job.outcome()
+
+
+def _refuse_few_files(count: int) -> None:
+    """A store that may open no file for a rank that comes leaves it waiting."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    needed = len(os.listdir("/dev/fd")) + FILES + FILES_OF_A_RANK * count
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise UserError(
+            f"{count} ranks need up to {needed} open files in a process, and it may open {limit}; "
+            "ulimit -n 1024"
+        )
 
 
 def environment_of(
