@@ -18,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from types import FunctionType, ModuleType
 from typing import Any
 
 BLOCK = 1 << 16  # bytes
@@ -50,8 +51,10 @@ def packed(value: Any) -> bytes:
     pickler: Any = pickle
     with suppress(ImportError):
         pickler = importlib.import_module("cloudpickle")
+    # Cloudpickle gives functions that it pickles together one dict of globals: this one shows it.
+    main = None if pickler is pickle else FunctionType(_nothing.__code__, vars(_main()))
     try:
-        return pickler.dumps(value)
+        return pickler.dumps((value, main))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         from dpframe.errors import UserError
 
@@ -59,9 +62,11 @@ def packed(value: Any) -> bytes:
         raise UserError(f"another process can't get all of this: {error}{hint}") from error
 
 
-def unpacked(content: bytes) -> Any:
+def unpacked(content: bytes, *, owns_main: bool = False) -> Any:
+    """`owns_main`: in a process that runs no program itself, what this one defines gets into
+    `__main__`, where torch.compile looks for it."""
     try:
-        return pickle.loads(content)
+        value, main = pickle.loads(content)
     except AttributeError as error:
         from dpframe.errors import UserError
 
@@ -69,6 +74,17 @@ def unpacked(content: bytes) -> Any:
             f"{error}: what the program itself defines is unknown in another process; {NOTEBOOK}, "
             "or define it in a module"
         ) from None
+    if owns_main and main is not None:
+        theirs = main.__globals__.items()
+        vars(_main()).update({name: each for name, each in theirs if not name.startswith("__")})
+    return value
+
+
+def _nothing() -> None: ...
+
+
+def _main() -> ModuleType:
+    return sys.modules["__main__"]
 
 
 class _Interpreter:
@@ -169,11 +185,12 @@ def _answer(inbox: Connection, outbox: Connection) -> None:
     from dpframe import interpreter, interruption  # from where the program has it
     from dpframe.errors import Interrupted
 
+    sys.modules["__main__"] = ModuleType("__main__")  # this file's names are none of the program's
     interruption.end_with(inbox.fileno())  # nothing more is sent
     signals = interruption.Interruption(is_quiet=True)
     signals.open()
     try:
-        function, args = interpreter.unpacked(work)
+        function, args = interpreter.unpacked(work, owns_main=True)
         message: tuple[str, Any] = "done", function(*args)
     except Interrupted as error:
         message = "interrupted", error
@@ -186,7 +203,8 @@ def _answer(inbox: Connection, outbox: Connection) -> None:
             interpreter.unpacked(content)  # an exception may not come out of its own pickle
     except Exception:
         text = "".join(traceback.format_exception(message[1])) if message[0] == "failed" else ""
-        content = pickle.dumps(("failed", RuntimeError(text or f"{message[1]!r} can't be sent")))
+        plain = RuntimeError(text or f"{message[1]!r} can't be sent")
+        content = interpreter.packed(("failed", plain))
     outbox.send_bytes(content)
 
 

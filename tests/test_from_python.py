@@ -1,7 +1,9 @@
 """A Trainer that is made in Python: its strategy, its devices, and where its files go."""
 
 import random
+import sys
 import threading
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -11,7 +13,16 @@ from forked import fresh
 from small import Rows, Small, heavy
 from torch.utils.data import random_split
 
-from dpframe import Callback, Run, Strategy, Trainer, TrainerSettings, UserError, seeding
+from dpframe import (
+    Callback,
+    Run,
+    Strategy,
+    Trainer,
+    TrainerSettings,
+    UserError,
+    interpreter,
+    seeding,
+)
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
 from dpframe.loggers.csv import CSV
@@ -146,6 +157,31 @@ def test_the_same_seed_gives_a_setup_that_draws_the_same_rows_in_ranks_and_in_on
             trainer = Trainer(heavy(Small()), Drawn(), strategy=strategy, precision="64")
         measured.append(trainer.validate())
     assert measured[1] == pytest.approx(measured[0], rel=1e-12)
+
+
+SCRIPT = """
+import torch
+
+def doubled(x):
+    return torch.add(x, x)
+"""
+
+
+def compiled_there(content: bytes) -> list[float]:
+    function = interpreter.unpacked(content, owns_main=True)
+    compiled = torch.compile(lambda x: function(x), backend="eager", fullgraph=True)
+    return compiled(torch.ones(2)).tolist()
+
+
+def test_what_a_script_defines_is_compiled_in_its_ranks(monkeypatch):
+    script = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    exec(SCRIPT, vars(script))
+    content = interpreter.packed(script.doubled)
+    monkeypatch.undo()
+    assert fresh(compiled_there, content) == [2.0, 2.0]
+    interpreter.unpacked(content)
+    assert not hasattr(sys.modules["__main__"], "doubled")  # in a program, which has its own
 
 
 class Failing(Small):

@@ -313,7 +313,7 @@ def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
 
 
 def _run(run: Callable[..., Any], args: bytes) -> Any:
-    return run(*interpreter.unpacked(args))
+    return run(*interpreter.unpacked(args, owns_main=True))
 
 
 @cache  # the other ranks may be there already for the next group
