@@ -138,9 +138,14 @@ def test_the_best_weights_are_tested_after_fit(tmp_path, strategy):
 
 @pytest.mark.parametrize("strategy", [[], ["strategy=ddp", "trainer.gpus=2"]], ids=["cpu", "ddp"])
 def test_a_failed_run_keeps_its_directory_and_the_reason(tmp_path, strategy):
-    write(tmp_path, {"boom.py": BOOM})
-    failed = dpframe(*FAILING, *strategy, "hydra.run.dir=run", cwd=tmp_path, PYTHONPATH=".")
+    write(tmp_path, {"boom.py": BOOM, "my own/experiment/none.yaml": ""})
+    line = ["--config-dir=my own", *FAILING, *strategy, "hydra.run.dir=run"]
+    failed = dpframe(*line, cwd=tmp_path, PYTHONPATH=".")
     assert failed.returncode == 1
+    assert failed.stderr.splitlines()[-1] == (
+        "dpframe: the run is in run; go on with dpframe --config-dir 'my own' "
+        "'trusted_modules=[boom]' resume=run"
+    )
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("failed", "ValueError: boom")
     assert "in on_epoch_end" in summary["traceback"]

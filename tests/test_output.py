@@ -25,6 +25,13 @@ class Talkative(dpframe.Callback):
     def on_fit_start(self, trainer):
         logging.getLogger("mine").info("hello from rank %s", trainer.strategy.rank)
 
+class Refuses(dpframe.Callback):
+    def __init__(self, step):
+        self.step = step
+    def on_batch_start(self, trainer, batch):
+        if trainer.global_step == self.step and trainer.strategy.rank == 1:
+            raise dpframe.UserError("it is over")
+
 class Ends(dpframe.Callback):
     def __init__(self, how):
         self.how = how
@@ -58,18 +65,32 @@ def test_a_run_that_failed_keeps_its_directory_with_the_reason_in_its_log(tmp_pa
     for code, done in zip(kinds.values(), attempts(lines, tmp_path), strict=True):
         assert done.code == code, done.err
         assert "it is over" not in done.out
-    assert not (tmp_path / "refusal").exists()
-    ended = {how: (tmp_path / how / "run.log").read_text() for how in ("failure", "bug")}
+    ended = {how: (tmp_path / how / "run.log").read_text() for how in kinds}
     start = r"(?m)^\S+ \S+ \[rank 0\] ERROR dpframe: "
-    assert re.split(start, ended["failure"])[1:] == ["it is over\n", "for good\n"]
+    for how in ("failure", "refusal"):
+        assert re.split(start, ended[how])[1:] == ["it is over\n", "for good\n"]
     *traceback, message, rest = re.split(start, ended["bug"])[1:]
     assert traceback[0] == "Traceback (most recent call last):\n"
     assert (message, rest) == ("ValueError: it is over\n", "for good\n")
     reasons = {how: json.loads((tmp_path / how / "summary.json").read_text()) for how in ended}
     assert {how: (it["status"], it["reason"]) for how, it in reasons.items()} == {
         "failure": ("failed", "it is over\nfor good"),
+        "refusal": ("failed", "it is over\nfor good"),
         "bug": ("failed", "ValueError: it is over\nfor good"),
     }
+
+
+def test_a_refusal_by_any_rank_before_the_first_step_alone_removes_the_run(tmp_path: Path) -> None:
+    write(tmp_path, {"own.py": OWN})
+    words = ["recipe=boston", "strategy=ddp", "trainer.gpus=2"]
+    for step, is_kept in ((0, False), (2, True)):
+        ends = f"+callbacks.ends={{_target_: own.Refuses, step: {step}}}"
+        folder = f"hydra.run.dir=after-{step}"
+        done = run([*words, ends, folder], tmp_path, PYTHONPATH=str(tmp_path))
+        assert done.returncode == 2 and "it is over" in done.stderr
+        assert (tmp_path / f"after-{step}").exists() is is_kept
+    summary = json.loads((tmp_path / "after-2/summary.json").read_text())
+    assert (summary["status"], summary["reason"]) == ("failed", "it is over")
 
 
 def test_each_line_of_a_message_says_whose_it_is(tmp_path: Path, capsys) -> None:

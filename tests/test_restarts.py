@@ -52,7 +52,9 @@ def test_a_job_that_fails_more_often_than_it_may_ends_with_the_failure(tmp_path)
     done = run(tmp_path, *TWO, "trainer.max_restarts=1", **given)
     assert done.returncode == 1
     assert done.stderr.count("restart ") == 1
-    assert done.stderr.splitlines()[-1] == "ValueError: broken in rank 1"
+    *_, broken, last = done.stderr.splitlines()
+    assert broken == "ValueError: broken in rank 1"
+    assert last.startswith("dpframe: the run is in run; ")
 
 
 def test_one_process_refuses_to_restart_itself(tmp_path):

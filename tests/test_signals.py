@@ -1,5 +1,6 @@
 """A signal ends a run at the end of a step, with a checkpoint from which it goes on to the bit."""
 
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
 ONE = ("strategy=cpu", "logger=none")
 WORKERS = ("data.workers=1",)
 SLOW = {"STEP_SECONDS": "0.5"}  # a run that no signal ends takes ten seconds
+GO_ON = "dpframe --config-dir . resume=run"
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 USR1 = signal.SIGUSR1  # Slurm's, to every process of a job
 
@@ -66,7 +68,10 @@ def test_a_signal_ends_a_run_that_resumes_to_the_same_weights(
     step = last(tmp_path)["progress"]["global_step"]
     assert 3 <= step < STEPS
     name = signal.Signals(number).name
-    assert said == [f"dpframe: interrupted by {name} after step {step}; go on with resume=run"]
+    reason = f"interrupted by {name} after step {step}; go on with {GO_ON}"
+    assert said == [f"dpframe: {reason}"]
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["reason"], summary["steps"]) == ("interrupted", reason, step)
     if goes_on:
         assert run(tmp_path, *setting, "resume=run").returncode == 0
         assert is_same(weights(tmp_path), undisturbed(*setting))
@@ -81,7 +86,7 @@ def test_a_validation_is_broken_off_and_made_again(tmp_path, undisturbed, settin
         send(job, TERM, "group")
         code, said = job.ended()
     assert (code, last(tmp_path)["progress"]["global_step"]) == (143, 8)
-    assert "after step 8; go on with resume=run" in said[-1]
+    assert f"after step 8; go on with {GO_ON}" in said[-1]
     if setting is TWO:
         assert run(tmp_path, *setting, "resume=run").returncode == 0
         assert is_same(weights(tmp_path), undisturbed(*setting))

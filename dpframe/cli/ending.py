@@ -7,7 +7,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from dpframe import files
 from dpframe.cli.compose import Composed
+from dpframe.cli.resume import key_of
+from dpframe.strategies import ranks
 
 
 def ending(
@@ -31,6 +34,22 @@ def ending(
     return "\n" + "\n".join(f"{name:<10} {value}" for name, value in rows)
 
 
+def going_on(job: Composed, directory: str) -> str:
+    """The command that goes on with a run. A program, and a launcher of ranks, have their own."""
+    if job.history is not None or (ranks.is_rank() and not ranks.has_parent()):
+        return shlex.quote(f"resume={directory}")
+    return _command(job, f"resume={directory}")
+
+
+def add_going_on(error: Exception, job: Composed, directory: str) -> None:
+    """After a traceback, where the run is and how to go on with it. A sweep says so itself."""
+    is_alone = job.number is None and job.history is None
+    if is_alone and job.settings.mode == "fit" and os.path.isdir(directory):
+        is_saved = files.newest_of_run(directory) is not None
+        then = f"go on with {going_on(job, directory)}" if is_saved else "nothing was saved"
+        error.add_note(f"dpframe: the run is in {directory}; {then}")
+
+
 def _longer(job: Composed, summary: Mapping[str, Any]) -> list[str]:
     """Twice as far: a run that is done has nothing left to resume. It may have come further than
     its limits, which a resume can lower."""
@@ -46,4 +65,5 @@ def _command(job: Composed, *overrides: str) -> str:
     is_module = Path(sys.argv[0]).parts[-2:] == ("dpframe", "__main__.py")
     words = ["python", "-m", "dpframe"] if is_module else ["dpframe"]
     own = ["--config-dir", os.path.relpath(job.config_dir)] if job.config_dir is not None else []
+    own += [each for each in job.typed if key_of(each) == "trusted_modules"]  # typed each time
     return shlex.join([*words, *own, *overrides])

@@ -180,4 +180,6 @@ def _is_main() -> bool:
 def show_failure(error: Exception) -> None:
     has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed
     text = str(error) if has_traceback else "".join(traceback.format_exception(error)).rstrip("\n")
+    if has_traceback:
+        text = "\n".join([text.rstrip("\n"), *getattr(error, "__notes__", [])])
     print(printable(text), file=sys.stderr)

@@ -59,8 +59,8 @@ class ProcessLost(BaseException):
 def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
     """A run has failed if what it is compared by is not finite: it has diverged, and -inf would be
     the best of all. Some modes measure nothing."""
-    if summary.get("status") == "failed":
-        return Outcome("failed", reason=summary["reason"])
+    if summary.get("status") in ("failed", "interrupted"):
+        return Outcome(summary["status"], reason=summary["reason"])
     value = summary.get("best", {}).get(metric, summary.get("metrics", {}).get(metric))
     if value is not None and not math.isfinite(value):
         return Outcome("failed", reason=f"{metric} is {value}")

@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import shlex
 import sys
 import time
 import traceback
@@ -22,7 +21,7 @@ from dpframe.cli import elastic, faults, nodes, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
-from dpframe.cli.ending import ending
+from dpframe.cli.ending import add_going_on, ending, going_on
 from dpframe.cli.origin import compared
 from dpframe.cli.resume import run_directory, saved_since
 from dpframe.cli.settings import EVALUATIONS, is_off
@@ -96,6 +95,8 @@ def _launched(job: Composed) -> dict[str, Any]:
                 _note_failure(Path(path), error, job)
             is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost | NodeLost)
             if number > allowed or is_final:
+                if isinstance(error, RankFailed):
+                    add_going_on(error, job, path)
                 raise
             print(printable(str(error)), file=sys.stderr)
             job, where = _again(job, path)
@@ -228,24 +229,35 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
             print(printable(text), flush=True)
         return summary
     except UserError as error:
-        is_empty = trainer.epoch <= 1 and trainer.checkpoint is None
-        is_refused = error.exit_code == UserError.exit_code or trainer.global_step == 0
-        if is_empty and is_refused and not error.details:
+        if trainer.global_step == 0 and trainer.checkpoint is None and not error.details:
             directory.unmake()  # nothing is worth keeping yet
-        elif strategy.is_main and not ranks.has_parent():
+            raise
+        ranks.tell("made", [])  # it stays
+        if strategy.is_main and not ranks.has_parent():
             _note_failure(Path(path), error, job)
         raise
     except Exception as error:
         if strategy.is_main and not ranks.has_parent():
             _note_failure(Path(path), error, job)
+            add_going_on(error, job, path)
         raise
     except Interrupted as error:
-        if settings.mode != "fit":
-            raise
-        is_saved = trainer.checkpoint is not None or settings.resume is not None
-        then = f"go on with {shlex.quote(f'resume={path}')}" if is_saved else "nothing was saved"
-        said = f" after step {trainer.global_step}; {then}"
-        raise Interrupted(error.number, said) from None
+        said = ""
+        if settings.mode == "fit":
+            is_saved = trainer.checkpoint is not None or settings.resume is not None
+            then = f"go on with {going_on(job, path)}" if is_saved else "nothing was saved"
+            said = f" after step {trainer.global_step}; {then}"
+        interrupted = Interrupted(error.number, said)
+        if strategy.is_main:
+            facts = {
+                "reason": str(interrupted),
+                **_summary(strategy, trainer.progress),
+                "metrics": trainer.metrics,
+                "checkpoint": trainer.checkpoint,
+                "directory": path,
+            }
+            _note_ending(Path(path), job, "interrupted", facts)
+        raise interrupted from None
     finally:
         directory.release()
 
@@ -413,12 +425,11 @@ def _note_failure(directory: Path, error: Exception, job: Composed) -> None:
     else:
         reason = "".join(traceback.format_exception_only(error)).rstrip()
         details = "".join(traceback.format_exception(error)).rstrip()
-    summary = {
-        "recipe": job.settings.recipe,
-        "status": "failed",
-        "reason": reason,
-        "traceback": details,
-    }
+    _note_ending(directory, job, "failed", {"reason": reason, "traceback": details})
+
+
+def _note_ending(directory: Path, job: Composed, status: str, facts: dict[str, Any]) -> None:
+    summary = {"recipe": job.settings.recipe, "status": status, **facts}
     with suppress(Failure):  # a full disk may be why it has failed
         _write(directory / "summary.json", json.dumps(summary, indent=2) + "\n")
 
