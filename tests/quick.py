@@ -7,6 +7,7 @@ FILES = {
     "conf",
     "contributing",
     "data",
+    "given",
     "heartbeat",
     "layers",
     "loggers",

@@ -92,6 +92,11 @@ class Helped(Rows):
         """Beside val_dataset it is no misspelling of it."""
 
 
+class Watches(Rows, Callback):
+    def on_epoch_start(self, trainer):
+        """As a callback."""
+
+
 class Epochs(Small):
     def on_validation_end(self, trainer):
         self.validation_epoch_end(trainer.metrics)
@@ -133,7 +138,7 @@ def prepared():
 
 def test_what_the_users_own_code_calls_is_a_helper_too():
     task = fitted(Epochs(), Inherits(), max_epochs=1).task
-    assert task.seen and trainer(data=prepared())
+    assert task.seen and trainer(data=prepared()) and trainer(data=Watches())
     for name in ("teardown", "vall_dataset"):
         with pytest.raises(UserError, match=f"^Forgotten.{name} is never called; "):
             trainer(data=Forgotten())

@@ -102,11 +102,14 @@ def check(
 def _refuse_uncalled(part: Any) -> None:
     """Of a task, a DataModule or a callback: a method that is named almost as one that is called,
     or as another framework's, unless the user's own code uses it."""
-    base = next(base for base in CALLED if isinstance(part, base))
+    bases = [base for base in CALLED if isinstance(part, base)]  # one, but for data with hooks
+    base = bases[0]
     for kind in _own_classes(part):
         for name, value in vars(kind).items():
             is_method = isinstance(value, FunctionType | staticmethod | classmethod)
-            if not is_method or name.startswith("_") or hasattr(base, name):
+            if not is_method or name.startswith("_"):
+                continue
+            if any(hasattr(each, name) for each in bases):
                 continue
             do_instead = THEIRS[base].get(name)
             meant = MEANT.get(name) or nearest(name, CALLED[base], cutoff=NEAR)
