@@ -16,10 +16,9 @@ UNCALLED = {  # what a module may override in Lightning, and why it is refused
     "configure_callbacks": "they are Lightning's; set callbacks.* in the config",
     "configure_sharded_model": "build the layers in __init__, setup or configure_model",
     "on_validation_model_zero_grad": "gradients are None there; leave it out",
-    **{  # as Lightning 2 refuses them
-        f"{stage}_epoch_end": f"it is Lightning 1's; write on_{hook}_epoch_end"
-        for stage, hook in (("training", "train"), ("validation", "validation"), ("test", "test"))
-    },
+    "training_epoch_end": "it is Lightning 1's; write on_train_epoch_end",
+    "validation_epoch_end": "it is Lightning 1's; write on_validation_epoch_end",
+    "test_epoch_end": "it is Lightning 1's; write on_test_epoch_end",
     **dict.fromkeys(
         (
             *("on_validation_model_eval", "on_validation_model_train", "on_test_model_eval"),
