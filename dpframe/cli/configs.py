@@ -334,6 +334,8 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
         value = plain.get(group, {} if name else default)
         if name and isinstance(value, Mapping):
             value = value.get(name, default)
+        elif name and "${" not in str(value):  # only a reference may be a group
+            continue
         if value != default and key not in map(key_of, typed):
             raise _only_typed(key, value)
     for key, only in UNUSED.items():
