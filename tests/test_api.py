@@ -88,6 +88,7 @@ def test_what_python_passes_is_what_one_types():
         (["recipe=bostn"], "did you mean boston?"),
         (["recipe=boston", "trainer.max_epoch=2"], "did you mean trainer.max_epochs?"),
         (["-m", "recipe=boston"], "dpframe.run: '-m' is not an override; pass key=value texts"),
+        (["recipe=boston", "mode=test"], "mode=test without a checkpoint measures untrained"),
         (["recipe=boston", "data.file=nowhere.csv"], "cannot read nowhere.csv"),
     ],
 )

@@ -356,14 +356,30 @@ def test_without_an_installation_the_repository_is_enough(tmp_path):
     ]
 
 
-def test_a_mode_that_uses_untrained_weights_says_so(tmp_path):
-    modes = {"test": "the numbers", "predict": "the predictions"}
-    lines = [["recipe=boston", f"mode={mode}"] for mode in modes]
-    tested, predicted, shapes = attempts([*lines, ["recipe=shapes"]], tmp_path)
-    for done, what in zip((tested, predicted), modes.values(), strict=True):
-        assert done.code == 0, done.err
-        assert f"no checkpoint=FILE: these are {what} of untrained weights" in done.out
-    assert "untrained" not in shapes.out, "it has no training_step"
+def test_a_measure_of_untrained_weights_is_refused_unless_it_is_meant(tmp_path):
+    refused = [
+        ["recipe=boston", "mode=test"],
+        ["recipe=transfer", "mode=validate", "checkpoint=null"],
+        ["-m", "recipe=boston", "mode=test,validate"],
+    ]
+    for line, done in zip(refused, attempts(refused, tmp_path), strict=True):
+        mode = "validate" if "mode=validate" in line else "test"
+        assert (done.code, done.out, done.files) == (2, "", []), done
+        assert done.err == (
+            f"dpframe: mode={mode} without a checkpoint measures untrained weights; add "
+            "checkpoint=best, of the newest run, or checkpoint=FILE; checkpoint=none measures the "
+            "task as it is built, e.g. with pretrained weights\n"
+        )
+    meant = [["recipe=boston", f"mode={mode}", "checkpoint=none"] for mode in ("test", "predict")]
+    lines = [*meant, ["recipe=boston", "mode=predict"], ["recipe=shapes", "checkpoint=none"]]
+    *meant, predicted, shapes = attempts(lines, tmp_path)
+    for done in meant:
+        assert done.code == 0 and "untrained" not in done.out + done.err, done
+        assert "checkpoint  none: the task as it is built" in done.out
+    assert "test/loss" in meant[0].out
+    warning = "no checkpoint=FILE: these are the predictions of untrained weights"
+    assert predicted.code == 0 and warning in predicted.out
+    assert shapes.code == 0 and "untrained" not in shapes.out, "it has no training_step"
 
 
 def test_what_evaluates_a_checkpoint_names_it(tmp_path):

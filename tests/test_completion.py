@@ -24,7 +24,7 @@ TYPED = {
     "recipe=boston 'x y": "",
     "--hlp": "",
 }
-HERE = ("best", "dpframe", "last", "mine/", "python")  # two words, and what is in the folder
+HERE = ("best", "dpframe", "last", "mine/", "none", "python")  # three words, and what is there
 CHOSEN = {
     "recipe=boston mode=": " ".join(sorted(f"mode={mode}" for mode in MODES)),
     "mode=te": "mode=test",

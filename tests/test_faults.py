@@ -68,7 +68,11 @@ def test_a_rank_that_is_out_of_memory_ends_the_job_with_its_line(tmp_path, rank)
     [
         ((), "oom-start", "in set-up: .*; the model does not fit; lower trainer.precision=32 to "),
         ((), "oom-validation", "in validation: .* = 1 replica x 4; lower data.eval_batch_size=4,"),
-        (("mode=validate",), "oom-validation", "in validation: .*; lower data.eval_batch_size=4,"),
+        (
+            ("mode=validate", "checkpoint=none"),
+            "oom-validation",
+            "in validation: .*; lower data.eval_batch_size=4,",
+        ),
     ],
 )
 def test_out_of_memory_elsewhere_is_told_by_where(tmp_path, words, kind, said):

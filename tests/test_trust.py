@@ -398,7 +398,7 @@ COMMANDS = {  # lines of a test, each with what it is told
         *((["-m", *line], says) for line, says in HYDRAS_LINES if "hydra" in says),
         *(
             ([mode, *nested("os.system")], "task.net._target_=os.system is")
-            for mode in ("-m", "mode=test", "mode=verify", "trainer.gpus=2")
+            for mode in ("-m", "mode=predict", "mode=verify", "trainer.gpus=2")
         ),
         *(
             ([*mode, *START[:2], f"recipe={recipe}"], says)
@@ -729,7 +729,7 @@ def test_nothing_in_the_current_directory_stands_for_a_package(tmp_path):
     commands = [
         [sys.executable, "-P", "-m", "dpframe", "--help"],
         [sys.executable, "-m", "dpframe", *run],
-        [sys.executable, "-m", "dpframe", *START, *ddp, "trainer.max_steps=1", "mode=validate"],
+        [sys.executable, "-m", "dpframe", *START, *ddp, "mode=validate", "checkpoint=none"],
         *([[script, "--help"]] if script.is_file() else []),
     ]
     canary = tmp_path.with_name("sung")

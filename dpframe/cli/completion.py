@@ -24,7 +24,7 @@ from dpframe.trainer.settings import TrainerSettings
 CHOICES = {
     "mode": MODES,
     "optimized_mode": ("min", "max"),
-    "checkpoint": ("best", "last"),
+    "checkpoint": ("best", "last", "none"),
     "resume": ("last",),
     **{f"trainer.{key}": values for key, values in SETTINGS.items()},
     **{f"trainer.{f.name}": ("true", "false") for f in fields(TrainerSettings) if f.type is bool},

@@ -13,7 +13,7 @@ from typing import NoReturn
 import yaml
 
 from dpframe import files
-from dpframe.cli.settings import EVALUATIONS, RunSettings
+from dpframe.cli.settings import EVALUATIONS, NONE, RunSettings
 from dpframe.errors import UserError, first_line, nearest, printable
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
@@ -44,7 +44,7 @@ def start_file(settings: RunSettings, runs: Path) -> Path | None:
     """The checkpoint that `resume` or `checkpoint` names; this recipe's runs are in `runs`."""
     if settings.resume is not None:
         return resumed_file(settings.resume, runs)
-    if settings.checkpoint is not None:
+    if settings.checkpoint not in (None, NONE):
         return _file("checkpoint", settings.checkpoint)
     return None
 
@@ -130,7 +130,7 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
                 "others is typed; add trainer.nodes and trainer.rendezvous, or trainer.nodes=1"
             )
         return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
-    if checkpoint is None or value_of("mode", overrides) not in EVALUATIONS:
+    if checkpoint in (None, NONE) or value_of("mode", overrides) not in EVALUATIONS:
         return list(overrides)
     # An evaluation has the config of its checkpoint's run, except for the machine it ran on.
     saved = saved_overrides(run_directory(_file("checkpoint", checkpoint)))

@@ -24,7 +24,7 @@ from dpframe.cli.directory import Directory, remove
 from dpframe.cli.ending import add_going_on, ending, going_on
 from dpframe.cli.origin import compared
 from dpframe.cli.resume import run_directory, saved_since
-from dpframe.cli.settings import EVALUATIONS, is_off
+from dpframe.cli.settings import EVALUATIONS, NONE, is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import (
@@ -298,6 +298,8 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
 def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> list[str]:
     """What a log is to begin with."""
     settings, notes = job.settings, []
+    if settings.checkpoint == NONE:
+        notes = ["checkpoint  none: the task as it is built"]
     if state is not None and settings.mode in EVALUATIONS:
         notes = [_named(job.start), *compared(job, state, task=trainer.task, data=trainer.data)]
     if state is not None and settings.resume is None:
@@ -369,8 +371,8 @@ def _test_best(trainer: Trainer) -> None:
 def _evaluate(trainer: Trainer, job: Composed, path: str) -> None:
     settings = job.settings
     is_trained = {"optimizer", "optimizers", "module"} & job.config["task"].keys()
-    if settings.checkpoint is None and (is_trained or settings.mode != "predict"):
-        of = {"export": "", "predict": "the predictions of "}.get(settings.mode, "the numbers of ")
+    if settings.checkpoint is None and (is_trained or settings.mode == "export"):
+        of = "the predictions of " if settings.mode == "predict" else ""
         log.warning("no checkpoint=FILE: these are %suntrained weights", of)
     if settings.mode == "export":
         from dpframe.cli.export import exported

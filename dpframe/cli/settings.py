@@ -27,6 +27,7 @@ MODES = (
     "doctor",
 )
 EVALUATIONS = ("validate", "test", "predict", "export")
+NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
 FORMATS = ("program", "weights", "safetensors", "checkpoint")  # of mode=export
 PARTS = ("task", "data", "strategy")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
@@ -100,6 +101,12 @@ class RunSettings:
             raise UserError(
                 f"resume={self.resume} continues a training, but mode={self.mode}; "
                 "use checkpoint=FILE"
+            )
+        if self.mode in ("validate", "test") and self.checkpoint is None:
+            raise UserError(
+                f"mode={self.mode} without a checkpoint measures untrained weights; add "
+                "checkpoint=best, of the newest run, or checkpoint=FILE; checkpoint=none measures "
+                "the task as it is built, e.g. with pretrained weights"
             )
 
 
