@@ -14,6 +14,7 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import oracle
 import pytest
@@ -577,7 +578,9 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
         for weight in made.task.parameters():
             strategy.local(weight.detach()).add_(1)
         torch.cuda.set_sync_debug_mode("default")
-        writer.wait()
+        with patch.object(torch.cuda.Stream, "synchronize") as waited:
+            writer.wait()
+        assert not waited.called  # by the thread: it would wait for steps that are still to come
         strategy.share(None)  # all have written theirs
         read = checkpoint.load(path)["task"]
         apart.append(weights_apart({n: t.numpy() for n, t in read.items()}, wanted))

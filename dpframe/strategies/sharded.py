@@ -73,7 +73,8 @@ def _gather(owns: dict[str, Own], group: Any) -> None:
 
 def _written(parts: dict[str, Part], folder: Path, group: Any) -> str:
     """The hash of the list of them, in the first rank."""
-    writer = Writer(folder, sync_files=False)
+    # What it copies ahead it waits for, a tensor at a time, behind what training has to do there.
+    writer = Writer(folder, sync_files=False, per_thread_copy_ahead=0)
     save_together(parts, storage_writer=writer, planner=Planner(), process_group=group)
     return writer.hash
 
