@@ -1,4 +1,4 @@
-"""What a device can do: copy beside its computation, compute in 64 bits; and the CPU's cores."""
+"""What devices can do, e.g. copy beside their computation, which are in use; the CPU's cores."""
 
 import os
 from pathlib import Path
@@ -27,3 +27,15 @@ def cores(root: Path = cgroup.ROOT) -> int:
 def processes_here() -> int:
     """The ranks of this job on this machine, which share its memory and its cores."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
+def in_use() -> list[torch.device]:
+    """All devices of the accelerator, once torch has begun to use it."""
+    kind = torch.accelerator.current_accelerator()
+    if kind is None:
+        return []
+    module = torch.get_device_module(kind)
+    is_begun = getattr(module, "is_initialized", torch.accelerator.is_available)
+    if not is_begun():
+        return []
+    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpframe import bombs, files, parts
+from dpframe import accelerator, bombs, files, parts
 from dpframe.bombs import PLAIN
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
@@ -118,7 +118,10 @@ class Writer:
             self._dropped += drop
             is_writing, self._is_writing = self._is_writing, True
         if not is_writing:
-            self._thread = threading.Thread(target=self._write, name="dpframe checkpoint")
+            device = torch.accelerator.current_device_index() if accelerator.in_use() else None
+            self._thread = threading.Thread(
+                target=self._write, args=[device], name="dpframe checkpoint"
+            )
             self._thread.start()
 
     def wait(self) -> None:
@@ -140,21 +143,25 @@ class Writer:
         if failure is not None:
             raise failure
 
-    def _write(self) -> None:
+    def _write(self, device: int | None) -> None:
         try:
-            while taken := self._take():
-                waiting, dropped = taken
-                for copy in {id(copy): copy for copy in waiting.values()}.values():
-                    copy.snapshot.wait()
-                    copy.write([path for path in waiting if waiting[path] is copy])
-                    with self._lock:
-                        self._spare = copy.snapshot.memory
-                for path in dropped:
-                    with _replacing([path]):
-                        path.unlink(missing_ok=True)
-                self._is_urgent.wait(self._seconds_between)
+            # A thread begins with GPU 0, and takes memory there when it waits for another one.
+            with torch.accelerator.device_index(device):
+                while taken := self._take():
+                    self._write_taken(*taken)
+                    self._is_urgent.wait(self._seconds_between)
         except BaseException as error:
             self._failure, self._waiting, self._is_writing = error, {}, False
+
+    def _write_taken(self, waiting: dict[Path, Copy], dropped: list[Path]) -> None:
+        for copy in {id(copy): copy for copy in waiting.values()}.values():
+            copy.snapshot.wait()
+            copy.write([path for path in waiting if waiting[path] is copy])
+            with self._lock:
+                self._spare = copy.snapshot.memory
+        for path in dropped:
+            with _replacing([path]):
+                path.unlink(missing_ok=True)
 
     def _take(self) -> tuple[dict[Path, Copy], list[Path]] | None:
         with self._lock:

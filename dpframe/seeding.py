@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from dpframe.accelerator import in_use
+
 
 def seed_everything(seed: int, devices: Sequence[torch.device] | None = None) -> None:
     torch.manual_seed(seed)  # for all devices, even those that are not used yet
@@ -25,10 +27,19 @@ def reseed(seed: int, devices: Sequence[torch.device] | None = None) -> None:
     for position, device in enumerate(in_use() if devices is None else devices):
         if device.type != "cpu":
             of_device = mix(seed, position) if position and devices is not None else seed
-            with torch.accelerator.device_index(device.index):
-                torch.get_device_module(device).manual_seed(of_device)
+            _seed_device(device, of_device)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def _seed_device(device: torch.device, seed: int) -> None:
+    """Without making it the current one, which takes memory on a GPU that is not used."""
+    module = torch.get_device_module(device)
+    if hasattr(module, "default_generators"):
+        module.init()  # there are none before
+        module.default_generators[device.index].manual_seed(seed)
+    else:
+        module.manual_seed(seed)
 
 
 def mix(*numbers: int) -> int:
@@ -106,15 +117,3 @@ def seeded(*numbers: int) -> Iterator[None]:
         yield
     finally:
         restore_random_state(before)
-
-
-def in_use() -> list[torch.device]:
-    """All devices of the accelerator, once torch has begun to use it."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None:
-        return []
-    module = torch.get_device_module(kind)
-    is_begun = getattr(module, "is_initialized", torch.accelerator.is_available)
-    if not is_begun():
-        return []
-    return [torch.device(kind.type, index) for index in range(torch.accelerator.device_count())]

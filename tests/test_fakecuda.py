@@ -91,6 +91,21 @@ GRAPH = """
     graph.replay()
     assert y.tolist() == [2, 2, 2]
 """
+CONTEXT = """
+    x = torch.ones(3, device="cuda:0")
+    torch.cuda.default_generators[1].manual_seed(1)
+"""
+THREAD = """
+    with torch.accelerator.device_index(1):
+        x = torch.ones(3, device="cuda")
+        event = torch.cuda.current_stream().record_event()
+    def wait():
+        with torch.cuda.device(1):
+            event.synchronize()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+"""
 # What is right; what of it is left out or put in its place; what is said then.
 PLANTED = {
     "a stream is not waited for": (
@@ -159,6 +174,16 @@ PLANTED = {
         ("non_blocking=True", "non_blocking=False"),
         "RuntimeError: called a synchronizing CUDA operation (a copy to the card)",
     ),
+    "a GPU is made current and not used": (
+        CONTEXT,
+        ("torch.cuda", "with torch.cuda.device(1): torch.cuda"),
+        "CONTEXT: cudaSetDevice makes one on cuda:1, in a process whose own GPUs are cuda:0",
+    ),
+    "a thread waits while another GPU is current": (
+        THREAD,
+        ("torch.cuda.device(1)", "torch.cuda.device(-1)"),
+        "CONTEXT: cudaEventSynchronize makes one on cuda:0",
+    ),
     "a fork of a process that has used CUDA uses it": (
         FORK.format(touch="pass"),
         ("pass\n", 'torch.ones(1, device="cuda")\n'),
@@ -186,22 +211,26 @@ PLANTED = {
     ),
 }
 CHILD = """
-import gc, io, json, os, sys
+import gc, io, json, os, sys, threading
+from pathlib import Path
 import torch
-from fakecuda import cards
-done = {}
+from fakecuda import cards, report
+done, told = {}, Path(os.environ["FAKECUDA_REPORT"])
 for name, code in json.load(sys.stdin):
     pipe = os.pipe()
     try:
-        exec(code, {"torch": torch, "io": io, "os": os, "pipe": pipe})
+        exec(code, {"torch": torch, "io": io, "os": os, "pipe": pipe, "threading": threading})
         error = []
     except Exception as raised:
         error = [f"{type(raised).__name__}: {raised}"]
     gc.collect()
-    done[name] = error + cards.library.violations(True)
+    done[name] = error + report.violations(told.read_text())
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.set_per_process_memory_fraction(1.0, 0)
+    told.write_text("")
+    cards.library.violations(True)
+    cards.library.forget_contexts()
 json.dump(done, sys.stdout)
 """
 
@@ -220,9 +249,9 @@ def found() -> dict[str, list[str]]:
     return {**child([forks[0]]), **child([*others, *forks[1:]])}
 
 
-def child(codes: list[tuple[str, str]]) -> dict[str, list[str]]:
+def child(codes: list[tuple[str, str]], script: str = CHILD, *words: str) -> dict[str, list[str]]:
     done = subprocess.run(
-        [sys.executable, str(HERE / "fakecuda"), "2", "-c", CHILD],
+        [sys.executable, str(HERE / "fakecuda"), "2", "-c", script, *words],
         input=json.dumps(codes),
         capture_output=True,
         text=True,
@@ -371,7 +400,7 @@ MUTANTS = {
     ),
     "a rank does not make its card the current one": (
         "strategies/base.py",
-        "torch.accelerator.set_device_index(device)",
+        "self._current.enter_context(torch.accelerator.device_index(device.index))",
         "pass",
         GPU + "test_ranks_take_the_cards_in_the_order_of_the_list",
     ),

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,7 @@ class Strategy:
     takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
     runs_copies = False  # steps run on copies of the task: attributes they set are lost
     is_set_up = False
-    _device_before: int | None = None  # the current one, before `take`
+    _current: ExitStack | None = None  # what `take` has entered
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
     cuts_weights = False  # each process keeps a part of the weights
     keeps_casts = False  # autocast saves copies of whole weights for the backward
@@ -139,9 +139,9 @@ class Strategy:
         """Makes it this process's current device, until `close`."""
         self.device = device
         if device.type != "cpu":
-            if self._device_before is None:
-                self._device_before = torch.accelerator.current_device_index()
-            torch.accelerator.set_device_index(device)
+            # Not by set_device_index: to go back by it makes a context on a GPU that is not used.
+            self._current = self._current or ExitStack()
+            self._current.enter_context(torch.accelerator.device_index(device.index))
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
         accelerator = self.accelerator if self.uses_gpus else "cpu"
@@ -285,11 +285,11 @@ class Strategy:
 
     def close(self) -> None:
         """Lets go of all that `setup` took."""
-        before, self._device_before = self._device_before, None
-        if before not in (None, self.device.index):
-            torch.accelerator.set_device_index(before)
+        current, self._current = self._current, None
+        if current is not None:
+            current.close()
 
     def abort(self, error: BaseException) -> None:
         """The same after an error, without waiting for processes that may wait for this one."""
-        self._device_before = None  # a device that fails takes no call
+        self._current = None  # a device that fails takes no call
         self.close()

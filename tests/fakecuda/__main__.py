@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[0] = str(HERE.parent)
 
-from fakecuda import build  # noqa: E402
+from fakecuda import build, report  # noqa: E402
 
 USAGE = "python tests/fakecuda N ARGUMENTS, e.g. python tests/fakecuda 2 -m pytest -m gpu"
 MOST_CARDS = 16
@@ -23,17 +23,17 @@ def main(count: str = "", *arguments: str) -> int:
         folder = build.built()
     except build.CanNotBuild as error:
         return refused(str(error))
-    with tempfile.NamedTemporaryFile("r", prefix="fakecuda-") as report:
+    with tempfile.NamedTemporaryFile("r", prefix="fakecuda-") as told:
         environment = {
             **{name: value for name, value in os.environ.items() if name != HIDES},
             "FAKECUDA": count,
             "FAKECUDA_BUILD": str(folder),
-            "FAKECUDA_REPORT": report.name,
+            "FAKECUDA_REPORT": told.name,
             "PYTHONPATH": joined(os.pathsep, HERE / "start", *paths()),
             "PYTEST_PLUGINS": joined(",", "fakecuda.plugin", os.environ.get("PYTEST_PLUGINS")),
         }
         code = run([sys.executable, *arguments], environment)
-        violations = list(dict.fromkeys(report.read().splitlines()))
+        violations = report.violations(told.read())
     print(*violations, sep="\n", end="\n" * bool(violations), file=sys.stderr)
     return code or bool(violations)
 

@@ -10,6 +10,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/util/Exception.h>
 #include <pthread.h>
+#include <unistd.h>
 
 #include <torch/csrc/utils/device_lazy_init.h>
 
@@ -27,7 +28,9 @@ namespace {
 constexpr size_t ALIGNMENT = 512;  // as of CUDA's caching allocator
 constexpr int POISON = 0xFF;       // a NaN: what is read before it is written shows
 
-thread_local int device_now = 0;
+thread_local int device_now = 0;  // torch's current device
+thread_local int device_set = 0;  // CUDA's, which is another one until torch uses that without a context
+std::set<int> contexts, in_use, with_collectives;
 thread_local std::map<int, int64_t> streams_now;
 constexpr int64_t STREAMS = 32;  // of a card; more are the first ones again, as torch's are
 std::map<int, int64_t> streams_made;
@@ -44,10 +47,38 @@ int index_of(c10::Device given) { return given.index() < 0 ? device_now : given.
 StreamKey key_of(const c10::Stream& stream) { return {index_of(stream.device()), stream.id()}; }
 }  // namespace
 
+// ---- contexts
+
+namespace {
+void note(std::set<int>& noted, const std::string& kind, int index, const std::string& what = "") {
+  LOCKED;
+  if (!noted.insert(index).second) return;
+  auto process = std::to_string(getpid());
+  report("@" + kind + " " + process + " " + std::to_string(index) + " " + what);
+}
+}  // namespace
+
+void use_context(int index, const std::string& what) { note(contexts, "context", index, what); }
+void note_collective(int index) { note(with_collectives, "collective", index); }
+
+void forget_contexts() {
+  LOCKED;
+  contexts.clear(), in_use.clear(), with_collectives.clear();
+}
+
+// ---- current devices and streams
+
 int current_device() { return device_now; }
 
 void set_device(int index) {
   if (index < 0 || index >= device_count) cuda_error(101, "invalid device ordinal");
+  if (index != device_set) use_context(index, "cudaSetDevice");
+  device_now = device_set = index;
+}
+
+void maybe_set_device(int index) {
+  LOCKED;
+  if (contexts.count(index)) device_set = index;
   device_now = index;
 }
 
@@ -56,6 +87,8 @@ void set_stream(StreamKey stream) { streams_now[stream.device] = stream.id; }
 
 StreamKey new_stream(int index) {
   LOCKED;
+  use_context(index, "a stream");
+  note(in_use, "use", index);
   return {index, 1 + streams_made[index]++ % STREAMS};
 }
 
@@ -111,6 +144,9 @@ struct DeviceMemory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t size) override {
     LOCKED;
     check_fork();
+    set_device(device_now);  // CUDA's current one, too
+    use_context(device_now, "memory");
+    note(in_use, "use", device_now);
     auto stream = current_stream(device_now);
     auto& memory = memories[device_now];
     if (memory.used + (int64_t)size > memory.limit) {
@@ -172,6 +208,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex index) override {
     LOCKED;
+    use_context(index, "cudaMemGetInfo");
     return {capacity - memories[index].used, capacity};
   }
 } device_memory_allocator;
@@ -189,6 +226,7 @@ struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(size_t size) override {
     LOCKED;
     check_fork();
+    if (contexts.empty()) use_context(device_now, "pinned memory");
     auto* base = (char*)std::malloc(std::max<size_t>(size, 1));
     pinned_memory[base] = size;
     return {base, base, &free_pinned, c10::Device(c10::kCPU)};
@@ -351,7 +389,10 @@ struct Hooks final : at::CUDAHooksInterface {
     return device_at(region->owner.device);
   }
   bool isPinnedPtr(const void* pointer) const override { return is_pinned(pointer); }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return is_initialised; }
+  bool hasPrimaryContext(c10::DeviceIndex index) const override {
+    LOCKED;
+    return contexts.count(index);
+  }
   c10::DeviceIndex current_device() const override { return device_now; }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory_allocator; }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory_allocator; }
@@ -365,10 +406,13 @@ struct Hooks final : at::CUDAHooksInterface {
     return before;
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override {
-    return exchangeDevice(index);
+    auto before = device_now;
+    if (index >= 0) maybe_set_device(index);
+    return before;
   }
   void deviceSynchronize(c10::DeviceIndex index) const override {
     LOCKED;
+    use_context(index, "cudaDeviceSynchronize");
     host_waits_for_device(index);
   }
 };
@@ -377,6 +421,14 @@ struct Event {
   Clock clock;
   Graph* graph = nullptr;  // that was captured when it was recorded
 };
+
+// Autograd's threads, which make a device current where it has a context already: a CPU's build of
+// torch does not ask.
+bool is_of_autograd() {
+  char name[16] = "";
+  pthread_getname_np(pthread_self(), name, sizeof name);
+  return std::string(name).starts_with("pt_autograd_");
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::kCUDA; }
@@ -387,10 +439,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Device getDevice() const override { return device_at(device_now); }
   void setDevice(c10::Device to) const override {
-    if (to.index() >= 0) set_device(to.index());
+    if (to.index() >= 0) is_of_autograd() ? maybe_set_device(to.index()) : set_device(to.index());
   }
   void uncheckedSetDevice(c10::Device to) const noexcept override {
-    if (to.index() >= 0) device_now = to.index();
+    if (to.index() >= 0) maybe_set_device(to.index());
   }
   c10::DeviceIndex deviceCount() const noexcept override { return device_count; }
 
@@ -419,11 +471,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& given) const override {
     LOCKED;
+    use_context(key_of(given).device, "cudaStreamSynchronize");
     forbid_while_capturing(key_of(given), "cudaStreamSynchronize");
     host_waits(clock_of(key_of(given)));
   }
   void synchronizeDevice(const c10::DeviceIndex index) const override {
     LOCKED;
+    use_context(index, "cudaDeviceSynchronize");
     host_waits_for_device(index);
   }
   bool isStreamCapturing(const c10::Stream& given) const override {
@@ -439,6 +493,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     LOCKED;
     check_fork();
     auto key = key_of(on);
+    use_context(key.device, "an event");
     if (!*event) *event = new Event;
     *(Event*)*event = {clock_of(key), graph_of(key)};
   }
@@ -457,7 +512,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     LOCKED;
-    if (event) host_waits(((Event*)event)->clock);
+    if (!event) return;
+    use_context(device_set, "cudaEventSynchronize");  // of this thread, whatever the event's is
+    host_waits(((Event*)event)->clock);
   }
   bool queryEvent(void* event) const override {
     synchronizeEvent(event);

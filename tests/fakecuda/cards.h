@@ -12,7 +12,8 @@ extern int device_count;
 constexpr int64_t capacity = int64_t(80) << 30;  // of each card, in bytes
 
 int current_device();
-void set_device(int device);  // refuses one that is not there
+void set_device(int device);        // refuses one that is not there; makes its context
+void maybe_set_device(int device);  // makes none: that begins when the device is used
 StreamKey current_stream(int device);
 void set_stream(StreamKey stream);
 StreamKey new_stream(int device);
@@ -21,11 +22,19 @@ StreamKey new_stream(int device);
 class OnDevice {
  public:
   explicit OnDevice(int device) : before_(current_device()) { set_device(device); }
-  ~OnDevice() { set_device(before_); }
+  ~OnDevice() { maybe_set_device(before_); }
 
  private:
   int before_;
 };
+
+// ---- contexts: of CUDA's memory, half a GiB of a GPU for each process that has one there
+//
+// FAKECUDA_REPORT gets a line for the first of each in a process; report.py knows which are wrong.
+
+void use_context(int device, const std::string& what);  // makes it, where there is none
+void note_collective(int device);
+void forget_contexts();
 
 struct Memory {
   int64_t used = 0, peak = 0, allocated = 0, freed = 0, out_of_memory = 0;

@@ -153,7 +153,7 @@ def devices() -> dict[str, Any]:
         "_cuda_getDevice": lazily(library.get_device),
         "_cuda_setDevice": lazily(library.set_device),
         "_cuda_exchangeDevice": lazily(library.exchange_device),
-        "_cuda_maybeExchangeDevice": lazily(library.exchange_device),
+        "_cuda_maybeExchangeDevice": lazily(library.maybe_exchange_device),
         "_cuda_canDeviceAccessPeer": lambda one, other: True,
         "_cuda_synchronize": library.synchronize,
         "_cuda_set_sync_debug_mode": library.set_sync_debug_mode,
@@ -249,6 +249,7 @@ def memory() -> dict[str, Any]:
 
 
 def free_and_total(card: int) -> tuple[int, int]:
+    library.use_context(card, "cudaMemGetInfo")
     return TOTAL - library.memory(card)["current"], TOTAL
 
 

@@ -40,6 +40,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     if (device >= 0) set_device(device);
     return before;
   });
+  module.def("maybe_exchange_device", [](int device) {
+    int before = current_device();
+    if (device >= 0) maybe_set_device(device);
+    return before;
+  });
+  module.def("use_context", &use_context);
+  module.def("forget_contexts", &forget_contexts);
   module.def("get_stream", [](int device) { return current_stream(device).id; });
   module.def("new_stream", [](int device) { return new_stream(device).id; });
   module.def("set_stream", [](int64_t id, int device) {
@@ -49,6 +56,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("synchronize", [] {
     LOCKED;
     auto stream = current_stream(current_device());
+    use_context(stream.device, "cudaDeviceSynchronize");
     forbid_while_capturing(stream, "cudaDeviceSynchronize");
     host_waits_for_device(stream.device);
   });

@@ -206,6 +206,7 @@ class NCCL final : public Backend {
     {
       LOCKED;
       check_fork();
+      note_collective(device);
       wait(stream, clock_of(caller));
       launch(stream);
     }

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fakecuda import cards
+from fakecuda import cards, report
 
 REPORT = "FAKECUDA_REPORT"  # the file to which every process adds a line for a violation
 
@@ -45,7 +45,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 def complain(item: pytest.Item) -> None:
     path = Path(os.environ[REPORT])
-    lines = list(dict.fromkeys(path.read_text().splitlines()))
+    lines = report.violations(path.read_text())
     if item.get_closest_marker("frees_by_waits"):  # which are not followed past a free
         lines = [line for line in lines if " is freed while " not in line]
     lines += streams_left()
@@ -58,6 +58,7 @@ def forget() -> None:
     Path(os.environ[REPORT]).write_text("")
     if cards.library is not None:
         cards.library.violations(True)
+        cards.library.forget_contexts()
 
 
 def streams_left() -> list[str]:

@@ -211,14 +211,17 @@ void forget_host_memory(char* base) {
 void violation(const std::string& text) {
   if (!known.insert(text).second) return;
   found.push_back(text);
-  // At once, as a process may be killed: FAKECUDA_REPORT is what its parents read.
-  if (auto* path = std::getenv("FAKECUDA_REPORT")) {
-    int file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
-    auto line = text + "\n";
-    if (file < 0) return;
-    [[maybe_unused]] auto written = ::write(file, line.data(), line.size());
-    close(file);
-  }
+  report(text);  // at once, as a process may be killed
+}
+
+void report(const std::string& text) {
+  auto* path = std::getenv("FAKECUDA_REPORT");
+  if (!path) return;
+  int file = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+  auto line = text + "\n";
+  if (file < 0) return;
+  [[maybe_unused]] auto written = ::write(file, line.data(), line.size());
+  close(file);
 }
 
 std::vector<std::string> violations(bool clear) {

@@ -70,6 +70,7 @@ void forget_host_memory(char* base);
 // ---- what was found
 
 void violation(const std::string& text);
+void report(const std::string& line);  // to FAKECUDA_REPORT, which is what a process's parents read
 std::vector<std::string> violations(bool clear);
 
 }  // namespace fake
