@@ -1,6 +1,7 @@
 """trainer.compile: which graphs are made for batches of several sizes, and what is in them."""
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -61,9 +62,15 @@ def shapes_of(
     given = {"make": make, "data": Sized(*sizes), "strategy": strategy, "max_epochs": 2}
     with pytest.MonkeyPatch.context() as patched:
         compile = torch.compile
-        noted = lambda call, *, mode, **options: compile(call, backend=backend, **options)  # noqa: E731
+
+        @wraps(compile)
+        def noted(call: Any, *, mode: str, **options: Any) -> Any:
+            return compile(call, backend=backend, **options)
+
         patched.setattr(torch, "compile", noted)
-        mine = fitted(compile=True, **given)
+        for _ in range(3):  # the runs of a sweep
+            called.clear()
+            mine = fitted(compile=True, **given)
     return called, weights_apart(mine.task.state_dict(), fitted(**given).task.state_dict())
 
 

@@ -4,7 +4,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +179,11 @@ def compiled(strategy: Strategy, make: Callable[[], Any]) -> dict[str, Any]:
     counters.clear()
     with pytest.MonkeyPatch.context() as patched:
         compile = torch.compile
-        quick = lambda call, **options: compile(call, backend="eager")  # noqa: E731
+
+        @wraps(compile)
+        def quick(call: Any, *, mode: str, **options: Any) -> Any:
+            return compile(call, backend="eager", **options)
+
         patched.setattr(torch, "compile", quick)
         made = numbers(strategy, make, rows=9, batch_size=2, max_epochs=1, compile=True)
     counts = {"graphs": counters["stats"]["unique_graphs"], "frames": counters["frames"]["total"]}

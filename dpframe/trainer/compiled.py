@@ -1,5 +1,6 @@
 """Training steps by torch.compile: a graph for each size of batches, while there are a few."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ class Compiled:
     """
 
     def __init__(self, *, dynamic: bool | None, **options: Any) -> None:
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # from 2.13 on
+            options["isolate_recompiles"] = True  # else the runs of a sweep share those 8 graphs
         self._run: Callable[..., Any] = torch.compile(_step, dynamic=dynamic or False, **options)
         self._run_any: Callable[..., Any] = self._run
         if dynamic is None:
