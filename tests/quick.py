@@ -146,6 +146,8 @@ TESTS = {
 }
 # Each of their tests starts processes, or trains for seconds.
 SLOW_FILES = {
+    "accelerator",
+    "compiled",
     "completion",
     "configs",
     "dashboard",

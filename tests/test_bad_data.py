@@ -167,7 +167,8 @@ def test_the_users_own_traceback_comes_last_with_the_row(place):
     done = dpframe(*words, cwd=place)
     assert done.returncode == 1
     assert re.search(r"^data +32 rows by __getitem__, .+: a batch takes .+ ms", done.stdout, re.M)
-    *_, at, raises, words_of_its_own, note = done.stderr.rstrip().splitlines()
+    *_, at, raises, words_of_its_own, note, where = done.stderr.rstrip().splitlines()
     assert "odd.py" in at and raises.strip() == """raise LookupError("the user's own words")"""
     assert words_of_its_own == "LookupError: the user's own words"
     assert note == "while reading row 25 of Broken"
+    assert where == "dpframe: the run is in out; nothing was saved"

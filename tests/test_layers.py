@@ -319,6 +319,7 @@ PRIVATE = {
 DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples
 WORDS = {"_sitebuiltins.py"}  # a file of Python's
 SETTINGS = {"sys.stdout", "sys.stderr", "tempfile.tempdir", "torch.backends.cudnn.benchmark"}
+SETTINGS |= {"sys.modules['__main__']"}  # in the interpreter of a program: the program's own
 
 
 def test_each_private_name_of_another_library_is_listed_with_its_reason():

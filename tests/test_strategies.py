@@ -1,6 +1,8 @@
 """Where a job runs: which devices, what reaches torch's DDP, when ranks talk, and who logs."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,15 @@ def machine(monkeypatch, kind: str | None, count: int, *, usable: bool = True) -
     """What torch says where it is built for `kind` and the driver tells of `count` devices."""
     device = None if kind is None else torch.device(kind)
     current = [0]
+
+    @contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
     for name, answer in {
+        "device_index": device_index,
         "current_accelerator": lambda: device,
         "device_count": lambda: count,
         "is_available": lambda: usable and count > 0,

@@ -70,7 +70,9 @@ def resumed_file(resume: str, runs: Path) -> Path:
 def saved_since(resume: str, start: Path, step: int) -> Path | None:
     """What the run has saved after this step, which was read before its directory was locked: a
     run that ends, e.g. by a signal, saves last of all."""
-    paths = [start] if os.path.isfile(Path(resume).expanduser()) else start.parent.glob("*.ckpt")
+    paths = (
+        [start] if os.path.isfile(files.named("resume", resume)) else start.parent.glob("*.ckpt")
+    )
     if all(files.step_of(path) <= step for path in paths):
         return None
     newest = start if paths == [start] else files.newest_good(start.parent)

@@ -119,19 +119,21 @@ def _refuse_uncalled(part: Any) -> None:
                 raise UserError(f"{kind.__name__}.{name} is never called; {do_instead}")
 
 
-def _own_classes(part: Any) -> Iterator[type]:
+def _own_classes(part: Any) -> list[type]:
     """The classes that the user has written; a recipe's are like the user's."""
+    found = []
     for kind in type(part).__mro__:
         package, *inside = kind.__module__.split(".")
         if package not in ("torch", "builtins", "typing") and (
             package != "dpframe" or inside[:1] == ["recipes"]
         ):
-            yield kind
+            found.append(kind)
+    return found
 
 
 def _is_used(name: str, part: Any) -> bool:
     """Whether these classes, or a function or a script beside them, read an attribute so named."""
-    kinds = list(_own_classes(part))
+    kinds = _own_classes(part)
     own = {kind.__name__ for kind in kinds}
     for module in {kind.__module__ for kind in kinds}:
         with suppress(OSError, TypeError, SyntaxError):  # e.g. typed at a prompt
