@@ -23,22 +23,24 @@ def cpu_limit(root: Path = ROOT) -> float | None:
 def _numbers(root: Path, controller: str, *names: str) -> Iterator[list[int]]:
     """What these files say in the cgroup of this process and in all around it, as limits nest;
     nothing where there is none. The controller of the second version is ""."""
+    count = 2 if "cpu" in names[0] else 1  # a quota and a period
     for folder in _folders(root, controller):
         with suppress(OSError, ValueError):  # no such file, or "max"
             numbers = [int(word) for name in names for word in (folder / name).read_text().split()]
-            if min(numbers) > 0:  # -1 is no limit
+            if len(numbers) == count and min(numbers) > 0:  # -1 is no limit
                 yield numbers
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
     mount = root / "sys/fs/cgroup" / controller
     try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
+        lines = (root / "proc/self/cgroup").read_text(errors="surrogateescape").splitlines()
     except OSError:  # not Linux
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controller in controllers.split(","):
+        _, _, rest = line.partition(":")
+        controllers, has_path, path = rest.partition(":")
+        if has_path and controller in controllers.split(","):
             # In a container, it may be the host's path: then the mount itself is the cgroup.
             inner = [part for part in Path(path).parts[1:] if part != ".."]
             for depth in range(len(inner), -1, -1):

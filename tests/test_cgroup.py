@@ -19,6 +19,15 @@ TREES: dict[str, tuple[dict[str, str], int | None, float | None]] = {
         64 * GIB,
         4.0,
     ),
+    "odd files": (
+        {
+            "proc/self/cgroup": "\n0\n0::/\udcff\n0::/pod\n",
+            "sys/fs/cgroup/pod/memory.max": "",
+            "sys/fs/cgroup/pod/cpu.max": "400000\n",
+        },
+        None,
+        None,
+    ),
     "limits that nest": (
         {
             "proc/self/cgroup": f"0::/{POD}\n",
@@ -70,7 +79,7 @@ def test_memory_and_cores_are_those_that_the_container_allows(tmp_path, monkeypa
     files, limit, quota = TREES[name]
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(text)
+        (tmp_path / path).write_text(text, errors="surrogateescape")
     assert cgroup.memory_limit(tmp_path) == limit
     assert cgroup.cpu_limit(tmp_path) == quota
     machines = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

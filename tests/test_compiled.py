@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 from dpframe import Strategy
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import CPU
+from dpframe.trainer.compiled import Compiled
 
 
 class Sized(Rows):
@@ -87,3 +88,16 @@ def test_a_few_sizes_of_batches_are_compiled_by_themselves(strategy, sizes, make
     mine, apart = fresh(shapes_of, strategy, sizes, make)
     assert mine == called * 2
     assert apart < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("part", "dynamic"), [("a name", False), (True, False), (3, None), (0.5, None)]
+)
+def test_a_number_in_a_batch_is_left_to_torchs_own_choice(monkeypatch, part, dynamic):
+    """Each value would have a graph of its own."""
+
+    def compile(call: Any, *, dynamic: bool | None, isolate_recompiles: bool = True) -> Any:
+        return lambda *args: dynamic
+
+    monkeypatch.setattr(torch, "compile", compile)
+    assert Compiled(dynamic=None)(None, [torch.zeros(3), part]) is dynamic

@@ -130,6 +130,42 @@ class Other:
     def teardown(self): ...
 
 
+class Staged(Small):
+    def on_step_end(self, trainer):
+        for stage in ("training", "test"):
+            getattr(self, f"{stage}_step_end")()
+
+    def training_step_end(self): ...
+
+    def test_step_end(self): ...
+
+
+class Watched(Small):
+    def val_step(self): ...
+
+
+class Watcher(Callback):
+    def on_test_end(self, trainer):
+        trainer.task.val_step()
+
+
+TYPED = """
+class Typed(Small):
+    def on_step_end(self, trainer):
+        self.training_step_end()
+
+    def training_step_end(self): ...
+"""
+
+
+@pytest.mark.parametrize("module", ["__main__", "not_imported"])
+def test_what_has_no_source_is_not_refused(module):
+    """A cell of a notebook, or a class whose module is gone."""
+    names = {"__name__": module, "Small": Small}
+    exec(TYPED, names)
+    assert trainer(task=names["Typed"]())
+
+
 def prepared():
     data = ByScript()
     data.validate_dataset()
@@ -139,6 +175,7 @@ def prepared():
 def test_what_the_users_own_code_calls_is_a_helper_too():
     task = fitted(Epochs(), Inherits(), max_epochs=1).task
     assert task.seen and trainer(data=prepared()) and trainer(data=Watches())
+    assert trainer(task=Staged()) and trainer(task=Watched(), callbacks=[Watcher()])
     for name in ("teardown", "vall_dataset"):
         with pytest.raises(UserError, match=f"^Forgotten.{name} is never called; "):
             trainer(data=Forgotten())

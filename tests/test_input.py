@@ -106,7 +106,7 @@ def test_what_can_not_be_read_is_one_line_with_its_place(tmp_path):
         "header.csv": "header.csv has no rows below its header; name another",
         "twice.csv": "twice.csv line 1: several columns are called 'CRIM', 'ZN'; give each its own",
         "few.csv": "line 2: there is no number in the columns INDUS, CHAS,",
-        "bad.png": "bad.png: is no PNG that Pillow can read; give it the ending of what it is",
+        "bad.png": "bad.png: is no PNG that Pillow can read: it is damaged, or has the ending",
     }.items():
         with pytest.raises(UserError) as caught:
             row = dataset_of(str(tmp_path / name), data.input_row)
@@ -125,7 +125,7 @@ def test_a_file_is_read_as_what_its_name_says(tmp_path, monkeypatch):
     program = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
     write(tmp_path, {"gs": f"#!/bin/sh\ntouch {tmp_path}/canary\necho 10.0\n", "a.png": program})
     (tmp_path / "gs").chmod(0o755)
-    with pytest.raises(UserError, match=r"a\.png: is no PNG that Pillow can read; "):
+    with pytest.raises(UserError, match=r"a\.png: is no PNG that Pillow can read: "):
         dataset_of(str(tmp_path), numbers_of)[0]
     assert not (tmp_path / "canary").exists()
 
@@ -157,6 +157,12 @@ TABLES = {
     ),
     "endless header": (gzip.compress(b"x," * 1000), "line 1: the next row has more than 1000 "),
 }
+
+
+def test_columns_without_a_name_may_be_several(tmp_path):
+    (tmp_path / "rows.csv").write_text("x,y,,\n1,2,,\n")
+    (row,) = dataset_of(str(tmp_path / "rows.csv"), dict)
+    assert (row["x"], row["y"]) == (1, 2)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -172,6 +172,59 @@ def test_another_type_of_floats_is_converted_as_torch_does():
     assert same_weights(whole, run(make, "first inner last", half))
 
 
+class Counting(SGD):
+    """Keeps more than SGD does, under names that other optimizers of torch have."""
+
+    def __init__(self, weights: Any, **options: Any) -> None:
+        super().__init__(weights, lr=0.05, **options)
+        self.count = 0
+        for group in self.param_groups:
+            group["shifts"] = torch.zeros(3)
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["shifts"] += self.count
+            for weight in group["params"]:
+                self.state[weight] |= {"sum": 0.5 * self.count, "step": torch.ones(2)}
+        return super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        super().load_state_dict(saved)
+        self.count = saved["count"]
+
+
+def test_what_an_optimizer_of_ones_own_keeps_besides_is_its_own():
+    make = partial(Moved, Counting)
+    half = run(make, "first inner last", max_epochs=1).state_dict()
+    steps = half["progress"]["global_step"]
+    again = run(make, "first inner last", half).update.optimizer
+    assert again.count > steps > 0
+    assert again.param_groups[0]["shifts"].tolist() == [again.count * (again.count + 1) / 2] * 3
+
+
+class Bare(Optimizer):
+    """As those that wrap another one, and don't call Optimizer.__init__."""
+
+    def __init__(self, weights: Any) -> None:
+        self.inner = SGD(weights, lr=0.05)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.defaults = self.inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+def test_an_optimizer_that_is_not_initialized_as_torchs_trains():
+    assert run(partial(Moved, Bare), "first inner last", max_epochs=1).global_step
+
+
 OTHER: dict[str, Any] = {"match": "inner", "lr": 0.001}
 OTHERS: dict[str, Any] = {
     "other groups": (

@@ -5,6 +5,7 @@ import gzip
 import importlib
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -69,7 +70,8 @@ class Table(IterableDataset):
                 limited = _Lines(text)
                 lines = csv.reader(limited)
                 header = [name.strip() for name in next(lines, [])]
-                if twice := [name for name in dict.fromkeys(header) if header.count(name) > 1]:
+                # Spreadsheets leave columns without a name.
+                if twice := [name for name, times in Counter(header).items() if times > 1 and name]:
                     names = ", ".join(map(repr, twice))
                     raise UserError(f"several columns are called {names}; give each its own name")
                 is_empty = True
@@ -168,7 +170,7 @@ def _read_image(path: Path) -> Tensor:
             pixels = image.convert("F" if kind in WHITE else "L" if is_grey else "RGB")
     except pillow.UnidentifiedImageError:  # whose message is the path
         raise UserError(
-            f"is no {name} that Pillow can read; give it the ending of what it is"
+            f"is no {name} that Pillow can read: it is damaged, or has the ending of another format"
         ) from None
     except (pillow.DecompressionBombError, bomb):
         raise UserError(

@@ -41,7 +41,10 @@ class Compiled:
 
 
 def _hides_its_size(part: Any) -> bool:
-    """E.g. a tokenizer's encoding, or a tensor of rows of several lengths."""
+    """E.g. a tokenizer's encoding, a tensor of rows of several lengths, or a number, of which each
+    value would have a graph of its own."""
+    if isinstance(part, int | float) and not isinstance(part, bool):
+        return True
     is_plain = isinstance(part, Tensor) and part.layout is torch.strided
     return hasattr(part, "to") and not is_plain
 

@@ -4,7 +4,6 @@ import ast
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
@@ -132,22 +131,40 @@ def _own_classes(part: Any) -> list[type]:
 
 
 def _is_used(name: str, part: Any) -> bool:
-    """Whether these classes, or a function or a script beside them, read an attribute so named."""
+    """Whether the files of these classes, or the program, may read an attribute so named. What has
+    no source, e.g. a cell of a notebook, may."""
     kinds = _own_classes(part)
     own = {kind.__name__ for kind in kinds}
-    for module in {kind.__module__ for kind in kinds}:
-        with suppress(OSError, TypeError, SyntaxError):  # e.g. typed at a prompt
+    modules = {kind.__module__ for kind in kinds}
+    for module in modules | {"__main__"}:
+        try:
             tree = ast.parse(inspect.getsource(sys.modules[module]))
-            if any(getattr(node, "attr", None) == name for node in _nodes(tree, name, own)):
+        except (KeyError, OSError, TypeError, SyntaxError, ValueError, RecursionError):
+            if module in modules:
                 return True
+            continue
+        if any(_may_read(node, name) for node in _nodes(tree, name, own)):
+            return True
     return False
 
 
-def _nodes(node: ast.AST, name: str, own: set[str]) -> Iterator[ast.AST]:
-    """Without other classes, and without the method itself, which may call its parent's."""
+def _may_read(node: ast.AST, name: str) -> bool:
+    """By its name, or as `getattr(self, …)` whatever that comes to."""
+    if not isinstance(node, ast.Call):
+        return isinstance(node, ast.Attribute) and node.attr == name
+    is_getattr = [ast.unparse(each) for each in (node.func, *node.args[:1])] == ["getattr", "self"]
+    read = [each.value if isinstance(each, ast.Constant) else name for each in node.args[1:2]]
+    return is_getattr and read == [name]
+
+
+def _nodes(node: ast.AST, name: str, own: set[str], is_other: bool = False) -> Iterator[ast.AST]:
+    """Without the method itself, which may call its parent's, and what other classes read of
+    themselves."""
     for child in ast.iter_child_nodes(node):
-        is_other = isinstance(child, ast.ClassDef) and child.name not in own
-        is_itself = isinstance(child, ast.FunctionDef) and child.name == name
-        if not is_other and not is_itself:
+        if isinstance(child, ast.FunctionDef) and child.name == name:
+            continue
+        is_in_other = is_other or (isinstance(child, ast.ClassDef) and child.name not in own)
+        is_of_another = isinstance(child, ast.Attribute) and ast.unparse(child.value) != "self"
+        if is_of_another or not is_in_other:
             yield child
-            yield from _nodes(child, name, own)
+        yield from _nodes(child, name, own, is_in_other)

@@ -13,21 +13,24 @@ Named = Sequence[tuple[str, Tensor]]
 NAMES = "param_names"  # of a group, as torch's own optimizers over named parameters have it
 # What torch's optimizers keep for each weight: numbers, and tensors of the weight's size.
 NUMBERS = ("step", "eta", "mu", "mu_product")
-MOMENTS = (
-    "acc_delta",
-    "ax",
-    "exp_avg",
-    "exp_avg_sq",
-    "exp_inf",
-    "grad_avg",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "prev",
-    "square_avg",
-    "step_size",
-    "sum",
-    "variance",
-)
+FACTORS = ("row_var", "col_var")  # Adafactor's
+KEPT = {
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adafactor": ("step", "variance", *FACTORS),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "Muon": ("momentum_buffer",),
+    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg", "grad_avg", "momentum_buffer"),
+    "Rprop": ("step", "prev", "step_size"),
+    "SGD": ("momentum_buffer",),
+    "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
+}
+MOMENTS = {key for keys in KEPT.values() for key in keys} - {*NUMBERS, *FACTORS}
 
 
 class Mismatch(ValueError):
@@ -65,10 +68,11 @@ def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[
             )
         else:
             states[number] = state  # an optimizer's own, of no weight
-    if any(option.numel() != 1 for option in _tensors(groups)):
-        raise Mismatch("an option of the optimizer's groups is a tensor of several numbers there")
+    for number, group in zip(order, optimizer.param_groups, strict=True):
+        _check_options(groups[number], group)
     here = _divided(range(len(weights)), optimizer.param_groups)
     return {
+        **saved,  # with what an optimizer of one's own has added
         "state": states,
         "param_groups": [
             {**{key: value for key, value in groups[number].items() if key != NAMES}, "params": own}
@@ -142,13 +146,17 @@ def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
         _check_flat(state, optimizer)
         return
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    is_of_torch = any(
-        f"{kind.__module__}.".startswith("torch.optim.") and kind is not Optimizer
-        for kind in type(optimizer).__mro__
+    kept = next(
+        (
+            KEPT[kind.__name__]
+            for kind in type(optimizer).__mro__
+            if f"{kind.__module__}.".startswith("torch.optim.") and kind.__name__ in KEPT
+        ),
+        (),
     )
-    for key, value in state.items() if is_of_torch else ():
-        size = _size(key, weight)
-        if size is None or (value is None and key == "momentum_buffer"):  # there is none yet
+    for key in filter(state.__contains__, kept):  # what a subclass has added is its own
+        size, value = _size(key, weight), state[key]
+        if value is None and key == "momentum_buffer":  # there is none yet
             continue
         what = f"{key} of {name}"
         if not isinstance(value, Tensor):
@@ -163,16 +171,26 @@ def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
             raise Mismatch(f"the optimizer's {what} is {kind}, and the weight {weight.dtype}")
 
 
-def _size(key: str, weight: Tensor) -> tuple[int, ...] | None:
-    """None of what another class has added."""
+def _check_options(saved: dict[str, Any], group: dict[str, Any]) -> None:
+    """Kernels read one number of an option that is a tensor."""
+    for key, option in saved.items():
+        own = group.get(key)
+        is_own = (
+            isinstance(own, Tensor) and isinstance(option, Tensor) and own.shape == option.shape
+        )
+        if not is_own and any(tensor.numel() != 1 for tensor in _tensors(option)):
+            raise Mismatch(f"the optimizer's {key} is a tensor of several numbers there")
+
+
+def _size(key: str, weight: Tensor) -> tuple[int, ...]:
     whole = tuple(weight.shape)
     if key in NUMBERS:
         return ()
-    if key == "row_var":  # of Adafactor's
+    if key == "row_var":
         return (*whole[:-1], 1)
     if key == "col_var":
         return (*whole[:-2], 1, *whole[-1:])
-    return whole if key in MOMENTS else None
+    return whole
 
 
 def _kind(tensor: Tensor) -> tuple[bool, bool]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -84,8 +84,11 @@ class Update:
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
         self._named = list(task.named_parameters(remove_duplicate=False))
         # Whoever saves or loads its state, e.g. a strategy that has one of each process.
-        self.optimizer.register_state_dict_post_hook(partial(named_state, self._named))
-        self.optimizer.register_load_state_dict_pre_hook(self._adapted)
+        with suppress(
+            AttributeError
+        ):  # a class of one's own that has not called Optimizer.__init__
+            self.optimizer.register_state_dict_post_hook(partial(named_state, self._named))
+            self.optimizer.register_load_state_dict_pre_hook(self._adapted)
         fuse(self.optimizer, task, kinds=strategy.fuses)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
