@@ -18,6 +18,7 @@
 #include <cstring>
 
 #include "graphs.h"
+#include "results.h"
 
 namespace fake {
 
@@ -128,6 +129,7 @@ void free_device_memory(void* pointer) {
   if (entry == device_memory.end()) return;
   auto& region = entry->second;
   check_free(region);
+  forget_results((char*)pointer, (char*)pointer + region.size);
   auto& memory = memories[region.owner.device];
   memory.used -= region.size;
   memory.freed += region.size;
@@ -285,7 +287,27 @@ void take_allocators() {
 
 // ---- synchronisation
 
+namespace {
+Clock now(StreamKey stream) {
+  LOCKED;
+  return clock_of(stream);
+}
+}  // namespace
+
+void wait_for_device(int index) {
+  Clock clock;
+  {
+    LOCKED;
+    use_context(index, "cudaDeviceSynchronize");
+    clock = clock_of_device(index);
+  }
+  wait_for_results(clock);
+  LOCKED;
+  host_waits(clock);
+}
+
 void synchronizing(StreamKey stream, const std::string& op) {
+  wait_for_results(now(stream));
   LOCKED;
   forbid_while_capturing(stream, op);
   if (sync_debug_mode == ERROR)
@@ -411,9 +433,7 @@ struct Hooks final : at::CUDAHooksInterface {
     return before;
   }
   void deviceSynchronize(c10::DeviceIndex index) const override {
-    LOCKED;
-    use_context(index, "cudaDeviceSynchronize");
-    host_waits_for_device(index);
+    wait_for_device(index);
   }
 };
 
@@ -466,20 +486,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream given) const override { return (void*)given.id(); }
   bool queryStream(const c10::Stream& given) const override {
-    synchronizeStream(given);  // all work is done here, and who is told so knows it
+    if (!are_there(now(key_of(given)))) return false;
+    synchronizeStream(given);  // all other work is done here, and who is told so knows it
     return true;
   }
   void synchronizeStream(const c10::Stream& given) const override {
+    wait_for_results(now(key_of(given)));
     LOCKED;
     use_context(key_of(given).device, "cudaStreamSynchronize");
     forbid_while_capturing(key_of(given), "cudaStreamSynchronize");
     host_waits(clock_of(key_of(given)));
   }
-  void synchronizeDevice(const c10::DeviceIndex index) const override {
-    LOCKED;
-    use_context(index, "cudaDeviceSynchronize");
-    host_waits_for_device(index);
-  }
+  void synchronizeDevice(const c10::DeviceIndex index) const override { wait_for_device(index); }
   bool isStreamCapturing(const c10::Stream& given) const override {
     LOCKED;
     return graph_of(key_of(given)) != nullptr;
@@ -511,12 +529,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     wait(key, waited->clock);
   }
   void synchronizeEvent(void* event) const override {
-    LOCKED;
     if (!event) return;
+    wait_for_results(((Event*)event)->clock);
+    LOCKED;
     use_context(device_set, "cudaEventSynchronize");  // of this thread, whatever the event's is
     host_waits(((Event*)event)->clock);
   }
   bool queryEvent(void* event) const override {
+    if (event && !are_there(((Event*)event)->clock)) return false;
     synchronizeEvent(event);
     return true;
   }

@@ -48,6 +48,7 @@ bool is_pinned(const void* pointer);
 
 enum SyncDebug { IGNORE = 0, WARN = 1, ERROR = 2 };
 extern int sync_debug_mode;
+void wait_for_device(int device);
 void synchronizing(StreamKey stream, const std::string& op);  // the host waits in this operation
 
 // ---- random numbers: a seed and an offset, as in Philox

@@ -54,11 +54,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     set_stream({device, id});
   });
   module.def("synchronize", [] {
-    LOCKED;
     auto stream = current_stream(current_device());
-    use_context(stream.device, "cudaDeviceSynchronize");
-    forbid_while_capturing(stream, "cudaDeviceSynchronize");
-    host_waits_for_device(stream.device);
+    {
+      LOCKED;
+      forbid_while_capturing(stream, "cudaDeviceSynchronize");
+    }
+    wait_for_device(stream.device);
   });
   module.def("get_sync_debug_mode", [] { return sync_debug_mode; });
   module.def("set_sync_debug_mode", [](int mode) { sync_debug_mode = mode; });

@@ -56,7 +56,7 @@ void write(StreamKey stream, Region* region, const char* begin, const char* end,
 Clock clock_of(StreamKey stream);  // what is done once the stream's work so far is done
 void wait(StreamKey stream, const Clock& clock);
 void host_waits(const Clock& clock);
-void host_waits_for_device(int device);
+Clock clock_of_device(int device);
 void host_uses(const char* begin, const char* end, bool writes, const std::string& op);
 Region* use_host_memory(char* base, size_t size);  // by a copy
 bool is_host_memory_in_use();

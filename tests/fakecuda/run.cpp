@@ -12,6 +12,7 @@
 #include <mutex>
 
 #include "graphs.h"
+#include "results.h"
 #include "tensors.h"
 
 namespace fake {
@@ -107,6 +108,7 @@ class Call {
       has_host_tensor_ |= !is_number && !is_taken;
       return tensor;
     }
+    wait_for_results(tensor);
     int index = tensor.device().index();
     if (device_ >= 0 && device_ != index) other_device_ = index;
     device_ = index;

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include "graphs.h"
+#include "results.h"
 
 namespace fake {
 
@@ -37,6 +38,7 @@ at::Tensor to_card(const at::Tensor& cpu, int device) {
 }
 
 void resize_memory(const at::Tensor& tensor, size_t bytes) {
+  wait_for_results(tensor);
   OnDevice there(tensor.device().index());
   auto storage = tensor.storage();
   auto memory = device_allocator()->allocate(bytes);
@@ -142,6 +144,7 @@ void order_copy(const Tensor& to, const Tensor& from, StreamKey stream, bool wai
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (self.is_same(source)) return self;
+  wait_for_results(source), wait_for_results(self);
   bool crosses = !self.is_cuda() || !source.is_cuda();
   bool waits = crosses && !non_blocking;
   int device = source.is_cuda() ? source.device().index() : self.device().index();
