@@ -153,6 +153,7 @@ SLOW_FILES = {
     "dashboard",
     "ddp",
     "fakecuda",
+    "fakenccl",
     "gpu",
     "hugging_face",
     "install",
