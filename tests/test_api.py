@@ -151,10 +151,11 @@ def test_notebooks_run(path, tmp_path):
 
 
 def output_of(cell) -> list[str]:
-    """What it prints last and returns, but for digits."""
+    """What it prints last and returns, but for digits, and for the spaces by which a line covers the
+    longer one that was drawn before it, if one was."""
     shown = []
     for output in cell.get("outputs", []):
         text = output.get("text") or output["data"]["text/plain"]
         shown.append(text)
     lines = "".join(shown).rpartition("\r")[2]
-    return [re.sub(r"\d+", "#", line) for line in lines.splitlines()]
+    return [re.sub(r"\d+", "#", line).rstrip() for line in lines.splitlines()]
