@@ -151,8 +151,8 @@ def test_notebooks_run(path, tmp_path):
 
 
 def output_of(cell) -> list[str]:
-    """What it prints last and returns, but for digits, and for the spaces by which a line covers the
-    longer one that was drawn before it, if one was."""
+    """What it prints last and returns, but for digits, and for the spaces by which a line covers a
+    longer one that was drawn before it."""
     shown = []
     for output in cell.get("outputs", []):
         text = output.get("text") or output["data"]["text/plain"]
