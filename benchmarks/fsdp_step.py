@@ -90,7 +90,7 @@ def measure(
         if strategy.is_main:
             print(f"turn {len(pairs)}: {1e3 * pair[0][0]:.1f} and {1e3 * pair[1][0]:.1f} ms")
         pairs.append(pair)
-        is_over = strategy.share(len(pairs) > 1 and time.perf_counter() > end)
+        is_over = strategy.collectives.broadcast(len(pairs) > 1 and time.perf_counter() > end)
     strategy.shut()
     return pairs[1:]  # the first one warms up
 

@@ -71,7 +71,7 @@ def once(strategy: Strategy, words: str, steps: int, logical: int | None) -> tup
     with redirect_stdout(io.StringIO()):
         trainer.fit()
     medians = [1e3 * sorted(column)[len(column) // 2] for column in zip(*times.steps, strict=True)]
-    return strategy.tally([medians[0]])[0], medians[1]
+    return strategy.collectives.sum_numbers([medians[0]])[0], medians[1]
 
 
 def main() -> int:

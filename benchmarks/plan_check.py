@@ -78,7 +78,7 @@ class Clock(dpframe.Callback):
         self.seconds: list[float] = []
 
     def on_epoch_start(self, trainer: "dpframe.Trainer") -> None:
-        trainer.strategy.share(None)  # waits for all ranks
+        trainer.strategy.collectives.broadcast(None)  # waits for all ranks
         self.began = time.perf_counter()
 
     def on_epoch_end(self, trainer: "dpframe.Trainer") -> None:

@@ -33,7 +33,7 @@ def measure(
     seconds: list[tuple[float, float, float]] = []
     copies: list[Tensor] = []
     for _ in range(turns):
-        strategy.tally([0.0])  # together
+        strategy.collectives.sum_numbers([0.0])  # together
         began = clock()
         state = trainer.state_dict(whole=False)
         writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
@@ -43,7 +43,7 @@ def measure(
         taken = parts.taken_out(state)[1].values()
         own = [part.rows for part in taken if isinstance(part, parts.Part)]
         copies = copies or [rows.clone() for rows in own]
-        strategy.tally([0.0])
+        strategy.collectives.sum_numbers([0.0])
         began = clock()
         for copy, rows in zip(copies, own, strict=True):
             copy.copy_(rows)

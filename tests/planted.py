@@ -18,6 +18,7 @@ from dpframe import Logger, Strategy
 from dpframe.data import Share
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.group import GroupCollectives
 
 
 class Around(nn.Module):
@@ -58,7 +59,7 @@ class MeanOfMeans(Changed, DDP):
 class Padded(DDP):
     """Fills the shares up to one size, as a DistributedSampler does."""
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
         size = -(-len(rows) // self.world_size)
         places = range(self.rank * size, (self.rank + 1) * size)
         share: Any = [rows[place % len(rows)] for place in places]
@@ -79,21 +80,29 @@ class SaysAveraged(DataParallel):
 
     def setup(self) -> None:
         super().setup()
-        self.averaged_over = self.replicas
+        self.gradient_divisor = self.replicas
+
+
+class MeanOfProcesses(GroupCollectives):
+    def sum(self, tensor: Tensor) -> Tensor:
+        return super().sum(tensor) / self.world_size
 
 
 class Averages(DDP):
     """The mean over the processes in place of the sum."""
 
-    def reduce(self, tensor: Tensor) -> Tensor:
-        return super().reduce(tensor) / self.world_size
+    collectives_type = MeanOfProcesses
+
+
+class OnlyTheMains(GroupCollectives):
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self.broadcast(tensor)
 
 
 class SharesTheMains(DDP):
     """The main process's numbers in place of the sum."""
 
-    def reduce(self, tensor: Tensor) -> Tensor:
-        return self.share(tensor)
+    collectives_type = OnlyTheMains
 
 
 class EvenMeans(Changed, DataParallel):
@@ -133,8 +142,8 @@ class GathersNothing(DataParallel):
 class PadLarge(DataParallel):
     """Fills shares of more than 16 rows up to a multiple of 8, as some hardware likes them."""
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
-        return [padded(share) if len(share) > 16 else share for share in super().shares(rows)]
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
+        return [padded(share) if len(share) > 16 else share for share in super().split_rows(rows)]
 
 
 def padded(share: Any) -> Any:
@@ -145,27 +154,27 @@ def padded(share: Any) -> Any:
 class Other4(DDP):
     """Drops the rows that are left over, from four ranks on."""
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
         size = len(rows) // self.world_size
         if self.world_size < 4:
-            return super().shares(rows)
+            return super().split_rows(rows)
         return [rows[self.rank * size : (self.rank + 1) * size]]
 
 
 class StreamDropTail(DataParallel):
     """Drops the rows that are left over, of a stream's batches."""
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
         if not isinstance(rows, Tensor):
             rows = rows[: len(rows) // self.replicas * self.replicas]
-        return super().shares(rows)
+        return super().split_rows(rows)
 
 
 class DropsOf20(DataParallel):
     """Drops a row of batches of 20."""
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
-        *others, last = super().shares(rows)
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
+        *others, last = super().split_rows(rows)
         return [*others, last[1:] if len(rows) == 20 else last]
 
 
@@ -241,7 +250,7 @@ class BuffersApart(DDP):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings, broadcast_buffers=False)
 
-    def weight_sync(self, is_read: bool) -> None: ...
+    def sync_weights(self, for_reading: bool) -> None: ...
 
 
 class SameMasks(Changed, DDP):
@@ -263,12 +272,16 @@ class RandomStateLost(Changed, Strategy):
         return step(share, of)
 
 
+class KeepsRows(GroupCollectives):
+    def broadcast(self, value: Any) -> Any:
+        is_rows = isinstance(value, list) and all(isinstance(part, int) for part in value)
+        return value if value and is_rows else super().broadcast(value)
+
+
 class ShareNumbers(DDP):
     """Takes rows to be the same in all ranks, as those of a sampler mostly are."""
 
-    def share(self, value: Any) -> Any:
-        is_rows = isinstance(value, list) and all(isinstance(part, int) for part in value)
-        return value if value and is_rows else super().share(value)
+    collectives_type = KeepsRows
 
 
 # Who does what
@@ -285,9 +298,13 @@ class NeverQuiet(DDP):
     def grad_sync(self, is_last: bool) -> None: ...
 
 
-class Backwards(DDP):
+class GathersBackwards(GroupCollectives):
     def gather(self, value: Any) -> list[Any]:
         return super().gather(value)[::-1]
+
+
+class Backwards(DDP):
+    collectives_type = GathersBackwards
 
 
 class AllMain(DDP):
@@ -343,11 +360,15 @@ class LeavesThreadInRanks(DDP):
         threading.Thread(target=time.sleep, args=(600,), name="watcher", daemon=True).start()
 
 
-class Hangs(DDP):
+class GathersTooLate(GroupCollectives):
     def gather(self, value: Any) -> list[Any]:
         if self.rank == 1:
             time.sleep(600)
         return super().gather(value)
+
+
+class Hangs(DDP):
+    collectives_type = GathersTooLate
 
 
 LEFT: list[Any] = []  # what a test has to put away

@@ -103,7 +103,7 @@ def refusals_in_a_rank() -> list[list[str]]:
     strategy = DDP()
     strategy.setup()
     try:
-        return strategy.gather([refusal(*given, strategy) for given in ON_REPLICAS])
+        return strategy.collectives.gather([refusal(*given, strategy) for given in ON_REPLICAS])
     finally:
         strategy.close()
 

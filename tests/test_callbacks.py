@@ -228,8 +228,8 @@ def told_apart(strategy, logs, hook):
         says = Hooks(**{hook: lambda t: t.log(logs(t)) if logs(t) else None})
         fitted(strategy=strategy, callbacks=[watch, says], sanity_batches=0)
     except UserError as error:
-        return strategy.gather(str(error))
-    return strategy.gather("")
+        return strategy.collectives.gather(str(error))
+    return strategy.collectives.gather("")
 
 
 LOGS = {
@@ -253,7 +253,7 @@ def test_ranks_that_log_other_numbers_are_refused_before_anything_reads_them():
     said = on(DDP(2, "cpu"), all_told_apart)
     rest = (
         ", and something else on another one; call it on all ranks with the same numbers, e.g. "
-        "those of one rank by trainer.strategy.share"
+        "those of one rank by trainer.strategy.collectives.broadcast"
     )
     got = {
         "by the main process": ("val/extra=0.5", "nothing"),

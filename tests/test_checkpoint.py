@@ -137,8 +137,8 @@ def test_weights_become_common_as_often_whatever_the_clock_says(tmp_path, every_
         class Counts(Strategy):
             reads = 0
 
-            def weight_sync(self, is_read):
-                self.reads += is_read
+            def sync_weights(self, for_reading):
+                self.reads += for_reading
 
         strategy = Counts()
         keeper = Checkpoint(

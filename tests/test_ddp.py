@@ -121,14 +121,14 @@ def outcome(strategy: DDP, name: str) -> Any:
         return str(error), updates
     finally:
         strategy.options = before
-    return strategy.gather([p.detach().numpy().copy() for p in one.task.parameters()])
+    return strategy.collectives.gather([p.detach().numpy().copy() for p in one.task.parameters()])
 
 
 def all_of_them(strategy: DDP) -> list[dict[str, Any]]:
     found = {name: outcome(strategy, name) for name in (*CASES, *CHANGING)}
     strategy.options["find_unused_parameters"] = True
     found |= {f"{name}, found": outcome(strategy, name) for name in ALLOWED}
-    return strategy.gather(found)
+    return strategy.collectives.gather(found)
 
 
 ALLOWED = ["unused at the last step", "unused in an update's last batch"]

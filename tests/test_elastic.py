@@ -9,6 +9,7 @@ from command import write
 from dpframe import Strategy, checkpoint, files
 from dpframe.cli import elastic
 from dpframe.cli.compose import Composed, composed
+from dpframe.strategies.collectives import Collectives
 
 
 @pytest.fixture
@@ -49,12 +50,14 @@ def test_a_machine_that_is_back_reads_the_checkpoint_that_it_sees(job, tmp_path)
     seal = files.identity(tmp_path / "stranger/checkpoints/last.ckpt")
     (tmp_path / "own/.hydra/torchrun").unlink()
 
-    class Second(Strategy):
+    class Second(Collectives):
         def gather(self, value: Any) -> list[Any]:
             others = {"directory": str(tmp_path / "stranger"), "step": 4, "seal": seal}
             return [others if isinstance(value, dict) else True, value]
 
-    going_on, state, _ = elastic.start(job, Second())
+    strategy = Strategy()
+    strategy.collectives = Second()
+    going_on, state, _ = elastic.start(job, strategy)
     assert going_on.start == tmp_path / "stranger/checkpoints/last.ckpt"
     assert state is not None and state["progress"] == {"global_step": 4}
 

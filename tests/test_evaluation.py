@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
 from dpframe import DataModule, Strategy, Task, Trainer, UserError
+from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -76,7 +77,7 @@ def results_on(strategy: Strategy) -> dict[tuple[str, int], Any]:
             metrics = {**trainer.validate(), **trainer.test()}
             weighted = Trainer(Ids(is_weighted=True), Numbers(kind, size), strategy=strategy)
             metrics["weighted"] = weighted.validate()["val/loss"]
-            found[kind, size] = strategy.gather(metrics), joined
+            found[kind, size] = strategy.collectives.gather(metrics), joined
     return found
 
 
@@ -112,17 +113,19 @@ def test_predictions_are_all_rows_in_the_order_of_the_data_set(where, kind):
 
 
 def test_an_epoch_of_training_and_validation_is_reduced_at_once():
-    class Counts(Strategy):
+    class Counts(Collectives):
         world_size = 2
         reductions = 0
 
-        def reduce(self, tensor):
+        def sum(self, tensor):
             self.reductions += 1
             return tensor
 
-    strategy = Counts()
+    strategy = Strategy()
+    strategy.world_size = 2
+    strategy.collectives = counts = Counts()
     fitted(strategy=strategy, max_epochs=5, log_every=1000)
-    assert strategy.reductions == 1 + 5  # one more, as the names are news once
+    assert counts.reductions == 1 + 5  # one more, as the names are news once
 
 
 class Returns(Ids):
@@ -239,7 +242,9 @@ def reported_and_kept(strategy: Strategy) -> list[list[float]]:
         precision="64",
         validate_every_steps=3,
     )
-    everywhere = strategy.gather([buffer.double().sum().item() for buffer in run.task.buffers()])
+    everywhere = strategy.collectives.gather(
+        [buffer.double().sum().item() for buffer in run.task.buffers()]
+    )
     assert all(other == everywhere[0] for other in everywhere)
     return pairs
 

@@ -139,7 +139,7 @@ class Saved(Callback):
         self.states: list[dict[str, Any]] = []
 
     def on_step_end(self, trainer):
-        self.states.append(trainer.strategy.share(deepcopy(trainer.state_dict())))
+        self.states.append(trainer.strategy.collectives.broadcast(deepcopy(trainer.state_dict())))
 
 
 def tuned(strategy: Strategy, name: str, *more: Callback, **settings: Any) -> Any:

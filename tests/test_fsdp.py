@@ -304,7 +304,7 @@ def built(strategy: Strategy) -> dict[str, Any]:
         with strategy.building():
             task = make()
         assert all(weight.is_meta for weight in task.parameters()) is not strategy.is_main
-        drawn = strategy.gather(float(torch.rand(1)))
+        drawn = strategy.collectives.gather(float(torch.rand(1)))
         made = fitted(task, Rows(16, 8), strategy=strategy, precision="64")
         cases[make.__name__] = {"weights": weights(made.task), "drawn": drawn}
     return cases

@@ -263,7 +263,7 @@ def devices_of_the_ranks() -> tuple[list[str], list[str]]:
     strategy = DDP([1, 0], "cuda")
     strategy.setup()
     try:
-        return strategy.devices, strategy.gather(str(torch.cuda.current_device()))
+        return strategy.devices, strategy.collectives.gather(str(torch.cuda.current_device()))
     finally:
         strategy.close()
 
@@ -456,7 +456,7 @@ def test_two_cards_of_a_process_pass_every_check_so_they_draw_different_numbers(
 
 
 def threads_of(strategy: Strategy) -> list[int]:
-    return strategy.gather(torch.get_num_threads())
+    return strategy.collectives.gather(torch.get_num_threads())
 
 
 @pytest.mark.gpu(2)

@@ -53,6 +53,7 @@ OWNERS = {
             "absent",
             "ddp",
             "fsdp",
+            "group",
             "launch",
             "nodes",
             "processes",

@@ -30,6 +30,7 @@ from dpframe.callbacks.progress import banner
 from dpframe.data import DataModule
 from dpframe.data.module import mapped
 from dpframe.exact import Exact, totals
+from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.logical import Logical, added, halves, parts, spans
@@ -690,10 +691,8 @@ def test_ranks_that_freeze_other_weights_are_refused_in_one_line():
     )
 
 
-class TwoModels(CPU, takes_logical_shares=True):
+class TwoModels(Collectives):
     """As one of two ranks would have it, on machines of two kinds."""
-
-    world_size = replicas = 2
 
     def gather(self, value: str) -> list[str]:
         return [value, "NVIDIA H100"]
@@ -701,8 +700,11 @@ class TwoModels(CPU, takes_logical_shares=True):
 
 def test_ranks_on_devices_of_two_models_are_refused_in_one_line():
     said = r"trainer.logical_replicas=8 but rank 0 computes on .+ and rank 1 on NVIDIA H100, which"
+    strategy = CPU()
+    strategy.world_size = strategy.replicas = 2
+    strategy.collectives = TwoModels()
     with pytest.raises(UserError, match=said):
-        Logical(TwoModels(), 8, seed=0)
+        Logical(strategy, 8, seed=0)
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def waits_in_a_collective() -> None:
     strategy.setup()
     if strategy.rank == 1:
         never_comes()
-    strategy.reduce(torch.ones(1)).item()
+    strategy.collectives.sum(torch.ones(1)).item()
 
 
 @pytest.mark.gpu(2)
@@ -281,7 +281,7 @@ def test_ranks_and_their_workers_that_do_not_begin_are_started_again(tmp_path):
 
 
 def added_up(strategy: DDP) -> float:
-    return strategy.reduce(torch.ones(1)).item()
+    return strategy.collectives.sum(torch.ones(1)).item()
 
 
 def added_up_with_files(more: int) -> float:
@@ -317,8 +317,8 @@ def listening(pid: int) -> list[str]:
 
 
 def listening_of_the_job(strategy: DDP) -> list[list[str]]:
-    strategy.reduce(torch.ones(1))
-    return strategy.gather(listening(os.getpid())) + [listening(os.getppid())]
+    strategy.collectives.sum(torch.ones(1))
+    return strategy.collectives.gather(listening(os.getpid())) + [listening(os.getppid())]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -256,7 +256,7 @@ class Saved(Callback):
         self.states: list[dict[str, Any]] = []
 
     def on_step_end(self, trainer):
-        self.states.append(trainer.strategy.share(deepcopy(trainer.state_dict())))
+        self.states.append(trainer.strategy.collectives.broadcast(deepcopy(trainer.state_dict())))
 
     on_epoch_end = on_step_end
 

@@ -363,7 +363,7 @@ def failures(strategy: Strategy, folder: Path) -> list[str]:
             said.append("saved")
         except Failure as failure:
             said.append(str(failure).replace(str(folder), "RUN"))
-        strategy.share(None)  # before the next one begins
+        strategy.collectives.broadcast(None)  # before the next one begins
         said[-1] += f", {len(list(path.parent.glob('*step*')))}"
 
     def full(*args: Any, **options: Any) -> Any:
@@ -446,12 +446,12 @@ def of_each_rank(strategy: Strategy, folder: Path) -> Any:
     path, writer = folder / "checkpoints" / "last.ckpt", checkpoint.Writer()
     made.progress.batches_done = 1
     torch.manual_seed(strategy.rank)
-    wanted = strategy.gather((torch.get_rng_state(), made.means.state_dict()))
+    wanted = strategy.collectives.gather((torch.get_rng_state(), made.means.state_dict()))
     state = made.state_dict(whole=False)
     writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
     torch.rand(5)  # training goes on
     writer.wait()
-    strategy.share(None)
+    strategy.collectives.broadcast(None)
     if not strategy.is_main:
         return None
     read = checkpoint.load(path)
@@ -581,10 +581,10 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
         with patch.object(torch.cuda.Stream, "synchronize") as waited:
             writer.wait()
         assert not waited.called  # by the thread: it would wait for steps that are still to come
-        strategy.share(None)  # all have written theirs
+        strategy.collectives.broadcast(None)  # all have written theirs
         read = checkpoint.load(path)["task"]
         apart.append(weights_apart({n: t.numpy() for n, t in read.items()}, wanted))
-        strategy.share(None)
+        strategy.collectives.broadcast(None)
     return apart
 
 

@@ -185,7 +185,7 @@ def steps_where_one_rank_knows(strategy: DDP) -> list[int]:
     made.lookout = Lookout(strategy, stop)
     with pytest.raises(Interrupted, match="SIGTERM"):
         made.fit()
-    return strategy.gather(made.global_step)
+    return strategy.collectives.gather(made.global_step)
 
 
 def test_the_ranks_agree_on_a_signal_that_one_of_them_has_seen():

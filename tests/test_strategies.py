@@ -321,7 +321,7 @@ def test_one_device_of_any_kind_is_one_replica_of_data_parallel(monkeypatch):
     machine(monkeypatch, "mps", 1)
     strategy = DataParallel()
     strategy.setup()
-    assert (strategy.devices, strategy.runs_copies) == (["mps:0"], False)
+    assert (strategy.devices, strategy.replicates_task) == (["mps:0"], False)
 
 
 @pytest.mark.parametrize("kind, gpus", [(DataParallel, [1, 0]), (SingleGPU, [1])])
@@ -529,7 +529,7 @@ def in_a_rank(strategy: DDP) -> dict[Any, Any]:
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     found: dict[Any, Any] = {"timeout": backend.options._timeout.total_seconds()}
     facts = {name: getattr(strategy, name) for name in ("rank", "world_size", "replicas")}
-    found["facts"] = strategy.gather(facts | {"devices": strategy.devices})
+    found["facts"] = strategy.collectives.gather(facts | {"devices": strategy.devices})
     found["options"] = {
         name: [seen_by_torch(strategy, name, value) for value in (True, False)] for name in OPTIONS
     }
@@ -543,16 +543,19 @@ def in_a_rank(strategy: DDP) -> dict[Any, Any]:
         strategy.options = DDP(broadcast_buffers=value, find_unused_parameters=True).options
         task = Buffered()
         fitted(strategy, task, settings={"max_steps": 2})
-        found["buffers", value] = strategy.gather(task.trained_count)
-        found["final buffers", value] = strategy.gather(float(task.count))
+        found["buffers", value] = strategy.collectives.gather(task.trained_count)
+        found["final buffers", value] = strategy.collectives.gather(float(task.count))
     strategy.options = DDP().options
     for accumulate in (1, 4):
         counts = Counts()
         fitted(strategy, Plain(), settings={"accumulate": accumulate}, callbacks=[counts])
-        found["all_reduces", accumulate] = strategy.gather(counts.count)
+        found["all_reduces", accumulate] = strategy.collectives.gather(counts.count)
     logger = Opened()
     fitted(strategy, Plain(), loggers=[logger], settings={"log_every": 2})
-    opened, logged = strategy.gather(logger.is_open), strategy.gather(len(logger.log_))
+    opened, logged = (
+        strategy.collectives.gather(logger.is_open),
+        strategy.collectives.gather(len(logger.log_)),
+    )
     return found | {"logs": (opened, logged)}
 
 

@@ -292,7 +292,7 @@ def all_resumed(strategy: Strategy, folder: str) -> dict[Any, Any]:
         states: dict[int, Any] = {}
         runs[name, workers, "whole"] = fitted(trainer(strategy, data(), [taking(states)]))
         for step in (1, 4, len(states) // 2, len(states) - 1):
-            state = deepcopy(strategy.share(states[step]))
+            state = deepcopy(strategy.collectives.broadcast(states[step]))
             runs[name, workers, step] = fitted(trainer(strategy, data()), state)
         if strategy.is_main:
             torch.save(states[4], f"{folder}/{name}-{workers}-{strategy.replicas}")

@@ -73,7 +73,7 @@ def seen_on(strategy: Strategy) -> dict[Any, Any]:
         for size in BATCH_SIZES if kind != "workers" else (3,):
             one = fitted(make=Sees, data=Numbers(kind, size), strategy=strategy, precision="64")
             one.predict()
-            everywhere = strategy.gather((one.task.seen, weights(one.task)))
+            everywhere = strategy.collectives.gather((one.task.seen, weights(one.task)))
             results[kind, size] = everywhere
     return results
 
@@ -184,7 +184,9 @@ def trained_on(strategy: Strategy) -> dict[Any, Any]:
                 max_epochs=3,
                 on_nonfinite="skip" if name == "plain" else "stop",
             )
-            results[name, size, accumulate] = strategy.gather((weights(one.task), one.metrics))
+            results[name, size, accumulate] = strategy.collectives.gather(
+                (weights(one.task), one.metrics)
+            )
     return results
 
 
@@ -224,7 +226,7 @@ def refused_on(strategy: DDP) -> list[dict[str, str]]:
             data = Table(size, shuffle=False)
             fitted(task(), data, strategy=strategy, callbacks=[hooks], precision="64")
         said[name] = str(caught.value)
-    return strategy.gather(said)
+    return strategy.collectives.gather(said)
 
 
 def test_what_needs_a_row_of_every_rank_is_refused_by_all_ranks_where_one_has_none():
@@ -337,7 +339,7 @@ def gathered_on(strategy: Strategy) -> dict[Any, Any]:
                 precision="64",
             )
             state = weights(one.task), [one.metrics["val/loss"]]
-            results[task, size, accumulate] = strategy.gather(state)
+            results[task, size, accumulate] = strategy.collectives.gather(state)
     return results
 
 
@@ -462,7 +464,7 @@ def gathers_anything(strategy: Strategy) -> list[Any]:
     one = fitted(Gathers(keep), Rows(20, 5), strategy=strategy, max_steps=1, max_epochs=1)
     with pytest.raises(UserError) as caught:
         one.task.all_gather(torch.ones(2))
-    return strategy.gather((rows, str(caught.value)))
+    return strategy.collectives.gather((rows, str(caught.value)))
 
 
 def test_any_type_of_rows_is_gathered_in_the_order_of_the_batch():
@@ -484,7 +486,7 @@ def gathers_by_turns(strategy: Strategy) -> list[list[float]]:
     for rows in (2, 4, 3, 2):
         if strategy.rank < rows:
             found.append(strategy.gather_rows(mine, rows).tolist())
-    return strategy.gather(found)
+    return strategy.collectives.gather(found)
 
 
 def test_ranks_gather_rows_whatever_batches_they_have_had_no_row_of():
@@ -504,8 +506,8 @@ def resumed_on(strategy: Strategy) -> list[bool]:
 
     states: list[Any] = []
     whole = run()
-    others = [run(), run(resume=strategy.share(states[2]))]
-    return strategy.gather(
+    others = [run(), run(resume=strategy.collectives.broadcast(states[2]))]
+    return strategy.collectives.gather(
         [is_same(one.task.state_dict(), whole.task.state_dict()) for one in others]
     )
 

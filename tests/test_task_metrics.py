@@ -17,6 +17,7 @@ from dpframe import Callback, DataModule, Logger, Strategy, Trainer, UserError
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.loggers.csv import CSV
+from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -175,7 +176,7 @@ class Takes(Callback):
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.global_step == self.step:
-            self.state = trainer.strategy.share(pickle.dumps(trainer.state_dict()))
+            self.state = trainer.strategy.collectives.broadcast(pickle.dumps(trainer.state_dict()))
 
 
 def fit(task: Small, strategy: Strategy | None = None, **settings: Any) -> Trainer:
@@ -192,8 +193,8 @@ def results_on(strategy: Strategy) -> dict[str, Any]:
     resumed.test()
     return {
         "state": takes.state,
-        "metrics": strategy.gather(made.metrics),
-        "resumed": strategy.gather(resumed.metrics),
+        "metrics": strategy.collectives.gather(made.metrics),
+        "resumed": strategy.collectives.gather(resumed.metrics),
     }
 
 
@@ -267,10 +268,8 @@ def resumed_twice_on(strategy: Strategy, state: bytes) -> list[dict[str, float]]
     return [once, fit(Judged(), strategy, resume=pickle.loads(takes.state)).metrics]
 
 
-class Two(Strategy):
+class Two(Collectives):
     """This process, and another one with the same rows."""
-
-    world_size = 2
 
     def gather(self, value: Any) -> list[Any]:
         return [value, value if self.other is None else self.other]
@@ -281,12 +280,13 @@ class Two(Strategy):
 def test_a_collection_that_is_only_restored_has_the_groups_of_other_processes():
     """torchmetrics forms them at an update, and this process has no row of the rest."""
     rows = list(Scores().train.tensors)
-    task, strategy = Judged("several"), Two()
+    task, strategy = Judged("several"), Strategy()
+    strategy.world_size, strategy.collectives = 2, (two := Two())
     held = TaskMetrics(task, strategy)
     task.double().training_step(rows)
-    strategy.other, expected = held.state_dict(), held.results("train", {})
+    two.other, expected = held.state_dict(), held.results("train", {})
     resumed = TaskMetrics(Judged("several"), strategy)
-    resumed.load_state_dict([strategy.other, strategy.other], rank=0, world_size=2)
+    resumed.load_state_dict([two.other, two.other], rank=0, world_size=2)
     assert len(expected) == 3 and resumed.results("train", {}) == expected
 
 
@@ -420,7 +420,7 @@ def test_sixteen_bits_do_not_count():
 
 
 class Copies(Strategy):
-    runs_copies = True
+    replicates_task = True
 
 
 def both(name: str, kind: str = "f1") -> Any:

@@ -127,11 +127,11 @@ Padded on 2: *but_gathered launch rows_once validation predict_order evaluation
 Unshared on 2: *weights gradient_sync evaluation
     weights: .*; rank 1 ends with other ones than rank 0 .* the main process's own rows alone: noth
 SaysAveraged on 3: *weights
-    weights: .* 3 times the gradient: .* are summed, and averaged_over says that they are averaged
+    weights: .* 3 times the gradient: .* are summed, and gradient_divisor says that they are aver
 Rounds on 1: weights loss_curve metrics accumulation few_rows weighted gathered
     loss_curve: the kit's network: first apart in step/loss at step 2: 4\.\d+, not 4\.\d+
 Averages on 2: collectives weighted
-    collectives: reduce gave \[1.5, 1.0\] in rank 0, not \[3.0, 2\]: reduce is the sum
+    collectives: sum gave \[1.5, 1.0\] in rank 0, not \[3.0, 2\]: sum and sum_numbers add up
 SharesTheMains on 2: *means collectives weighted
     validation: of 0² to 9² the mean is 28.5; it gave 6, the main process's own rows alone
 EvenMeans on 3: *means
@@ -161,7 +161,7 @@ SameMasks on 2: random_numbers checkpoint
 RandomStateLost on 1: random_numbers checkpoint
     random_numbers: a run that is resumed within an epoch draws other random numbers than one
 ShareNumbers on 2: collectives
-    collectives: share of a list of numbers gave \[1, 7\] in rank 1, not \[0, 7\]
+    collectives: broadcast of a list of numbers gave \[1, 7\] in rank 1, not \[0, 7\]
 LogsEverywhere on 2: logged_once
     logged_once: each number was logged 2 times, by the ranks 0 1: `logger` must return the loggers
 NeverQuiet on 2: gradient_sync
@@ -545,7 +545,7 @@ from dpframe.strategies.data_parallel import DataParallel
 class SaysAveraged(DataParallel):
     def setup(self):
         super().setup()
-        self.averaged_over = self.replicas
+        self.gradient_divisor = self.replicas
 
 class ForgetsToReturn(Strategy):
     def launch(self, run, *args):
@@ -589,7 +589,7 @@ def test_mode_verify_exits_with_1_where_a_check_fails_and_with_2_where_it_is_ref
     assert "checkpoint=a.ckpt: mode=verify starts from the recipe's own weights" in refused.err
     assert fails.code == 1 and fails.files == ["a.ckpt", "mine"]
     assert "boston ends with other weights" in fails.out
-    assert "averaged_over says that they are averaged" in fails.out
+    assert "gradient_divisor says that they are averaged" in fails.out
     assert sweep.code == 1 and "sweep: 1 of 2 runs finished" in sweep.out
     kept = sorted(path.read_text().splitlines()[-1] for path in tmp_path.rglob("verify.txt"))
     assert kept == ["17 of 18 checks passed", "18 of 18 checks passed"]

@@ -251,7 +251,7 @@ def other_turns_and_frozen_ones(strategy: Strategy) -> list[Any]:
             fitted(task, data, strategy=strategy, callbacks=[Hooks(**at)], precision="64")
         said.append(str(caught.value))
     task = fitted(pair(FrozenAtFirst), Rows(8, 4), strategy=strategy, precision="64").task
-    return strategy.gather(said) + [weights(task)]
+    return strategy.collectives.gather(said) + [weights(task)]
 
 
 @once

@@ -64,7 +64,7 @@ def history_on(strategy: Strategy) -> tuple[list[list[dict[str, float]]], bool]:
         values = {k: v for k, v in trainer.metrics.items() if k.startswith("val/")}
         seen.append((trainer.global_step, values))
         if trainer.global_step == 6:
-            states.append(deepcopy(strategy.share(trainer.state_dict())))
+            states.append(deepcopy(strategy.collectives.broadcast(trainer.state_dict())))
 
     def run(resume: Any = None) -> Trainer:
         return fitted(
@@ -82,7 +82,7 @@ def history_on(strategy: Strategy) -> tuple[list[list[dict[str, float]]], bool]:
     again = run(states[0])
     after = [entry for entry in before if entry[0] > 6]
     weights = is_same(whole.task.state_dict(), again.task.state_dict())
-    return strategy.gather(before), weights and is_same(seen, after)
+    return strategy.collectives.gather(before), weights and is_same(seen, after)
 
 
 def by_hand() -> list[tuple[int, dict[str, float]]]:
@@ -210,7 +210,7 @@ def tried_on(strategy: Strategy) -> tuple[bool, list[list[str]], list[float]]:
 
     def keep(trainer: Trainer) -> None:
         if trainer.global_step == 3:
-            states.append(deepcopy(strategy.share(trainer.state_dict())))
+            states.append(deepcopy(strategy.collectives.broadcast(trainer.state_dict())))
 
     def run(sanity_batches: int, resume: Any = None) -> tuple[Any, list[str], float]:
         tried: list[float] = []
@@ -224,8 +224,16 @@ def tried_on(strategy: Strategy) -> tuple[bool, list[list[str]], list[float]]:
             sanity_batches=sanity_batches,
             resume=resume,
         )
-        end = made.task.state_dict(), made.metrics, strategy.gather(seeding.random_state())
-        return deepcopy(end), [name for name, _ in hooks.seen], strategy.tally(tried)[0]
+        end = (
+            made.task.state_dict(),
+            made.metrics,
+            strategy.collectives.gather(seeding.random_state()),
+        )
+        return (
+            deepcopy(end),
+            [name for name, _ in hooks.seen],
+            strategy.collectives.sum_numbers(tried)[0],
+        )
 
     run(0)
     without, with_it = run(0, states[0]), run(1, states[0])

@@ -24,6 +24,7 @@ from dpframe.callbacks.progress import banner
 from dpframe.data import Loader, workers
 from dpframe.data.workers import chosen
 from dpframe.errors import Failure
+from dpframe.strategies.collectives import Collectives
 from dpframe.trainer import feed
 
 
@@ -133,17 +134,17 @@ def test_what_auto_has_chosen_does_not_decide_the_numbers(monkeypatch, noise):
 
 
 def test_another_rank_takes_the_first_ones_choice_and_reads_nothing_for_it():
-    class Second(Strategy):
-        rank = 1
-
-        def share(self, value: Any) -> Any:
+    class Second(Collectives):
+        def broadcast(self, value: Any) -> Any:
             return 2, "the first one says so", False
 
     class Unread(Rows):
         def __getitem__(self, row: int) -> Any:
             raise AssertionError("it was read")
 
-    made = trainer(data=Data(Unread()), strategy=Second())
+    strategy = Strategy()
+    strategy.rank, strategy.collectives = 1, Second()
+    made = trainer(data=Data(Unread()), strategy=strategy)
     made.prepare()
     assert made.feed.train.how == "40 rows by __getitem__, 2 workers: the first one says so"
 

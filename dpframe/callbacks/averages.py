@@ -50,7 +50,9 @@ class Average(Callback):
     def on_validation_start(self, trainer: "Trainer") -> None:
         if trainer.mode == "fit" and self.count:
             self._swap()
-            trainer.strategy.weight_sync(is_read=True)  # running statistics are each rank's own
+            trainer.strategy.sync_weights(
+                for_reading=True
+            )  # running statistics are each rank's own
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         if trainer.mode == "fit" and self.is_in:
@@ -59,7 +61,7 @@ class Average(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         if self.count and not self.is_in:
             self._swap()
-            trainer.strategy.weight_sync(is_read=True)
+            trainer.strategy.sync_weights(for_reading=True)
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
         if self.is_in:

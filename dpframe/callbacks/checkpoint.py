@@ -107,7 +107,7 @@ class Checkpoint(Callback):
         if self.every_n_epochs and (names or self.saved_step < 0 or since >= self.seconds_between):
             names = [*names, LAST]
         elif self.every_n_epochs:  # the weights must not depend on a clock
-            trainer.strategy.weight_sync(is_read=True)
+            trainer.strategy.sync_weights(for_reading=True)
         self._save(trainer, names)
 
     def on_fit_end(self, trainer: "Trainer") -> None:

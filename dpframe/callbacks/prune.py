@@ -55,7 +55,7 @@ class Prune(Callback):
         if trainer.epoch <= self.warmup_epochs:
             return
         strategy = trainer.strategy
-        median = strategy.share(self._median(trainer) if strategy.is_main else None)
+        median = strategy.collectives.broadcast(self._median(trainer) if strategy.is_main else None)
         if median is not None and self.monitor.sign * best > self.monitor.sign * median:
             trainer.stop(
                 f"{PRUNED}{self.monitor.name} is {best:.6g} at its best, the median of "

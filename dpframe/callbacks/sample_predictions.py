@@ -54,7 +54,7 @@ class SamplePredictions(Callback):
         self.batches.append(shares)
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        processes = trainer.strategy.gather(self.batches)
+        processes = trainer.strategy.collectives.gather(self.batches)
         shares = [share for parts in zip(*processes, strict=True) for share in chain(*parts)]
         columns: dict[str, list[Any]] = {}
         for name in shares[0] if shares else ():

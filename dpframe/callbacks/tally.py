@@ -35,7 +35,9 @@ class Tally(Callback):
                     self._add(trainer, move(share.batch, trainer.strategy.device))
 
     def on_validation_end(self, trainer: "Trainer") -> None:
-        parts = trainer.strategy.gather(None if self.here is None else self.here.tolist())
+        parts = trainer.strategy.collectives.gather(
+            None if self.here is None else self.here.tolist()
+        )
         counts = [tensor(part) for part in parts if part is not None]
         if counts:
             self.show(trainer, sum(counts[1:], counts[0]))

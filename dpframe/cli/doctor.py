@@ -109,7 +109,7 @@ def _talk(problems: list[str]) -> str:
 def _add_up(strategy: Strategy) -> float:
     strategy.open()
     try:
-        return float(strategy.reduce(torch.ones(1, device=strategy.device)))
+        return float(strategy.collectives.sum(torch.ones(1, device=strategy.device)))
     finally:
         strategy.shut()
 

@@ -33,7 +33,7 @@ def note(directory: str, strategy: Strategy) -> None:
     """Writes down whose job it is. Every rank calls it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    agents = strategy.gather(agent())
+    agents = strategy.collectives.gather(agent())
     if strategy.is_main:
         text = "".join(f"{each}\n" for each in dict.fromkeys(agents))
         (Path(directory) / ".hydra" / NOTE).write_text(text)
@@ -50,7 +50,7 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
         "step": files.step_of(path) if path is not None else -1,
         "seal": files.identity(path) if path is not None else "",
     }
-    found = strategy.share(strategy.gather(seen))
+    found = strategy.collectives.broadcast(strategy.collectives.gather(seen))
     newest = max(found, key=lambda each: each["step"])
     if newest["directory"] is None:
         return job, start_of(job, strategy), ""
@@ -62,12 +62,12 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
     if mine is None:  # a machine that is back may see the others' disk
         path = files.newest_of_run(directory)
     has_it = path is not None and files.identity(path) == newest["seal"]
-    if all(strategy.share(strategy.gather(has_it))):
+    if all(strategy.collectives.broadcast(strategy.collectives.gather(has_it))):
         state = checkpoint.load(path, whole=not strategy.reads_parts)  # type: ignore[arg-type]
     else:
         is_source = strategy.rank == source
-        sent = strategy.gather(checkpoint.load(path) if is_source else None)  # type: ignore[arg-type]
-        state = strategy.share(sent[source] if strategy.is_main else None)
+        sent = strategy.collectives.gather(checkpoint.load(path) if is_source else None)  # type: ignore[arg-type]
+        state = strategy.collectives.broadcast(sent[source] if strategy.is_main else None)
     name = f"{newest['directory']}/checkpoints"
     settings = replace(job.settings, resume=name, checkpoint=None)
     said = f"torchrun has started the ranks again: they go on from {name}, step {newest['step']}"

@@ -62,7 +62,7 @@ def start_of(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
         whole = not (strategy.reads_parts or is_weights_alone)
         return checkpoint.load(job.start, whole=whole) if job.start is not None else None
     is_main = strategy.is_main and job.start is not None
-    return strategy.share(checkpoint.load(job.start) if is_main else None)  # type: ignore[arg-type]
+    return strategy.collectives.broadcast(checkpoint.load(job.start) if is_main else None)  # type: ignore[arg-type]
 
 
 def refuse(strategy: Strategy, job: Composed) -> None:

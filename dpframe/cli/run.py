@@ -180,7 +180,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         notes = [said, *_prepared(job, trainer, state)]
     interruption.look()
     directory = _directory(job)
-    path = strategy.share(directory.make(job.notes) if strategy.is_main else None)
+    path = strategy.collectives.broadcast(directory.make(job.notes) if strategy.is_main else None)
     trainer.run.directory = path
     elastic.note(path, strategy)
     ranks.tell("directory", path)
@@ -319,7 +319,7 @@ def _look_again(job: Composed, trainer: Trainer) -> None:
     found = None
     if strategy.is_main and start is not None:
         found = saved_since(resume, start, trainer.global_step)
-    newest = strategy.share(found)
+    newest = strategy.collectives.broadcast(found)
     if newest is not None:
         state = nodes.start_of(replace(job, start=newest), strategy)
         trainer.prepare(state, resume_anyway=job.settings.resume_anyway)
@@ -354,12 +354,14 @@ def _directory(job: Composed) -> Directory:
 def _test_best(trainer: Trainer) -> None:
     """Tests the weights of the run's best checkpoint, or of its last one."""
     strategy = trainer.strategy
-    path = strategy.share(trainer.checkpoint)  # which the main process alone knows
+    path = strategy.collectives.broadcast(trainer.checkpoint)  # which the main process alone knows
     if path is not None:
         if strategy.saves_parts:
             state = checkpoint.load(path, whole=False)
         else:
-            state = strategy.share(checkpoint.load(path) if strategy.is_main else None)
+            state = strategy.collectives.broadcast(
+                checkpoint.load(path) if strategy.is_main else None
+            )
         checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
     try:
         trainer.test()

@@ -65,7 +65,10 @@ class ByHand:
             if weight.grad is not None
         )
         ranks = self._strategy.world_size
-        if abs(self._strategy.tally([here])[0] - ranks * here) > TOLERANCE * ranks * here:
+        if (
+            abs(self._strategy.collectives.sum_numbers([here])[0] - ranks * here)
+            > TOLERANCE * ranks * here
+        ):
             raise UserError(
                 f"{type(self.task.module).__name__} steps {type(optimizer).__name__} with "
                 "gradients that differ between the ranks; call self.manual_backward(loss) instead "
@@ -78,7 +81,9 @@ class ByHand:
         strategy = self._strategy
         for tensor in tensors if strategy.world_size > 1 else ():
             sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.clone()
-            tensor.copy_(strategy.reduce(sent if strategy.is_main else torch.zeros_like(sent)))
+            tensor.copy_(
+                strategy.collectives.sum(sent if strategy.is_main else torch.zeros_like(sent))
+            )
 
     @property
     def _strategy(self) -> Strategy:
@@ -93,12 +98,12 @@ def add_up(weights: Sequence[Tensor], strategy: Strategy) -> None:
     """Sums the weights' gradients over all processes; None where none has one."""
     there = [weight.grad is not None for weight in weights]
     flags = torch.tensor(there, dtype=torch.float32)
-    has_some = strategy.reduce(flags).tolist()
+    has_some = strategy.collectives.sum(flags).tolist()
     shared = [weight for weight, some in zip(weights, has_some, strict=True) if some]
     for dtype in dict.fromkeys(weight.dtype for weight in shared):
         alike = [weight for weight in shared if weight.dtype == dtype]
         flat = torch.cat([_dense(weight).flatten() for weight in alike])
-        parts = strategy.reduce(flat).split([weight.numel() for weight in alike])
+        parts = strategy.collectives.sum(flat).split([weight.numel() for weight in alike])
         for weight, part in zip(alike, parts, strict=True):
             weight.grad = part.view_as(weight)
 

@@ -158,7 +158,7 @@ class Log:
         if strategy.world_size == 1:
             everywhere = [self._of_pass]
         else:
-            everywhere = strategy.share(strategy.gather(self._of_pass))
+            everywhere = strategy.collectives.broadcast(strategy.collectives.gather(self._of_pass))
         numbers: dict[str, float] = {}
         for name in dict.fromkeys(name for here in everywhere for name in here):
             reduction = next(here[name][0] for here in everywhere if name in here)

@@ -383,14 +383,16 @@ class Lightning(Task):
         strategy = self.trainer_here.strategy
         if strategy.logical_shares:  # added up without rounding
             losses = [rows * float(output["loss"]) for rows, output in outputs]
-            total, count = strategy.totals([losses, [rows for rows, _ in outputs]])
+            total, count = strategy.collectives.sum_columns(
+                [losses, [rows for rows, _ in outputs]], is_exact=True
+            )
             return torch.tensor(total / count, device=self.device)
         dtype = torch.float64 if has_float64(self.device) else torch.float32
         sums = torch.zeros(2, dtype=dtype, device=self.device)
         for rows, output in outputs:
             sums[0] += rows * output["loss"].detach().to(sums)
             sums[1] += rows
-        total, count = strategy.reduce(sums)
+        total, count = strategy.collectives.sum(sums)
         return total / count
 
     def _step_schedules(self, interval: str, count: int, *, plateaus: bool = False) -> None:

@@ -190,8 +190,8 @@ class TheirTrainer:
             world_size=self.world_size,
             global_rank=self.global_rank,
             is_global_zero=ours.is_main,
-            barrier=lambda name=None: ours.share(None),
-            broadcast=lambda value, src=0: ours.share(value),
+            barrier=lambda name=None: ours.collectives.broadcast(None),
+            broadcast=lambda value, src=0: ours.collectives.broadcast(value),
         )
 
     @property

@@ -177,7 +177,7 @@ def _trained(
     )
     trainer.fit()
     rate = median(pace.rates or pace.cold)
-    everywhere = strategy.gather(steps.seconds())
+    everywhere = strategy.collectives.gather(steps.seconds())
     source, batches = trainer.feed.source, trainer.feed.batches_per_epoch
     rows = None
     if batches is not None:

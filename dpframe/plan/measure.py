@@ -286,9 +286,9 @@ class Probe(Strategy):
     def check_gradients(self) -> None:
         self._lap()
 
-    def weight_sync(self, is_read: bool) -> None:
+    def sync_weights(self, for_reading: bool) -> None:
         """After an update, if nobody is about to read the weights."""
-        if is_read:
+        if for_reading:
             return
         self._lap()
         seconds = [end - start for start, end in pairwise(self.laps)]

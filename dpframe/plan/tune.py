@@ -172,9 +172,9 @@ class Steps(Probe):
         super().setup()
         self.ends: list[float] = []
 
-    def weight_sync(self, is_read: bool) -> None:
-        super().weight_sync(is_read)
-        if not is_read:
+    def sync_weights(self, for_reading: bool) -> None:
+        super().sync_weights(for_reading)
+        if not for_reading:
             self.ends.append(now(self.device))
 
 

@@ -1,7 +1,7 @@
 """The simplest strategy, complete as it stands: one process, one device. Override what differs."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.parts import Parts, Stored
 from dpframe.strategies import ranks
+from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Strategy:
     rank = 0
     world_size = 1  # processes
     replicas = 1  # over all processes
-    averaged_over = 1  # gradients come out of backward divided by this many replicas
+    gradient_divisor = 1  # gradients come out of backward divided by this many replicas
     launches_ranks = False  # which `trainer.max_restarts` may start again
     meeting: "Meeting | None" = None  # of several machines, on which `launch` starts ranks
     spans_nodes = False  # whether its `launch` uses `meeting`
@@ -47,7 +48,7 @@ class Strategy:
     logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica
     first_share: int | None = None  # the first logical share of this process
     takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
-    runs_copies = False  # steps run on copies of the task: attributes they set are lost
+    replicates_task = False  # steps run on copies of the task: attributes they set are lost
     is_set_up = False
     _current: ExitStack | None = None  # what `take` has entered
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
@@ -73,6 +74,7 @@ class Strategy:
         self.accelerator = accelerator
         self.max_replicas_per_core = max_replicas_per_core
         self.device = torch.device("cpu")
+        self.collectives = Collectives()  # of all processes, once `setup` has run
 
     @property
     def name(self) -> str:
@@ -192,7 +194,7 @@ class Strategy:
         """`module(share, ...)` becomes one that computes all of this process's shares."""
         return module
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
         """The shares of a global batch that this process's replicas compute, in replica order."""
         return [rows]
 
@@ -222,43 +224,13 @@ class Strategy:
     def check_gradients(self) -> None:
         """Before each optimizer update: refuses gradients that are not the whole job's."""
 
-    def weight_sync(self, is_read: bool) -> None:
-        """After each optimizer update; and, `is_read`, before something looks at the weights.
+    def sync_weights(self, for_reading: bool) -> None:
+        """After each optimizer update; and, `for_reading`, before something looks at the weights.
 
         For strategies whose replicas have weights or buffers of their own in between: when a
         validation, a checkpoint or the end of training looks at them, all replicas must have the
         same ones, and the ones that the main process saves.
         """
-
-    def reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes, on every process."""
-        return tensor
-
-    def tally(self, numbers: list[float]) -> list[float]:
-        """Host numbers summed over the processes, without waiting for a device."""
-        return numbers
-
-    def totals(self, columns: Iterable[Iterable[float]]) -> list[float]:
-        """The sum of each column of host numbers over the processes."""
-        return self.tally([sum(column) for column in columns])
-
-    def sum_by(
-        self, add: Callable[[list[Tensor]], Tensor], vectors: list[Tensor], counts: list[int]
-    ) -> Tensor:
-        """`add` of all processes' vectors, in rank order; of each process there are `counts`. It
-        adds up element by element, so that it may be called with a part of each vector."""
-        return add(vectors)
-
-    def even_out(self, tensors: Iterable[Tensor]) -> None:
-        """Gives them the main process's values."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every process's value in rank order, on the main process; an empty list elsewhere."""
-        return [value]
-
-    def share(self, value: Any) -> Any:
-        """The main process's value, on every process."""
-        return value
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
         """The rows of a batch of `total`, in order, from those of one share, for `Task.all_gather`.

@@ -29,7 +29,7 @@ class DataParallel(Strategy, takes_logical_shares=True):
                 "modules to CUDA devices alone; use strategy=ddp"
             )
         self.take(self.places[0])
-        self.runs_copies = self.replicas > 1 and self.device.type != "cpu"
+        self.replicates_task = self.replicas > 1 and self.device.type != "cpu"
         announce(self.places, self.accelerator, kind="virtual replica")
 
     @property
@@ -39,7 +39,7 @@ class DataParallel(Strategy, takes_logical_shares=True):
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         return Replicas(module, self.places)
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
         return split(rows, self.replicas)
 
     def to_device(self, shares: list[Share]) -> list[Share]:

@@ -208,11 +208,11 @@ class DDP(Processes, takes_logical_shares=True):
             )
 
     @torch.no_grad()
-    def weight_sync(self, is_read: bool) -> None:
+    def sync_weights(self, for_reading: bool) -> None:
         """The weights are the same on all ranks. The buffers (running statistics) are each rank's
         own since its last forward: the main one's count."""
-        if is_read and self.current is not None:
-            self.even_out(self.current.module.buffers())
+        if for_reading and self.current is not None:
+            self.collectives.broadcast_tensors(self.current.module.buffers())
 
     def close(self) -> None:
         self._unsynced.close()

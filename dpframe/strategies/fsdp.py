@@ -145,7 +145,7 @@ class FSDP(Processes):
             yield
         elif self.is_main:
             yield
-            self.share(seeding.random_state())
+            self.collectives.broadcast(seeding.random_state())
         else:
             try:
                 with torch.device("meta"):
@@ -155,7 +155,7 @@ class FSDP(Processes):
                     f"strategy.meta_init=true: the task can't be built on the meta device: "
                     f"{first_line(error)[:200]}; use strategy.meta_init=false"
                 ) from error
-            seeding.restore_random_state(self.share(None))
+            seeding.restore_random_state(self.collectives.broadcast(None))
 
     def shard(self, task: Any, *, has_autocast: bool) -> None:
         self.keeps_casts = has_autocast and self.param_dtype in (None, torch.float32)
@@ -199,7 +199,7 @@ class FSDP(Processes):
             for tensor in own
             if not isinstance(tensor, DTensor)
         ]
-        self.even_out(own)
+        self.collectives.broadcast_tensors(own)
         done |= {id(tensor) for tensor in own}
 
     def _refuse(self, task: nn.Module, has_autocast: bool) -> None:
@@ -285,12 +285,12 @@ class FSDP(Processes):
     def check_folder(self, folder: Path) -> None:
         if self.nodes == 1:
             return
-        name = self.share(secrets.token_hex(8))
+        name = self.collectives.broadcast(secrets.token_hex(8))
         here = folder / f".{name}.{os.getpid()}.part"
         if self.is_main:
             here.touch()
-        self.tally([0.0])  # it is there
-        seen = self.tally([float(bool(list(folder.glob(f".{name}.*"))))])[0]
+        self.collectives.sum_numbers([0.0])  # it is there
+        seen = self.collectives.sum_numbers([float(bool(list(folder.glob(f".{name}.*"))))])[0]
         if self.is_main:
             here.unlink()
         if seen < self.world_size:
@@ -383,8 +383,8 @@ class FSDP(Processes):
                 dist.all_reduce(weight.grad)
                 weight.grad /= self.world_size
 
-    def weight_sync(self, is_read: bool) -> None:
-        if is_read:
+    def sync_weights(self, for_reading: bool) -> None:
+        if for_reading:
             if self.task is not None:
                 self.sync_buffers()
             return
@@ -397,7 +397,7 @@ class FSDP(Processes):
 
     def sync_buffers(self) -> None:
         """The main rank's count, as under ddp."""
-        self.even_out(self.task.buffers())
+        self.collectives.broadcast_tensors(self.task.buffers())
 
     def close(self) -> None:
         self.task, self._is_open = None, False

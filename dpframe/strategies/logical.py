@@ -7,14 +7,14 @@ own; the rest is added up from those of all processes.
 """
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dpframe import exact, seeding
+from dpframe import seeding
 from dpframe.data import Share, move, split
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
@@ -41,6 +41,7 @@ class Logical(Strategy):
         self._seed = seed
         self.logical_shares = count
         self.rank, self.world_size = strategy.rank, strategy.world_size
+        self.collectives = strategy.collectives
         self.replicas, self.device, self.nodes = strategy.replicas, strategy.device, strategy.nodes
         self.uses_gpus, self.launches_ranks = strategy.uses_gpus, strategy.launches_ranks
         self.share_at = 0  # the one that is computed
@@ -73,10 +74,10 @@ class Logical(Strategy):
                 f"{KEY}={self.logical_shares} can't add up the gradients of complex weights; use "
                 f"{KEY}=null"
             )
-        self._within.even_out([*module.parameters(), *module.buffers()])
+        self._within.collectives.broadcast_tensors([*module.parameters(), *module.buffers()])
         return TrainShares(module, self)
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
         first, end = self.spans[self.rank]
         return split(rows, self.logical_shares)[first:end]
 
@@ -91,21 +92,6 @@ class Logical(Strategy):
 
     def begin_pass(self, module: Any) -> None:
         module.batches = 0
-
-    def reduce(self, tensor: Tensor) -> Tensor:
-        return self._within.reduce(tensor)
-
-    def tally(self, numbers: list[float]) -> list[float]:
-        return self._within.tally(numbers)
-
-    def totals(self, columns: Iterable[Iterable[float]]) -> list[float]:
-        return exact.totals(columns, self.tally)
-
-    def gather(self, value: Any) -> list[Any]:
-        return self._within.gather(value)
-
-    def share(self, value: Any) -> Any:
-        return self._within.share(value)
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
         raise UserError(
@@ -138,7 +124,10 @@ class Logical(Strategy):
             return total.add_(0.0)  # where shares give -0.0 and others nothing, it is 0.0
 
         of_types = zip(*(vectors or zeros() for vectors in own), strict=True)
-        return [self._within.sum_by(add, list(vectors), counts) for vectors in of_types]
+        return [
+            self._within.collectives.sum_in_order(add, list(vectors), counts)
+            for vectors in of_types
+        ]
 
 
 def refuse(strategy: Strategy, count: int) -> None:
@@ -153,7 +142,7 @@ def refuse(strategy: Strategy, count: int) -> None:
             f"{KEY}={count} but there are {strategy.replicas} replicas, of which each needs a "
             f"share; use {KEY}={strategy.replicas} or more, or fewer replicas"
         )
-    if strategy.runs_copies:
+    if strategy.replicates_task:
         raise UserError(
             f"{KEY}={count} but {strategy.name} computes on copies of the task on "
             f"{strategy.replicas} devices; use strategy=ddp"
@@ -169,7 +158,9 @@ def refuse_several_models(strategy: Strategy, count: int) -> None:
     """Refuses devices of several kinds, which round differently. Each process has to call it."""
     if strategy.world_size == 1:
         return
-    first, *others = strategy.share(strategy.gather(model(strategy.device)))
+    first, *others = strategy.collectives.broadcast(
+        strategy.collectives.gather(model(strategy.device))
+    )
     for rank, other in enumerate(others, 1):
         if other != first:
             raise UserError(
@@ -324,7 +315,7 @@ class Layout:
         counts = iter(self.has_gradient)
         # Of all weights, so that processes that have frozen others send as many numbers.
         of_all = [next(counts) if trained else 0.0 for trained in is_trained]
-        numbers = strategy.tally([*map(float, is_trained), *of_all])
+        numbers = strategy.collectives.sum_numbers([*map(float, is_trained), *of_all])
         ranks, counted = numbers[: len(of_all)], numbers[len(of_all) :]
         for name, trained in zip(self._is_trained, ranks, strict=True):
             if 0 < trained < strategy.world_size:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpframe import interpreter, interruption, launcher
 from dpframe.accelerator import cores
@@ -22,6 +22,7 @@ from dpframe.errors import ABOVE_0, Interrupted, UserError, first_line, refuse_b
 from dpframe.strategies import launch, network, ranks
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, use_threads
+from dpframe.strategies.group import GatherRows, GroupCollectives
 
 with suppress(ImportError):  # it is deprecated, and there is nothing to guard without it
     # Before any group is open: by their defaults, its functions would keep that one for ever.
@@ -35,6 +36,7 @@ _groups = itertools.count()  # numbers the groups of this process
 class Processes(Strategy):
     """Ranks, their process group and its collectives; how gradients are shared is a subclass's."""
 
+    collectives_type: type[GroupCollectives] = GroupCollectives
     launches_ranks = True
     spans_nodes = True
 
@@ -90,7 +92,7 @@ class Processes(Strategy):
                 f"use {launcher.count_option(len(devices))}"
             )
         self.rank, self.world_size = here.rank, here.world_size
-        self.replicas = self.averaged_over = here.world_size
+        self.replicas = self.gradient_divisor = here.world_size
         self.nodes = here.nodes
         self.take(devices[here.local_rank])
         threads = max(1, cores() // here.local_world_size)
@@ -102,6 +104,7 @@ class Processes(Strategy):
             self._open_group()
         self.names = [""] * self.world_size
         dist.all_gather_object(self.names, str(self.device))
+        self.collectives = self.collectives_type(self.rank, self.world_size, self.device)
 
     def _open_group(self) -> None:
         if self.nodes > 1:
@@ -131,52 +134,8 @@ class Processes(Strategy):
     def devices(self) -> list[str]:
         return self.names
 
-    def shares(self, rows: Sequence) -> list[Sequence]:
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
         return [split(rows, self.world_size)[self.rank]]
-
-    def reduce(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(self.device)
-        dist.all_reduce(tensor)
-        return tensor
-
-    def tally(self, numbers: list[float]) -> list[float]:
-        sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)  # on the host, with GPUs too: it runs ahead of the device
-        return sums.tolist()
-
-    def sum_by(
-        self, add: Callable[[list[Tensor]], Tensor], vectors: list[Tensor], counts: list[int]
-    ) -> Tensor:
-        """Each rank adds up one part of all the vectors. So a rank sends as much as in an
-        all-reduce, for each vector that it has."""
-        length, ranks = len(vectors[0]), self.world_size
-        size = -(-length // ranks)
-        padded = nn.functional.pad(torch.stack(vectors), (0, size * ranks - length))
-        mine = padded.view(len(vectors), ranks, size).transpose(0, 1).contiguous()
-        parts = mine.new_empty(sum(counts), size)
-        dist.all_to_all_single(
-            parts.view(-1), mine.view(-1), [n * size for n in counts], [len(vectors) * size] * ranks
-        )
-        total = parts.new_empty(ranks * size)
-        dist.all_gather(list(total.chunk(ranks)), add(list(parts)))
-        return total[:length]
-
-    @torch.no_grad()
-    def even_out(self, tensors: Iterable[Tensor]) -> None:
-        for tensor in tensors:
-            values = tensor.contiguous()
-            dist.broadcast(values, src=0)
-            tensor.copy_(values)
-
-    def gather(self, value: Any) -> list[Any]:
-        values: list[Any] | None = [None] * self.world_size if self.is_main else None
-        dist.gather_object(value, values)
-        return values or []
-
-    def share(self, value: Any) -> Any:
-        values = [value]
-        dist.broadcast_object_list(values)
-        return values[0]
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
         if self.world_size == 1:
@@ -193,7 +152,7 @@ class Processes(Strategy):
         if count == 1:
             return x
         own = len(split(range(total), self.world_size)[self.rank])
-        if len(self.shares(range(total))[0]) != own:
+        if len(self.split_rows(range(total))[0]) != own:
             raise UserError(
                 f"{self.name} cuts batches in a way of its own, and gathers rows as ddp does; "
                 "override gather_rows, too"
@@ -355,32 +314,3 @@ def backend_of(device: torch.device) -> str:
             "backend for them; use strategy=single_gpu, or trainer.accelerator=cpu to rehearse"
         )
     return f"cpu:gloo,{device.type}:{backend}"
-
-
-class GatherRows(torch.autograd.Function):
-    """All ranks' rows, `size` of each but for the last. Backward, the sum of what all ranks' losses
-    give to this rank's rows. Like all gradients these are then averaged over the ranks, and the
-    losses are scaled by as much, so the result is the single process's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, size: int, total: int, group: Any) -> Tensor:
-        ctx.group = group
-        ctx.first, ctx.count = dist.get_rank(group) * size, len(x)
-        padding = x.new_zeros(size - len(x), *x.shape[1:])
-        padded = torch.cat([x, padding]) if len(padding) else x.contiguous()
-        ranks = dist.get_world_size(group)
-        gathered = x.new_empty(ranks * size, *x.shape[1:])
-        # As bytes, which every backend can send, whatever the type.
-        dist.all_gather(list(_bytes(gathered).chunk(ranks)), _bytes(padded), group=group)
-        return gathered[:total].clone() if total < len(gathered) else gathered
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient[ctx.first : ctx.first + ctx.count], None, None, None
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)

@@ -222,7 +222,7 @@ class _Report(Logger):
             self._rows = {**self._rows, **numbers, "step": step}
             since = time.monotonic() - self._reported_at
             is_due = self._strategy.is_main and since >= REPORT_SECONDS
-            if any(self._strategy.tally([float(is_due)])):
+            if any(self._strategy.collectives.sum_numbers([float(is_due)])):
                 self._report()
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:

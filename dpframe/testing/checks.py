@@ -174,9 +174,9 @@ def launch(evidence: Evidence) -> Verdict:
 
 def collectives(evidence: Evidence) -> Verdict:
     wrong = list(chain.from_iterable(evidence.of_each("collectives")))
-    meaning = "reduce is the sum, so is tally, gather the main process's list by rank, share its"
+    meaning = "sum and sum_numbers add up, gather is the main process's list by rank, broadcast its"
     cause = f"{wrong[0]}: {meaning} value" if wrong else ""
-    return "reduce, tally, gather and share", f"{len(wrong)} wrong", cause
+    return "sum, sum_numbers, gather and broadcast", f"{len(wrong)} wrong", cause
 
 
 def logged_once(evidence: Evidence) -> Verdict:
@@ -483,7 +483,7 @@ def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
         if stray and name == "watched":
             return (
                 f": rank {rank} has another {stray} than rank 0, and validates with it: "
-                "weight_sync(is_read=True) has to make buffers common, too"
+                "sync_weights(for_reading=True) has to make buffers common, too"
             )
     half, _ = evaluated(evidence.courses[name], run.weights, run.steps, in_half=True)
     apart = logs_apart(run.validated, half, half.log, 1e-4)

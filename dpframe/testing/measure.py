@@ -291,7 +291,7 @@ def _cut_on(replicas: int, strategy: Strategy, rows: Any) -> Shares:
 
 
 def _cut(strategy: Strategy, rows: Any) -> Shares:
-    return [torch.as_tensor(share).tolist() for share in strategy.shares(rows)]
+    return [torch.as_tensor(share).tolist() for share in strategy.split_rows(rows)]
 
 
 def collectives(strategy: Strategy) -> list[str]:
@@ -299,8 +299,11 @@ def collectives(strategy: Strategy) -> list[str]:
     rank, count = strategy.rank, strategy.world_size
     numbers, total = [rank + 1.0, 1.0], [count * (count + 1) / 2, count]
     results: dict[str, tuple[Any, Any]] = {
-        "reduce": (strategy.reduce(torch.tensor(numbers, dtype=torch.float64)).tolist(), total),
-        "tally": (strategy.tally(numbers), total),
+        "sum": (
+            strategy.collectives.sum(torch.tensor(numbers, dtype=torch.float64)).tolist(),
+            total,
+        ),
+        "sum_numbers": (strategy.collectives.sum_numbers(numbers), total),
     }
     for kind, value in {
         "a number": lambda rank: rank,
@@ -309,8 +312,11 @@ def collectives(strategy: Strategy) -> list[str]:
         "a dict": lambda rank: {"rank": rank, "state": bytes([rank % 256])},
     }.items():
         values = [value(other) for other in range(count)]
-        results[f"gather of {kind}"] = strategy.gather(values[rank]), [] if rank else values
-        results[f"share of {kind}"] = strategy.share(values[rank]), values[0]
+        results[f"gather of {kind}"] = (
+            strategy.collectives.gather(values[rank]),
+            [] if rank else values,
+        )
+        results[f"broadcast of {kind}"] = strategy.collectives.broadcast(values[rank]), values[0]
     return [
         f"{name} gave {actual} in rank {rank}, not {expected}"
         for name, (actual, expected) in results.items()

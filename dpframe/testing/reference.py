@@ -410,7 +410,7 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
     alone = "the main process's own rows alone: nothing is summed over the processes"
     times, says = (
         "the gradient: the replicas' gradients are",
-        "and averaged_over says that they are",
+        "and gradient_divisor says that they are",
     )
     lost = "micro-batches: the others are lost"
 

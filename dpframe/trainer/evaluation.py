@@ -110,8 +110,8 @@ class Evaluation:
         count = 1
         self.rows = 0
         while some := list(islice(here, count)):
-            batches.extend(collected(self.strategy.gather(some)))
-            [held] = self.strategy.tally([float(size_of(some))])
+            batches.extend(collected(self.strategy.collectives.gather(some)))
+            [held] = self.strategy.collectives.sum_numbers([float(size_of(some))])
             count = fitting(count, held)
         if not self.strategy.is_main:
             return None
@@ -193,9 +193,11 @@ def unweighted(measured: Measured) -> Measured:
 
 def means_over(strategy: Strategy) -> Means:
     def agree(names: list[str]) -> list[str]:
-        return strategy.share(sorted(set().union(*strategy.gather(names))))
+        return strategy.collectives.broadcast(
+            sorted(set().union(*strategy.collectives.gather(names)))
+        )
 
-    reduce = strategy.reduce if strategy.world_size > 1 else None
+    reduce = strategy.collectives.sum if strategy.world_size > 1 else None
     return Means(reduce, agree, is_exact=strategy.logical_shares > 0)
 
 

@@ -193,7 +193,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
     loader = Loader(
         division.part(source.dataset, strategy.rank) if division else source.dataset,
         batch_size=source.batch_size,
-        shares=strategy.shares,
+        shares=strategy.split_rows,
         shuffle=source.shuffle,
         seed=seed,
         sampler=source.sampler,
@@ -202,7 +202,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         pin_memory=strategy.device.type != "cpu" and has_streams(strategy.device),
         rank=0 if strategy.logical_shares else strategy.rank,
         first_share=strategy.first_share,
-        agree=strategy.share,
+        agree=strategy.collectives.broadcast,
         timeout_seconds=source.timeout_seconds or settings.data_timeout_seconds,
         place=partial(
             keep_on,
@@ -211,7 +211,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
             data_on_device=settings.data_on_device,
         ),
         division=division,
-        tally=strategy.tally,
+        tally=strategy.collectives.sum_numbers,
         drop_last=source.drop_last,
         told=source.told,
         options=source.options,
@@ -235,7 +235,7 @@ def _measured_workers(source: Source, strategy: Strategy, seed: int) -> Workers:
     workers = None
     if strategy.is_main:
         rows = Rows(source.dataset, source.collate)
-        largest = max(1, sum(map(len, strategy.shares(range(source.batch_size)))))
+        largest = max(1, sum(map(len, strategy.split_rows(range(source.batch_size)))))
         cores = cores_per_rank(strategy.world_size)
         workers = tuple(measured(rows, share=largest, cores=cores, seed=seed))
-    return Workers(*strategy.share(workers))
+    return Workers(*strategy.collectives.broadcast(workers))

@@ -59,7 +59,7 @@ class LossGuard:
             return False
         if is_bad:
             log.warning("%s; this step is left out", self._described(losses))
-        return self._strategy.tally([float(is_bad)])[0] > 0
+        return self._strategy.collectives.sum_numbers([float(is_bad)])[0] > 0
 
     def read(self, step: int, saved: str | None, directory: str) -> None:
         """Checks the deferred losses, after `step`; waits for the device once. `saved` is this
@@ -102,7 +102,7 @@ class LossGuard:
         if self._order is None:
             return []
         rows = next(islice(self._order.epoch(losses.epoch), losses.batch_index, None))
-        shares: list[Any] = self._strategy.shares(rows)
+        shares: list[Any] = self._strategy.split_rows(rows)
         return [share.tolist() for share in shares]
 
 

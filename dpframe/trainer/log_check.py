@@ -29,14 +29,14 @@ class LogCheck:
 
     def on_validation_end(self, *_: object) -> None:
         strategy, processes = self._strategy, self._strategy.world_size
-        names, total = strategy.tally([float(self._names), self._sum])
+        names, total = strategy.collectives.sum_numbers([float(self._names), self._sum])
         differs = abs(total - processes * self._sum) > TOLERANCE * processes * self._size
         if names != processes * self._names or differs:
             pairs = [f"{name}={value:.6g}" for name, value in self._newest.items()]
             raise UserError(
                 f"trainer.log got {listed(pairs, SHOWN) or 'nothing'} on rank {strategy.rank}, and "
                 "something else on another one; call it on all ranks with the same numbers, e.g. "
-                "those of one rank by trainer.strategy.share"
+                "those of one rank by trainer.strategy.collectives.broadcast"
             )
         self._sum = self._size = 0.0
         self._newest.clear()

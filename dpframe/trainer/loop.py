@@ -205,7 +205,7 @@ class Trainer:
                 self._catch_up()
             while not self.should_stop:
                 self._train_epoch()
-            self.strategy.weight_sync(is_read=True)
+            self.strategy.sync_weights(for_reading=True)
             if self.profile is not None:
                 self._tell(self.profile)
             self._call("on_fit_end")
@@ -307,7 +307,7 @@ class Trainer:
         here = [memory.peak(device) for device in local_devices(self.strategy)]
         if None in here:
             return None
-        return list(chain.from_iterable(self.strategy.gather(here)))
+        return list(chain.from_iterable(self.strategy.collectives.gather(here)))
 
     def stop(self, reason: str) -> None:
         """Ends training after this step; every process has to call it at the same step."""
@@ -394,7 +394,7 @@ class Trainer:
                     before_step(self)
                 closure = self._closure(measured) if update.needs_closure else None
                 update.step(closure, wants_norm=is_logged)
-            strategy.weight_sync(is_read=False)
+            strategy.sync_weights(for_reading=False)
             progress.global_step = step = progress.global_step + 1
             progress.batches_done += len(batches)
             for batch in batches:
@@ -426,7 +426,7 @@ class Trainer:
         rows = 0
         for batch in batches:
             rows += batch.rows
-        of = rows / strategy.averaged_over
+        of = rows / strategy.gradient_divisor
         weights: list[Any] = []
         all_measured: list[Measured] = []
         for index, batch in enumerate(batches, progress.batches_done):
@@ -484,7 +484,7 @@ class Trainer:
     def _refuse_other_turns(self, names: list[str]) -> None:
         """Processes that train different weights would add up gradients of different things."""
         here = float(zlib.crc32(repr(names).encode()))
-        if self.strategy.tally([here]) != [here * self.strategy.world_size]:
+        if self.strategy.collectives.sum_numbers([here]) != [here * self.strategy.world_size]:
             raise UserError(
                 f"{type(self.task).__name__}.turns returned {names} on rank {self.strategy.rank} "
                 "and something else on another one; let it follow from self.global_step and "
@@ -500,7 +500,9 @@ class Trainer:
             losses = known.pop() if known else self.recompute() or []
             pairs = [(float(o["loss"]), float(o.get("weight", rows))) for rows, o in losses]
             columns = [[loss * weight for loss, weight in pairs], [w for _, w in pairs]]
-            total, weight = self.strategy.totals(columns)
+            total, weight = self.strategy.collectives.sum_columns(
+                columns, is_exact=self.strategy.logical_shares > 0
+            )
             mean = total / weight if weight else math.nan
             return torch.tensor(mean, dtype=torch.float64, device="cpu")
 
@@ -618,7 +620,7 @@ class Trainer:
         """The new metrics; none if this step was validated before."""
         if self.progress.validated_step == self.progress.global_step:
             return {}
-        self.strategy.weight_sync(is_read=True)
+        self.strategy.sync_weights(for_reading=True)
         self._call("on_validation_start")
         self._is_validating = True  # still so in an error of it
         with modes_kept(self.task):
@@ -957,7 +959,7 @@ class Trainer:
         self._read_losses()
         self._read_clock()
         strategy, progress = self.strategy, self.progress
-        strategy.weight_sync(is_read=True)
+        strategy.sync_weights(for_reading=True)
         # Random numbers and sums start again with each epoch: only within one is there a state.
         of_ranks: dict[str, Any] = {}
         if done := progress.batches_done:
@@ -998,7 +1000,7 @@ class Trainer:
         """Lists over the ranks by name; what is saved in parts is gathered when it is written."""
         if not is_gathered:
             return {name: Own(value) for name, value in own.items()}
-        everywhere = self.strategy.gather(own)
+        everywhere = self.strategy.collectives.gather(own)
         names = dict.fromkeys(chain.from_iterable(everywhere))
         return {name: [each[name] for each in everywhere if name in each] for name in names}
 

@@ -41,12 +41,12 @@ class Pace:
             return
         strategy, progress, ranks = self._strategy, self._progress, self._strategy.world_size
         if not self._computed:
-            self._hosts = strategy.gather(socket.gethostname())
+            self._hosts = strategy.collectives.gather(socket.gethostname())
         steps = max(1, progress.global_step - self._step)
         numbers = [0.0] * (2 * ranks)
         numbers[strategy.rank] = self._watch.read() if self._watch is not None else 0.0
         numbers[ranks + strategy.rank] = (progress.data_seconds - self._waited) / steps
-        told = strategy.tally(numbers)
+        told = strategy.collectives.sum_numbers(numbers)
         self._computed = [*self._computed, told[:ranks]][-LASTING:]
         self._data = [*self._data, told[ranks:]][-LASTING:]
         if strategy.is_main and len(self._data) == LASTING:

@@ -75,7 +75,7 @@ class Lookout:
         pauses = self._interruption is not None and self._interruption.is_to_pause
         clock = now - self._began if self._strategy.is_main else 0.0
         wanted = min(pace * BETWEEN_SECONDS, LONGEST)
-        steps, clock, pausing, *counts = self._strategy.tally(
+        steps, clock, pausing, *counts = self._strategy.collectives.sum_numbers(
             [wanted, clock, float(pauses), *(float(seen == number) for number in SIGNALS)]
         )
         most = max(counts)

@@ -55,7 +55,7 @@ class TaskMetrics:
         if strategy.cuts_weights:  # it moves parameters and buffers, and states are neither
             for metric in self._metrics.values():
                 metric.to(strategy.device)
-        if self._metrics and strategy.runs_copies:
+        if self._metrics and strategy.replicates_task:
             name, metric = next(iter(self._metrics.items()))
             raise UserError(
                 f"{self._task}.{name} is a {type(metric).__name__} of torchmetrics, and "
@@ -156,7 +156,7 @@ class TaskMetrics:
             everywhere = self._everywhere()
             computed = self._merged(everywhere) if self._strategy.is_main else []
         told = [(name, value if isinstance(value, float) else None) for name, value in computed]
-        return computed, self._strategy.share(told)
+        return computed, self._strategy.collectives.broadcast(told)
 
     def _named(
         self,
@@ -232,14 +232,14 @@ class TaskMetrics:
 
     def _everywhere(self) -> list[States]:
         """The states of all processes, on the main one."""
-        return list(chain.from_iterable(self._strategy.gather(self.state_dict())))
+        return list(chain.from_iterable(self._strategy.collectives.gather(self.state_dict())))
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Within, each process's metrics have the states of all processes."""
         before = self._remembered()
         if self._metrics and self._is_in_parts():
-            self._merge_all(self._strategy.share(self._everywhere()))
+            self._merge_all(self._strategy.collectives.broadcast(self._everywhere()))
         try:
             yield
         finally:

@@ -170,7 +170,9 @@ class Update:
         the process that has it."""
         if self.is_weighted is None:
             here = {"weight" in output for _, output in measured}
-            several = self.strategy.tally([float(True in here), float(False in here)])
+            several = self.strategy.collectives.sum_numbers(
+                [float(True in here), float(False in here)]
+            )
             if 0.0 not in several:
                 raise UserError(SOMETIMES_WEIGHTED)
             self.is_weighted = several[0] > 0
@@ -244,11 +246,12 @@ class Update:
         if not has_float64(device):  # the host sums them
             device, weights = torch.device("cpu"), [float(weight) for weight in weights]
         if self.strategy.logical_shares:  # the host sums them without rounding
-            weights = self.strategy.totals([[float(weight) for weight in weights]])
+            column = [float(weight) for weight in weights]
+            weights = self.strategy.collectives.sum_columns([column], is_exact=True)
         here = torch.zeros((), dtype=torch.float64, device=device)
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
-        total = here if self.strategy.logical_shares else self.strategy.reduce(here.sum())
+        total = here if self.strategy.logical_shares else self.strategy.collectives.sum(here.sum())
         factor = torch.where(total == 0, 0.0, rows / total)  # a weight of 0 gives no gradient
         for weight in self._parts():
             weight.grad.mul_(factor.to(weight.grad))

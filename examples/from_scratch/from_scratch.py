@@ -11,28 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dpframe import UserError
+from dpframe.strategies.group import GroupCollectives
 from dpframe.strategies.processes import Processes
 
 
-class FromScratch(Processes):
-    weights: dict[str, nn.Parameter] = {}
-    buffers: tuple[Tensor, ...] = ()
-
-    def setup(self) -> None:
-        super().setup()
-        self.averaged_over = 1  # gradients are added up below, not averaged
-
-    # ---- 1. before training, every rank copies the main one's weights
-
-    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
-        if training:
-            self.weights = dict(module.named_parameters())
-            self.buffers = tuple(module.buffers())
-            self.even_out([*self.weights.values(), *self.buffers])
-        return module
+class Ring(GroupCollectives):
+    """What all ranks do together: each sends to the next one, and receives from the one before."""
 
     @torch.no_grad()
-    def even_out(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             values = tensor.detach().contiguous()
             if self.is_main:
@@ -42,26 +29,7 @@ class FromScratch(Processes):
                 dist.recv(values, 0)
                 tensor.copy_(values)
 
-    # ---- 2. after the backward, the ranks add up their gradients
-
-    @torch.no_grad()
-    def check_gradients(self) -> None:
-        """Called once an update, whatever `trainer.accumulate`: all gradients in one vector."""
-        trained = {name: w for name, w in self.weights.items() if w.requires_grad}
-        for name, weight in trained.items():
-            if weight.grad is None or weight.grad.is_sparse:
-                raise UserError(
-                    f"{name.removeprefix('task.')} has no dense gradient in this step, and "
-                    "strategy=from_scratch adds up all of them; use strategy=ddp"
-                )
-        for dtype in dict.fromkeys(weight.dtype for weight in trained.values()):
-            gradients = [w.grad for w in trained.values() if w.dtype == dtype]
-            total = self.reduce(torch.cat([gradient.flatten() for gradient in gradients]))
-            sizes = [gradient.numel() for gradient in gradients]
-            for gradient, part in zip(gradients, total.split(sizes), strict=True):
-                gradient.copy_(part.view_as(gradient))
-
-    def reduce(self, tensor: Tensor) -> Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, the same bits on all of them: a ring all-reduce.
 
         The vector is cut into as many parts as there are ranks. A rank sends each part about twice,
@@ -90,13 +58,44 @@ class FromScratch(Processes):
             dist.send(part, after)
         return received
 
-    # ---- 3. the optimizer then makes the same step on every rank: no weight is sent again
+    def sum_numbers(self, numbers: list[float]) -> list[float]:
+        return self.sum(torch.tensor(numbers, dtype=torch.float64)).tolist()
 
-    def weight_sync(self, is_read: bool) -> None:
+
+class FromScratch(Processes):
+    collectives_type = Ring
+    weights: dict[str, nn.Parameter] = {}
+    buffers: tuple[Tensor, ...] = ()
+
+    def setup(self) -> None:
+        super().setup()
+        self.gradient_divisor = 1  # gradients are added up below, not averaged
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        if training:  # every rank begins with the main one's weights
+            self.weights = dict(module.named_parameters())
+            self.buffers = tuple(module.buffers())
+            self.collectives.broadcast_tensors([*self.weights.values(), *self.buffers])
+        return module
+
+    @torch.no_grad()
+    def check_gradients(self) -> None:
+        """After the backward, once an update: adds up all ranks' gradients, in one vector. The
+        optimizer then makes the same step on every rank: no weight is sent again."""
+        trained = {name: w for name, w in self.weights.items() if w.requires_grad}
+        for name, weight in trained.items():
+            if weight.grad is None or weight.grad.is_sparse:
+                raise UserError(
+                    f"{name.removeprefix('task.')} has no dense gradient in this step, and "
+                    "strategy=from_scratch adds up all of them; use strategy=ddp"
+                )
+        for dtype in dict.fromkeys(weight.dtype for weight in trained.values()):
+            gradients = [w.grad for w in trained.values() if w.dtype == dtype]
+            total = self.collectives.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+            sizes = [gradient.numel() for gradient in gradients]
+            for gradient, part in zip(gradients, total.split(sizes), strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def sync_weights(self, for_reading: bool) -> None:
         """Buffers, e.g. running statistics, are of each rank's own rows: the main one's count."""
-        self.even_out(self.buffers)
-
-    # ---- 4. metrics are sums, too, and so are the host's own numbers, e.g. the clock's
-
-    def tally(self, numbers: list[float]) -> list[float]:
-        return self.reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
+        self.collectives.broadcast_tensors(self.buffers)

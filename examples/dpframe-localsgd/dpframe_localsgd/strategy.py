@@ -97,22 +97,23 @@ class LocalSGD(DDP):
         """Gradients stay where they are."""
 
     @torch.no_grad()
-    def weight_sync(self, is_read: bool) -> None:
-        if not is_read:
+    def sync_weights(self, for_reading: bool) -> None:
+        if not for_reading:
             self.steps += 1
             self.ddp_bytes += sum(weight.nbytes for weight in self.weights if weight.requires_grad)
-        if self.under_way and (is_read or self.steps == self.overlap_steps):
+        if self.under_way and (for_reading or self.steps == self.overlap_steps):
             self._receive(self.under_way)
-        if self.steps == self.inner_steps or (is_read and self.steps):
+        if self.steps == self.inner_steps or (for_reading and self.steps):
             self.early_rounds += self.steps < self.inner_steps
             self.under_way = self._send()
             self.rounds += 1
             self.steps = 0
-            if is_read or not self.overlap_steps:
+            if for_reading or not self.overlap_steps:
                 self._receive(self.under_way)
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {"velocity": self.velocity, "inner": self.gather(_on_cpu(optimizer.state_dict()))}
+        inner = self.collectives.gather(_on_cpu(optimizer.state_dict()))
+        return {"velocity": self.velocity, "inner": inner}
 
     def load_state_dict(self, state: dict[str, Any], optimizer: Optimizer) -> None:
         self._begin()

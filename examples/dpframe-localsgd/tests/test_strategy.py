@@ -69,7 +69,12 @@ def fitted(strategy: Strategy, optimizer: Any, **settings: Any) -> tuple[Any, ..
         watch = Watch()
         trainer = trainer_on(strategy, optimizer, callbacks=[watch], **settings)
         metrics = dict(trainer.fit())
-        return metrics, copied(trainer.task), strategy.gather(watch.seen), counts(strategy)
+        return (
+            metrics,
+            copied(trainer.task),
+            strategy.collectives.gather(watch.seen),
+            counts(strategy),
+        )
     finally:
         strategy.close()
 
@@ -229,7 +234,7 @@ def twice(strategy: LocalSGD, file: Path) -> tuple[Any, ...]:
         whole = trainer_on(strategy, optimizer, max_epochs=6, callbacks=[Save(file, step=24)])
         whole.fit()
         rest = trainer_on(strategy, optimizer, max_epochs=6, callbacks=[Save(file, step=-1)])
-        rest.fit(checkpoint.load(strategy.share(str(file))))
+        rest.fit(checkpoint.load(strategy.collectives.broadcast(str(file))))
         assert rest.global_step == whole.global_step
         return copied(whole.task), copied(rest.task)
     finally:

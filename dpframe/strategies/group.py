@@ -1,0 +1,92 @@
+"""Collectives over the process group of torch.distributed."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpframe.strategies.collectives import Collectives
+
+
+class GroupCollectives(Collectives):
+    """Over all processes. `device` is this process's own."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(self.device)
+        dist.all_reduce(tensor)
+        return tensor
+
+    def sum_numbers(self, numbers: list[float]) -> list[float]:
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        dist.all_reduce(sums)  # on the host, with GPUs too: it runs ahead of the device
+        return sums.tolist()
+
+    def sum_in_order(
+        self, add: Callable[[list[Tensor]], Tensor], vectors: list[Tensor], counts: list[int]
+    ) -> Tensor:
+        """Each rank adds up one part of all the vectors. So a rank sends as much as in an
+        all-reduce, for each vector that it has."""
+        length, ranks = len(vectors[0]), self.world_size
+        size = -(-length // ranks)
+        padded = nn.functional.pad(torch.stack(vectors), (0, size * ranks - length))
+        mine = padded.view(len(vectors), ranks, size).transpose(0, 1).contiguous()
+        parts = mine.new_empty(sum(counts), size)
+        dist.all_to_all_single(
+            parts.view(-1), mine.view(-1), [n * size for n in counts], [len(vectors) * size] * ranks
+        )
+        total = parts.new_empty(ranks * size)
+        dist.all_gather(list(total.chunk(ranks)), add(list(parts)))
+        return total[:length]
+
+    def gather(self, value: Any) -> list[Any]:
+        values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(value, values)
+        return values or []
+
+    def broadcast(self, value: Any) -> Any:
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
+
+    @torch.no_grad()
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            values = tensor.contiguous()
+            dist.broadcast(values, src=0)
+            tensor.copy_(values)
+
+
+class GatherRows(torch.autograd.Function):
+    """All ranks' rows, `size` of each but for the last. Backward, the sum of what all ranks' losses
+    give to this rank's rows. Like all gradients these are then averaged over the ranks, and the
+    losses are scaled by as much, so the result is the single process's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, size: int, total: int, group: Any) -> Tensor:
+        ctx.group = group
+        ctx.first, ctx.count = dist.get_rank(group) * size, len(x)
+        padding = x.new_zeros(size - len(x), *x.shape[1:])
+        padded = torch.cat([x, padding]) if len(padding) else x.contiguous()
+        ranks = dist.get_world_size(group)
+        gathered = x.new_empty(ranks * size, *x.shape[1:])
+        # As bytes, which every backend can send, whatever the type.
+        dist.all_gather(list(_bytes(gathered).chunk(ranks)), _bytes(padded), group=group)
+        return gathered[:total].clone() if total < len(gathered) else gathered
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[ctx.first : ctx.first + ctx.count], None, None, None
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
