@@ -19,7 +19,6 @@ from dpframe.errors import UserError, miscalled, suggestion
 from dpframe.lightning_names import INSTEAD, Instead, refusal
 from dpframe.metrics import described, is_number
 from dpframe.parameters import grouped, has_sparse, optimizer_over
-from dpframe.stopwatch import Stopwatch
 
 Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
@@ -65,7 +64,6 @@ class Attached:
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
         self.batches: int | None = None  # of an evaluation's pass; None where nobody knows
-        self.watch: Stopwatch | None = None  # where several processes are compared
         self.end_share: Callable[[list[int]], None] = lambda share: None  # after its step
 
     def __deepcopy__(self, memo: dict) -> "Attached":
@@ -189,13 +187,7 @@ class Task(nn.Module):
                 f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
                 "rows; make these rows, or a multiple of them, its first dimension"
             )
-        watch = self.attached.watch
-        if watch is None:
-            return strategy.gather_rows(x, HERE.total if rows else 0)
-        watch.pause()  # it waits for the others here
-        gathered = strategy.gather_rows(x, HERE.total if rows else 0)
-        watch.go_on()
-        return gathered
+        return strategy.gather_rows(x, HERE.total if rows else 0)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Output:
         """Takes a batch; with several optimizers also `turn`, the name of the one to train."""
@@ -415,9 +407,6 @@ class TrainStep(nn.Module):
             trained = list(filter(_is_trained, self.task.parameters()))[::-1]
             return self._nothing(*trained or _refuse_frozen(self.task)), []
         HERE.rows = rows
-        watch = self.task.attached.watch
-        if watch is not None:
-            watch.begin(rows)
         step = self.task.training_step
         if self.compiled is not None:
             step = partial(self.compiled, self.task)
@@ -426,8 +415,6 @@ class TrainStep(nn.Module):
         else:
             with self.autocast():
                 output = step(batch, *self.turn)
-        if watch is not None:
-            watch.end()
         HERE.rows = 0
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output

@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 
 import dpframe
 from dpframe import checkpoint
-from dpframe.trainer import pace
 
 CONFIG = """
 # @package _global_
@@ -150,7 +149,6 @@ class Injected(dpframe.Task):
         rank = os.environ.get("RANK", "0")
         if self.steps >= 3 and rank == os.environ.get("SLOW_RANK", rank):
             _pause()
-        _compute(float(os.environ.get("BUSY_SECONDS", 0)))
         if _is_due("code", self.steps):
             _fail()
         return {"loss": (self.net(batch)[:, 0] - batch[:, 0]).square().mean()}
@@ -173,20 +171,6 @@ def _pause() -> None:
     """Until the test has what it waits for, and writes this file."""
     if not Path(os.environ.get("HURRY", "never")).exists():
         time.sleep(float(os.environ.get("STEP_SECONDS", 0)))
-
-
-def _compute(seconds: float) -> None:
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        pass
-
-
-class ComparesOften(dpframe.Callback):
-    """The pace of the ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        pace.EVERY_SECONDS = 0.05
 
 
 class Pauses(dpframe.Callback):

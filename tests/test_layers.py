@@ -41,7 +41,6 @@ GROUND |= {
     "parts",
     "interruption",
     "launcher",
-    "stopwatch",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {

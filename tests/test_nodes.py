@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,6 @@ from small import is_same
 from dpframe import checkpoint, files
 from dpframe.strategies import network
 from dpframe.strategies.nodes import numbered
-from dpframe.trainer import pace
 
 TESTS = Path(__file__).resolve().parent
 NODES = ("strategy=ddp", "trainer.nodes=2", "trainer.rendezvous=10.77.0.1:29500")
@@ -235,21 +233,6 @@ def test_a_job_goes_on_when_a_lost_node_is_back(two):
     assert [ended.code for ended in whole] == [0, 0]
     kept = [two[0].disk / name / "checkpoints/last.ckpt" for name in ("whole", "run")]
     assert is_same(*(checkpoint.load(path)["task"] for path in kept))
-
-
-def test_a_slow_node_is_named_with_its_ranks_and_by_how_much(two):
-    words = [word.replace("gpus=1", "gpus=2") for word in injected(two)]
-    words += ["+callbacks.often._target_=injector.ComparesOften", "trainer.max_epochs=13"]
-    words += ["trainer.validate_every_epochs=13", "callbacks.checkpoint=null"]
-    with two[0].started(words) as first, two[1].started(words, BUSY_SECONDS="0.01") as second:
-        assert (first.wait(), second.wait()) == (0, 0), first.said()
-        (line,) = re.findall(r"^warning: (node2 \(ranks 2-3\) takes .+ cores)\n", first.printed())
-        assert Ended(second).lines == Ended(first).lines == []
-    assert (two[0].disk / "run/run.log").read_text().count(line) == 1
-    (slow,) = json.loads((two[0].disk / "run/summary.json").read_text())["slow"]
-    assert (slow["node"], slow["ranks"], slow["cause"]) == ("node2", [2, 3], "computing")
-    assert f"takes {slow['times']:.1f} times as long for a step's forward" in line
-    assert slow["times"] > pace.TIMES
 
 
 SHARES = "trainer.logical_replicas=2"

@@ -214,7 +214,6 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
                 "best_epoch": best.epoch,
                 "best_step": best.step,
                 "stopped": trainer.stop_reason,
-                "slow": trainer.pace.slow if trainer.pace is not None else [],
             }
             if strategy.is_main:
                 _write(Path(path) / "summary.json", json.dumps(summary, indent=2) + "\n")

@@ -178,9 +178,6 @@ class FSDP(Processes):
         for block in self.chosen(task):
             self._fill_in(block, done)
             _sharded(block, reshard_after_forward=self.reshard_after_forward, **options)
-            # Around torch's own hook, in which a rank waits for the others' parts.
-            block.register_forward_pre_hook(partial(_turn_watch, task), prepend=True)
-            block.register_forward_pre_hook(partial(_turn_watch, task))
         for number, block in enumerate(_sharded_in(task)):
             handles: list[Any] = []
             once = partial(self._watch_once, handles, number, task)
@@ -557,11 +554,6 @@ def _with_room(tensor: Tensor, module: nn.Module) -> Tensor:
             if weight is tensor:
                 setattr(holder, name, empty)
     return empty
-
-
-def _turn_watch(task: Any, *called: Any) -> None:
-    if task.attached.watch is not None:
-        task.attached.watch.pause()  # or go_on
 
 
 def _mapped(call: Callable[[Any], Any], value: Any) -> Any:

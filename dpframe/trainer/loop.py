@@ -29,7 +29,6 @@ from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
 from dpframe.parts import Own
-from dpframe.stopwatch import Stopwatch
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
@@ -56,7 +55,6 @@ from dpframe.trainer.evaluation import (
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.log_check import LogCheck
-from dpframe.trainer.pace import Pace
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
@@ -83,7 +81,6 @@ class Trainer:
     batches: list[Batch]  # of the step at hand
     validation: dict[str, Evaluation]  # by the data set's name; empty without validation
     profile: Profile | None = None
-    pace: Pace | None = None  # of several processes in training
     _devices: list[torch.device]  # of this process
     _owns_strategy = False
     _look_at: int
@@ -642,8 +639,6 @@ class Trainer:
     def _look(self) -> bool:
         """Whether to stop: by the clock or a signal. Asked a few times a second and each epoch."""
         self._look_at, self.clock = self.lookout.look(self.progress.global_step)
-        if self.pace is not None:
-            self.pace.look(self.clock)
         limit = self.settings.max_seconds
         if limit is not None and self.clock > limit:
             self.stop(f"trainer.max_seconds={limit:g} are over")
@@ -829,18 +824,7 @@ class Trainer:
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.progress.rows_seen
         self._look_at = self.lookout.begin(self.progress.global_step)
-        if self.strategy.world_size > 1:
-            self.pace = self._compared()
         self.has_begun = True
-
-    def _compared(self) -> Pace:
-        """Finds the ranks that all others wait for."""
-        strategy, attached = self.strategy, self.task.attached
-        shares = strategy.logical_shares or strategy.replicas
-        rows = -(-self.feed.source.batch_size // shares)  # of the largest share
-        if not attached.is_compiled:  # a graph would break at each look at the clock
-            attached.watch = Stopwatch(rows, strategy.device)
-        return Pace(strategy, self.progress, attached.watch)
 
     def _resting(self) -> list[str]:
         """The outermost modules that the task has put into evaluation mode."""
