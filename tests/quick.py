@@ -23,6 +23,7 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_the_cases_have_all_kinds_of_events",
     "test_groups_keep_their_options_if_their_order_changes",
     "test_every_page_is_in_the_menu",
     "test_what_can_not_be_read_is_one_line_with_its_place",
