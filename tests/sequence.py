@@ -384,7 +384,7 @@ def of_case(name: str) -> list[list[str]]:
 
 def _of_ranks(strategy: Strategy, call: Callable[..., None], folder: str) -> list[list[str]]:
     events = recorded(call, strategy, folder)
-    return strategy.gather(events)
+    return strategy.collectives.gather(events)
 
 
 def path(name: str, rank: int) -> Path:
