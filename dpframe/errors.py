@@ -124,6 +124,13 @@ def refuse_below(key: str, value: float | None, least: float = 1, use: str = "")
         raise UserError(f"{key}={value} is out of range; use {use or f'{least} or more'}")
 
 
+def refuse_unmeasured(key: str, name: str, metrics: Iterable[str]) -> None:
+    """`key` names a metric that is none of these."""
+    metrics = list(metrics)
+    if name not in metrics:
+        raise UserError(f"{key}={name} is not measured; {suggestion(name, metrics)}")
+
+
 def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") -> UserError:
     """A method of the user's that can't take what it is called with."""
     takes = ", ".join(inspect.signature(getattr(owner, name)).parameters)

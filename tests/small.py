@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
 from dpframe.callbacks import progress as bar
-from dpframe.callbacks.base import HOOKS
 from dpframe.trainer import Run, loop, report
 from dpframe.trainer import progress as counters
+from dpframe.trainer.callback import HOOKS
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 Adam = partial(torch.optim.Adam, lr=0.01)

@@ -8,11 +8,11 @@ import pytest
 from command import write
 from small import Small
 
-from dpframe.callbacks.base import Callback
 from dpframe.cli import build as building
 from dpframe.cli.locate import locate
 from dpframe.cli.trust import Trust
 from dpframe.errors import UserError
+from dpframe.trainer.callback import Callback
 
 OURS = Trust(frozenset(["own"]))
 build, check = partial(building.build, trust=OURS), partial(building.check, trust=OURS)

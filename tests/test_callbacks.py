@@ -18,8 +18,7 @@ from recorded import Recorder
 from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 
 from dpframe import Callback, UserError
-from dpframe.callbacks import base, progress
-from dpframe.callbacks.base import HOOKS
+from dpframe.callbacks import progress
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.callbacks.monitor import Best
@@ -27,6 +26,8 @@ from dpframe.callbacks.progress import Progress, banner
 from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.trainer import callback
+from dpframe.trainer.callback import HOOKS
 
 # Hooks
 
@@ -51,8 +52,8 @@ def test_hooks_come_in_the_order_that_is_documented(settings, steps):
 
 
 def test_the_documentation_names_every_hook_in_the_code():
-    assert set(re.findall(r"on_\w+", base.__doc__)) == set(HOOKS)
-    loop = dedent(base.__doc__.split("\n\n")[1])
+    assert set(re.findall(r"on_\w+", callback.__doc__)) == set(HOOKS)
+    loop = dedent(callback.__doc__.split("\n\n")[1])
     assert f"```\n{loop}\n```" in (HERE.parent / "docs" / "callbacks.md").read_text()
 
 

@@ -10,8 +10,8 @@ from small import Small, fitted
 from torch import nn
 
 from dpframe import Trainer, UserError
-from dpframe.callbacks.base import HOOKS
 from dpframe.lightning_names import INSTEAD
+from dpframe.trainer.callback import HOOKS
 from dpframe.trainer.settings import TrainerSettings
 
 ROOT = Path(__file__).parent.parent

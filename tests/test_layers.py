@@ -14,11 +14,11 @@ import dpframe
 
 ROOT = Path(dpframe.__file__).parent
 FLOORS = {
-    "cli": 5,
-    "plan": 4,
+    "cli": 6,
+    "plan": 5,
     "trainer": 3,
-    "lightning": 2,
-    "callbacks": 2,
+    "lightning": 4,
+    "callbacks": 4,
     "task": 1,
     "strategies": 1,
 }  # everything else is on floor 0
@@ -152,7 +152,7 @@ def test_a_heavy_dependency_has_one_owner(dependency):
     assert [u for u in users if not any(is_within(u, o) for o in OWNERS[dependency])] == []
 
 
-def test_there_is_no_cycle_of_imports_at_the_top_of_files_nor_of_type_hints():
+def test_there_is_no_cycle_of_imports_nor_of_type_hints():
     graph = {module: _targets(path) - {module} for module, path in MODULES.items()}
     done: set[str] = set()
 
@@ -172,11 +172,13 @@ def _targets(path: Path) -> set[str]:
     above = ".".join(path.relative_to(ROOT).parts[:-1])  # `from here import sibling` names it too
     for name, at_top in names(path, hints=True):
         name = name.removeprefix("dpframe.")
-        if is_within(above, "callbacks") and is_within(name, "trainer"):
+        if path.name == "callback.py" and is_within(name, "trainer"):
             continue  # the one hint that points upwards: a callback's hooks take the Trainer
-        if at_top and name in MODULES:
+        if not at_top and above in ("cli", "testing"):
+            continue  # the command's own circles, which its modes leave when they get a room
+        if name in MODULES:
             found.add(name)
-        elif at_top and f"{name}.__init__" in MODULES and not is_within(above, name):
+        elif f"{name}.__init__" in MODULES and not is_within(above, name):
             found.add(f"{name}.__init__")
     return found
 
@@ -261,6 +263,8 @@ def test_the_trainer_knows_no_strategy_but_the_simplest():
     assert {n for n in known if is_within(n, "dpframe.strategies")} <= {
         "dpframe.strategies.base",
         "dpframe.strategies.base.Strategy",
+        "dpframe.strategies.collectives",  # what all of them have
+        "dpframe.strategies.collectives.Collectives",
         "dpframe.strategies.logical",  # around any of them
         "dpframe.strategies.logical.Logical",
         "dpframe.strategies.devices",  # no strategy: what there is on this machine
@@ -270,11 +274,11 @@ def test_the_trainer_knows_no_strategy_but_the_simplest():
     }
 
 
-def test_no_module_of_the_trainer_but_the_loop_knows_the_trainer():
+def test_no_module_of_the_trainer_but_the_loop_and_the_hooks_knows_the_trainer():
     knows = [
         path.name
         for path in sorted((ROOT / "trainer").glob("*.py"))
-        if path.name not in ("__init__.py", "loop.py")
+        if path.name not in ("__init__.py", "loop.py", "callback.py", "hooks.py")
         and {"Trainer", "trainer"} & {n.id for n in _names_in(path)}
     ]
     assert knows == []

@@ -1,5 +1,5 @@
 """Callbacks act at the loop's hooks; the Trainer calls only those that a callback overrides."""
 
-from dpframe.callbacks.base import Callback
+from dpframe.trainer.callback import Callback
 
 __all__ = ["Callback"]

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from dpframe import checkpoint
-from dpframe.callbacks.base import Callback
 from dpframe.errors import UserError, refuse_below
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

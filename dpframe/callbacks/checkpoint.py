@@ -10,9 +10,9 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from dpframe import checkpoint, files
-from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
 from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below, suggestion
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Monitor
 from dpframe.errors import UserError, refuse_below
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

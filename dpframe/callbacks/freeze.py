@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from dpframe.callbacks.base import Callback
 from dpframe.errors import UserError, refuse_below
 from dpframe.parameters import Patterns, matching
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

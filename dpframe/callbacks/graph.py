@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from dpframe import seeding
-from dpframe.callbacks.base import Callback
 from dpframe.data import Batch
 from dpframe.data.module import leaves, mapped
 from dpframe.errors import first_line
 from dpframe.floats import made_as
 from dpframe.task import Task, modes_kept
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

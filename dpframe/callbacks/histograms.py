@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING
 
-from dpframe.callbacks.base import Callback
 from dpframe.errors import refuse_below
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -3,8 +3,8 @@
 import time
 from typing import TYPE_CHECKING
 
-from dpframe.callbacks.base import Callback
 from dpframe.errors import printable
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -1,11 +1,10 @@
 """A metric that is watched and its best value, which `Best` keeps for the summary."""
 
 import math
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpframe.callbacks.base import Callback
-from dpframe.errors import UserError, not_one_of, suggestion
+from dpframe.errors import UserError, not_one_of, refuse_unmeasured
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -22,12 +21,6 @@ class Epoch(NamedTuple):
     metrics: dict[str, float]
 
 
-def check_measured(key: str, name: str, metrics: Iterable[str]) -> None:
-    metrics = list(metrics)
-    if name not in metrics:
-        raise UserError(f"{key}={name} is not measured; {suggestion(name, metrics)}")
-
-
 class Monitor:
     def __init__(self, name: str, mode: str, *, key: str, min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
@@ -41,7 +34,7 @@ class Monitor:
         self.is_of_validation = name.startswith("val/")
 
     def value(self, metrics: dict[str, float]) -> float:
-        check_measured(f"{self.key}.monitor", self.name, metrics)
+        refuse_unmeasured(f"{self.key}.monitor", self.name, metrics)
         return metrics[self.name]
 
     def is_better(self, value: float) -> bool:

@@ -14,10 +14,10 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import Best, Epoch, Monitor
 from dpframe.data import split
 from dpframe.errors import not_one_of, printable
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.callbacks.screen import Screen

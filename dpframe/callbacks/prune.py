@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpframe import files
-from dpframe.callbacks.base import Callback
 from dpframe.callbacks.monitor import PRUNED, Monitor
 from dpframe.errors import refuse_below
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dpframe import seeding
-from dpframe.callbacks.base import Callback
 from dpframe.data import Batch, move
 from dpframe.errors import refuse_below
 from dpframe.floats import made_as
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

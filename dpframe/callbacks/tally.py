@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, tensor
 
 from dpframe import seeding
-from dpframe.callbacks.base import Callback
 from dpframe.data import Batch, move
 from dpframe.floats import made_as
+from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer

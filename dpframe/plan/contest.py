@@ -7,7 +7,6 @@ from itertools import chain
 from statistics import median
 
 from dpframe import interruption, memory, seeding
-from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule
 from dpframe.plan.measure import WARM_UPS, now
 from dpframe.plan.report import size, time
@@ -15,6 +14,7 @@ from dpframe.plan.steps import StepTimes
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
+from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import local_devices
 from dpframe.trainer.placement import process_settings_restored
 from dpframe.trainer.settings import TrainerSettings

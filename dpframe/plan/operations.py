@@ -6,13 +6,13 @@ from dataclasses import replace
 from torch.utils.flop_counter import FlopCounterMode
 
 from dpframe import seeding
-from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule
 from dpframe.errors import first_line
 from dpframe.plan.contest import a_few_steps
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
+from dpframe.trainer.callback import Callback
 from dpframe.trainer.settings import TrainerSettings
 
 PREFIXES = ("", "k", "M", "G", "T", "P")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpframe.callbacks.base import Callback
 from dpframe.plan.measure import WARM_UPS
 from dpframe.task import TrainStep
 from dpframe.trainer import Trainer
+from dpframe.trainer.callback import Callback
 
 TIMED = 20  # steps, after the warm-up; the others cost nothing
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from dpframe import memory, seeding
-from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError
 from dpframe.plan.curve import Point, smoothed
@@ -21,6 +20,7 @@ from dpframe.plan.measure import Probe, Sampled, lasting_bytes, now, refuse_by_h
 from dpframe.plan.settings import TuneSettings
 from dpframe.task import Task
 from dpframe.trainer import Trainer
+from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.settings import TrainerSettings
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-from dpframe.callbacks.base import HOOKS, Callback
 from dpframe.data import DataModule
 from dpframe.errors import UserError, miscalled, nearest
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.callback import HOOKS, Callback
 from dpframe.trainer.settings import TrainerSettings
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")

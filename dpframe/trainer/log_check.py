@@ -4,7 +4,7 @@ import math
 import zlib
 
 from dpframe.errors import UserError, listed
-from dpframe.strategies.base import Strategy
+from dpframe.strategies.collectives import Collectives
 
 TOLERANCE = 1e-6  # other devices may round otherwise
 SHOWN = 3
@@ -14,8 +14,8 @@ class LogCheck:
     """Runs after the hooks that may log and before early stopping and checkpoints, which would
     decide differently in processes with other numbers."""
 
-    def __init__(self, strategy: Strategy) -> None:
-        self._strategy = strategy
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
         self._names = 0  # a checksum of all that were logged, in their order
         self._sum = self._size = 0.0
         self._newest: dict[str, float] = {}  # since all processes agreed
@@ -28,15 +28,15 @@ class LogCheck:
         self._newest.update(numbers)
 
     def on_validation_end(self, *_: object) -> None:
-        strategy, processes = self._strategy, self._strategy.world_size
-        names, total = strategy.collectives.sum_numbers([float(self._names), self._sum])
+        collectives, processes = self._collectives, self._collectives.world_size
+        names, total = collectives.sum_numbers([float(self._names), self._sum])
         differs = abs(total - processes * self._sum) > TOLERANCE * processes * self._size
         if names != processes * self._names or differs:
             pairs = [f"{name}={value:.6g}" for name, value in self._newest.items()]
             raise UserError(
-                f"trainer.log got {listed(pairs, SHOWN) or 'nothing'} on rank {strategy.rank}, and "
-                "something else on another one; call it on all ranks with the same numbers, e.g. "
-                "those of one rank by trainer.strategy.collectives.broadcast"
+                f"trainer.log got {listed(pairs, SHOWN) or 'nothing'} on rank {collectives.rank}, "
+                "and something else on another one; call it on all ranks with the same numbers, "
+                "e.g. those of one rank by trainer.strategy.collectives.broadcast"
             )
         self._sum = self._size = 0.0
         self._newest.clear()

@@ -19,11 +19,9 @@ from typing import Any, Self
 import torch
 
 from dpframe import checkpoint, interpreter, interruption, memory, seeding
-from dpframe.callbacks.base import Callback, hooks_of, is_own, may_be_logged, may_run_task
-from dpframe.callbacks.monitor import check_measured
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, refuse_unmeasured, suggestion
 from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
@@ -44,6 +42,7 @@ from dpframe.task import (
 )
 from dpframe.trainer import given
 from dpframe.trainer.activations import drop_activations
+from dpframe.trainer.callback import Callback
 from dpframe.trainer.compiled import Compiled
 from dpframe.trainer.evaluation import (
     Evaluation,
@@ -54,7 +53,7 @@ from dpframe.trainer.evaluation import (
 )
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
-from dpframe.trainer.log_check import LogCheck
+from dpframe.trainer.hooks import Hooks, in_order
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
@@ -109,7 +108,7 @@ class Trainer:
         if more:
             self.settings = _changed(self.settings, more)
         self.seed = seed
-        self.callbacks = sorted(callbacks, key=lambda c: (c.runs_last, c.reads_metrics))
+        self.callbacks = in_order(callbacks)
         self.run = run or Run()
         self.interruption = interruption  # by signals; None: the program handles them itself
         self.mode = ""  # fit, validate, test or predict, once one of them runs
@@ -157,14 +156,7 @@ class Trainer:
         is_compiled = self.settings.compile_mode is not None
         task.attached = Attached(self.progress, self.strategy, is_compiled=is_compiled)
         task.attached.end_share = self.task_metrics.end_share
-        self.hooks = hooks_of([task, *self.callbacks])
-        self.log_check: LogCheck | None = None
-        if self.strategy.world_size > 1 and not all(map(is_own, chain(*self.hooks.values()))):
-            self.log_check = LogCheck(self.strategy)
-            readers = [c for c in self.callbacks if c.runs_last or c.reads_metrics]
-            others = self.callbacks[: len(self.callbacks) - len(readers)]
-            self.hooks = hooks_of([task, *others, self.log_check, *readers])
-        self._untimed_hooks = self.hooks
+        self.hooks = Hooks(task, self.callbacks, self.strategy)
 
     def __enter__(self) -> Self:
         return self
@@ -197,7 +189,7 @@ class Trainer:
             self.prepare(own, resume_anyway=resume_anyway)
         self._begin()
         try:
-            self._call("on_fit_start")
+            self.hooks.call("on_fit_start", self)
             if self._resumed is not None:
                 self._catch_up()
             while not self.should_stop:
@@ -205,7 +197,7 @@ class Trainer:
             self.strategy.sync_weights(for_reading=True)
             if self.profile is not None:
                 self._tell(self.profile)
-            self._call("on_fit_end")
+            self.hooks.call("on_fit_end", self)
         except BaseException as error:
             explain(error, self.layout)
             self._end_by(error)
@@ -224,11 +216,11 @@ class Trainer:
         self.mode = "validate"
         with modes_kept(self.task):
             self.validation = self._evaluations("val")
-            self._call("on_validation_start")
-            after_batch = self._after_batch("on_validation_batch_end")
+            self.hooks.call("on_validation_start", self)
+            after_batch = self.hooks.after_batch("on_validation_batch_end", self)
             means = means_of(self.validation, after_batch=after_batch)
             self.metrics.update(means)
-            self._call("on_validation_end")
+            self.hooks.call("on_validation_end", self)
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
@@ -240,10 +232,10 @@ class Trainer:
         self.mode = "test"
         with modes_kept(self.task):
             evaluations = self._evaluations("test")
-            self._call("on_test_start")
-            after_batch = self._after_batch("on_test_batch_end")
+            self.hooks.call("on_test_start", self)
+            after_batch = self.hooks.after_batch("on_test_batch_end", self)
             self.metrics.update(means_of(evaluations, after_batch=after_batch))
-            self._call("on_test_end")
+            self.hooks.call("on_test_end", self)
         self.report.close(self.metrics, succeeded=True)
         return self.metrics
 
@@ -255,16 +247,16 @@ class Trainer:
         self._refuse_closed()
         self.mode = "predict"
         by_name: dict[str, Predictions] = {}
-        after_batch = self._after_batch("on_predict_batch_end")
+        after_batch = self.hooks.after_batch("on_predict_batch_end", self)
         with modes_kept(self.task):
             evaluations = self._evaluations("predict")
-            self._call("on_predict_start")
+            self.hooks.call("on_predict_start", self)
             self.task.begin_pass("predict")
             for name, evaluation in evaluations.items():
                 predictions = evaluation.predictions(spool, after_batch=after_batch)
                 if predictions is not None:
                     by_name[name] = predictions
-                self._end_prediction(predictions)
+                self.hooks.call_on_main("on_predict_end", self, predictions)
             self.task.end_pass("predict", {})
         self.report.close(self.metrics, succeeded=True)
         return by_name.get("", by_name or None)
@@ -318,8 +310,8 @@ class Trainer:
         others are refused when a validation or an epoch ends.
         """
         numbers = numbers_of(scalars)
-        if self.log_check is not None:
-            self.log_check.add(numbers)
+        if self.hooks.log_check is not None:
+            self.hooks.log_check.add(numbers)
         self.metrics.update(numbers)
         if self.report.is_open:
             self._log(numbers)
@@ -376,7 +368,7 @@ class Trainer:
             seeding.reseed(seed, self._devices)
         if not self.task.training:
             self.task.train()
-        self._call("on_epoch_start")
+        self.hooks.call("on_epoch_start", self)
         for batches in self._steps():
             self.batches = batches
             is_logged = (progress.global_step + 1) % self._log_every == 0
@@ -586,7 +578,7 @@ class Trainer:
             self.task_metrics.reset()
         self.should_stop = self.should_stop or is_last  # hooks of the validation may have said so
         if validated:
-            self._call("on_validation_end")
+            self.hooks.call("on_validation_end", self)
         if is_whole:
             is_stale = bool(self.validation) and self.is_extra_validation
             for update in self.updates.values():
@@ -595,7 +587,7 @@ class Trainer:
         self._log({**measured, **validated, **at, "progress/epoch": float(progress.epoch)})
         self._read_clock()
         progress.ended_step = progress.global_step
-        self._call("on_epoch_end")
+        self.hooks.call("on_epoch_end", self)
         self.report.tend()
 
     def _is_validation_due(self) -> bool:
@@ -611,17 +603,17 @@ class Trainer:
         if means:
             self.metrics.update(means)
             self._log(means)
-            self._call("on_validation_end")
+            self.hooks.call("on_validation_end", self)
 
     def _measure_validation(self, *others: Means) -> dict[str, float]:
         """The new metrics; none if this step was validated before."""
         if self.progress.validated_step == self.progress.global_step:
             return {}
         self.strategy.sync_weights(for_reading=True)
-        self._call("on_validation_start")
+        self.hooks.call("on_validation_start", self)
         self._is_validating = True  # still so in an error of it
         with modes_kept(self.task):
-            after_batch = self._after_batch("on_validation_batch_end")
+            after_batch = self.hooks.after_batch("on_validation_batch_end", self)
             means = self._evaluate(*others, after_batch=after_batch)
         self._is_validating = False
         self.progress.validated_step = self.progress.global_step
@@ -648,7 +640,7 @@ class Trainer:
     def _end_by(self, error: BaseException) -> None:
         ends: list[Callable[[], None]] = [] if self.profile is None else [self.profile.stop]
         ends.append(partial(self.report.close, self.metrics, succeeded=False))
-        ends.append(partial(self._call, "on_exception", error))
+        ends.append(partial(self.hooks.call, "on_exception", self, error))
         for end in ends:
             try:
                 end()
@@ -781,8 +773,8 @@ class Trainer:
         if any(update.is_plateau for update in self.updates.values()):
             monitored.append(("trainer.plateau_monitor", self.settings.plateau_monitor))
         for key, name in monitored:
-            if not (name.startswith("train/") or may_be_logged(name, self.hooks)):
-                check_measured(key, name, names)
+            if not (name.startswith("train/") or self.hooks.may_log(name)):
+                refuse_unmeasured(key, name, names)
 
     def _begin(self) -> None:
         """Opens the loggers, seeds this process and logs what is about to run."""
@@ -864,15 +856,6 @@ class Trainer:
             for name, loader in loaders.items()
         }
 
-    def _after_batch(self, name: str) -> Callable[..., None] | None:
-        hooks = self.hooks[name]
-
-        def after_batch(batch: Batch, outputs: list[Any]) -> None:
-            for hook in hooks:
-                hook(self, batch, outputs)
-
-        return after_batch if hooks else None
-
     def _reopen(self, state: dict[str, Any]) -> None:
         """Continues the run's curves, and says from where."""
         log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
@@ -897,11 +880,7 @@ class Trainer:
         if self.validation:
             self._evaluate = timed("validation", self._evaluate)
         self._write = timed("logging", self.report.log)
-        self.hooks = {
-            name: [timed("callbacks", hook) for hook in hooks]
-            for name, hooks in self._untimed_hooks.items()  # an earlier fit's are timed already
-        }
-        self.hooks["on_step_end"].append(profile.end_step)
+        self.hooks.time_by(partial(timed, "callbacks"), end_step=profile.end_step)
         profile.start()
 
     def _tell(self, profile: Profile) -> None:
@@ -910,28 +889,6 @@ class Trainer:
         self._log(scalars)
         if is_main:
             log.info("%s", table)
-
-    # ---- hooks
-
-    def _call(self, name: str, *args: Any) -> None:
-        gathers = self.strategy.whole_in_hooks
-        for hook in self.hooks[name]:
-            beat()
-            if gathers and may_run_task(name, hook):
-                with self.strategy.whole_weights(self.task):
-                    hook(self, *args)
-            else:
-                hook(self, *args)
-
-    def _end_prediction(self, predictions: Predictions | None) -> None:
-        """Hooks run on the main process, but all take part in gathering sharded weights."""
-        if predictions is not None:
-            self._call("on_predict_end", predictions)
-        elif self.strategy.whole_in_hooks:
-            for hook in self.hooks["on_predict_end"]:
-                if may_run_task("on_predict_end", hook):
-                    with self.strategy.whole_weights(self.task):
-                        pass
 
     # ---- the state that a checkpoint holds
 
@@ -977,7 +934,7 @@ class Trainer:
             "random": of_ranks.get("random", []),
             "stream": of_ranks.get("stream", []),
         }
-        self._call("on_save", state)
+        self.hooks.call("on_save", self, state)
         return strategy.whole(state) if whole else strategy.parts(state)
 
     def _of_ranks(self, own: dict[str, Any], *, is_gathered: bool) -> dict[str, Any]:
@@ -1031,7 +988,7 @@ class Trainer:
                 progress.batches_done * batch_size // self.feed.source.batch_size
             )
         self._changes = changes
-        self._call("on_load", state)
+        self.hooks.call("on_load", self, state)
 
 
 def _in_rank(

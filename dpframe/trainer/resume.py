@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from dpframe import checkpoint, files
-from dpframe.callbacks.base import Callback
 from dpframe.data import DataModule, is_tensors
 from dpframe.errors import UserError
 from dpframe.parameters import groups_of
 from dpframe.task import Task
+from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.optimizer_state import Mismatch
 from dpframe.trainer.report import Run

@@ -14,9 +14,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
 from dpframe.accelerator import has_float64
-from dpframe.callbacks.monitor import check_measured
 from dpframe.data import move
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, refuse_unmeasured, suggestion
 from dpframe.floats import making
 from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.parameters import has_sparse
@@ -237,7 +236,7 @@ class Update:
         name = self.settings.plateau_monitor
         if is_stale and name.startswith("val/"):
             return
-        check_measured("trainer.plateau_monitor", name, metrics)
+        refuse_unmeasured("trainer.plateau_monitor", name, metrics)
         self.scheduler.step(metrics[name])
 
     def _reweigh(self, rows: int, weights: list[Any]) -> None:

@@ -23,11 +23,7 @@ resumes from.
 Hooks run in every process; only the one where `trainer.strategy.is_main` may print and write.
 """
 
-import inspect
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-
-from dpframe.errors import UserError, miscalled, suggestion
 
 if TYPE_CHECKING:
     from dpframe.data import Batch
@@ -127,56 +123,3 @@ class Callback:
 
 
 HOOKS = tuple(name for name in vars(Callback) if name.startswith("on_"))
-
-
-AROUND_VALIDATION = (
-    "on_validation_start",
-    "on_validation_batch_end",
-    "on_validation_end",
-    "on_epoch_end",
-)
-
-
-ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "on_fit_end")
-"""Where hooks may call the task, e.g. to draw samples, in one process alone."""
-
-
-def may_be_logged(name: str, hooks: dict[str, list[Callable[..., None]]]) -> bool:
-    """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""
-    of_these = AROUND_VALIDATION if name.startswith("val/") else HOOKS
-    return any(not is_own(hook) for at in of_these for hook in hooks[at])
-
-
-def is_own(hook: Callable[..., None]) -> bool:
-    """Whether a hook is one of dpframe's callbacks'."""
-    return hook.__module__.partition(".")[0] == "dpframe"
-
-
-def may_run_task(name: str, hook: Callable[..., None]) -> bool:
-    """Whether a hook is at an end and is a recipe's or a user's, not a callback of dpframe's."""
-    return name in ENDS and (not is_own(hook) or hook.__module__.startswith("dpframe.recipes."))
-
-
-def hooks_of(parts: Iterable[object]) -> dict[str, list[Callable[..., None]]]:
-    """The methods of a task and its callbacks by hook. One with another name or other arguments is
-    refused."""
-    hooks: dict[str, list[Callable[..., None]]] = {name: [] for name in HOOKS}
-    for part in parts:
-        kind = type(part)
-        for name in dir(kind):
-            method = getattr(kind, name) if name.startswith("on_") else None
-            if not callable(method) or method is getattr(Callback, name, None):
-                continue
-            if name not in HOOKS:
-                raise UserError(
-                    f"{kind.__name__}.{name} is no hook and would never be called; "
-                    f"{suggestion(name, HOOKS)}"
-                )
-            if not is_own(method):
-                called = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
-                try:
-                    inspect.signature(getattr(part, name)).bind(*called)
-                except TypeError:
-                    raise miscalled(part, name, called) from None
-            hooks[name].append(getattr(part, name))
-    return hooks

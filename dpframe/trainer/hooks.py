@@ -1,0 +1,127 @@
+"""The hooks of a task and of its callbacks, in the order in which they are called."""
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+from dpframe.data import Batch
+from dpframe.errors import UserError, miscalled, suggestion
+from dpframe.heartbeat import beat
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+from dpframe.trainer.callback import HOOKS, Callback
+from dpframe.trainer.log_check import LogCheck
+
+Hook = Callable[..., None]
+AROUND_VALIDATION = (
+    "on_validation_start",
+    "on_validation_batch_end",
+    "on_validation_end",
+    "on_epoch_end",
+)
+ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "on_fit_end")
+"""Where hooks may call the task, e.g. to draw samples, in one process alone."""
+
+
+class Hooks:
+    """Lists of the methods that are overridden, by the hook's name."""
+
+    def __init__(self, task: Task, callbacks: Sequence[Callback], strategy: Strategy) -> None:
+        """`callbacks` are in their order: see `in_order`."""
+        self._task = task
+        self._strategy = strategy
+        self._lists = overridden([task, *callbacks])
+        self.log_check: LogCheck | None = None
+        if strategy.world_size > 1 and not all(map(is_own, chain(*self._lists.values()))):
+            self.log_check = LogCheck(strategy.collectives)
+            readers = [c for c in callbacks if c.runs_last or c.reads_metrics]
+            others = callbacks[: len(callbacks) - len(readers)]
+            self._lists = overridden([task, *others, self.log_check, *readers])
+        self._untimed = dict(self._lists)
+
+    def __getitem__(self, name: str) -> list[Hook]:
+        """For the hot path, which calls these itself."""
+        return self._lists[name]
+
+    def call(self, name: str, trainer: Any, *args: Any) -> None:
+        gathers = self._strategy.whole_in_hooks
+        for hook in self._lists[name]:
+            beat()
+            if gathers and may_run_task(name, hook):
+                with self._strategy.whole_weights(self._task):
+                    hook(trainer, *args)
+            else:
+                hook(trainer, *args)
+
+    def call_on_main(self, name: str, trainer: Any, *args: Any) -> None:
+        """All processes take part in gathering sharded weights, and the main one calls."""
+        if self._strategy.is_main:
+            self.call(name, trainer, *args)
+        elif self._strategy.whole_in_hooks:
+            for hook in self._lists[name]:
+                if may_run_task(name, hook):
+                    with self._strategy.whole_weights(self._task):
+                        pass
+
+    def after_batch(self, name: str, trainer: Any) -> Callable[[Batch, list[Any]], None] | None:
+        """What an evaluation calls after each batch; None where no hook does anything."""
+        hooks = self._lists[name]
+
+        def after_batch(batch: Batch, outputs: list[Any]) -> None:
+            for hook in hooks:
+                hook(trainer, batch, outputs)
+
+        return after_batch if hooks else None
+
+    def may_log(self, name: str) -> bool:
+        """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""
+        of_these = AROUND_VALIDATION if name.startswith("val/") else HOOKS
+        return any(not is_own(hook) for at in of_these for hook in self._lists[at])
+
+    def time_by(self, timed: Callable[[Hook], Hook], *, end_step: Hook) -> None:
+        """Has a profile time them, and end its step after all others."""
+        self._lists = {
+            name: [timed(hook) for hook in hooks] for name, hooks in self._untimed.items()
+        }
+        self._lists["on_step_end"].append(end_step)
+
+
+def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
+    """Those that read metrics after those that add some, and then those that run last."""
+    return sorted(callbacks, key=lambda callback: (callback.runs_last, callback.reads_metrics))
+
+
+def is_own(hook: Hook) -> bool:
+    """Whether a hook is one of dpframe's callbacks'."""
+    return hook.__module__.partition(".")[0] == "dpframe"
+
+
+def may_run_task(name: str, hook: Hook) -> bool:
+    """Whether a hook is at an end and is a recipe's or a user's, not a callback of dpframe's."""
+    return name in ENDS and (not is_own(hook) or hook.__module__.startswith("dpframe.recipes."))
+
+
+def overridden(parts: Iterable[object]) -> dict[str, list[Hook]]:
+    """The methods of a task and its callbacks by hook. One with another name or other arguments is
+    refused."""
+    hooks: dict[str, list[Hook]] = {name: [] for name in HOOKS}
+    for part in parts:
+        kind = type(part)
+        for name in dir(kind):
+            method = getattr(kind, name) if name.startswith("on_") else None
+            if not callable(method) or method is getattr(Callback, name, None):
+                continue
+            if name not in HOOKS:
+                raise UserError(
+                    f"{kind.__name__}.{name} is no hook and would never be called; "
+                    f"{suggestion(name, HOOKS)}"
+                )
+            if not is_own(method):
+                called = list(inspect.signature(getattr(Callback, name)).parameters)[1:]
+                try:
+                    inspect.signature(getattr(part, name)).bind(*called)
+                except TypeError:
+                    raise miscalled(part, name, called) from None
+            hooks[name].append(getattr(part, name))
+    return hooks
