@@ -121,6 +121,11 @@ def _near(pattern: str, named: Sequence[tuple[str, Tensor]]) -> str:
     return f"did you mean {near}?" if near else f"there is, e.g., {named[0][0]}"
 
 
+def updated_by(optimizer: Optimizer) -> list[Any]:
+    """Its parameters, group by group."""
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
 def has_sparse(module: nn.Module) -> bool:
     """Whether the module makes sparse gradients: its embeddings say so."""
     return any(getattr(part, "sparse", False) for part in module.modules())

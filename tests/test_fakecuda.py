@@ -394,7 +394,7 @@ MUTANTS = {
     ),
     "the loss is read in each step": (
         "trainer/guard.py",
-        "self._is_deferred = not (self._skips or strategy.device.type in task.READ_AT_ONCE)",
+        "self._is_deferred = not (self._skips or strategy.device.type in outputs.READ_AT_ONCE)",
         "self._is_deferred = False",
         GPU + "test_nothing_waits_for_the_gpu_between_log_steps[SingleGPU-{}]",
     ),

@@ -78,6 +78,26 @@ def test_a_helper_is_the_users_own(base, names):
     assert given(base, *names)
 
 
+class SetUpAsInLightning(Small):
+    def setup(self, stage=None): ...
+
+
+class SetUpByNothing(Small):
+    def setup(self): ...
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (SetUpAsInLightning, "setup takes a stage, and is called with the Trainer, once for"),
+        (SetUpByNothing, r"setup takes \(\) and is called with \(trainer\); write setup\(self, tr"),
+    ],
+)
+def test_a_tasks_setup_takes_the_trainer(kind, said):
+    with pytest.raises(UserError, match=f"^{kind.__name__}.{said}"):
+        Trainer(kind(), Rows())
+
+
 class Helped(Rows):
     def setup(self):
         self.prepare_data()

@@ -74,7 +74,7 @@ def test_the_last_good_checkpoint_stays(tmp_path):
 @pytest.mark.parametrize("every", [{"log_every": 3}, {"validate_every_steps": 5}, {}])
 def test_losses_that_are_read_late_are_still_named_and_never_saved(tmp_path, monkeypatch, every):
     """As on a GPU, where a look at each loss would wait for it."""
-    monkeypatch.setattr("dpframe.task.READ_AT_ONCE", set())
+    monkeypatch.setattr("dpframe.trainer.outputs.READ_AT_ONCE", set())
     step, rows = met_in(0, shuffle=True)
     keeper = Checkpoint(every_n_steps=2)
     with pytest.raises(Failure, match=f"^step {step}: the loss is nan, rows {rows};") as caught:

@@ -55,7 +55,7 @@ FRAMES = [
     "trainer/loop.py: Trainer.fit",
     "trainer/loop.py: Trainer._train_epoch",
     "trainer/loop.py: Trainer.gradients",
-    "task.py: TrainStep.forward",
+    "trainer/step.py: TrainStep.forward",
 ]
 REPLICAS = "strategies/data_parallel.py: Replicas.forward"
 
@@ -235,7 +235,7 @@ class Weighted(Small):
 )
 def test_nothing_is_read_between_log_steps(monkeypatch, task, settings):
     """As on a GPU: the CPU's losses are there at once, and looked at."""
-    monkeypatch.setattr("dpframe.task.READ_AT_ONCE", set())
+    monkeypatch.setattr("dpframe.trainer.outputs.READ_AT_ONCE", set())
     reads = Reads()
 
     class Steps(Callback):

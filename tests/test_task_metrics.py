@@ -367,7 +367,7 @@ def test_a_metric_is_logged_for_the_passes_that_update_it():
 def of_a_window(strategy: Strategy, **settings: Any) -> dict[str, float]:
     def count(task: Any, batch: list[Tensor]) -> None:
         if task.training:
-            task.running(float(task.attached.batch_index))
+            task.running(float(task.run_context.batch_index))
 
     running = torchmetrics.aggregation.RunningMean(window=3)
     return fit(Holds(count, running=running), strategy, **settings).metrics

@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import TensorDataset
 
 from dpframe import DataModule, Strategy, Task, UserError
-from dpframe import task as task_module
 from dpframe.data import permutation
 from dpframe.errors import Failure
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
+from dpframe.trainer import outputs
 from dpframe.trainer import update as update_module
 from dpframe.trainer.update import fuse
 
@@ -264,7 +264,7 @@ def test_weights_are_summed_in_64_bits_where_the_device_has_none(monkeypatch, ac
         return made.task.state_dict(), made.metrics
 
     expected = trained()
-    for module in (task_module, update_module):
+    for module in (outputs, update_module):
         monkeypatch.setattr(module, "has_float64", lambda device: False)  # as on Apple's MPS
     monkeypatch.setattr(torch.Tensor, "double", lambda tensor: pytest.fail("64 bits"))
     assert is_same(trained(), expected)

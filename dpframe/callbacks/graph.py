@@ -12,8 +12,9 @@ from dpframe.data import Batch
 from dpframe.data.module import leaves, mapped
 from dpframe.errors import first_line
 from dpframe.floats import made_as
-from dpframe.task import Task, modes_kept
+from dpframe.task import Task
 from dpframe.trainer.callback import Callback
+from dpframe.trainer.evaluation import restore_modes
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -43,7 +44,7 @@ class Graph(Callback):
         tensors = tuple(leaf for leaf in leaves(shares[0]) if isinstance(leaf, Tensor))
         module = traced(task, shares[0])
         with (
-            modes_kept(task),
+            restore_modes(task),
             torch.no_grad(),
             seeding.seeded(trainer.seed),
             made_as(trainer.precision.dtype),

@@ -378,7 +378,7 @@ def _share_done(trainer: "Trainer") -> float | None:
 
 def _batches_done(trainer: "Trainer", name: str) -> str:
     """How far the evaluation of this data set is."""
-    done, total = trainer.task.attached.batch_index + 1, trainer.task.attached.batches
+    done, total = trainer.task.run_context.batch_index + 1, trainer.task.run_context.batches
     words = [trainer.doing, printable(name), f"batch {done}{_of(total)}"]
     return " ".join(filter(None, words))
 

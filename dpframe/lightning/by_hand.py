@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from dpframe.errors import UserError
 from dpframe.lightning.module import family
 from dpframe.strategies.base import Strategy
-from dpframe.task import HERE
+from dpframe.task import current_share
 
 CHECKED = 3  # first steps of each optimizer
 TOLERANCE = 1e-6
@@ -46,7 +46,11 @@ class ByHand:
         before = [weight.grad for weight in weights]
         for weight in weights:
             weight.grad = None
-        part = HERE.rows / HERE.total if HERE.rows else 1 / strategy.world_size
+        part = (
+            current_share.rows / current_share.total
+            if current_share.rows
+            else 1 / strategy.world_size
+        )
         module.backward(loss * part, *args, **options)
         add_up(weights, strategy)
         for weight, earlier in zip(weights, before, strict=True):

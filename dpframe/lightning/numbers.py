@@ -12,7 +12,7 @@ from dpframe.errors import UserError
 from dpframe.lightning.module import is_metric
 from dpframe.metrics import described, is_number
 from dpframe.strategies.base import Strategy
-from dpframe.task import HERE
+from dpframe.task import current_share
 
 SUM, OF = ":sum", ":of"  # of a value that counts another number than its rows
 LOGGED = "loss:logged"  # by that name, beside the loss that is optimized
@@ -150,7 +150,7 @@ class Log:
         elif batch_size is None:
             step[key] = value
         else:
-            rows = HERE.rows or 1
+            rows = current_share.rows or 1
             step[key + SUM], step[key + OF] = value * (batch_size / rows), batch_size / rows
 
     def of_pass(self, strategy: Strategy) -> dict[str, float]:

@@ -29,7 +29,8 @@ from dpframe.lightning.numbers import NOTHING, Log, bare, evaluated, found, mean
 from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
 from dpframe.lightning.trainer import TheirTrainer
 from dpframe.metrics import is_number
-from dpframe.task import Measured, Task
+from dpframe.task import Task
+from dpframe.trainer.outputs import Measured
 
 STAGES = {"validate": "validate", "test": "test", "predict": "predict"}  # by dpframe's mode
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
@@ -80,7 +81,7 @@ class Lightning(Task):
 
     # ---- what the Trainer calls
 
-    def set_up(self, trainer: Any) -> None:
+    def setup(self, trainer: Any) -> None:
         self._held.trainer = trainer
         self._stage = STAGES.get(trainer.run.config.get("mode"), "fit")
         self.clip_norm, self.clip_value = trainer.settings.clip_norm, trainer.settings.clip_value
@@ -129,7 +130,7 @@ class Lightning(Task):
         return optimizer, Schedules(made.schedules, list(self._theirs.lengths.values()))
 
     def training_step(self, batch: Any) -> dict[str, Any]:
-        module, index = self.module, self.attached.batch_index
+        module, index = self.module, self.run_context.batch_index
         with self.numbers.step() as numbers:
             batch = self._transferred(batch)
             is_new = not self._is_recomputing
@@ -170,7 +171,7 @@ class Lightning(Task):
         return self._evaluated("test", batch, name)
 
     def predict_step(self, batch: Any, name: str = "") -> Any:
-        module, at = self.module, (self.attached.batch_index, self._number_of(name))
+        module, at = self.module, (self.run_context.batch_index, self._number_of(name))
         batch = self._transferred(batch, at[1])
         called(module.on_predict_batch_start, batch, *at)
         output = called(module.predict_step, batch, *at)
@@ -178,7 +179,7 @@ class Lightning(Task):
         return output
 
     def _evaluated(self, stage: str, batch: Any, name: str) -> dict[str, Any]:
-        module, at = self.module, (self.attached.batch_index, self._number_of(name))
+        module, at = self.module, (self.run_context.batch_index, self._number_of(name))
         if not owns(module, f"{stage}_{STEP}"):
             raise UserError(f"{type(module).__name__} has no {stage}_{STEP}; write one")
         with self.numbers.step() as numbers:
@@ -285,7 +286,7 @@ class Lightning(Task):
             self._outputs = list(zip(rows, outputs, strict=True))
             with self._per_step(trainer):
                 self.module.on_after_backward()
-            is_last = self.attached.batch_index + 1 == trainer.progress.batches_done + len(
+            is_last = self.run_context.batch_index + 1 == trainer.progress.batches_done + len(
                 trainer.batches
             )
             if not is_last:
@@ -454,7 +455,7 @@ class StepsByModule(Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         task = self.task
-        at = task.current_epoch, task.attached.batch_index
+        at = task.current_epoch, task.run_context.batch_index
         task.module.optimizer_step(*at, self.optimizer, closure or task.loss_of_step)
 
     def __getattribute__(self, name: str) -> Any:

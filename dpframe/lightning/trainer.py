@@ -86,7 +86,7 @@ class TheirTrainer:
 
     @property
     def is_last_batch(self) -> bool:
-        done = self.task.attached.batch_index + 1
+        done = self.task.run_context.batch_index + 1
         return done == self._ours.feed.batches_in(self._ours.epoch)
 
     @property

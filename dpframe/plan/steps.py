@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dpframe.plan.measure import WARM_UPS
-from dpframe.task import TrainStep
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
+from dpframe.trainer.step import TrainStep
 
 TIMED = 20  # steps, after the warm-up; the others cost nothing
 

@@ -428,7 +428,7 @@ class FSDP(Processes):
         handles = []
         for number, block in enumerate(_sharded_in(task)[1:]):
             tell = telling.of(number)
-            if task.attached.is_compiled:  # else each block's hook is compiled, for its number
+            if task.run_context.is_compiled:  # else each block's hook is compiled, for its number
                 tell = torch.compiler.disable(tell)
             # In front of torch's own, which gathers the weights together with the others.
             handle = block.register_forward_pre_hook(tell, prepend=True, with_kwargs=True)

@@ -18,9 +18,9 @@ from dpframe import seeding
 from dpframe.data import Share, move, split
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
+from dpframe.parameters import has_sparse
 from dpframe.strategies.base import FREEZE_ALIKE, Strategy
 from dpframe.strategies.devices import model
-from dpframe.task import Measured, TrainStep, has_sparse
 
 KEY = "trainer.logical_replicas"
 Span = tuple[int, int]
@@ -228,14 +228,14 @@ class Shares(nn.Module):
     def _draw(self, share: int) -> None:
         """The random numbers of one share; those of the share after the last one are what a
         process draws by after all of them."""
-        strategy, progress = self._strategy, self.module.task.attached.progress
+        strategy, progress = self._strategy, self.module.task.run_context.progress
         strategy.share_at = share
         step = progress.global_step if progress is not None else 0
         seed = seeding.mix(strategy._seed, step, self._kind, self.batches, share)
         seeding.reseed(seed, [strategy.device])
 
     def _end_share(self, share: int) -> None:
-        attached = self.module.task.attached
+        attached = self.module.task.run_context
         step = attached.progress.global_step if attached.progress is not None else 0
         attached.end_share([step, self.batches, share])
 
@@ -261,11 +261,11 @@ class TrainShares(Shares):
     backward of the loss that comes out adds up what all processes have, and puts it into the
     weights."""
 
-    def forward(self, shares: list[Share], of: float) -> tuple[Tensor, list[Measured]]:
+    def forward(self, shares: list[Share], of: float) -> tuple[Tensor, list[Any]]:
         layout = Layout(self.module)
         if not layout.trained:
             self.module(Share(None, 0), of)  # refuses that, on each process
-        all_measured: list[Measured] = []
+        all_measured: list[Any] = []
 
         def give(number: int) -> Vectors | None:
             share = shares[number - self._first]
@@ -299,7 +299,7 @@ class Layout:
     """Where in the vectors the gradients and the buffers' changes are. There is a vector for each
     type of weights and of buffers that are floats; the first one has the other buffers, too."""
 
-    def __init__(self, module: TrainStep) -> None:
+    def __init__(self, module: nn.Module) -> None:
         named = dict(module.named_parameters())
         self._is_trained = {name: weight.requires_grad for name, weight in named.items()}
         self.trained = [weight for weight in named.values() if weight.requires_grad]

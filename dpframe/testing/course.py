@@ -96,7 +96,9 @@ class Watched(Small):
         return super().training_step(batch)
 
     def _look(self) -> None:
-        whole: Any = self.attached.strategy.whole if self.attached.strategy else lambda g, **_: g
+        whole: Any = (
+            self.run_context.strategy.whole if self.run_context.strategy else lambda g, **_: g
+        )
         gradients = [p.grad.detach() for p in self.parameters() if p.grad is not None]
         known = [whole(gradient, for_all=True).cpu().flatten() for gradient in gradients]
         gradient = torch.cat(known).tolist() if known else []

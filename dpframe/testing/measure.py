@@ -225,7 +225,7 @@ class Traces:
                 self._note(what, tensor)
 
     def _note(self, what: str, tensor: Tensor) -> None:
-        attached = self._task.attached
+        attached = self._task.run_context
         strategy: Any = attached.strategy
         if not self._task.training or attached.progress is None or attached.progress.global_step:
             return

@@ -14,20 +14,15 @@ from dpframe import checkpoint, lean, seeding
 from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.floats import making
 from dpframe.metrics import Means
+from dpframe.parameters import updated_by
 from dpframe.strategies.data_parallel import DataParallel, Replicas
-from dpframe.task import (
-    Attached,
-    EvalStep,
-    Task,
-    detached,
-    modes_kept,
-    optimizers_of,
-    prefixed,
-    updated_by,
-)
+from dpframe.task import Task, TaskContext
 from dpframe.testing.course import Course, takes_turns, why_not
-from dpframe.trainer.evaluation import by_rows, join
+from dpframe.trainer.evaluation import by_rows, join, restore_modes
+from dpframe.trainer.optimizers import optimizers_of
+from dpframe.trainer.outputs import detached, prefixed
 from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.step import EvalStep
 from dpframe.trainer.update import of_turn
 
 Log = dict[str, list[tuple[int, float]]]
@@ -96,7 +91,7 @@ def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [row
     task.steps_per_epoch, task.total_steps = per_epoch, per_epoch * course.epochs
     task.scheduler_steps = task.total_steps if by_step else course.epochs
     at = SimpleNamespace(global_step=0, epoch=0)
-    task.attached = Attached(at)
+    task.run_context = TaskContext(at)
     lean.prepare()
     optimizers = optimizers_of(task)
     task.optimizer_names = tuple(filter(None, optimizers))
@@ -146,7 +141,7 @@ def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [row
         everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
-            with modes_kept(task):
+            with restore_modes(task):
                 validated = _validated(task, data, course.batch_size)
             add("val", _summarized(task, validated))
         at.epoch = epoch + 1
@@ -312,7 +307,7 @@ def separable(course: Course) -> Separable:
     rows = torch.arange(min(8, len(train)))
     shares = rows.split(-(-len(rows) // 3))
 
-    task.attached = Attached(strategy=DataParallel())
+    task.run_context = TaskContext(strategy=DataParallel())
     buffers = {name: (buffer, buffer.clone()) for name, buffer in task.named_buffers()}
 
     def measured(*parts: Tensor, seed: int = 0) -> Outputs:

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,13 @@ from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
-from dpframe.task import EvalStep, Measured, Task
+from dpframe.task import Task
 from dpframe.trainer.feed import local_devices
+from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import Precision
 from dpframe.trainer.progress import Lookout
 from dpframe.trainer.spool import Spool, fitting, size_of
+from dpframe.trainer.step import EvalStep
 from dpframe.trainer.task_metrics import TaskMetrics
 
 CELLS = (int, float, str, bool)
@@ -138,10 +141,10 @@ class Evaluation:
         random_state = seeding.random_state() if may_look else {}
         limits = [limit for limit in (self.limit_batches, at_most) if limit is not None]
         limit = min(limits, default=None)
-        self.task.attached.batches = min(filter(None, (batches, limit)), default=None)
+        self.task.run_context.batches = min(filter(None, (batches, limit)), default=None)
         for done, batch in enumerate(self.read(limit=limit), 1):
             beat()
-            self.task.attached.batch_index = done - 1
+            self.task.run_context.batch_index = done - 1
             shares = to_device(batch.shares)
             outputs = self.forward(shares)
             yield batch.rows, outputs
@@ -183,6 +186,17 @@ def means_of(
         over_all = first.task.summarize(total)
         means |= {f"{first.kind}/{name}": value for name, value in over_all.items()}
         return means | first.task_metrics.results(first.kind, means)
+
+
+@contextmanager
+def restore_modes(task: Task) -> Iterator[None]:
+    """A module that was in evaluation mode before, e.g. a frozen backbone, is so afterwards."""
+    modes = [(module, module.training) for module in task.modules()]
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
 
 
 def unweighted(measured: Measured) -> Measured:

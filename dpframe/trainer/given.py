@@ -50,7 +50,6 @@ THEIRS: dict[type, dict[str, str]] = {  # what other frameworks call, and what t
         "configure_callbacks": "set callbacks.* in the config, or Trainer(callbacks=[…])",
         "configure_model": LAYERS,
         "configure_sharded_model": LAYERS,
-        "setup": "do this in __init__, or in on_fit_start(self, trainer)",
         "teardown": "do this in on_fit_end(self, trainer)",
         "prepare_data": DATA,
         "train_dataloader": DATA,
@@ -94,6 +93,15 @@ def check(
         inspect.signature(data.setup).bind()
     except TypeError:
         raise miscalled(data, "setup", ()) from None
+    try:
+        inspect.signature(task.setup).bind("trainer")
+    except TypeError:
+        raise miscalled(task, "setup", ("trainer",)) from None
+    if "stage" in inspect.signature(task.setup).parameters:
+        raise UserError(
+            f"{type(task).__name__}.setup takes a stage, and is called with the Trainer, once for "
+            "all modes; write setup(self, trainer), and look at trainer.data or trainer.settings"
+        )
     for part in (task, data, *callbacks):
         _refuse_uncalled(part)
 

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpframe import files, task
+from dpframe import files
 from dpframe.errors import Failure, listed
 from dpframe.strategies.base import Strategy
-from dpframe.task import Measured, is_nothing
+from dpframe.trainer import outputs
+from dpframe.trainer.outputs import Measured, is_nothing
 from dpframe.trainer.progress import Progress
 
 SHOWN = 20  # rows of a bad batch
@@ -40,7 +41,7 @@ class LossGuard:
         self._strategy = strategy
         self._skips = on_nonfinite == "skip"
         self._order = order
-        self._is_deferred = not (self._skips or strategy.device.type in task.READ_AT_ONCE)
+        self._is_deferred = not (self._skips or strategy.device.type in outputs.READ_AT_ONCE)
         self._unread: list[Losses] = []
 
     def refuses(self, measured: list[Measured], progress: Progress, batch_index: int) -> bool:

@@ -30,16 +30,7 @@ from dpframe.parts import Own
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
-from dpframe.task import (
-    Attached,
-    Measured,
-    StepByHand,
-    Task,
-    TrainStep,
-    cloned,
-    modes_kept,
-    prefixed,
-)
+from dpframe.task import Task, TaskContext
 from dpframe.trainer import given
 from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.callback import Callback
@@ -50,10 +41,12 @@ from dpframe.trainer.evaluation import (
     means_of,
     means_over,
     on_cpu,
+    restore_modes,
 )
 from dpframe.trainer.feed import Feed, evaluated, local_devices
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.hooks import Hooks, in_order
+from dpframe.trainer.outputs import Measured, cloned, prefixed
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Lookout, Progress
@@ -61,6 +54,7 @@ from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, start_state
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
+from dpframe.trainer.step import StepByHand, TrainStep
 from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.update import ByHand, Update, each_of, states_of, updates_of
 
@@ -147,15 +141,15 @@ class Trainer:
             cuts_weights=self.strategy.cuts_weights,
         )
         self.strategy.dtype = self.precision.dtype
-        task.set_up(self)
+        task.setup(self)
         self.layout = place(task, self.strategy, self.precision, self.settings)
         self.task_metrics = TaskMetrics(task, self.strategy)
         beat()
         data.setup()
         beat()
         is_compiled = self.settings.compile_mode is not None
-        task.attached = Attached(self.progress, self.strategy, is_compiled=is_compiled)
-        task.attached.end_share = self.task_metrics.end_share
+        task.run_context = TaskContext(self.progress, self.strategy, is_compiled=is_compiled)
+        task.run_context.end_share = self.task_metrics.end_share
         self.hooks = Hooks(task, self.callbacks, self.strategy)
 
     def __enter__(self) -> Self:
@@ -214,7 +208,7 @@ class Trainer:
             return self._launched("validate")
         self._refuse_closed()
         self.mode = "validate"
-        with modes_kept(self.task):
+        with restore_modes(self.task):
             self.validation = self._evaluations("val")
             self.hooks.call("on_validation_start", self)
             after_batch = self.hooks.after_batch("on_validation_batch_end", self)
@@ -230,7 +224,7 @@ class Trainer:
             return self._launched("test")
         self._refuse_closed()
         self.mode = "test"
-        with modes_kept(self.task):
+        with restore_modes(self.task):
             evaluations = self._evaluations("test")
             self.hooks.call("on_test_start", self)
             after_batch = self.hooks.after_batch("on_test_batch_end", self)
@@ -248,7 +242,7 @@ class Trainer:
         self.mode = "predict"
         by_name: dict[str, Predictions] = {}
         after_batch = self.hooks.after_batch("on_predict_batch_end", self)
-        with modes_kept(self.task):
+        with restore_modes(self.task):
             evaluations = self._evaluations("predict")
             self.hooks.call("on_predict_start", self)
             self.task.begin_pass("predict")
@@ -406,7 +400,7 @@ class Trainer:
 
         Returns what the steps measured, or None if the step is skipped.
         """
-        strategy, progress, attached = self.strategy, self.progress, self.task.attached
+        strategy, progress, attached = self.strategy, self.progress, self.task.run_context
         module = strategy.begin_step(update.module)
         if module is not update.module:
             update.run(module)
@@ -612,7 +606,7 @@ class Trainer:
         self.strategy.sync_weights(for_reading=True)
         self.hooks.call("on_validation_start", self)
         self._is_validating = True  # still so in an error of it
-        with modes_kept(self.task):
+        with restore_modes(self.task):
             after_batch = self.hooks.after_batch("on_validation_batch_end", self)
             means = self._evaluate(*others, after_batch=after_batch)
         self._is_validating = False
@@ -764,7 +758,7 @@ class Trainer:
         """So that errors in validation and misspelt names of metrics show before training."""
         random_state = seeding.random_state(self._devices)
         self._is_validating = True
-        with modes_kept(self.task):
+        with restore_modes(self.task):
             names = means_of(self.validation, at_most=batches)
         self._is_validating = False
         seeding.restore_random_state(random_state, self._devices)

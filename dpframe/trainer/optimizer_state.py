@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from dpframe.task import updated_by
+from dpframe.parameters import updated_by
 
 Named = Sequence[tuple[str, Tensor]]
 NAMES = "param_names"  # of a group, as torch's own optimizers over named parameters have it

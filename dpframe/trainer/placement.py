@@ -1,7 +1,7 @@
 """Where a task is trained: its device and precision, its convolutions' layout, and CPU threads."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,6 @@ from dpframe.accelerator import cores, has_float64
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import use_threads
-from dpframe.task import Autocast
 from dpframe.trainer.settings import TrainerSettings
 
 SMALL_MODEL = 50_000  # parameters
@@ -22,6 +21,7 @@ MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 CHANNELS_LAST = "channels_last"
 
 
+Autocast = Callable[[], AbstractContextManager]
 DTYPES = {"64": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -28,7 +28,7 @@ class ScaledRates:
                 f"task.scale_lr={task.scale_lr}: {kind} steps its optimizers itself; scale the "
                 "rates in it, and leave task.scale_lr out"
             )
-        job = task.attached.progress
+        job = task.run_context.progress
         assert job is not None
         return ScaledRates(task.scale_lr, rows=batch_size * settings.accumulate, job=job)
 

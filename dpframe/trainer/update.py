@@ -18,17 +18,10 @@ from dpframe.data import move
 from dpframe.errors import UserError, refuse_unmeasured, suggestion
 from dpframe.floats import making
 from dpframe.metrics import SOMETIMES_WEIGHTED
-from dpframe.parameters import has_sparse
+from dpframe.parameters import has_sparse, updated_by
 from dpframe.parts import whole
 from dpframe.strategies.base import Strategy
-from dpframe.task import (
-    Made,
-    Measured,
-    Task,
-    check_signature,
-    optimizers_of,
-    updated_by,
-)
+from dpframe.task import Task
 from dpframe.trainer.optimizer_state import (
     Mismatch,
     computed_as,
@@ -37,6 +30,8 @@ from dpframe.trainer.optimizer_state import (
     keeps_own_type,
     named_state,
 )
+from dpframe.trainer.optimizers import Made, check_signature, optimizers_of
+from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import DTYPES, align
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings

@@ -1,0 +1,182 @@
+"""A step: from its batches to the gradients of the exact mean over their rows."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpframe.data import Share, split
+from dpframe.errors import UserError, miscalled
+from dpframe.parameters import has_sparse
+from dpframe.task import Task, current_share
+from dpframe.trainer.outputs import (
+    Measured,
+    check_evaluated,
+    detached,
+    exact_weight,
+    is_nothing,
+    is_trained,
+    loss_of,
+    refuse_frozen,
+)
+from dpframe.trainer.placement import Autocast
+
+
+class TrainStep(nn.Module):
+    """What a strategy wraps: one forward of the task, its loss scaled to its part of the step."""
+
+    def __init__(
+        self,
+        task: Task,
+        autocast: Autocast | None = None,
+        turn: str = "",
+        compiled: Callable[..., Any] | None = None,
+    ) -> None:
+        """`compiled` runs the task's training_step. What scales its loss stays outside: in 64 bits
+        and on the CPU, it would keep CUDA graphs from being recorded."""
+        super().__init__()
+        self.task = task
+        self.autocast = autocast
+        self.turn = (turn,) if turn else ()
+        self.compiled = compiled
+        self.has_sparse = has_sparse(task)
+
+    def forward(self, share: Share, of: float) -> tuple[Tensor, list[Measured]]:
+        """A share has `rows` of the step's rows; `of` is all rows over the replicas averaged over.
+
+        A replica without a row takes part in every collective of the backward and adds exactly
+        nothing. So does a share of weight 0, even if its mean is NaN.
+        """
+        batch, rows, current_share.total = share
+        if not rows:
+            # The last weights first, as their gradients come in a backward.
+            trained = list(filter(is_trained, self.task.parameters()))[::-1]
+            return self._nothing(*trained or refuse_frozen(self.task)), []
+        current_share.rows = rows
+        step = self.task.training_step
+        if self.compiled is not None:
+            step = partial(self.compiled, self.task)
+        if self.autocast is None:
+            output = step(batch, *self.turn)
+        else:
+            with self.autocast():
+                output = step(batch, *self.turn)
+        current_share.rows = 0
+        loss = loss_of(output, self.task)
+        is_weighted = "weight" in output
+        weight = exact_weight(output["weight"], self.task) if is_weighted else rows
+        if is_weighted and is_nothing(output):
+            loss = self._nothing(loss)
+        elif is_weighted or rows != of:
+            loss = loss * (weight / of)
+        return loss, [(rows, detached(output))]
+
+    def _nothing(self, *tensors: Tensor) -> Tensor:
+        loss = ZeroLoss.apply(*tensors)
+        return loss + self._sparse_nothing() if self.has_sparse else loss
+
+    def _sparse_nothing(self) -> Any:
+        """Sparse gradients without an entry: DDP's all-reduce can't do with a missing one."""
+        return sum(
+            nn.functional.embedding(
+                torch.empty(0, dtype=torch.int64, device=part.weight.device),
+                part.weight,
+                sparse=True,
+            ).sum()
+            for part in self.task.modules()
+            if getattr(part, "sparse", False) and isinstance(part.weight, Tensor)
+        )
+
+    @staticmethod
+    def combine(results: list[tuple[Tensor, list[Measured]]]) -> tuple[Tensor, list[Measured]]:
+        """Several replicas' results as one: the losses are shares of one mean, so they add up."""
+        loss = results[0][0]
+        for other, _ in results[1:]:
+            loss = loss + other.to(loss.device)
+        return loss, [measured for _, part in results for measured in part]
+
+
+class StepByHand(TrainStep):
+    """A training step in which the task steps its optimizers itself: there is no loss to return."""
+
+    def forward(self, share: Share, of: float) -> tuple[Any, list[Measured]]:
+        batch, rows, current_share.total = share
+        placed, kind = self.task.run_context.strategy, self.task.own_class or type(self.task)
+        if placed is not None and not len(split(range(share.total), placed.replicas)[-1]):
+            raise UserError(
+                f"{kind.__name__} steps its optimizers itself, in which each of "
+                f"{placed.replicas} replicas takes part, and a batch of {share.total} rows leaves "
+                "one without a row; set data.drop_last=true, or use fewer replicas"
+            )
+        current_share.rows = rows
+        with nullcontext() if self.autocast is None else self.autocast():
+            output = self.task.training_step(batch)
+        current_share.rows = 0
+        return None, [(rows, detached(output))]
+
+    @staticmethod
+    def combine(results: list[tuple[Any, list[Measured]]]) -> tuple[Any, list[Measured]]:
+        return results[0]  # of the only replica of this process
+
+
+class EvalStep(nn.Module):
+    """One forward of `validation_step`, `test_step` or `predict_step`.
+
+    A step with a parameter `name` gets the name of the data set; "" where there is one alone.
+    """
+
+    def __init__(
+        self, task: Task, step: str, autocast: Autocast | None = None, name: str = ""
+    ) -> None:
+        super().__init__()
+        self.task = task
+        if step == "test_step" and not task.has_own(step):
+            step = "validation_step"
+        self.step = step
+        self.autocast = autocast
+        signature = inspect.signature(getattr(task, step))
+        self.named = {"name": name} if "name" in signature.parameters else {}
+        try:
+            signature.bind("batch", **self.named)
+        except TypeError:
+            raise miscalled(task, step, ("batch", *self.named)) from None
+
+    def forward(self, share: Share) -> list[tuple[int, Any]]:
+        batch, rows, current_share.total = share
+        if not rows:
+            return []
+        current_share.rows = rows
+        step = getattr(self.task, self.step)
+        if self.autocast is None:
+            output = step(batch, **self.named)
+        else:
+            with self.autocast():
+                output = step(batch, **self.named)
+        current_share.rows = 0
+        if self.step != "predict_step":  # whose output is checked where it is joined
+            check_evaluated(output, self.task, self.step)
+        return [(rows, output)]
+
+    @staticmethod
+    def combine(results: list[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
+        return [measured for part in results for measured in part]
+
+
+class ZeroLoss(torch.autograd.Function):
+    """A loss of 0 that depends on these tensors, and gives none of them a gradient: 0 times the
+    gradient of a NaN would be NaN.
+
+    The whole backward still runs, so that no other rank waits for a collective in it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        return tensors[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        return (None,) * len(ctx.needs_input_grad)
