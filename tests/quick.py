@@ -23,6 +23,7 @@ FILES = {
     "trainer",
 }
 TESTS = {
+    "test_an_old_task_is_loaded_with_its_averaged_weights",
     "test_the_cases_have_all_kinds_of_events",
     "test_groups_keep_their_options_if_their_order_changes",
     "test_every_page_is_in_the_menu",
