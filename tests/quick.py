@@ -16,6 +16,7 @@ FILES = {
     "metrics",
     "parameters",
     "placement",
+    "planted_faults",
     "prefetch",
     "report",
     "snapshot",

@@ -67,6 +67,49 @@ def test_what_a_file_system_can_not_sync_is_saved_and_what_fails_to_is_not(
     assert path.is_file() == is_saved
 
 
+def test_a_checkpoint_and_its_copy_are_on_the_disk_before_and_after_they_get_their_names(
+    tmp_path, monkeypatch
+):
+    """A power cut leaves the old or the new one: its bytes come first, and then its name."""
+    synced, sync = [], os.fsync
+
+    def note(descriptor):
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name.partition(f".{os.getpid()}")[0]
+        synced.append((name, sorted(path.name for path in tmp_path.glob("*.ckpt"))))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    checkpoint.save({"task": {}}, tmp_path / "last.ckpt", tmp_path / "best.ckpt")
+    both = ["best.ckpt", "last.ckpt"]
+    assert synced == [
+        (".last.ckpt", []),
+        (tmp_path.name, ["last.ckpt"]),
+        (".best.ckpt", ["last.ckpt"]),
+        (tmp_path.name, both),
+    ]
+
+
+def test_last_goes_on_unless_another_has_more_steps_and_without_it_the_one_of_the_most_steps(
+    tmp_path,
+):
+    """Whatever the times of the files say: who copies a run changes them."""
+
+    def written(name: str, step: int, at: int) -> Path:
+        checkpoint.save({"task": {}, "progress": {"global_step": step}}, tmp_path / name)
+        os.utime(tmp_path / name, (at, at))
+        return tmp_path / name
+
+    last = written("last.ckpt", 8, at=1000)
+    written("epoch0001-step4.ckpt", 4, at=3000)
+    best = written("best.ckpt", 8, at=2000)
+    assert files.newest_good(tmp_path) == last
+    more = written("epoch0003-step12.ckpt", 12, at=4000)
+    assert files.newest_good(tmp_path) == more
+    more.unlink()
+    last.unlink()
+    assert files.newest_good(tmp_path) == best
+
+
 def test_a_resumed_run_keeps_the_best_and_makes_the_best_ckpt_that_a_killed_one_was_about_to_write(
     tmp_path,
 ):

@@ -256,6 +256,17 @@ def test_launch_returns_the_value_of_the_main_process_and_puts_everything_back()
     assert DDP(2, "cpu").launch(value_of_the_rank, 5) == ("0", 5)
 
 
+def raises_in_one() -> None:
+    if os.environ["RANK"] == "0":
+        raise ValueError("broken")
+    time.sleep(10_000)
+
+
+def test_a_rank_that_sleeps_does_not_keep_a_job_whose_other_rank_has_failed():
+    with pytest.raises(launch.RankFailed, match=r"(?s)rank 1 ended .*ValueError: broken$"):
+        forked.fresh(DDP(2, "cpu").launch, raises_in_one)
+
+
 def trained_by_workers(strategy: DDP) -> dict[str, Any]:
     data = Rows()
     data.train, data.workers = Listed(data.train), 1

@@ -91,6 +91,18 @@ def test_a_save_takes_the_memory_of_one_that_is_written_and_of_no_other(tmp_path
     assert places[2] == places[0]
 
 
+def test_tensors_of_one_form_have_each_their_own_of_the_memory_that_is_used_again():
+    def state(value: float) -> list[Tensor]:
+        return [torch.full((3,), value), torch.full((3,), -value)]
+
+    spare = Snapshot()
+    kept = [spare.copy(tensor) for tensor in state(1.0)]
+    again = Snapshot(spare.memory)
+    copies = [again.copy(tensor) for tensor in state(2.0)]
+    assert is_same(copies, state(2.0))
+    assert {c.data_ptr() for c in copies} == {tensor.data_ptr() for tensor in kept}
+
+
 def test_a_sparse_tensor_is_saved(tmp_path):
     saved({"sparse": torch.eye(3).to_sparse()}, tmp_path / "a.ckpt", is_overwritten=False)
     assert torch.load(tmp_path / "a.ckpt")["sparse"].to_dense().equal(torch.eye(3))
