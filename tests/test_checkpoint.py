@@ -100,7 +100,7 @@ def test_last_goes_on_unless_another_has_more_steps_and_without_it_the_one_of_th
         return tmp_path / name
 
     last = written("last.ckpt", 8, at=1000)
-    written("epoch0001-step4.ckpt", 4, at=3000)
+    written("epoch0001-step4.ckpt", 4, at=500)
     best = written("best.ckpt", 8, at=2000)
     assert files.newest_good(tmp_path) == last
     more = written("epoch0003-step12.ckpt", 12, at=4000)

@@ -480,6 +480,16 @@ def test_any_type_of_rows_is_gathered_in_the_order_of_the_batch():
     assert ranks[0][0][0] == wanted
 
 
+def test_replicas_of_one_process_gather_rows_in_the_order_of_the_batch():
+    rows: list[Any] = []
+    one = Gathers(lambda task, x: rows.append(task.all_gather(x).tolist()))
+    fitted(one, Rows(20, 5), strategy=DataParallel(3, "cpu"), max_steps=1, max_epochs=1)
+    whole = trainer(data=Rows(20, 5))
+    whole.prepare()
+    batch, *_ = whole.feed.train.epoch()
+    assert rows[:3] == [batch.shares[0].batch[0].tolist()] * 3  # then it validates
+
+
 def gathers_by_turns(strategy: Strategy) -> list[list[float]]:
     """Of batches of these rows, one a rank: the ranks with a row gather, and the others don't."""
     mine, found = torch.full((1,), strategy.rank), []
