@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import mean, median
 
 import dpframe
-from dpframe.files import step_of
+from dpframe.checkpoint.seal import step_of
 from dpframe.plan.failures import goodput
 
 HERE = Path(__file__).resolve().parent

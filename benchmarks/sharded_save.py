@@ -12,8 +12,8 @@ from tempfile import TemporaryDirectory
 from torch import Tensor
 
 from benchmarks.fsdp_step import parts as built
-from dpframe import Trainer, parts
-from dpframe.checkpoint import Writer
+from dpframe import Trainer
+from dpframe.checkpoint import Writer, parts
 from dpframe.strategies.fsdp import FSDP
 
 RECIPE = ["recipe=gpt", "data.batch_size=2", "data.block=16"]

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, files, seeding
 from dpframe import checkpoint as checkpoints
 from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.checkpoint import seal
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.ddp import DDP
@@ -77,7 +78,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
     strategy.setup()
     try:
         folder = Path(directory)
-        newest = files.newest_good(folder / "checkpoints")
+        newest = seal.newest_good(folder / "checkpoints")
         resume = None if newest is None else checkpoints.load(newest)
         seeding.seed_everything(0 if resume is None else 99)  # the checkpoint decides
         if resume is not None and strategy.is_main:
@@ -122,7 +123,7 @@ def saves(folder: Path, begun: Connection) -> None:
     """Saves for ever, on from the last state, and tells of its first save."""
     writer = checkpoints.Writer()
     last, best = folder / "last.ckpt", folder / "best.ckpt"
-    files.sweep(folder)
+    files.remove_leftovers(folder)
     first = 1 + (checkpoints.load(last)["n"] if last.exists() else 0)
     for n in count(first):
         weights = torch.full((50_000,), float(n))

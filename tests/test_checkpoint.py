@@ -19,8 +19,10 @@ import pytest
 import torch
 from small import SGD, Clock, Hooks, Rows, Scripted, Small, fitted, is_same
 
-from dpframe import Callback, Strategy, UserError, checkpoint, files
+from dpframe import Callback, Strategy, UserError, checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.checkpoint import file as one_file
+from dpframe.checkpoint import seal
 from dpframe.errors import Failure
 
 # Written whole or not at all
@@ -128,14 +130,14 @@ def test_a_resumed_run_keeps_the_best_and_makes_the_best_ckpt_that_a_killed_one_
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
-    save, may_end = checkpoint.write, threading.Event()
+    save, may_end = one_file.write, threading.Event()
     in_time = []
 
     def slow(state, *paths):
         in_time.append(may_end.wait(timeout=20))
         save(state, *paths)
 
-    monkeypatch.setattr(checkpoint, "write", slow)
+    monkeypatch.setattr(one_file, "write", slow)
     hooks = Hooks(on_step_end=lambda t: t.global_step == 4 and may_end.set())
     keeper = Checkpoint(every_n_steps=3, every_n_epochs=None, keep=0, seconds_between=0)
     fitted(callbacks=[hooks, keeper], directory=tmp_path, max_epochs=1)
@@ -145,7 +147,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
 def test_of_states_that_come_too_often_the_newest_is_written_last_and_at_once(monkeypatch):
     written = []
     note = lambda state, *paths: written.append((state["n"], paths))  # noqa: E731
-    monkeypatch.setattr(checkpoint, "write", note)
+    monkeypatch.setattr(one_file, "write", note)
     last, best = Path("last.ckpt"), Path("best.ckpt")
     writer = checkpoint.Writer(seconds_between=600)
     for n, paths in enumerate([[last], [best], [last], [best, last], [last]]):
@@ -226,7 +228,7 @@ def test_a_failed_save_does_not_hide_what_ended_the_run(monkeypatch, tmp_path):
     def full(state, *paths):
         raise Failure("the disk is full")
 
-    monkeypatch.setattr(checkpoint, "write", full)
+    monkeypatch.setattr(one_file, "write", full)
     with pytest.raises(Halfway):
         fitted(callbacks=[Hooks(on_step_end=dies), Checkpoint(every_n_steps=2)], directory=tmp_path)
 
@@ -243,7 +245,7 @@ def sealed(content: Any) -> bytes:
     """As a stranger may seal it: a hash tells of damage, it is no signature."""
     file = io.BytesIO()
     torch.save(content, file)
-    files.seal(file)
+    seal.add(file)
     return file.getvalue()
 
 
@@ -252,8 +254,8 @@ def sealed(content: Any) -> bytes:
     [
         (None, "there is no such file"),
         (b"", "can't be used: it is empty; there is no good one beside it"),
-        (b"rubbish" * 99, "can't be used: its seal is missing: it is cut short, or no checkpoint"),
-        (sealed({"task": {}})[:-1], "can't be used: its seal is missing: it is cut short"),
+        (b"rubbish" * 99, "can't be used: it has no checksum: truncated, or not written"),
+        (sealed({"task": {}})[:-1], "can't be used: it has no checksum: truncated"),
         (sealed({"format": 2, "task": Fires()}), "can't be read: Weights only load failed"),
         (sealed({"weights": 1}), "is not a dpframe checkpoint"),
         (sealed([1, 2]), "is not a dpframe checkpoint"),
@@ -292,7 +294,7 @@ def repacked(content: bytes, **options: Any) -> bytes:
 
 def resealed(content: bytes) -> bytes:
     file = io.BytesIO(content)
-    files.seal(file)
+    seal.add(file)
     return file.getvalue()
 
 
@@ -373,23 +375,23 @@ def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path):
     path = tmp_path / "a.ckpt"
     checkpoint.save({"task": {"w": torch.arange(4.0)}, "progress": {"global_step": 7}}, path)
     whole = path.read_bytes()
-    assert files.flaw(path) == "" and files.step_of(path) == 7
+    assert seal.damage(path) == "" and seal.step_of(path) == 7
     with path.open("r+b", buffering=0) as file:
         for at, byte in enumerate(whole):
             os.pwrite(file.fileno(), bytes([byte ^ 1 << at % 8]), at)
-            assert files.flaw(path), at
+            assert seal.damage(path), at
             os.pwrite(file.fileno(), bytes([byte]), at)
-        assert files.flaw(path) == ""
+        assert seal.damage(path) == ""
         for at in reversed(range(len(whole))):
             file.truncate(at)
-            assert files.flaw(path), at
+            assert seal.damage(path), at
 
 
 def test_a_checkpoint_of_an_earlier_version_that_does_not_seal_its_step_is_read(tmp_path):
     path = tmp_path / "a.ckpt"
     path.write_bytes(sealed({"format": 2, "task": {}, "progress": {"global_step": 7}}))
     assert checkpoint.load(path)["progress"] == {"global_step": 7}
-    assert files.step_of(path) == -1
+    assert seal.step_of(path) == -1
 
 
 @pytest.mark.parametrize(
@@ -527,7 +529,7 @@ def test_what_does_not_match_of_another_programs_file_is_one_line(tmp_path, save
 
 def test_a_checkpoint_of_dpframe_whose_seal_is_lost_is_no_other_programs_file(tmp_path):
     torch.save({"format": 2, "task": Small().state_dict()}, tmp_path / "a.ckpt")
-    with pytest.raises(UserError, match="its seal is missing"):
+    with pytest.raises(UserError, match="it has no checksum"):
         checkpoint.load(tmp_path / "a.ckpt")
 
 
@@ -692,7 +694,7 @@ def saved_steps(
     def save(state, *paths):
         saves.extend((path.stem, state["progress"]["global_step"]) for path in paths)
 
-    monkeypatch.setattr(checkpoint, "write", save)
+    monkeypatch.setattr(one_file, "write", save)
     fitted(callbacks=[keeper, *more], max_epochs=3, **settings)
     return saves
 
@@ -765,9 +767,9 @@ def test_a_folder_that_is_moved_while_a_checkpoint_is_written_is_told(
             (tmp_path / "run").rename(moves.pop())
         dump(state, file)
 
-    monkeypatch.setattr(checkpoint, "dump", moved)
+    monkeypatch.setattr(one_file, "dump", moved)
     path.parent.mkdir(parents=True)
     checkpoint.save({"a": 1}, path)
-    assert not files.flaw(path)
+    assert not seal.damage(path)
     said = f"{tmp_path / 'run'} was moved or deleted; what is saved goes on there"
     assert caplog.messages == [said] * times

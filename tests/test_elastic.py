@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from command import write
 
-from dpframe import Strategy, checkpoint, files
+from dpframe import Strategy, checkpoint
+from dpframe.checkpoint import seal
 from dpframe.cli import elastic
 from dpframe.cli.compose import Composed, composed
 from dpframe.strategies.collectives import Collectives
@@ -47,12 +48,12 @@ def test_the_first_ranks_of_a_torchrun_and_those_of_no_torchrun_begin(job, tmp_p
 def test_a_machine_that_is_back_reads_the_checkpoint_that_it_sees(job, tmp_path):
     """Whose job it is, another one says; whole states of large models are not to be sent."""
     saved(tmp_path / "stranger", step=4)
-    seal = files.identity(tmp_path / "stranger/checkpoints/last.ckpt")
+    identity = seal.identity(tmp_path / "stranger/checkpoints/last.ckpt")
     (tmp_path / "own/.hydra/torchrun").unlink()
 
     class Second(Collectives):
         def gather(self, value: Any) -> list[Any]:
-            others = {"directory": str(tmp_path / "stranger"), "step": 4, "seal": seal}
+            others = {"directory": str(tmp_path / "stranger"), "step": 4, "seal": identity}
             return [others if isinstance(value, dict) else True, value]
 
     strategy = Strategy()

@@ -10,7 +10,8 @@ from command import attempts, dpframe
 from small import Rows, Small, is_same, trainer
 from torch import nn
 
-from dpframe import UserError, checkpoint, files, load
+from dpframe import UserError, checkpoint, load
+from dpframe.checkpoint import seal
 from dpframe.cli import export
 from dpframe.cli.export import PROGRAM, SAFETENSORS, WEIGHTS, exported
 from dpframe.errors import Failure
@@ -59,8 +60,8 @@ def test_a_sharded_checkpoint_becomes_files_for_torch_and_a_checkpoint_that_goes
     said = run_of([*export, "export.formats=[weights,checkpoint]"], tmp_path)
     assert "there/checkpoints/last.ckpt  one file with all of step 4: resume=there goes on" in said
     there, state = tmp_path / "there", checkpoint.load(tmp_path / last)
-    assert files.parts_of(tmp_path / last) is not None
-    assert files.parts_of(there / "checkpoints/last.ckpt") is None
+    assert seal.parts_of(tmp_path / last) is not None
+    assert seal.parts_of(there / "checkpoints/last.ckpt") is None
     weights = torch.load(there / WEIGHTS)
     assert is_same({f"net.{name}": weight for name, weight in weights.items()}, state["task"])
     run_of(["recipe=boston", "resume=run", "trainer.max_epochs=2"], tmp_path)

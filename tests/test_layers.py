@@ -21,8 +21,9 @@ FLOORS = {
     "callbacks": 4,
     "task": 1,
     "strategies": 1,
+    "checkpoint": 1,
 }  # everything else is on floor 0
-GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
+GROUND = {"data", "metrics", "seeding", "loggers", "errors"}
 GROUND |= {
     "interpreter",
     "files",
@@ -30,15 +31,12 @@ GROUND |= {
     "cgroup",
     "blocks",
     "memory",
-    "snapshot",
-    "bombs",
     "exact",
     "floats",
     "heartbeat",
     "lightning_names",
     "lean",
     "parameters",
-    "parts",
     "interruption",
     "launcher",
 }
@@ -47,19 +45,21 @@ OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
     "torch.distributed": [
-        f"strategies.{n}"
-        for n in (
-            "absent",
-            "ddp",
-            "fsdp",
-            "group",
-            "launch",
-            "nodes",
-            "processes",
-            "ranks",
-            "ray",
-            "sharded",
-        )
+        "checkpoint.sharded",
+        *(
+            f"strategies.{n}"
+            for n in (
+                "absent",
+                "ddp",
+                "fsdp",
+                "group",
+                "launch",
+                "nodes",
+                "processes",
+                "ranks",
+                "ray",
+            )
+        ),
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],

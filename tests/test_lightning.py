@@ -536,7 +536,7 @@ def test_a_checkpoint_of_lightning_is_loaded_and_one_that_is_cut_is_not(tmp_path
     assert done.code == 0, done.err
     metrics = json.loads((tmp_path / "test" / "summary.json").read_text())["metrics"]
     assert metrics["test/loss"] == pytest.approx(float(made.callback_metrics["val_loss"]), rel=1e-6)
-    assert cut.code == 2 and "its seal is missing" in cut.err
+    assert cut.code == 2 and "it has no checksum" in cut.err
     assert missing.code == 2 and "lit has no Missing" in missing.err
 
 

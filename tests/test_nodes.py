@@ -20,7 +20,8 @@ from command import ROOT, attempts
 from nodes.hosts import Host, hosts, why_not
 from small import is_same
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
+from dpframe.checkpoint import seal
 from dpframe.strategies import network
 from dpframe.strategies.nodes import numbered
 
@@ -257,8 +258,8 @@ def test_torchruns_elastic_nodes_go_on_from_the_last_checkpoint_without_resume(t
         Path(own["HURRY"]).touch()
         assert [jobs[0].wait(200), jobs[2].wait(200)] == [0, 0], said(two)
     kept = [p for host in two for p in host.disk.glob("run/checkpoints/last.ckpt")]
-    newest = max(kept, key=files.step_of)
-    assert files.step_of(newest) == injector.STEPS
+    newest = max(kept, key=seal.step_of)
+    assert seal.step_of(newest) == injector.STEPS
     assert is_same(checkpoint.load(newest)["task"], undisturbed("strategy=cpu", SHARES))
     starts = "".join(map(logged, two)).count("they go on from run/checkpoints, step ")
     assert starts >= 2  # of one rank alone, then of two

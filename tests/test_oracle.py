@@ -19,7 +19,8 @@ from oracle import ROWS, STEPS, begin, saves
 from small import is_same
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
+from dpframe.checkpoint import seal
 
 TESTS = Path(__file__).resolve().parent
 TIMED = "step/samples_per_second"
@@ -164,4 +165,4 @@ def test_killed_at_any_moment_of_a_save_the_file_is_the_old_one_or_the_new_one(t
             assert n >= newest
             newest = n
         assert len(list(folder.glob(".*.part"))) <= 2
-    assert newest > 12 and files.flaw(last) == ""
+    assert newest > 12 and seal.damage(last) == ""

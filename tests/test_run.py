@@ -19,7 +19,8 @@ from attempted import Attempt, attempted
 from command import attempts, write
 from forked import fresh, started
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
+from dpframe.checkpoint import seal
 from dpframe.cli.directory import Directory
 from dpframe.cli.output import logging_to
 from dpframe.cli.resume import resumed_file
@@ -97,8 +98,8 @@ def test_a_resume_goes_on_from_what_a_run_has_saved_until_its_directory_was_free
     folder = tmp_path / "outputs/boston" if start == "last" else tmp_path
     shutil.copytree(resumed[0] / "run", folder / "run")
     last = folder / "run/checkpoints/last.ckpt"
-    late, end = {"last.ckpt": last.read_bytes()}, files.step_of(last)
-    step, older = min((files.step_of(path), path) for path in last.parent.glob("*.ckpt"))
+    late, end = {"last.ckpt": last.read_bytes()}, seal.step_of(last)
+    step, older = min((seal.step_of(path), path) for path in last.parent.glob("*.ckpt"))
     older.replace(last)
     for path in set(last.parent.iterdir()) - {last}:
         path.unlink()
@@ -176,8 +177,8 @@ def test_a_damaged_last_ckpt_is_told_and_the_newest_good_one_is_taken(resumed, t
     assert re.search(f"; the newest good one there is {good}\n$", by_file.err)
     assert by_run.code == 0, by_run.err
     assert re.fullmatch(
-        "dpframe: run/checkpoints/last.ckpt: its seal is missing: it is cut short, or no "
-        f"checkpoint of dpframe's; resuming from {good}\n",
+        "dpframe: run/checkpoints/last.ckpt: it has no checksum: truncated, or not written by "
+        f"dpframe; resuming from {good}\n",
         by_run.err,
     )
     assert "resumed at epoch" in by_run.out

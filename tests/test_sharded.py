@@ -25,11 +25,12 @@ from small import Adam, Hooks, Rows, Small, fitted, is_same
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from dpframe import Strategy, Trainer, UserError, checkpoint, files, parts
+from dpframe import Strategy, Trainer, UserError, checkpoint
 from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.checkpoint import file as one_file
+from dpframe.checkpoint import parts, seal, sharded
 from dpframe.errors import Failure
-from dpframe.strategies import sharded
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.launch import RankFailed
@@ -123,7 +124,7 @@ def test_a_run_goes_on_with_parts_or_without(there, here, run_on, tmp_path):
         assert each["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
     if there == here:
         assert weights_apart(mine["weights"], there_ended["weights"]) == 0
-    is_sharded = files.parts_of(folder / "kept/last.ckpt") is not None
+    is_sharded = seal.parts_of(folder / "kept/last.ckpt") is not None
     assert is_sharded == (there in ("fsdp 4", "fsdp 2 x 2"))
 
 
@@ -137,7 +138,7 @@ def saved(run_on, tmp_path) -> Path:
 
 
 def folder_of(path: Path) -> Path:
-    named = files.parts_of(path)
+    named = seal.parts_of(path)
     assert named is not None
     return path.parent / named.name
 
@@ -158,8 +159,8 @@ def test_a_checkpoint_in_parts_becomes_one_file_that_goes_on_anywhere(
     state, target = checkpoint.load(saved), tmp_path / "joined/whole.ckpt"
     assert checkpoint.join(saved, target) == 5
     assert [path.name for path in target.parent.iterdir()] == [target.name]
-    assert files.flaw(target) == ""
-    assert files.parts_of(target) is None
+    assert seal.damage(target) == ""
+    assert seal.parts_of(target) is None
     read = checkpoint.load(target)
     assert read.pop("file") != state.pop("file")
     assert is_same(read, state)
@@ -182,7 +183,7 @@ def large(strategy: FSDP, path: Path) -> None:
         str(n): parts.Part(torch.full((1024, 1024), float(n)), (1024, 1024), 0)
         for n in range(TENSORS)
     }
-    checkpoint.write(
+    one_file.write(
         {"task": weights, "progress": {"global_step": 3}}, path, save_parts=strategy.save_parts
     )
 
@@ -211,7 +212,7 @@ def test_best_and_last_share_parts_and_what_nobody_needs_is_removed(tmp_path):
     def names(folder: Path) -> tuple[set[str], set[str]]:
         there = {path.name for path in folder.glob("*.parts")}
         return there, {
-            parts.name for path in folder.glob("*.ckpt") if (parts := files.parts_of(path))
+            parts.name for path in folder.glob("*.ckpt") if (parts := seal.parts_of(path))
         }
 
     folder = tmp_path / "checkpoints"
@@ -221,7 +222,7 @@ def test_best_and_last_share_parts_and_what_nobody_needs_is_removed(tmp_path):
     assert len(there) < len(list(folder.glob("*.ckpt")))
     for left in ("step1-ab.parts", ".step2-cd.parts.1.part"):  # by a run that was killed
         (folder / left).mkdir()
-    assert files.newest_good(folder) == folder / "last.ckpt"
+    assert seal.newest_good(folder) == folder / "last.ckpt"
     again = Checkpoint(keep=2, seconds_between=0)
     fit(CPU(), tmp_path, again, resume=folder / "last.ckpt", max_epochs=9)  # better, and whole
     assert names(folder) == (set(), set())
@@ -247,14 +248,14 @@ def test_a_part_that_is_damaged_or_missing_is_told_and_another_checkpoint_is_tak
     reseal(older, state, saved.parent / "step5-0.parts")
     damage(folder / "__1_0.distcp")
     said = f"{folder.name}/__1_0.distcp is damaged: its hash is different"
-    assert files.flaw(saved) == said
-    assert files.newest_good(saved.parent) == older
+    assert seal.damage(saved) == said
+    assert seal.newest_good(saved.parent) == older
     with pytest.raises(UserError, match=f"checkpoint={saved} can't be used: {said}"):
         checkpoint.load(saved)
-    assert files.instead_of(saved).endswith(f"the newest good one there is {older}")
+    assert seal.instead_of(saved).endswith(f"the newest good one there is {older}")
     shutil.rmtree(folder)
     said = f"its folder {folder.name} is missing, which belongs beside it"
-    assert files.flaw(saved) == said
+    assert seal.damage(saved) == said
     with pytest.raises(UserError, match=f"checkpoint={saved} can't be used: {said}; the newest"):
         checkpoint.load(saved)
 
@@ -266,10 +267,10 @@ class Fires:
 
 def reseal(path: Path, state: dict[str, Any], folder: Path) -> None:
     """As a stranger may."""
-    digest = files.digest((folder / files.MANIFEST).read_bytes())
+    digest = seal.digest((folder / seal.MANIFEST).read_bytes())
     with path.open("w+b") as file:
         torch.save(state, file)
-        files.seal(file, step=5, parts=files.Parts(folder.name, digest))
+        seal.add(file, step=5, parts=seal.Parts(folder.name, digest))
 
 
 def test_torchs_own_list_of_a_strangers_parts_is_not_read(saved, capsys):
@@ -286,7 +287,7 @@ def fires(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
     (folder / "room").write_bytes(bytes(4096))
     last = list(tensors.values())[-1]["parts"]
     rows = sum(part[0] for part in last)
-    digest = files.digest(content.getvalue())
+    digest = seal.digest(content.getvalue())
     last[:] = [[rows, "x", 0, len(content.getvalue()), digest]]
 
 
@@ -337,9 +338,9 @@ def all_at_once(tensors: dict[str, Any], state: dict[str, Any], folder: Path) ->
 )
 def test_parts_of_a_stranger_are_refused_in_one_line(saved, change, said, capsys):
     folder, state = folder_of(saved), torch.load(saved)
-    listed = json.loads((folder / files.MANIFEST).read_text())
+    listed = json.loads((folder / seal.MANIFEST).read_text())
     change(listed["tensors"], state, folder)
-    (folder / files.MANIFEST).write_text(json.dumps(listed))
+    (folder / seal.MANIFEST).write_text(json.dumps(listed))
     reseal(saved, state, folder)
     with pytest.raises(UserError) as refused:
         checkpoint.load(saved)
@@ -379,7 +380,7 @@ def failures(strategy: Strategy, folder: Path) -> list[str]:
             patched.setattr(Path, "mkdir", full)
         attempt()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(files, "seal", full)
+        patched.setattr(seal, "add", full)
         attempt()
     if strategy.rank == 1:
         made.task.net[0].weight.to_local().detach().fill_(torch.nan)
@@ -393,7 +394,7 @@ def test_a_save_that_fails_in_a_rank_is_told_by_the_main_one_and_leaves_the_one_
     said = on(FSDP(2, "cpu"), failures, tmp_path)
     kept = "; the one before it is kept, 1"
     assert said == ["saved, 1", line + kept, line + kept, line + kept, nan + kept]
-    assert files.flaw(tmp_path / "checkpoints/last.ckpt") == ""
+    assert seal.damage(tmp_path / "checkpoints/last.ckpt") == ""
 
 
 def checked(strategy: Strategy, folder: Path) -> str:
@@ -496,9 +497,9 @@ def test_thousands_of_parts_are_named_without_comparing_each_with_all():
 
 MOMENTS: dict[str, tuple[int, Any, str]] = {  # the rank, and what it is about to call
     "a part": (1, sharded.Writer, "write_data"),
-    "last.ckpt": (0, checkpoint, "_write_all"),
-    "best.ckpt": (0, checkpoint, "copy"),
-    "what is not needed": (0, files, "remove_parts"),
+    "last.ckpt": (0, one_file, "_write_all"),
+    "best.ckpt": (0, one_file, "copy"),
+    "what is not needed": (0, seal, "remove_parts"),
 }
 
 
@@ -532,12 +533,12 @@ def test_a_rank_that_is_killed_within_a_save_costs_that_save_alone(moment, unbro
     strategy, folder = FSDP(2, "cpu"), tmp_path / "checkpoints"
     with pytest.raises(RankFailed):
         fresh(strategy.launch, until_killed, moment, tmp_path, strategy)
-    good = files.newest_good(folder)
+    good = seal.newest_good(folder)
     assert good is not None
     newest = max(int(re.match(r"\.?step(\d+)", path.name)[1]) for path in folder.glob("*step*-*"))
-    assert files.step_of(good) >= newest - 1
+    assert seal.step_of(good) >= newest - 1
     assert is_same(gone_on(tmp_path), unbroken)
-    named = {found.name for path in folder.glob("*.ckpt") if (found := files.parts_of(path))}
+    named = {found.name for path in folder.glob("*.ckpt") if (found := seal.parts_of(path))}
     assert {path.name for path in folder.glob("*.parts")} == named
     assert not list(folder.glob(".*"))
 

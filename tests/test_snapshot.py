@@ -11,9 +11,10 @@ import torch
 from small import Adam, Rows, Small, fitted, is_same
 from torch import Tensor
 
-from dpframe import checkpoint, memory, snapshot
+from dpframe import checkpoint, memory
 from dpframe.callbacks.checkpoint import Checkpoint
-from dpframe.snapshot import Snapshot
+from dpframe.checkpoint import file, snapshot
+from dpframe.checkpoint.snapshot import Snapshot
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import SingleGPU
 
@@ -61,7 +62,7 @@ def test_what_changes_after_a_save_is_not_in_its_file(tmp_path):
 
 def test_a_save_takes_the_memory_of_one_that_is_written_and_of_no_other(tmp_path, monkeypatch):
     begun, go_on, writer, places = Semaphore(0), Semaphore(0), checkpoint.Writer(), []
-    write = checkpoint.write
+    write = file.write
 
     def slowly(state: dict[str, Any], *paths: Path) -> None:
         places.append({tensor.data_ptr() for tensor in tensors(state)})
@@ -75,7 +76,7 @@ def test_a_save_takes_the_memory_of_one_that_is_written_and_of_no_other(tmp_path
     def path(number: int) -> Path:
         return tmp_path / f"{number}.ckpt"
 
-    monkeypatch.setattr(checkpoint, "write", slowly)
+    monkeypatch.setattr(file, "write", slowly)
     save(0)
     assert begun.acquire(timeout=60)
     save(1)  # while the first is read

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dpframe import checkpoint, files
 from dpframe.callbacks.monitor import Monitor
+from dpframe.checkpoint import seal
 from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below, suggestion
 from dpframe.trainer.callback import Callback
 
@@ -81,9 +82,9 @@ class Checkpoint(Callback):
         self._refuse_same_names(trainer)
         if trainer.strategy.is_main:
             _directory(trainer).mkdir(parents=True, exist_ok=True)
-            files.sweep(_directory(trainer))
+            files.remove_leftovers(_directory(trainer))
             self._finish_killed_save(trainer)
-            files.remove_parts(_directory(trainer))
+            seal.remove_parts(_directory(trainer))
         if trainer.strategy.saves_parts:
             trainer.strategy.check_folder(_directory(trainer))
 
@@ -230,7 +231,7 @@ class Checkpoint(Callback):
         # The best one, under the name of its step.
         if self.file is None and names and (folder / names[0]).is_file():
             first, best = folder / names[0], folder / BEST
-            if files.flaw(best) or files.step_of(best) < files.step_of(first):
+            if seal.damage(best) or seal.step_of(best) < seal.step_of(first):
                 checkpoint.copy(first, best)
 
 

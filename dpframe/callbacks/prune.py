@@ -65,7 +65,7 @@ class Prune(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         is_whole = not trainer.stop_reason.startswith(PRUNED)
         if trainer.strategy.is_main and is_whole:
-            with files.whole(Path(trainer.run.directory) / NAME) as part:
+            with files.atomic_write(Path(trainer.run.directory) / NAME) as part:
                 part.write_text(json.dumps({self._watched: self.curve}), encoding="utf-8")
 
     @property

@@ -184,7 +184,7 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         plain, public = resolved(without_hydra(config))
         _refuse_objects(plain)
         settings = checked(plain)
-        run_dir = str(files.named("hydra.run.dir", str(hydra.run.dir)))
+        run_dir = str(files.local_path("hydra.run.dir", str(hydra.run.dir)))
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
         raise unresolved(error, config) from None

@@ -36,7 +36,7 @@ class Directory:
             folder.mkdir(exist_ok=True)
             self._take(folder / "lock")
             for swept in (self.path, folder):
-                files.sweep(swept)
+                files.remove_leftovers(swept)
             self.has_broken_run = (folder / "config.yaml").is_file() and not _is_finished(self.path)
             _keep_older(folder / "config.yaml", notes.get("config.yaml", ""))
             for name, text in notes.items():
@@ -152,7 +152,7 @@ def _remove_empty(directories: Iterable[Path]) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    with files.whole(path) as part:
+    with files.atomic_write(path) as part:
         part.write_text(text, **UTF8)
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
+from dpframe.checkpoint import seal
 from dpframe.cli.compose import Composed
 from dpframe.cli.nodes import start_of
 from dpframe.cli.resume import run_directory
@@ -44,11 +45,11 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
     if "TORCHELASTIC_RUN_ID" not in os.environ or job.settings.mode != "fit":
         return job, start_of(job, strategy), ""
     mine = _found(job)
-    path = files.newest_of_run(mine or "")
+    path = seal.newest_of_run(mine or "")
     seen = {
         "directory": str(mine) if mine is not None else None,
-        "step": files.step_of(path) if path is not None else -1,
-        "seal": files.identity(path) if path is not None else "",
+        "step": seal.step_of(path) if path is not None else -1,
+        "seal": seal.identity(path) if path is not None else "",
     }
     found = strategy.collectives.broadcast(strategy.collectives.gather(seen))
     newest = max(found, key=lambda each: each["step"])
@@ -60,8 +61,8 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
         return replace(job, is_repeated=True), start_of(job, strategy), ""
     source = found.index(newest)
     if mine is None:  # a machine that is back may see the others' disk
-        path = files.newest_of_run(directory)
-    has_it = path is not None and files.identity(path) == newest["seal"]
+        path = seal.newest_of_run(directory)
+    has_it = path is not None and seal.identity(path) == newest["seal"]
     if all(strategy.collectives.broadcast(strategy.collectives.gather(has_it))):
         state = checkpoint.load(path, whole=not strategy.reads_parts)  # type: ignore[arg-type]
     else:
@@ -80,4 +81,4 @@ def _found(job: Composed) -> Path | None:
     places = [*Path(job.run_dir).parent.glob("*"), *([given] if given else [])]
     notes = [place / ".hydra" / NOTE for place in places]
     mine = [path for path in notes if path.is_file() and agent() in path.read_text().splitlines()]
-    return max(mine, key=files.written_at).parent.parent if mine else None
+    return max(mine, key=seal.time_of).parent.parent if mine else None

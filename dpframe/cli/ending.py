@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dpframe import files
+from dpframe.checkpoint import seal
 from dpframe.cli.compose import Composed
 from dpframe.cli.resume import key_of
 from dpframe.strategies import ranks
@@ -45,7 +45,7 @@ def add_going_on(error: Exception, job: Composed, directory: str) -> None:
     """After a traceback, where the run is and how to go on with it. A sweep says so itself."""
     is_alone = job.number is None and job.history is None
     if is_alone and job.settings.mode == "fit" and os.path.isdir(directory):
-        is_saved = files.newest_of_run(directory) is not None
+        is_saved = seal.newest_of_run(directory) is not None
         then = f"go on with {going_on(job, directory)}" if is_saved else "nothing was saved"
         error.add_note(f"dpframe: the run is in {directory}; {then}")
 

@@ -50,14 +50,14 @@ def exported(
     written: list[str] = []
     weights = weights_of(task)
     if "weights" in wanted:
-        with files.whole(directory / WEIGHTS) as part, part.open("wb") as file:
+        with files.atomic_write(directory / WEIGHTS) as part, part.open("wb") as file:
             checkpoint.dump(weights, file)
         written.append(WEIGHTS)
         of = "of task.net" if isinstance(getattr(task, "net", None), nn.Module) else "of the task"
         lines.append(f"{directory / WEIGHTS}  {len(weights)} tensors {of}, by torch.load")
     if "safetensors" in wanted and _has_safetensors(is_needed=formats is not None):
         save_file = importlib.import_module("safetensors.torch").save_file
-        with files.whole(directory / SAFETENSORS) as part:
+        with files.atomic_write(directory / SAFETENSORS) as part:
             save_file({name: weight.clone() for name, weight in weights.items()}, part)
         written.append(SAFETENSORS)
         lines.append(f"{directory / SAFETENSORS}  the same tensors")
@@ -131,7 +131,7 @@ def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, A
     }
     if len(used) < len(tensors):
         program = _program(task, batch, used)
-    with _quiet(), files.whole(path) as part, part.open("wb") as file:
+    with _quiet(), files.atomic_write(path) as part, part.open("wb") as file:
         torch.export.save(program, file)
     rows = len(next(iter(used.values())))
     cases = []

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
-from dpframe import files, memory
+from dpframe import memory
 from dpframe.callbacks.progress import batch
+from dpframe.checkpoint import seal
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
@@ -102,7 +103,7 @@ def _lost(strategy: Strategy, doing: str, error: Exception) -> str:
 
 def _has_saved(trainer: Trainer) -> bool:
     """The main process knows; the others look."""
-    return bool(trainer.checkpoint or files.newest_of_run(trainer.run.directory))
+    return bool(trainer.checkpoint or seal.newest_of_run(trainer.run.directory))
 
 
 def _resume(trainer: Trainer, doing: str, kind: type[Failure]) -> str:

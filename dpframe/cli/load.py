@@ -33,7 +33,7 @@ def load(
     `path` is a checkpoint, or a run's directory: of that the best checkpoint. Its config may be a
     stranger's: it calls what any config may call, and what `trusted_modules` names.
     """
-    file = _file(files.named("path", path))
+    file = _file(files.local_path("path", path))
     config = _config(file)
     node: Any = config.get("task")
     settings = config.get("trainer")

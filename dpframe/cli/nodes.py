@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe import __version__, checkpoint, files, launcher
+from dpframe import __version__, checkpoint, launcher
+from dpframe.checkpoint import seal
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.resume import key_of
 from dpframe.cli.settings import EVALUATIONS
@@ -106,7 +107,7 @@ def _facts(job: Composed) -> dict[str, Any]:
         "version": __version__,
         "config": None if job.lacks is not None else _leaves(job.public),
         "begins": bool(job.lacks or job.typed_start),
-        "start": None if job.start is None else files.identity(job.start),
+        "start": None if job.start is None else seal.identity(job.start),
         "path": str(job.start),
         "overrides": job.overrides,
         "resume": job.settings.resume,

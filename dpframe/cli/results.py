@@ -290,5 +290,5 @@ def _columns(rows: list[tuple[str, ...]]) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    with files.whole(path) as part:
+    with files.atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")

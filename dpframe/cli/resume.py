@@ -13,6 +13,7 @@ from typing import NoReturn
 import yaml
 
 from dpframe import files
+from dpframe.checkpoint import seal
 from dpframe.cli.settings import EVALUATIONS, NONE, RunSettings
 from dpframe.errors import UserError, first_line, nearest, printable
 
@@ -55,14 +56,14 @@ def resumed_file(resume: str, runs: Path) -> Path:
     if directory is None:
         return _file("resume", resume)
     directory = directory / "checkpoints"
-    last, good = directory / "last.ckpt", files.newest_good(directory)
+    last, good = directory / "last.ckpt", seal.newest_good(directory)
     if good is None:
-        flaw = files.flaw(next(directory.glob("*.ckpt")))
+        damage = seal.damage(next(directory.glob("*.ckpt")))
         raise UserError(
-            f"resume={resume}: no checkpoint in {directory} is whole: {flaw}; resume another run"
+            f"resume={resume}: no checkpoint in {directory} is whole: {damage}; resume another run"
         )
-    if good != last and last.exists() and (flaw := files.flaw(last)):
-        line = f"dpframe: {last}: {flaw}; resuming from {good}"
+    if good != last and last.exists() and (damage := seal.damage(last)):
+        line = f"dpframe: {last}: {damage}; resuming from {good}"
         print(printable(line), file=sys.stderr)
     return good
 
@@ -71,17 +72,19 @@ def saved_since(resume: str, start: Path, step: int) -> Path | None:
     """What the run has saved after this step, which was read before its directory was locked: a
     run that ends, e.g. by a signal, saves last of all."""
     paths = (
-        [start] if os.path.isfile(files.named("resume", resume)) else start.parent.glob("*.ckpt")
+        [start]
+        if os.path.isfile(files.local_path("resume", resume))
+        else start.parent.glob("*.ckpt")
     )
-    if all(files.step_of(path) <= step for path in paths):
+    if all(seal.step_of(path) <= step for path in paths):
         return None
-    newest = start if paths == [start] else files.newest_good(start.parent)
-    return newest if newest is not None and files.step_of(newest) > step else None
+    newest = start if paths == [start] else seal.newest_good(start.parent)
+    return newest if newest is not None and seal.step_of(newest) > step else None
 
 
 def _resumed_run(resume: str, runs: Path) -> Path | None:
     """The directory that `last` or a directory stands for; None: it is a file."""
-    path = files.named("resume", resume)
+    path = files.local_path("resume", resume)
     if resume == "last":
         return _newest_run(runs, "resume=last")
     if not os.path.isdir(path):  # False, too, for a name that is too long
@@ -105,7 +108,7 @@ def newest_file(name: str, runs: Path) -> Path:
 
 def _newest_run(runs: Path, typed: str) -> Path:
     """The one that has written a checkpoint last."""
-    checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=files.written_at)
+    checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=seal.time_of)
     if not checkpoints:
         raise NoFile(f"{typed}: there is no run with a checkpoint in {runs}")
     return checkpoints[-1].parent.parent
@@ -209,7 +212,7 @@ def saved_overrides(directory: Path | None) -> list[str]:
 
 
 def _file(key: str, name: str) -> Path:
-    path = files.named(key, name)
+    path = files.local_path(key, name)
     if os.path.isdir(path):
         raise UserError(
             f"{key}={path} is a directory; name a file in it, e.g. checkpoints/best.ckpt"

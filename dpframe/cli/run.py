@@ -17,6 +17,7 @@ from typing import Any
 from dpframe import checkpoint, files, interruption, launcher, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
+from dpframe.checkpoint import seal
 from dpframe.cli import elastic, faults, nodes, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import OPTIMIZED, Composed
@@ -135,11 +136,11 @@ def _again(job: Composed, directory: str) -> tuple[Composed, str]:
         is_alone = job.settings.trainer.nodes == 1
         return job, "from the beginning" if is_alone else "with the other nodes"
     job = replace(job, run_dir=directory, is_run_dir_given=True)
-    path = files.newest_of_run(directory)
+    path = seal.newest_of_run(directory)
     if path is None:
         return replace(job, is_repeated=True), "from the beginning: there is no checkpoint yet"
     settings = replace(job.settings, resume=str(path))
-    return replace(job, start=path, settings=settings), f"from {path}, step {files.step_of(path)}"
+    return replace(job, start=path, settings=settings), f"from {path}, step {seal.step_of(path)}"
 
 
 # ---- in every process of the job
@@ -328,7 +329,7 @@ def _named(start: Path | None) -> str:
     """The checkpoint that is evaluated; another framework's file has no step."""
     if start is None:  # it is on another node
         return ""
-    step = files.step_of(start)
+    step = seal.step_of(start)
     return f"checkpoint  {start}" + (f", step {step}" if step >= 0 else "")
 
 
@@ -440,7 +441,7 @@ def _note_ending(directory: Path, job: Composed, status: str, facts: dict[str, A
 def _write(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted since
-        with files.whole(path) as part:
+        with files.atomic_write(path) as part:
             part.write_text(text)
     except OSError as error:
         raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error

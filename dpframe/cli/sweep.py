@@ -27,6 +27,7 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dpframe import files, interruption
+from dpframe.checkpoint import seal
 from dpframe.cli.compose import (
     Composed,
     Objective,
@@ -211,7 +212,7 @@ def _objective(shared: DictConfig) -> Objective:
 
 def _earlier(given: Sequence[str]) -> Earlier | None:
     directory = value_of("sweep.resume", given)
-    return None if directory is None else earlier(files.named("sweep.resume", directory))
+    return None if directory is None else earlier(files.local_path("sweep.resume", directory))
 
 
 def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
@@ -257,7 +258,7 @@ def _todo(
             result, last = replace(done, number=number, directory=name), failed
         results.runs.append(result)
         is_begun = before is not None and job.settings.mode == "fit"
-        if is_begun and files.newest_of_run(directory) is not None:
+        if is_begun and seal.newest_of_run(directory) is not None:
             resume = f"resume={quoted(str(directory))}"
             job = _checked([*job.typed, resume], number - 1, Configs(config_dir)).job
         job.run_dir, job.is_run_dir_given = str(directory), True
@@ -476,10 +477,10 @@ def _directory(
 ) -> Path:
     """The sweep's directory."""
     if settings.resume is not None:
-        directory = new_directory(files.named("sweep.resume", settings.resume), is_given=True)
+        directory = new_directory(files.local_path("sweep.resume", settings.resume), is_given=True)
         refuse_ways_out(directory)
         return directory
-    path = files.named(
+    path = files.local_path(
         "hydra.sweep.dir", runs[0].sweep_directory if runs else str(shared.hydra.sweep.dir)
     )
     if any(word.startswith("hydra.sweep.dir=") for word in words):

@@ -37,7 +37,7 @@ MakeRow = Callable[[Any], Any]
 
 def dataset_of(name: str, make_row: MakeRow) -> Dataset:
     """`make_row` makes what the data set gives, of a table's row by its columns, or of an image."""
-    path = files.named("data.input", name)
+    path = files.local_path("data.input", name)
     if not path.exists():
         raise UserError(f"data.input={name}: there is no such file; name a CSV file or images")
     if path.is_dir():

@@ -90,6 +90,6 @@ def read_id(path: Path) -> str:
 
 
 def write_id(path: Path, text: str) -> str:
-    with files.whole(path) as part:
+    with files.atomic_write(path) as part:
         part.write_text(text)
     return text

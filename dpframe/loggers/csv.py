@@ -89,7 +89,7 @@ class CSV(Logger):
     def _write_file(self, folder: str, name: str, text: str) -> None:
         path = self._path.parent / folder / name
         path.parent.mkdir(exist_ok=True)
-        with files.whole(path) as part:
+        with files.atomic_write(path) as part:
             part.write_text(text, encoding="utf-8", newline="")
 
     def _drop_files(self, purge_step: int) -> None:
@@ -116,7 +116,7 @@ class CSV(Logger):
 
     def _replace(self, rows: list[list[str]]) -> None:
         """Leaves the new table or the old one, whenever the process dies."""
-        with files.whole(self._path) as part:
+        with files.atomic_write(self._path) as part:
             part.write_text(table_text([self._columns, *rows]), encoding="utf-8", newline="")
 
 

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from dpframe import files, launcher
+from dpframe import launcher
+from dpframe.checkpoint import seal
+from dpframe.checkpoint.parts import Parts, Stored
 from dpframe.data import Share, move
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
-from dpframe.parts import Parts, Stored
 from dpframe.strategies import ranks
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
@@ -174,7 +175,7 @@ class Strategy:
         """The state with a Part of each tensor that processes keep parts of; see `saves_parts`."""
         return state
 
-    def save_parts(self, parts: Parts, folder: Path, step: int) -> files.Parts | None:
+    def save_parts(self, parts: Parts, folder: Path, step: int) -> seal.Parts | None:
         """Writes them into a new folder in this one, on a thread. Every process calls it; the main
         one returns what was written, or raises."""
         raise NotImplementedError

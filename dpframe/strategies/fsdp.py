@@ -25,12 +25,13 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
-from dpframe import files, seeding
+from dpframe import seeding
 from dpframe.blocks import blocks, matching
+from dpframe.checkpoint import seal
+from dpframe.checkpoint.parts import Part, Parts, Stored
 from dpframe.data import Share, split
 from dpframe.errors import UserError, first_line, not_one_of, refuse_below
 from dpframe.parameters import has_sparse
-from dpframe.parts import Part, Parts, Stored
 from dpframe.strategies import absent
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
@@ -274,8 +275,8 @@ class FSDP(Processes):
             self._saving = dist.new_group(backend="gloo", timeout=timeout)
         return _mapped(self._own, state)
 
-    def save_parts(self, parts: Parts, folder: Path, step: int) -> files.Parts | None:
-        from dpframe.strategies import sharded  # imports much of torch: only when used
+    def save_parts(self, parts: Parts, folder: Path, step: int) -> seal.Parts | None:
+        from dpframe.checkpoint import sharded  # imports much of torch: only when used
 
         return sharded.save(parts, folder, step, self._saving)
 

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpframe import files, heartbeat, interruption
+from dpframe import heartbeat, interruption
+from dpframe.checkpoint import seal
 from dpframe.errors import Failure, Interrupted, NodeLost, UserError, first_line
 from dpframe.heartbeat import SIGNALS
 from dpframe.interruption import Interruption
@@ -246,7 +247,7 @@ class _Report(Logger):
         """The checkpoint that the main process has not handed over yet."""
         if self._strategy.storage is None or self._folder is None or not self._strategy.is_main:
             return None
-        path = files.newest_good(self._folder)
+        path = seal.newest_good(self._folder)
         if path is None or (name := f"{path} {path.stat().st_mtime_ns}") == self._reported:
             return None
         self._reported = name

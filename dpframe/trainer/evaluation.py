@@ -238,12 +238,12 @@ class Predictions:
             directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted meanwhile
             try:
                 path = directory / f"{stem}.csv"
-                with files.whole(path) as part:
+                with files.atomic_write(path) as part:
                     _write_table(self._pieces(), part)
             except NoTable:
                 is_folder = isinstance(self.batches, Spool) and self.batches.is_on_disk
                 path = directory / (stem if is_folder else f"{stem}.pt")
-                with files.whole(path) as part:
+                with files.atomic_write(path) as part:
                     _write_objects(self._pieces(), part, is_folder=is_folder)
         except OSError as error:
             raise Failure(f"{path} can't be written: {error.strerror}") from error

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpframe import files
+from dpframe.checkpoint import seal
 from dpframe.errors import Failure, listed
 from dpframe.strategies.base import Strategy
 from dpframe.trainer import outputs
@@ -111,6 +111,6 @@ def _late(step: int, saved: str | None, directory: str) -> str:
     """Updates were made with that loss, but a checkpoint is saved only after this look."""
     line = f"losses are read from the device at times, and training stopped after step {step}; "
     line += "every checkpoint is from before that loss"
-    if saved or files.newest_of_run(directory):
+    if saved or seal.newest_of_run(directory):
         line += f": go on with resume={shlex.quote(directory)}"
     return line

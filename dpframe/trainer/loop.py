@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 
 from dpframe import checkpoint, interpreter, interruption, memory, seeding
+from dpframe.checkpoint.parts import Own
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import UserError, refuse_unmeasured, suggestion
@@ -26,7 +27,6 @@ from dpframe.heartbeat import beat
 from dpframe.interruption import Interruption
 from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
-from dpframe.parts import Own
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, files
+from dpframe import checkpoint
+from dpframe.checkpoint import seal
 from dpframe.data import DataModule, is_tensors
 from dpframe.errors import UserError
 from dpframe.parameters import groups_of
@@ -50,7 +51,7 @@ def start_state(resume: Start, directory: str, *, whole: bool = True) -> dict[st
     if resume != "last":
         return checkpoint.load(Path(resume), key="resume", whole=whole)
     folder = Path(directory) / "checkpoints"
-    newest = files.newest_good(folder) if directory else None
+    newest = seal.newest_good(folder) if directory else None
     if newest is None:
         where = (
             f"there is no whole checkpoint in {folder}" if directory else "this run has no files"

@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
 from dpframe.accelerator import has_float64
+from dpframe.checkpoint.parts import whole
 from dpframe.data import move
 from dpframe.errors import UserError, refuse_unmeasured, suggestion
 from dpframe.floats import making
 from dpframe.metrics import SOMETIMES_WEIGHTED
 from dpframe.parameters import has_sparse, updated_by
-from dpframe.parts import whole
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.optimizer_state import (

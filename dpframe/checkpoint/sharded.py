@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dpframe import checkpoint, files
-from dpframe.parts import NotANumber, Own, Part, Parts
+from dpframe import files
+from dpframe.checkpoint import seal
+from dpframe.checkpoint.parts import NotANumber, Own, Part, Parts
 
 
-def save(parts: Parts, folder: Path, step: int, group: Any) -> files.Parts | None:
+def save(parts: Parts, folder: Path, step: int, group: Any) -> seal.Parts | None:
     """Into a new folder in this one. The first rank raises what went wrong in any of them."""
     tensors = {name: part for name, part in parts.items() if isinstance(part, Part)}
     _gather({name: own for name, own in parts.items() if isinstance(own, Own)}, group)
@@ -44,7 +45,7 @@ def save(parts: Parts, folder: Path, step: int, group: Any) -> files.Parts | Non
                 _written(tensors, folder / name, group)
         return None
     path = folder / f"step{step}-{secrets.token_hex(4)}.parts"
-    with files.whole(path) as part:
+    with files.atomic_write(path) as part:
         try:
             part.mkdir(parents=True)
         except OSError:
@@ -55,9 +56,9 @@ def save(parts: Parts, folder: Path, step: int, group: Any) -> files.Parts | Non
             digest = _written(tensors, part, group)
         except CheckpointException as error:
             raise _cause(error) from None
-        checkpoint.sync(part)
-    checkpoint.sync(folder)
-    return files.Parts(path.name, digest)
+        files.sync(part)
+    files.sync(folder)
+    return seal.Parts(path.name, digest)
 
 
 def _gather(owns: dict[str, Own], group: Any) -> None:
@@ -132,11 +133,11 @@ class Writer(FileSystemWriter):
         written: list[WriteResult] = []
         for result in super().write_data(plan, planner).wait():
             at = result.storage_data
-            block = files.block(Path(self.path, at.relative_path), at.offset, at.length)
+            block = seal.read_block(Path(self.path, at.relative_path), at.offset, at.length)
             size, count = result.size_in_bytes, rows[result.index]
-            written.append(Written(result.index, size, at, count, files.digest(block)))
+            written.append(Written(result.index, size, at, count, seal.digest(block)))
         for name in {result.storage_data.relative_path for result in written}:
-            checkpoint.sync(Path(self.path, name))
+            files.sync(Path(self.path, name))
         future: Future[list[WriteResult]] = Future()
         future.set_result(written)
         return future
@@ -153,7 +154,7 @@ class Writer(FileSystemWriter):
             place = [part.rows, at.relative_path, at.offset, at.length, part.digest]
             tensors[part.index.fqn]["parts"].append(place)
         text = json.dumps({"tensors": tensors}).encode()
-        path = Path(self.path, files.MANIFEST)
+        path = Path(self.path, seal.MANIFEST)
         path.write_bytes(text)
-        checkpoint.sync(path)
-        self.hash = files.digest(text)
+        files.sync(path)
+        self.hash = seal.digest(text)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from dpframe import bombs, files
+from dpframe.checkpoint import bombs, seal
 from dpframe.errors import UserError, first_line
 
 KEY = "parts"  # in a state: the paths of its parts, by their names
@@ -87,11 +87,11 @@ class Stored(Tensor):
     def _part(self, size: tuple[int, ...], name: str, at: int, length: int, digest: str) -> Tensor:
         refuse = self.source.refuse
         try:
-            block = files.block(self.source.folder / name, at, length)
+            block = seal.read_block(self.source.folder / name, at, length)
         except OSError as error:
             refuse(f"{name}: {error.strerror}")
-        if files.digest(block) != digest:
-            refuse(f"{name} is {files.DAMAGED}")
+        if seal.digest(block) != digest:
+            refuse(f"{name} is {seal.DAMAGED}")
         if bomb := bombs.in_stream(io.BytesIO(block)):
             refuse(f"{name}: {bomb}")
         try:
@@ -100,7 +100,7 @@ class Stored(Tensor):
             refuse(f"{name}: {first_line(error)[:160]}")
         is_right = isinstance(part, Tensor) and (part.dtype, part.shape) == (self.dtype, size)
         if not is_right or bombs.in_state({"": part}, length):
-            refuse(f"{name} has another tensor than {files.MANIFEST} says")
+            refuse(f"{name} has another tensor than {seal.MANIFEST} says")
         return part
 
 
@@ -139,8 +139,10 @@ def gathered(state: Any) -> Any:
 def put_in(state: dict[str, Any], folder: Path, where: str) -> str:
     """Puts `Stored` tensors in their places; returns what is wrong with the folder, or ''."""
     try:
-        tensors = json.loads((folder / files.MANIFEST).read_text())["tensors"]
-        named = {files.plain(part[1]) for tensor in tensors.values() for part in tensor["parts"]}
+        tensors = json.loads((folder / seal.MANIFEST).read_text())["tensors"]
+        named = {
+            seal.plain_name(part[1]) for tensor in tensors.values() for part in tensor["parts"]
+        }
         room = sum((folder / name).stat().st_size for name in named)
         places = state.pop(KEY)
         for name, tensor in tensors.items():
@@ -161,7 +163,7 @@ def put_in(state: dict[str, Any], folder: Path, where: str) -> str:
             raise ValueError
     except OSError as error:
         return f"{error.filename}: {error.strerror}"
-    except files.STRANGE:
+    except seal.STRANGE:
         return f"{folder} has other parts than dpframe writes"
     return ""
 

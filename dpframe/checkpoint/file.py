@@ -1,6 +1,5 @@
 """Checkpoints: plain containers, written whole or not at all, read without running code."""
 
-import errno
 import importlib.util
 import logging
 import os
@@ -9,7 +8,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,29 +17,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dpframe import accelerator, bombs, files, parts
-from dpframe.bombs import PLAIN
+from dpframe import accelerator, files
+from dpframe.checkpoint import bombs, parts, seal
+from dpframe.checkpoint.bombs import PLAIN
+from dpframe.checkpoint.parts import Own, Part, Parts, Stored
+from dpframe.checkpoint.snapshot import Memory, Snapshot
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
-from dpframe.parts import Own, Part, Parts, Stored
-from dpframe.snapshot import Memory, Snapshot
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
 WEIGHTS = ("state_dict", "model_state_dict", "model", "net")  # where other programs keep them
 WRAPPERS = ("module", "_orig_mod")  # in names: of DataParallel and DDP, and of torch.compile
 LARGE = 64 << 20  # bytes of a state
-CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a directory
-    errno.EINVAL,
-    errno.ENOSYS,
-    errno.ENOTSUP,
-    errno.EOPNOTSUPP,
-    errno.EBADF,
-    errno.EACCES,
-}
 
 
-SaveParts = Callable[[Parts, Path, int], files.Parts | None]
+SaveParts = Callable[[Parts, Path, int], seal.Parts | None]
 """Writes parts into a new folder in this one, together with all other processes; of this step. The
 main process gets what the seal is to say."""
 
@@ -57,7 +49,7 @@ class Copy(NamedTuple):
         if not self.is_main and self.save_parts is not None:
             self.save_parts(self.state, paths[0].parent, 0)
             return
-        with _replacing(paths):
+        with _removing_replaced_parts(paths):
             if self.save_parts is None:
                 write(self.state, *paths)
             else:
@@ -105,7 +97,7 @@ class Writer:
         with self._lock:
             spare, self._spare = self._spare, {}
         snapshot = Snapshot(spare)
-        copied = _plain(state if is_main else parts.taken_out(state)[1], "", snapshot.copy)
+        copied = _to_plain(state if is_main else parts.taken_out(state)[1], "", snapshot.copy)
         copy = Copy(copied, snapshot, save_parts, is_main)
         snapshot.start()
         if snapshot.nbytes > LARGE:
@@ -160,7 +152,7 @@ class Writer:
             with self._lock:
                 self._spare = copy.snapshot.memory
         for path in dropped:
-            with _replacing([path]):
+            with _removing_replaced_parts([path]):
                 path.unlink(missing_ok=True)
 
     def _take(self) -> tuple[dict[Path, Copy], list[Path]] | None:
@@ -173,7 +165,7 @@ class Writer:
 
 def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """Written beside its target, synced, then renamed over it: a reader sees the old or the new."""
-    write(_plain(state, ""), path, *copies)
+    write(_to_plain(state, ""), path, *copies)
 
 
 def write(
@@ -202,7 +194,7 @@ def write(
         raise Failure(f"{error} is no longer a number, so {path} is not written{kept}") from None
     except OSError as error:
         if folder is not None:
-            files.remove_parts(path.parent, [folder.name])
+            seal.remove_parts(path.parent, [folder.name])
         raise Failure(
             f"the checkpoint {path} can't be written: {error.strerror or error}{kept}"
         ) from error
@@ -213,18 +205,18 @@ def _write_all(
     path: Path,
     copies: Sequence[Path],
     step: int | None,
-    folder: files.Parts | None,
+    folder: seal.Parts | None,
 ) -> None:
     run = path.parent.parent
     if not run.is_dir():
         log.warning("%s was moved or deleted; what is saved goes on there", run)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with files.whole(path) as part:
+    with files.atomic_write(path) as part:
         with part.open("w+b") as file:
             dump({"format": FORMAT, **state}, file)
-            files.seal(file, step=step, parts=folder)
-        sync(part)
-    sync(path.parent)
+            seal.add(file, step=step, parts=folder)
+        files.sync(part)
+    files.sync(path.parent)
     for other in copies:
         copy(path, other)
     beat()
@@ -243,26 +235,26 @@ def join(path: Path, target: Path) -> int:
     if target.exists():
         raise UserError(f"{target} is there already; name another directory by hydra.run.dir=DIR")
     target.parent.mkdir(exist_ok=True)
-    name = f".{target.name}.{os.getpid()}"  # as `files.sweep` finds it
+    name = f".{target.name}.{os.getpid()}"  # as `files.remove_leftovers` finds it
     with TemporaryDirectory(prefix=name, suffix=".part", dir=target.parent) as folder:
         save(parts.whole(state, partial(parts.in_file, folder=folder)), target)
-    return files.step_of(target)
+    return seal.step_of(target)
 
 
 def copy(path: Path, target: Path) -> None:
-    with files.whole(target) as part:
+    with files.atomic_write(target) as part:
         shutil.copyfile(path, part)
-        sync(part)
-    sync(target.parent)
+        files.sync(part)
+    files.sync(target.parent)
 
 
 @contextmanager
-def _replacing(paths: Sequence[Path]) -> Iterator[None]:
+def _removing_replaced_parts(paths: Sequence[Path]) -> Iterator[None]:
     """Afterwards removes the parts of replaced checkpoints, unless another one needs them."""
-    before = [(path.parent, found.name) for path in paths if (found := files.parts_of(path))]
+    before = [(path.parent, found.name) for path in paths if (found := seal.parts_of(path))]
     yield
     for folder, name in before:
-        files.remove_parts(folder, [name])
+        seal.remove_parts(folder, [name])
 
 
 def dump(value: Any, file: Any) -> None:
@@ -282,33 +274,33 @@ def load(path: str | Path, *, key: str = "checkpoint", whole: bool = True) -> di
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{key}={path}: there is no such file")
-    wrong, state = _of_safetensors(path) if path.suffix == ".safetensors" else _read(path)
-    folder = files.parts_of(path)
+    wrong, state = _read_safetensors(path) if path.suffix == ".safetensors" else _read(path)
+    folder = seal.parts_of(path)
     if folder is not None and not wrong:
         wrong = parts.put_in(state, path.parent / folder.name, f"{key}={path}")
     if wrong:
-        raise UserError(f"{key}={path} {wrong}{files.instead_of(path)}")
+        raise UserError(f"{key}={path} {wrong}{seal.instead_of(path)}")
     return (parts.whole(state) if whole else state) | {"file": str(path)}
 
 
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """What is wrong with it, or '' and the state. Its parts are checked when they are read."""
-    flaw = files.flaw(path, reads_parts=False)
-    bomb = bombs.in_file(path) if flaw in ("", files.UNSEALED) else ""
-    if bomb or (flaw and flaw != files.UNSEALED):
-        return f"can't be used: {flaw or bomb}", {}
+    damage = seal.damage(path, reads_parts=False)
+    bomb = bombs.in_file(path) if damage in ("", seal.UNSEALED) else ""
+    if bomb or (damage and damage != seal.UNSEALED):
+        return f"can't be used: {damage or bomb}", {}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         cause = first_line(error).partition(". ")[0]
-        if flaw and (found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error))):
+        if damage and (found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error))):
             cause = f"it holds {found[1]}, which is code; save a state_dict() instead"
         return f"can't be read: {cause[:160]}", {}
-    if flaw and not (isinstance(state, dict) and {"format", "task"} <= state.keys()):
-        wrong, state = _of_others(state)
+    if damage and not (isinstance(state, dict) and {"format", "task"} <= state.keys()):
+        wrong, state = _pick_weights(state)
         return wrong or bombs.in_state(state, path.stat().st_size), state
-    if flaw:
-        return f"can't be used: {flaw}", {}
+    if damage:
+        return f"can't be used: {damage}", {}
     weights = [state.get("task"), state.get("averaged", {})] if isinstance(state, dict) else [None]
     if not all(isinstance(part, dict) for part in weights):
         return "is not a dpframe checkpoint", {}
@@ -320,29 +312,29 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     return bombs.in_state(state, path.stat().st_size), state
 
 
-def _of_safetensors(path: Path) -> tuple[str, dict[str, Any]]:
+def _read_safetensors(path: Path) -> tuple[str, dict[str, Any]]:
     if importlib.util.find_spec("safetensors") is None:
         return "needs the package safetensors: pip install 'dpframe[export]'", {}
     try:
-        return _of_others(importlib.import_module("safetensors.torch").load_file(path))
+        return _pick_weights(importlib.import_module("safetensors.torch").load_file(path))
     except Exception as error:  # of its own kind
         return f"can't be read: {str(error)[:160]}", {}
 
 
-def _of_others(saved: Any) -> tuple[str, dict[str, Any]]:
+def _pick_weights(saved: Any) -> tuple[str, dict[str, Any]]:
     """A state dict, or the one among what a program has saved."""
     inside = saved if isinstance(saved, dict) else {}
-    found = {str(name): value for name, value in inside.items() if _are_weights(value)}
+    found = {str(name): value for name, value in inside.items() if _is_state_dict(value)}
     names = [name for name in WEIGHTS if name in found] or list(found)
     if len(found) > 1 and names[0] not in WEIGHTS:
         return f"holds several state dicts, {', '.join(found)}; save one of them alone", {}
-    weights = saved if _are_weights(saved) else found[names[0]] if names else None
+    weights = saved if _is_state_dict(saved) else found[names[0]] if names else None
     if weights is None:
         return "is no dpframe checkpoint, and holds no state dict, i.e. tensors by their names", {}
     return "", {"format": FORMAT, "task": weights, "is_foreign": True}
 
 
-def _are_weights(value: Any) -> bool:
+def _is_state_dict(value: Any) -> bool:
     pairs = value.items() if isinstance(value, dict) else ()
     return bool(pairs) and all(isinstance(n, str) and isinstance(v, Tensor) for n, v in pairs)
 
@@ -361,7 +353,7 @@ def load_task(
     weights = state["averaged" if "averaged" in state and not is_resumed else "task"]
     here, matched = task.state_dict(), ""
     if state.get("is_foreign"):
-        weights = _as_named_here(weights, task, here)
+        weights = _rename_to_match(weights, task, here)
         count = len(weights.keys() & here.keys())
         matched = f"{count} of the task's {len(here)} names are in it; "
     if mismatch := _first_mismatch(here, weights):
@@ -375,11 +367,14 @@ def load_task(
     task.load_state_dict(weights)
 
 
-def _as_named_here(
+def _rename_to_match(
     weights: dict[str, Any], task: torch.nn.Module, here: dict[str, Any]
 ) -> dict[str, Any]:
     """Under the task's names, whatever was around the network there, and is around it here."""
-    ways = [(_bare(here, cut), _bare(weights, other)) for cut, other in product((1, 0), repeat=2)]
+    ways = [
+        (_strip_wrappers(here, cut), _strip_wrappers(weights, other))
+        for cut, other in product((1, 0), repeat=2)
+    ]
     ours, theirs = max(ways, key=lambda way: len(way[0].keys() & way[1].keys()))
     if weights.keys() == here.keys() or len(theirs) < len(weights) or len(ours) < len(here):
         return weights  # nothing to do, or which is which is not known
@@ -390,7 +385,7 @@ def _as_named_here(
     return {name: known[id(weight)] for name, weight in named if id(weight) in known} | renamed
 
 
-def _bare(names: Iterable[str], is_cut: int) -> dict[str, str]:
+def _strip_wrappers(names: Iterable[str], is_cut: int) -> dict[str, str]:
     """The names by what is left without wrappers and, if `is_cut`, the common beginning."""
     parts = [[part for part in name.split(".") if part not in WRAPPERS] for name in names]
     shared = len(os.path.commonprefix([each[:-1] for each in parts])) if is_cut else 0
@@ -421,47 +416,23 @@ def _first_nan(weights: dict[str, Any]) -> str:
     return ""
 
 
-def _plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = None) -> Any:
+def _to_plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = None) -> Any:
     """The same, if `weights_only` can read it back; its tensors are `copied`."""
     kind = type(value)
     if kind in PLAIN and value != b"":  # which is pickled as a call that is refused
         return value
     if isinstance(value, dict):  # of whatever class: only a dict can be read back
-        return {name: _plain(part, f"{where}.{name}", copied) for name, part in value.items()}
+        return {name: _to_plain(part, f"{where}.{name}", copied) for name, part in value.items()}
     if kind in (list, tuple, set):
-        return kind([_plain(part, where, copied) for part in value])
+        return kind([_to_plain(part, where, copied) for part in value])
     if isinstance(value, Tensor):
         return value if copied is None else copied(value)
     if isinstance(value, Part):
         return Part(copied(value.rows), value.size, value.first, value.is_copy) if copied else value
     if isinstance(value, Own):
-        return Own(_plain(value.value, where, copied))
+        return Own(_to_plain(value.value, where, copied))
     what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
     raise UserError(
         f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "
         "dicts of them"
-    )
-
-
-def sync(path: Path) -> None:
-    """A file or a directory, where its file system can."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if error.errno not in CANT_SYNC:
-            raise
-        _tell_unsynced(path if path.is_dir() else path.parent, error.strerror)
-
-
-@cache  # once is enough
-def _tell_unsynced(directory: Path, why: str) -> None:
-    log.warning(
-        "the file system of %s can't sync all it writes (%s): its newest checkpoints survive "
-        "a killed process, but perhaps not a power cut",
-        directory,
-        why,
     )
