@@ -6,7 +6,7 @@ import importlib
 TYPE_CHECKING = False
 
 _HOME = {
-    "Writer": "dpframe.checkpoint.file",
+    "Writer": "dpframe.checkpoint.writer",
     "copy": "dpframe.checkpoint.file",
     "dump": "dpframe.checkpoint.file",
     "join": "dpframe.checkpoint.file",
@@ -16,7 +16,8 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
-    from dpframe.checkpoint.file import Writer, copy, dump, join, load, load_task, save
+    from dpframe.checkpoint.file import copy, dump, join, load, load_task, save
+    from dpframe.checkpoint.writer import Writer
 
 __all__ = ["Writer", "copy", "dump", "join", "load", "load_task", "save"]
 

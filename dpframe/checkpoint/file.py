@@ -1,35 +1,27 @@
 """Checkpoints: plain containers, written whole or not at all, read without running code."""
 
-import importlib.util
 import logging
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpframe import accelerator, files
-from dpframe.checkpoint import bombs, parts, seal
+from dpframe import files
+from dpframe.checkpoint import bombs, foreign, parts, seal
 from dpframe.checkpoint.bombs import PLAIN
 from dpframe.checkpoint.parts import Own, Part, Parts, Stored
-from dpframe.checkpoint.snapshot import Memory, Snapshot
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
-WEIGHTS = ("state_dict", "model_state_dict", "model", "net")  # where other programs keep them
-WRAPPERS = ("module", "_orig_mod")  # in names: of DataParallel and DDP, and of torch.compile
-LARGE = 64 << 20  # bytes of a state
 
 
 SaveParts = Callable[[Parts, Path, int], seal.Parts | None]
@@ -37,135 +29,9 @@ SaveParts = Callable[[Parts, Path, int], seal.Parts | None]
 main process gets what the seal is to say."""
 
 
-class Copy(NamedTuple):
-    """A copy of a state, which can be read after `snapshot.wait()`."""
-
-    state: dict[str, Any]
-    snapshot: Snapshot
-    save_parts: SaveParts | None = None
-    is_main: bool = True
-
-    def write(self, paths: Sequence[Path]) -> None:
-        if not self.is_main and self.save_parts is not None:
-            self.save_parts(self.state, paths[0].parent, 0)
-            return
-        with _removing_replaced_parts(paths):
-            if self.save_parts is None:
-                write(self.state, *paths)
-            else:
-                write(self.state, *paths, save_parts=self.save_parts)
-
-
-class Writer:
-    """Saves on a thread of its own, one state at a time; a failure is raised by the next call.
-
-    A state that comes while another is being written, or less than `seconds_between` later, waits,
-    and a newer one for the same file replaces it. A large one does not wait: training waits for the
-    one before it, so that there are never three of them in memory. Nor does one whose parts all
-    processes write: what they wait for must not depend on a clock. The memory of what is written is
-    kept for the next state.
-    """
-
-    def __init__(self, seconds_between: float = 0.0) -> None:
-        self._seconds_between = seconds_between
-        self._is_urgent = threading.Event()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._is_writing = False
-        self._waiting: dict[Path, Copy] = {}
-        self._dropped: list[Path] = []
-        self._spare: Memory = {}
-        self._failure: BaseException | None = None
-
-    def __reduce__(self) -> tuple:  # in another process there is nothing to write yet
-        return Writer, (self._seconds_between,)
-
-    def save(
-        self,
-        state: dict[str, Any],
-        paths: Sequence[Path],
-        drop: Sequence[Path] = (),
-        *,
-        save_parts: SaveParts | None = None,
-        is_main: bool = True,
-    ) -> None:
-        """From its return on `state` may change; `drop` is removed when the new files are there.
-
-        With `save_parts` every process calls it, and the main one writes the files."""
-        if save_parts is not None:
-            self.wait()
-        with self._lock:
-            spare, self._spare = self._spare, {}
-        snapshot = Snapshot(spare)
-        copied = _to_plain(state if is_main else parts.taken_out(state)[1], "", snapshot.copy)
-        copy = Copy(copied, snapshot, save_parts, is_main)
-        snapshot.start()
-        if snapshot.nbytes > LARGE:
-            self.wait()
-        self._raise()
-        with self._lock:
-            for path in paths:
-                self._waiting.pop(path, None)  # the newest is written last
-                self._waiting[path] = copy
-            self._dropped += drop
-            is_writing, self._is_writing = self._is_writing, True
-        if not is_writing:
-            device = torch.accelerator.current_device_index() if accelerator.in_use() else None
-            self._thread = threading.Thread(
-                target=self._write, args=[device], name="dpframe checkpoint"
-            )
-            self._thread.start()
-
-    def wait(self) -> None:
-        """Until all is written, which is then no longer put off."""
-        if self._thread is not None:
-            self._is_urgent.set()
-            self._thread.join()
-            self._thread = None
-            self._is_urgent.clear()
-        self._raise()
-
-    def finish(self) -> None:
-        """Waits, and lets go of the memory."""
-        self.wait()
-        self._spare = {}
-
-    def _raise(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def _write(self, device: int | None) -> None:
-        try:
-            # A thread begins with GPU 0, and takes memory there when it waits for another one.
-            with torch.accelerator.device_index(device):
-                while taken := self._take():
-                    self._write_taken(*taken)
-                    self._is_urgent.wait(self._seconds_between)
-        except BaseException as error:
-            self._failure, self._waiting, self._is_writing = error, {}, False
-
-    def _write_taken(self, waiting: dict[Path, Copy], dropped: list[Path]) -> None:
-        for copy in {id(copy): copy for copy in waiting.values()}.values():
-            copy.snapshot.wait()
-            copy.write([path for path in waiting if waiting[path] is copy])
-            with self._lock:
-                self._spare = copy.snapshot.memory
-        for path in dropped:
-            with _removing_replaced_parts([path]):
-                path.unlink(missing_ok=True)
-
-    def _take(self) -> tuple[dict[Path, Copy], list[Path]] | None:
-        with self._lock:
-            taken = self._waiting, self._dropped
-            self._waiting, self._dropped = {}, []
-            self._is_writing = bool(taken[0])
-        return taken if taken[0] else None
-
-
 def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """Written beside its target, synced, then renamed over it: a reader sees the old or the new."""
-    write(_to_plain(state, ""), path, *copies)
+    write(to_plain(state, ""), path, *copies)
 
 
 def write(
@@ -248,15 +114,6 @@ def copy(path: Path, target: Path) -> None:
     files.sync(target.parent)
 
 
-@contextmanager
-def _removing_replaced_parts(paths: Sequence[Path]) -> Iterator[None]:
-    """Afterwards removes the parts of replaced checkpoints, unless another one needs them."""
-    before = [(path.parent, found.name) for path in paths if (found := seal.parts_of(path))]
-    yield
-    for folder, name in before:
-        seal.remove_parts(folder, [name])
-
-
 def dump(value: Any, file: Any) -> None:
     """`torch.save`, which raises what went wrong in the file's `write`."""
     try:
@@ -274,7 +131,7 @@ def load(path: str | Path, *, key: str = "checkpoint", whole: bool = True) -> di
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{key}={path}: there is no such file")
-    wrong, state = _read_safetensors(path) if path.suffix == ".safetensors" else _read(path)
+    wrong, state = foreign.read_safetensors(path) if path.suffix == ".safetensors" else _read(path)
     folder = seal.parts_of(path)
     if folder is not None and not wrong:
         wrong = parts.put_in(state, path.parent / folder.name, f"{key}={path}")
@@ -297,7 +154,7 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
             cause = f"it holds {found[1]}, which is code; save a state_dict() instead"
         return f"can't be read: {cause[:160]}", {}
     if damage and not (isinstance(state, dict) and {"format", "task"} <= state.keys()):
-        wrong, state = _pick_weights(state)
+        wrong, state = foreign.pick_weights(state)
         return wrong or bombs.in_state(state, path.stat().st_size), state
     if damage:
         return f"can't be used: {damage}", {}
@@ -310,33 +167,6 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
         return f"has format {state['format']}, this dpframe reads {FORMAT}; {what}", {}
     return bombs.in_state(state, path.stat().st_size), state
-
-
-def _read_safetensors(path: Path) -> tuple[str, dict[str, Any]]:
-    if importlib.util.find_spec("safetensors") is None:
-        return "needs the package safetensors: pip install 'dpframe[export]'", {}
-    try:
-        return _pick_weights(importlib.import_module("safetensors.torch").load_file(path))
-    except Exception as error:  # of its own kind
-        return f"can't be read: {str(error)[:160]}", {}
-
-
-def _pick_weights(saved: Any) -> tuple[str, dict[str, Any]]:
-    """A state dict, or the one among what a program has saved."""
-    inside = saved if isinstance(saved, dict) else {}
-    found = {str(name): value for name, value in inside.items() if _is_state_dict(value)}
-    names = [name for name in WEIGHTS if name in found] or list(found)
-    if len(found) > 1 and names[0] not in WEIGHTS:
-        return f"holds several state dicts, {', '.join(found)}; save one of them alone", {}
-    weights = saved if _is_state_dict(saved) else found[names[0]] if names else None
-    if weights is None:
-        return "is no dpframe checkpoint, and holds no state dict, i.e. tensors by their names", {}
-    return "", {"format": FORMAT, "task": weights, "is_foreign": True}
-
-
-def _is_state_dict(value: Any) -> bool:
-    pairs = value.items() if isinstance(value, dict) else ()
-    return bool(pairs) and all(isinstance(n, str) and isinstance(v, Tensor) for n, v in pairs)
 
 
 def load_task(
@@ -353,7 +183,7 @@ def load_task(
     weights = state["averaged" if "averaged" in state and not is_resumed else "task"]
     here, matched = task.state_dict(), ""
     if state.get("is_foreign"):
-        weights = _rename_to_match(weights, task, here)
+        weights = foreign.rename_to_match(weights, task, here)
         count = len(weights.keys() & here.keys())
         matched = f"{count} of the task's {len(here)} names are in it; "
     if mismatch := _first_mismatch(here, weights):
@@ -365,31 +195,6 @@ def load_task(
         are = {name: isinstance(value, Tensor) for name, value in weights.items()}
         weights = {n: part(value, here[n]) if are[n] else value for n, value in weights.items()}
     task.load_state_dict(weights)
-
-
-def _rename_to_match(
-    weights: dict[str, Any], task: torch.nn.Module, here: dict[str, Any]
-) -> dict[str, Any]:
-    """Under the task's names, whatever was around the network there, and is around it here."""
-    ways = [
-        (_strip_wrappers(here, cut), _strip_wrappers(weights, other))
-        for cut, other in product((1, 0), repeat=2)
-    ]
-    ours, theirs = max(ways, key=lambda way: len(way[0].keys() & way[1].keys()))
-    if weights.keys() == here.keys() or len(theirs) < len(weights) or len(ours) < len(here):
-        return weights  # nothing to do, or which is which is not known
-    renamed = {ours.get(bare, name): weights[name] for bare, name in theirs.items()}
-    # Of a weight that has several names, safetensors keeps one.
-    named = list(task.named_parameters(remove_duplicate=False))
-    known = {id(weight): renamed[name] for name, weight in named if name in renamed}
-    return {name: known[id(weight)] for name, weight in named if id(weight) in known} | renamed
-
-
-def _strip_wrappers(names: Iterable[str], is_cut: int) -> dict[str, str]:
-    """The names by what is left without wrappers and, if `is_cut`, the common beginning."""
-    parts = [[part for part in name.split(".") if part not in WRAPPERS] for name in names]
-    shared = len(os.path.commonprefix([each[:-1] for each in parts])) if is_cut else 0
-    return {".".join(each[shared:]): name for each, name in zip(parts, names, strict=True)}
 
 
 def _first_mismatch(wanted: dict[str, Any], saved: dict[str, Any]) -> str:
@@ -416,21 +221,21 @@ def _first_nan(weights: dict[str, Any]) -> str:
     return ""
 
 
-def _to_plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = None) -> Any:
+def to_plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = None) -> Any:
     """The same, if `weights_only` can read it back; its tensors are `copied`."""
     kind = type(value)
     if kind in PLAIN and value != b"":  # which is pickled as a call that is refused
         return value
     if isinstance(value, dict):  # of whatever class: only a dict can be read back
-        return {name: _to_plain(part, f"{where}.{name}", copied) for name, part in value.items()}
+        return {name: to_plain(part, f"{where}.{name}", copied) for name, part in value.items()}
     if kind in (list, tuple, set):
-        return kind([_to_plain(part, where, copied) for part in value])
+        return kind([to_plain(part, where, copied) for part in value])
     if isinstance(value, Tensor):
         return value if copied is None else copied(value)
     if isinstance(value, Part):
         return Part(copied(value.rows), value.size, value.first, value.is_copy) if copied else value
     if isinstance(value, Own):
-        return Own(_to_plain(value.value, where, copied))
+        return Own(to_plain(value.value, where, copied))
     what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
     raise UserError(
         f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "

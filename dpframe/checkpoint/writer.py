@@ -1,0 +1,151 @@
+"""Saves on a thread of its own, while training goes on."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from dpframe import accelerator
+from dpframe.checkpoint import file, parts, seal
+from dpframe.checkpoint.file import SaveParts
+from dpframe.checkpoint.snapshot import Memory, Snapshot
+
+LARGE = 64 << 20  # bytes of a state
+
+
+class Copy(NamedTuple):
+    """A copy of a state, which can be read after `snapshot.wait()`."""
+
+    state: dict[str, Any]
+    snapshot: Snapshot
+    save_parts: SaveParts | None = None
+    is_main: bool = True
+
+    def write(self, paths: Sequence[Path]) -> None:
+        if not self.is_main and self.save_parts is not None:
+            self.save_parts(self.state, paths[0].parent, 0)
+            return
+        with _removing_replaced_parts(paths):
+            if self.save_parts is None:
+                file.write(self.state, *paths)
+            else:
+                file.write(self.state, *paths, save_parts=self.save_parts)
+
+
+class Writer:
+    """Saves on a thread of its own, one state at a time; a failure is raised by the next call.
+
+    A state that comes while another is being written, or less than `seconds_between` later, waits,
+    and a newer one for the same file replaces it. A large one does not wait: training waits for the
+    one before it, so that there are never three of them in memory. Nor does one whose parts all
+    processes write: what they wait for must not depend on a clock. The memory of what is written is
+    kept for the next state.
+    """
+
+    def __init__(self, seconds_between: float = 0.0) -> None:
+        self._seconds_between = seconds_between
+        self._is_urgent = threading.Event()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._is_writing = False
+        self._waiting: dict[Path, Copy] = {}
+        self._dropped: list[Path] = []
+        self._spare: Memory = {}
+        self._failure: BaseException | None = None
+
+    def __reduce__(self) -> tuple:  # in another process there is nothing to write yet
+        return Writer, (self._seconds_between,)
+
+    def save(
+        self,
+        state: dict[str, Any],
+        paths: Sequence[Path],
+        drop: Sequence[Path] = (),
+        *,
+        save_parts: SaveParts | None = None,
+        is_main: bool = True,
+    ) -> None:
+        """From its return on `state` may change; `drop` is removed when the new files are there.
+
+        With `save_parts` every process calls it, and the main one writes the files."""
+        if save_parts is not None:
+            self.wait()
+        with self._lock:
+            spare, self._spare = self._spare, {}
+        snapshot = Snapshot(spare)
+        copied = file.to_plain(state if is_main else parts.taken_out(state)[1], "", snapshot.copy)
+        copy = Copy(copied, snapshot, save_parts, is_main)
+        snapshot.start()
+        if snapshot.nbytes > LARGE:
+            self.wait()
+        self._raise()
+        with self._lock:
+            for path in paths:
+                self._waiting.pop(path, None)  # the newest is written last
+                self._waiting[path] = copy
+            self._dropped += drop
+            is_writing, self._is_writing = self._is_writing, True
+        if not is_writing:
+            device = torch.accelerator.current_device_index() if accelerator.in_use() else None
+            self._thread = threading.Thread(
+                target=self._write, args=[device], name="dpframe checkpoint"
+            )
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Until all is written, which is then no longer put off."""
+        if self._thread is not None:
+            self._is_urgent.set()
+            self._thread.join()
+            self._thread = None
+            self._is_urgent.clear()
+        self._raise()
+
+    def finish(self) -> None:
+        """Waits, and lets go of the memory."""
+        self.wait()
+        self._spare = {}
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _write(self, device: int | None) -> None:
+        try:
+            # A thread begins with GPU 0, and takes memory there when it waits for another one.
+            with torch.accelerator.device_index(device):
+                while taken := self._take():
+                    self._write_taken(*taken)
+                    self._is_urgent.wait(self._seconds_between)
+        except BaseException as error:
+            self._failure, self._waiting, self._is_writing = error, {}, False
+
+    def _write_taken(self, waiting: dict[Path, Copy], dropped: list[Path]) -> None:
+        for copy in {id(copy): copy for copy in waiting.values()}.values():
+            copy.snapshot.wait()
+            copy.write([path for path in waiting if waiting[path] is copy])
+            with self._lock:
+                self._spare = copy.snapshot.memory
+        for path in dropped:
+            with _removing_replaced_parts([path]):
+                path.unlink(missing_ok=True)
+
+    def _take(self) -> tuple[dict[Path, Copy], list[Path]] | None:
+        with self._lock:
+            taken = self._waiting, self._dropped
+            self._waiting, self._dropped = {}, []
+            self._is_writing = bool(taken[0])
+        return taken if taken[0] else None
+
+
+@contextmanager
+def _removing_replaced_parts(paths: Sequence[Path]) -> Iterator[None]:
+    """Afterwards removes the parts of replaced checkpoints, unless another one needs them."""
+    before = [(path.parent, found.name) for path in paths if (found := seal.parts_of(path))]
+    yield
+    for folder, name in before:
+        seal.remove_parts(folder, [name])
