@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,14 +15,14 @@ import torch
 from torch import Tensor
 
 from dpframe import files
-from dpframe.checkpoint import bombs, foreign, parts, seal
-from dpframe.checkpoint.bombs import PLAIN
+from dpframe.checkpoint import foreign, parts, seal
 from dpframe.checkpoint.parts import Own, Part, Parts, Stored
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
+PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
 
 
 SaveParts = Callable[[Parts, Path, int], seal.Parts | None]
@@ -143,20 +144,21 @@ def load(path: str | Path, *, key: str = "checkpoint", whole: bool = True) -> di
 def _read(path: Path) -> tuple[str, dict[str, Any]]:
     """What is wrong with it, or '' and the state. Its parts are checked when they are read."""
     damage = seal.damage(path, reads_parts=False)
-    bomb = bombs.in_file(path) if damage in ("", seal.UNSEALED) else ""
-    if bomb or (damage and damage != seal.UNSEALED):
-        return f"can't be used: {damage or bomb}", {}
+    is_unknown = damage == seal.UNSEALED  # perhaps another program's
+    wrong = _wrong_entries(path) if is_unknown or not damage else ""
+    if wrong or (damage and not is_unknown):
+        return f"can't be used: {damage or wrong}", {}
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         cause = first_line(error).partition(". ")[0]
-        if damage and (found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error))):
+        if is_unknown and (found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error))):
             cause = f"it holds {found[1]}, which is code; save a state_dict() instead"
         return f"can't be read: {cause[:160]}", {}
-    if damage and not (isinstance(state, dict) and {"format", "task"} <= state.keys()):
+    if is_unknown and not (isinstance(state, dict) and {"format", "task"} <= state.keys()):
         wrong, state = foreign.pick_weights(state)
-        return wrong or bombs.in_state(state, path.stat().st_size), state
-    if damage:
+        return wrong or wrong_tensors(state, path.stat().st_size), state
+    if is_unknown:
         return f"can't be used: {damage}", {}
     weights = [state.get("task"), state.get("averaged", {})] if isinstance(state, dict) else [None]
     if not all(isinstance(part, dict) for part in weights):
@@ -166,7 +168,35 @@ def _read(path: Path) -> tuple[str, dict[str, Any]]:
     if state["format"] != FORMAT:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
         return f"has format {state['format']}, this dpframe reads {FORMAT}; {what}", {}
-    return bombs.in_state(state, path.stat().st_size), state
+    return wrong_tensors(state, path.stat().st_size), state
+
+
+def _wrong_entries(path: Path) -> str:
+    """Whether torch would unpack more bytes than the file has."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, EOFError):
+        return "it is no zip file as torch writes them"
+    return "its entries are larger than the file" if unpacked > path.stat().st_size else ""
+
+
+def wrong_tensors(state: Any, size: int) -> str:
+    """Whether the tensors read from `size` bytes stand for more numbers than these can hold."""
+    storages: dict[int, int] = {}
+    seen, waiting = set(), [state]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            if value.is_meta or value.nbytes > storage.nbytes():
+                return f"holds a tensor of size {tuple(value.shape)} without its numbers"
+            storages[storage.data_ptr()] = storage.nbytes()
+    is_more = sum(storages.values()) > size
+    return f"has more numbers than its {size} bytes can hold" if is_more else ""
 
 
 def load_task(
