@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.fsdp_step import parts as built
 from dpframe import Trainer
-from dpframe.checkpoint import Writer, parts
+from dpframe.checkpoint import Writer, sharded
 from dpframe.strategies.fsdp import FSDP
 
 RECIPE = ["recipe=gpt", "data.batch_size=2", "data.block=16"]
@@ -36,12 +36,11 @@ def measure(
         strategy.collectives.sum_numbers([0.0])  # together
         began = clock()
         state = trainer.state_dict(whole=False)
-        writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
+        writer.save(state, [path], save_shards=strategy.save_parts, is_main=strategy.is_main)
         stalled = clock() - began
         writer.wait()
         written = clock() - began
-        taken = parts.taken_out(state)[1].values()
-        own = [part.rows for part in taken if isinstance(part, parts.Part)]
+        own = [shard.rows for shard in sharded.split(state, Tensor.detach)[1].values()]
         copies = copies or [rows.clone() for rows in own]
         strategy.collectives.sum_numbers([0.0])
         began = clock()

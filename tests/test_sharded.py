@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,13 +24,16 @@ from forked import fresh, limited, on
 from recorded import once, weights, weights_apart
 from small import Adam, Hooks, Rows, Small, fitted, is_same
 from torch import Tensor, nn
+from torch.distributed.checkpoint import BytesStorageMetadata, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as Placed
 
 from dpframe import Strategy, Trainer, UserError, checkpoint
 from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.checkpoint import file as one_file
-from dpframe.checkpoint import parts, seal, sharded
+from dpframe.checkpoint import seal, sharded
 from dpframe.errors import Failure
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
@@ -178,14 +182,13 @@ TENSORS, ROOM = 24, 32  # of 4 MiB each; MiB for one of them, its file and what 
 
 
 def large(strategy: FSDP, path: Path) -> None:
-    strategy.parts({})  # makes the group that saves
     weights = {
-        str(n): parts.Part(torch.full((1024, 1024), float(n)), (1024, 1024), 0)
+        str(n): DTensor.from_local(torch.full((1024, 1024), float(n)), strategy.mesh)
         for n in range(TENSORS)
     }
-    one_file.write(
-        {"task": weights, "progress": {"global_step": 3}}, path, save_parts=strategy.save_parts
-    )
+    state = strategy.parts({"task": weights, "progress": {"global_step": 3}})
+    rest, shards = sharded.split(state, Tensor.clone)
+    one_file.write(rest, path, save_shards=partial(strategy.save_parts, shards))
 
 
 def joined(path: Path, target: Path) -> str:
@@ -273,80 +276,170 @@ def reseal(path: Path, state: dict[str, Any], folder: Path) -> None:
         seal.add(file, step=5, parts=seal.Parts(folder.name, digest))
 
 
-def test_torchs_own_list_of_a_strangers_parts_is_not_read(saved, capsys):
-    wanted = checkpoint.load(saved)
-    (folder_of(saved) / ".metadata").write_bytes(pickle.dumps(Fires()))
-    assert is_same(checkpoint.load(saved), wanted)
-    assert capsys.readouterr().out == ""
+def outside(index: Metadata, folder: Path) -> None:
+    for at in index.storage_data.values():
+        at.relative_path = "../last.ckpt"
 
 
-def fires(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
+def huge(index: Metadata, folder: Path) -> None:
+    index.state_dict_metadata[NAME].size = torch.Size([2**61])
+
+
+def another_type(index: Metadata, folder: Path) -> None:
+    index.state_dict_metadata[NAME].properties.dtype = torch.float32
+
+
+def one_less(index: Metadata, folder: Path) -> None:
+    del index.state_dict_metadata[NAME]
+
+
+def no_tensor(index: Metadata, folder: Path) -> None:
+    index.state_dict_metadata[NAME] = BytesStorageMetadata()
+
+
+def another_place(index: Metadata, folder: Path) -> None:
+    for at in index.storage_data.values():
+        at.offset += 1
+
+
+def no_tensors(index: Metadata, folder: Path) -> None:
+    index.state_dict_metadata = 1
+
+
+def code_in_a_tensor(index: Metadata, folder: Path) -> None:
     content = io.BytesIO()
     torch.save(Fires(), content)
-    (folder / "x").write_bytes(content.getvalue())
-    (folder / "room").write_bytes(bytes(4096))
-    last = list(tensors.values())[-1]["parts"]
-    rows = sum(part[0] for part in last)
-    digest = seal.digest(content.getvalue())
-    last[:] = [[rows, "x", 0, len(content.getvalue()), digest]]
+    for path in folder.glob("*.distcp"):
+        path.write_bytes(content.getvalue())
+    for at in index.storage_data.values():
+        at.offset, at.length = 0, len(content.getvalue())
 
 
-def outside(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    tensors["task.net.0.weight"]["parts"][0][1] = "../last.ckpt"
+def code_in_the_index(index: Metadata, folder: Path) -> None:
+    index.planner_data = Fires()
 
 
-def huge(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    tensors["task.net.0.weight"]["size"][1] = 10**9
+def code_of_torchs(index: Metadata, folder: Path) -> None:
+    class Loads:
+        def __reduce__(self):
+            return torch.load, (str(folder / "x"),)
+
+    index.planner_data = Loads()
 
 
-def other_size(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    tensors["task.net.0.weight"]["size"][1] = 2
-
-
-def no_type(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    tensors["task.net.0.weight"]["dtype"] = "nn"
-
-
-def elsewhere(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    state["parts"]["task.net.0.weight"] = ["progress", "epoch"]
-
-
-def one_less(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    del tensors["task.net.0.weight"]
-
-
-def all_at_once(tensors: dict[str, Any], state: dict[str, Any], folder: Path) -> None:
-    """Many tensors with the same bytes, which would fill the memory."""
-    for number in range(400):
-        tensors[f"task.{number}"] = tensors["task.net.1.0.weight"]
-        state["task"][str(number)] = None
-        state["parts"][f"task.{number}"] = ["task", str(number)]
+NAME = "task.net.0.weight"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (fires, "/x: Weights only load failed"),
-        (outside, " has other parts than dpframe writes"),
-        (huge, " has other parts than dpframe writes"),
-        (other_size, "/__0_0.distcp has another tensor than parts.json says"),
-        (no_type, " has other parts than dpframe writes"),
-        (elsewhere, " has other parts than dpframe writes"),
-        (one_less, " has other parts than dpframe writes"),
-        (all_at_once, " has other parts than dpframe writes"),
+        (outside, " names ../last.ckpt, which is no file of its list"),
+        (huge, f" has no such {NAME} as the checkpoint says"),
+        (another_type, f" has no such {NAME} as the checkpoint says"),
+        (one_less, f" has no such {NAME} as the checkpoint says"),
+        (no_tensor, f" has no such {NAME} as the checkpoint says"),
+        (another_place, f": {NAME} can't be read: "),
+        (no_tensors, "/.metadata can't be read: 'int' object is not iterable"),
+        (code_in_a_tensor, f": {NAME} can't be read: Weights only load failed"),
+        (code_in_the_index, "/.metadata can't be read: it holds builtins.print, which is no part"),
+        (
+            code_of_torchs,
+            "/.metadata can't be read: it holds torch.serialization.load, which",
+        ),
     ],
 )
 def test_parts_of_a_stranger_are_refused_in_one_line(saved, change, said, capsys):
-    folder, state = folder_of(saved), torch.load(saved)
-    listed = json.loads((folder / seal.MANIFEST).read_text())
-    change(listed["tensors"], state, folder)
-    (folder / seal.MANIFEST).write_text(json.dumps(listed))
-    reseal(saved, state, folder)
+    folder = folder_of(saved)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    change(index, folder)
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    relist(saved)
     with pytest.raises(UserError) as refused:
         checkpoint.load(saved)
     assert f"{folder.name}{said}" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert capsys.readouterr().out == ""
+
+
+def test_what_is_no_tensor_is_never_unpickled(saved, capsys):
+    """Torch's reader takes what an index calls bytes for any Python object, and runs its code."""
+    folder = sharded.Folder(folder_of(saved), "checkpoint=FILE")
+    content = io.BytesIO()
+    torch.save(Fires(), content)
+    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="x"))
+    with pytest.raises(pickle.UnpicklingError, match="x is no tensor"):
+        sharded.Planner().load_bytes(item, content)
+    folder.read_metadata().state_dict_metadata[NAME] = BytesStorageMetadata()
+    with pytest.raises(UserError, match="can't be read"):
+        folder.load(NAME, torch.zeros(5, 3, dtype=torch.float64))
+    assert capsys.readouterr().out == ""
+
+
+def test_tensors_larger_than_their_files_are_refused(saved):
+    """Many with the same bytes, or one of 2**61 numbers, in the file and in the index alike."""
+    folder, state = folder_of(saved), torch.load(saved)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    weight = index.state_dict_metadata[NAME]
+    for number in range(2000):
+        state["task"][str(number)] = state["task"]["net.0.weight"]
+        index.state_dict_metadata[f"task.{number}"] = weight
+    refuse_tensors(saved, state, index, "no such task.")
+    state, size = torch.load(saved), torch.Size([2**58, 3])
+    state["task"]["net.0.weight"] = torch.empty(size, dtype=torch.float64, device="meta")
+    weight.size = size
+    refuse_tensors(saved, state, index, f"no such {NAME}")
+
+
+def refuse_tensors(path: Path, state: dict[str, Any], index: Metadata, said: str) -> None:
+    (folder_of(path) / ".metadata").write_bytes(pickle.dumps(index))
+    relist(path, state)
+    with pytest.raises(UserError, match=said):
+        checkpoint.load(path)
+
+
+def relist(path: Path, state: Any = None) -> None:
+    """As a stranger may, whose hashes fit what he has made."""
+    folder = folder_of(path)
+    names = [each.name for each in folder.iterdir() if each.name != seal.MANIFEST]
+    hashes = {name: seal.digest_of(folder / name) for name in names}
+    (folder / seal.MANIFEST).write_text(json.dumps({"files": hashes}))
+    reseal(path, torch.load(path) if state is None else state, folder)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", seal.MANIFEST])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_among_the_parts_is_not_waited_for(saved, name, kind):
+    part = folder_of(saved) / name
+    part.unlink()
+    if kind == "pipe":
+        os.mkfifo(part)
+    else:
+        part.symlink_to("/dev/zero")
+    said = f"{part.parent.name}/{name}: it is no file"
+    assert seal.damage(saved) == said
+    with pytest.raises(UserError, match=f"checkpoint={saved} can't be used: {said}"):
+        checkpoint.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("listed", "said"),
+    [
+        (
+            {"tensors": {}},
+            "is of an earlier dpframe, and this one does not read it: write it",
+        ),
+        ({"files": {"../last.ckpt": "0"}}, "is no list of files that dpframe writes"),
+        ({"files": [1]}, "is no list of files that dpframe writes"),
+        ([1], "is no list of files that dpframe writes"),
+    ],
+)
+def test_a_list_of_parts_that_is_no_list_of_this_dpframes_is_one_line(saved, listed, said):
+    folder = folder_of(saved)
+    (folder / seal.MANIFEST).write_text(json.dumps(listed))
+    reseal(saved, torch.load(saved), folder)
+    assert seal.damage(saved).startswith(f"{folder.name}/parts.json {said}")
+    with pytest.raises(UserError, match=said):
+        checkpoint.load(saved)
 
 
 def failures(strategy: Strategy, folder: Path) -> list[str]:
@@ -357,7 +450,7 @@ def failures(strategy: Strategy, folder: Path) -> list[str]:
     def attempt() -> None:
         writer = checkpoint.Writer()
         state = made.state_dict(whole=False)
-        options = {"save_parts": strategy.save_parts, "is_main": strategy.is_main}
+        options = {"save_shards": strategy.save_parts, "is_main": strategy.is_main}
         writer.save(state, [path], **options)
         try:
             writer.wait()
@@ -373,7 +466,7 @@ def failures(strategy: Strategy, folder: Path) -> list[str]:
     attempt()
     with pytest.MonkeyPatch.context() as patched:
         if strategy.rank == 1:
-            patched.setattr(sharded.Writer, "write_data", full)
+            patched.setattr(FileSystemWriter, "write_data", full)
         attempt()
     with pytest.MonkeyPatch.context() as patched:
         if strategy.is_main:
@@ -417,28 +510,30 @@ def test_nodes_that_see_other_folders_are_refused(tmp_path):
     )
 
 
-def test_the_parts_of_a_state_are_taken_out_by_their_places():
-    part = parts.Part(torch.zeros(2), (4,), 2)
-    state = {"a.b": {"c": part}, "a": {"b.c": part, 0: 1}}
-    rest, named = parts.taken_out(state)
-    assert rest == {
-        "a.b": {"c": None},
-        "a": {"b.c": None, 0: 1},
-        "parts": {"a.b.c": ["a.b", "c"], "a.b.c+": ["a", "b.c"]},
-    }
-    assert named == {"a.b.c": part, "a.b.c+": part}
+def taken_out(strategy: FSDP) -> Any:
+    whole = torch.arange(8.0).view(4, 2)
+    weight = distribute_tensor(whole, strategy.mesh, [Placed(0)])
+    copies: list[Tensor] = []
+
+    def copy(tensor: Tensor) -> Tensor:
+        copies.append(tensor.clone())
+        return copies[-1]
+
+    state = {"a.b": {"c": weight}, "a": {"b.c": [weight], 0: torch.ones(1), "d": 1}}
+    rest, shards = sharded.split(state, copy)
+    places = [rest["a.b"]["c"], rest["a"]["b.c"][0]]
+    return (
+        [(place.is_meta, place.shape, place.dtype) for place in places],
+        rest["a"][0] is copies[-1] and rest["a"]["d"],
+        {name: shard.rows.tolist() for name, shard in shards.items()},
+    )
 
 
-def test_what_each_process_has_of_its_own_stays_in_its_place_until_it_is_gathered():
-    own = parts.Own("here")
-    state = {"random": own, "progress": {"means": own, "step": 1}}
-    rest, named = parts.taken_out(state)
-    assert named == {"random": own, "progress.means": own} and rest == {**state, "parts": {}}
-    own.of_all = ["here", "there"]
-    assert parts.gathered(state) == {
-        "random": own.of_all,
-        "progress": {"means": own.of_all, "step": 1},
-    }
+def test_the_shards_of_a_state_are_taken_out_by_their_names():
+    is_there, rest, shards = on(FSDP(2, "cpu"), taken_out)
+    assert is_there == [(True, (4, 2), torch.float32)] * 2
+    assert rest == 1
+    assert shards == {"a.b.c": [[0, 1], [2, 3]], "a.b.c+": [[0, 1], [2, 3]]}
 
 
 def of_each_rank(strategy: Strategy, folder: Path) -> Any:
@@ -449,7 +544,7 @@ def of_each_rank(strategy: Strategy, folder: Path) -> Any:
     torch.manual_seed(strategy.rank)
     wanted = strategy.collectives.gather((torch.get_rng_state(), made.means.state_dict()))
     state = made.state_dict(whole=False)
-    writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
+    writer.save(state, [path], save_shards=strategy.save_parts, is_main=strategy.is_main)
     torch.rand(5)  # training goes on
     writer.wait()
     strategy.collectives.broadcast(None)
@@ -467,8 +562,8 @@ def test_a_save_within_an_epoch_holds_what_each_rank_had(tmp_path):
     assert on(FSDP(3, "cpu"), of_each_rank, tmp_path) == [(True, True, 0)] * 3
 
 
-def work_to_name(count: int) -> int:
-    """How many instructions of Python it takes to take out so many parts."""
+def work_to_name(strategy: FSDP) -> list[int]:
+    """How many instructions of Python it takes to take out 200 and 400 shards."""
     done = 0
 
     def note(frame: Any, event: str, argument: Any) -> Any:
@@ -477,26 +572,31 @@ def work_to_name(count: int) -> int:
         done += event == "opcode"
         return note
 
-    part = parts.Part(torch.zeros(2), (4,), 2)
-    state = {"task": {f"blocks.{number}.weight": part for number in range(count)}}
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        parts.taken_out(state)
-    finally:
-        sys.settrace(before)
-    return done
+    def work(count: int) -> int:
+        nonlocal done
+        weight = DTensor.from_local(torch.zeros(2), strategy.mesh)
+        state = {"task": {f"blocks.{number}.weight": weight for number in range(count)}}
+        before, done = sys.gettrace(), 0
+        sys.settrace(note)
+        try:
+            sharded.split(state, Tensor.detach)
+        finally:
+            sys.settrace(before)
+        return done
+
+    return [work(200), work(400)]
 
 
-def test_thousands_of_parts_are_named_without_comparing_each_with_all():
-    assert 0 < work_to_name(400) < 3 * work_to_name(200)
+def test_thousands_of_shards_are_named_without_comparing_each_with_all():
+    few, many = on(FSDP(1, "cpu"), work_to_name)
+    assert 0 < many < 3 * few
 
 
 # Kills within a save
 
 
 MOMENTS: dict[str, tuple[int, Any, str]] = {  # the rank, and what it is about to call
-    "a part": (1, sharded.Writer, "write_data"),
+    "a part": (1, FileSystemWriter, "write_data"),
     "last.ckpt": (0, one_file, "_write_all"),
     "best.ckpt": (0, one_file, "copy"),
     "what is not needed": (0, seal, "remove_parts"),
@@ -575,7 +675,7 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
     for _ in range(3):
         state, wanted = made.state_dict(whole=False), weights(made.task)
         torch.cuda.set_sync_debug_mode("error")
-        writer.save(state, [path], save_parts=strategy.save_parts, is_main=strategy.is_main)
+        writer.save(state, [path], save_shards=strategy.save_parts, is_main=strategy.is_main)
         for weight in made.task.parameters():
             strategy.local(weight.detach()).add_(1)
         torch.cuda.set_sync_debug_mode("default")

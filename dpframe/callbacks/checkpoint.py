@@ -210,7 +210,7 @@ class Checkpoint(Callback):
             dropped = [folder / name for name in self.dropped if strategy.is_main]
             save = self.writer.save
             if strategy.saves_parts:
-                save = partial(save, save_parts=strategy.save_parts, is_main=strategy.is_main)
+                save = partial(save, save_shards=strategy.save_parts, is_main=strategy.is_main)
             save(state, [folder / name for name in names], dropped)
         if strategy.is_main:
             if self.file is None:

@@ -15,56 +15,51 @@ import torch
 from torch import Tensor
 
 from dpframe import files
-from dpframe.checkpoint import foreign, parts, seal
-from dpframe.checkpoint.parts import Own, Part, Parts, Stored
+from dpframe.checkpoint import foreign, seal
+from dpframe.checkpoint.plain import NotANumber, Unusable, map_tensors, refuse_more_numbers
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
 
 log = logging.getLogger("dpframe")
 FORMAT = 2
-PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
 
 
-SaveParts = Callable[[Parts, Path, int], seal.Parts | None]
-"""Writes parts into a new folder in this one, together with all other processes; of this step. The
+SaveShards = Callable[[Path, int], seal.Parts | None]
+"""Writes shards into a new folder in this one, together with all other processes; of this step. The
 main process gets what the seal is to say."""
 
 
 def save(state: dict[str, Any], path: Path, *copies: Path) -> None:
     """Written beside its target, synced, then renamed over it: a reader sees the old or the new."""
-    write(to_plain(state, ""), path, *copies)
+    write(map_tensors(state, lambda tensor, _: tensor), path, *copies)
 
 
 def write(
-    state: dict[str, Any], path: Path, *copies: Path, save_parts: SaveParts | None = None
+    state: dict[str, Any], path: Path, *copies: Path, save_shards: SaveShards | None = None
 ) -> None:
-    """`save`, of what is known to be plain. `save_parts` writes what is in parts."""
+    """`save`, of what is known to be plain."""
     kept = "; the one before it is kept" if path.exists() else ""
-    named: Parts = {}
-    if save_parts is not None:
-        state, named = parts.taken_out(state)
-    if name := _first_nan(state.get("task", {})):
-        raise Failure(f"{name} is no longer a number, so {path} is not written{kept}")
     step = state.get("progress", {}).get("global_step")
-    folder = None
+    parts = None
     try:
-        if save_parts is not None:
-            folder = save_parts(named, path.parent, step)
-            state = parts.gathered(state)
+        if save_shards is not None:  # first of all: the other processes take part in it
+            parts = save_shards(path.parent, step)
+        if name := _first_nan(state.get("task", {})):
+            raise NotANumber(name)
         for attempts_left in reversed(range(5)):
             try:
-                return _write_all(state, path, copies, step, folder)
+                return _write_all(state, path, copies, step, parts)
             except FileNotFoundError:  # the folder was moved or deleted meanwhile
-                if not attempts_left or folder is not None:
+                if not attempts_left or parts is not None:
                     raise
-    except parts.NotANumber as error:
-        raise Failure(f"{error} is no longer a number, so {path} is not written{kept}") from None
-    except OSError as error:
-        if folder is not None:
-            seal.remove_parts(path.parent, [folder.name])
-        raise Failure(
-            f"the checkpoint {path} can't be written: {error.strerror or error}{kept}"
-        ) from error
+    except (NotANumber, OSError) as error:
+        if parts is not None:
+            seal.remove_parts(path.parent, [parts.name])
+        if isinstance(error, NotANumber):
+            why = f"{error} is no longer a number, so {path} is not written"
+            raise Failure(why + kept) from None
+        why = f"the checkpoint {path} can't be written: {error.strerror or error}"
+        raise Failure(why + kept) from error
 
 
 def _write_all(
@@ -72,7 +67,7 @@ def _write_all(
     path: Path,
     copies: Sequence[Path],
     step: int | None,
-    folder: seal.Parts | None,
+    parts: seal.Parts | None,
 ) -> None:
     run = path.parent.parent
     if not run.is_dir():
@@ -81,7 +76,7 @@ def _write_all(
     with files.atomic_write(path) as part:
         with part.open("w+b") as file:
             dump({"format": FORMAT, **state}, file)
-            seal.add(file, step=step, parts=folder)
+            seal.add(file, step=step, parts=parts)
         files.sync(part)
     files.sync(path.parent)
     for other in copies:
@@ -103,8 +98,10 @@ def join(path: Path, target: Path) -> int:
         raise UserError(f"{target} is there already; name another directory by hydra.run.dir=DIR")
     target.parent.mkdir(exist_ok=True)
     name = f".{target.name}.{os.getpid()}"  # as `files.remove_leftovers` finds it
+    from dpframe.checkpoint import sharded  # imports much of torch: only when used
+
     with TemporaryDirectory(prefix=name, suffix=".part", dir=target.parent) as folder:
-        save(parts.whole(state, partial(parts.in_file, folder=folder)), target)
+        save(sharded.read_all(state, partial(sharded.read_into_file, folder=folder)), target)
     return seal.step_of(target)
 
 
@@ -125,50 +122,57 @@ def dump(value: Any, file: Any) -> None:
 
 def load(path: str | Path, *, key: str = "checkpoint", whole: bool = True) -> dict[str, Any]:
     """Always `weights_only`: a checkpoint from a stranger can't run code here. `key` is the
-    config's, for the errors. Unless `whole`, tensors in parts are `Stored`, and not read yet.
+    config's, for the errors. Unless `whole`, sharded tensors are `Stored`, and not read yet.
 
     It may be another program's: safetensors, or what `torch.save` has made of a state dict, alone
     or among other things. `load_task` finds out which weight is which."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{key}={path}: there is no such file")
-    wrong, state = foreign.read_safetensors(path) if path.suffix == ".safetensors" else _read(path)
-    folder = seal.parts_of(path)
-    if folder is not None and not wrong:
-        wrong = parts.put_in(state, path.parent / folder.name, f"{key}={path}")
-    if wrong:
-        raise UserError(f"{key}={path} {wrong}{seal.instead_of(path)}")
-    return (parts.whole(state) if whole else state) | {"file": str(path)}
+    parts = seal.parts_of(path)
+    try:
+        is_safetensors = path.suffix == ".safetensors"
+        state = foreign.read_safetensors(path) if is_safetensors else _read(path)
+        refuse_more_numbers(state, path.stat().st_size, is_sharded=parts is not None)
+    except Unusable as error:
+        raise UserError(f"{key}={path} {error}{seal.instead_of(path)}") from None
+    if parts is not None:
+        from dpframe.checkpoint import sharded  # imports much of torch: only when used
+
+        state = sharded.fill(state, path.parent / parts.name, f"{key}={path}")
+        state = sharded.read_all(state) if whole else state
+    return state | {"file": str(path)}
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    """What is wrong with it, or '' and the state. Its parts are checked when they are read."""
-    damage = seal.damage(path, reads_parts=False)
-    is_unknown = damage == seal.UNSEALED  # perhaps another program's
-    wrong = _wrong_entries(path) if is_unknown or not damage else ""
-    if wrong or (damage and not is_unknown):
-        return f"can't be used: {damage or wrong}", {}
+def _read(path: Path) -> dict[str, Any]:
+    damage = seal.damage(path, reads_parts=False)  # each part is checked when it is read
+    if damage not in ("", seal.UNSEALED):
+        raise Unusable(f"can't be used: {damage}")
+    if wrong := _wrong_entries(path):
+        raise Unusable(f"can't be used: {damage or wrong}")
+    is_sealed = not damage  # else it may be another program's
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         cause = first_line(error).partition(". ")[0]
-        if is_unknown and (found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error))):
+        found = re.search(r"Unsupported global: GLOBAL (\S+)", str(error))
+        if found and not is_sealed:
             cause = f"it holds {found[1]}, which is code; save a state_dict() instead"
-        return f"can't be read: {cause[:160]}", {}
-    if is_unknown and not (isinstance(state, dict) and {"format", "task"} <= state.keys()):
-        wrong, state = foreign.pick_weights(state)
-        return wrong or wrong_tensors(state, path.stat().st_size), state
-    if is_unknown:
-        return f"can't be used: {damage}", {}
+        raise Unusable(f"can't be read: {cause[:160]}") from None
+    if is_sealed:
+        _refuse_others(state)
+    elif isinstance(state, dict) and {"format", "task"} <= state.keys():
+        raise Unusable(f"can't be used: {damage}")
+    return state if is_sealed else foreign.pick_weights(state)
+
+
+def _refuse_others(state: Any) -> None:
     weights = [state.get("task"), state.get("averaged", {})] if isinstance(state, dict) else [None]
-    if not all(isinstance(part, dict) for part in weights):
-        return "is not a dpframe checkpoint", {}
-    if type(state.get("format")) is not int:
-        return "is not a dpframe checkpoint", {}
+    if not all(isinstance(each, dict) for each in weights) or type(state.get("format")) is not int:
+        raise Unusable("is not a dpframe checkpoint")
     if state["format"] != FORMAT:
         what = "upgrade dpframe" if state["format"] > FORMAT else "read it with the older dpframe"
-        return f"has format {state['format']}, this dpframe reads {FORMAT}; {what}", {}
-    return wrong_tensors(state, path.stat().st_size), state
+        raise Unusable(f"has format {state['format']}, this dpframe reads {FORMAT}; {what}")
 
 
 def _wrong_entries(path: Path) -> str:
@@ -179,24 +183,6 @@ def _wrong_entries(path: Path) -> str:
     except (zipfile.BadZipFile, NotImplementedError, LookupError, ValueError, EOFError):
         return "it is no zip file as torch writes them"
     return "its entries are larger than the file" if unpacked > path.stat().st_size else ""
-
-
-def wrong_tensors(state: Any, size: int) -> str:
-    """Whether the tensors read from `size` bytes stand for more numbers than these can hold."""
-    storages: dict[int, int] = {}
-    seen, waiting = set(), [state]
-    while waiting:
-        value = waiting.pop()
-        if isinstance(value, dict | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            waiting += value.values() if isinstance(value, dict) else value
-        elif isinstance(value, Tensor) and value.layout is torch.strided:
-            storage = value.untyped_storage()
-            if value.is_meta or value.nbytes > storage.nbytes():
-                return f"holds a tensor of size {tuple(value.shape)} without its numbers"
-            storages[storage.data_ptr()] = storage.nbytes()
-    is_more = sum(storages.values()) > size
-    return f"has more numbers than its {size} bytes can hold" if is_more else ""
 
 
 def load_task(
@@ -245,29 +231,7 @@ def _form(value: Any) -> str:
 def _first_nan(weights: dict[str, Any]) -> str:
     """An infinity may be meant, e.g. in a mask."""
     for name, value in weights.items():
-        is_read = isinstance(value, Tensor) and not isinstance(value, Stored)
+        is_read = isinstance(value, Tensor) and not value.is_meta
         if is_read and value.is_floating_point() and bool(value.isnan().any()):
             return name
     return ""
-
-
-def to_plain(value: Any, where: str, copied: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """The same, if `weights_only` can read it back; its tensors are `copied`."""
-    kind = type(value)
-    if kind in PLAIN and value != b"":  # which is pickled as a call that is refused
-        return value
-    if isinstance(value, dict):  # of whatever class: only a dict can be read back
-        return {name: to_plain(part, f"{where}.{name}", copied) for name, part in value.items()}
-    if kind in (list, tuple, set):
-        return kind([to_plain(part, where, copied) for part in value])
-    if isinstance(value, Tensor):
-        return value if copied is None else copied(value)
-    if isinstance(value, Part):
-        return Part(copied(value.rows), value.size, value.first, value.is_copy) if copied else value
-    if isinstance(value, Own):
-        return Own(to_plain(value.value, where, copied))
-    what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
-    raise UserError(
-        f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "
-        "dicts of them"
-    )

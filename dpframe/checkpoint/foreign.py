@@ -10,30 +10,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpframe.checkpoint.plain import Unusable
+
 WEIGHTS = ("state_dict", "model_state_dict", "model", "net")  # where other programs keep them
 WRAPPERS = ("module", "_orig_mod")  # in names: of DataParallel and DDP, and of torch.compile
 
 
-def read_safetensors(path: Path) -> tuple[str, dict[str, Any]]:
+def read_safetensors(path: Path) -> dict[str, Any]:
     if importlib.util.find_spec("safetensors") is None:
-        return "needs the package safetensors: pip install 'dpframe[export]'", {}
+        raise Unusable("needs the package safetensors: pip install 'dpframe[export]'")
     try:
-        return pick_weights(importlib.import_module("safetensors.torch").load_file(path))
+        saved = importlib.import_module("safetensors.torch").load_file(path)
     except Exception as error:  # of its own kind
-        return f"can't be read: {str(error)[:160]}", {}
+        raise Unusable(f"can't be read: {str(error)[:160]}") from None
+    return pick_weights(saved)
 
 
-def pick_weights(saved: Any) -> tuple[str, dict[str, Any]]:
+def pick_weights(saved: Any) -> dict[str, Any]:
     """A state dict, or the one among what a program has saved."""
     inside = saved if isinstance(saved, dict) else {}
     found = {str(name): value for name, value in inside.items() if _is_state_dict(value)}
     names = [name for name in WEIGHTS if name in found] or list(found)
     if len(found) > 1 and names[0] not in WEIGHTS:
-        return f"holds several state dicts, {', '.join(found)}; save one of them alone", {}
+        raise Unusable(f"holds several state dicts, {', '.join(found)}; save one of them alone")
     weights = saved if _is_state_dict(saved) else found[names[0]] if names else None
     if weights is None:
-        return "is no dpframe checkpoint, and holds no state dict, i.e. tensors by their names", {}
-    return "", {"task": weights, "is_foreign": True}
+        raise Unusable(
+            "is no dpframe checkpoint, and holds no state dict, i.e. tensors by their names"
+        )
+    return {"task": weights, "is_foreign": True}
 
 
 def _is_state_dict(value: Any) -> bool:

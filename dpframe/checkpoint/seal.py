@@ -4,8 +4,8 @@ A seal is the SHA-256 of what is before it and the step, as the zip file's comme
 skips a comment, so torch and others read a sealed file like any other. Nothing here imports torch:
 the checkpoint to resume from is chosen before torch is there.
 
-A sharded checkpoint is a sealed file and a folder beside it, with the parts that ranks have written
-and a list of them. The seal names the folder and has the list's hash; the list has the parts'.
+A sharded checkpoint is a sealed file and a folder beside it, with the files that ranks have written
+and a list of them. The seal names the folder and has the list's hash; the list has the files'.
 """
 
 import hashlib
@@ -28,6 +28,10 @@ BLOCK = 1 << 20
 MANIFEST = "parts.json"
 STRANGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading a list of parts may raise that no save has written."""
+
+
+class Damaged(Exception):
+    """What is wrong with a list of parts."""
 
 
 class Parts(NamedTuple):
@@ -75,34 +79,47 @@ def damage(path: Path, *, reads_parts: bool = True) -> str:
 def _damage_of_parts(folder: Path, hash: str, *, reads_all: bool) -> str:
     if not folder.is_dir():
         return f"its folder {folder.name} is missing, which belongs beside it"
+    if damage := damage_of_part(folder / MANIFEST, hash):
+        return damage
+    try:
+        hashes = hashes_of(folder)
+    except Damaged as error:
+        return str(error)
+    damages = (damage_of_part(folder / name, wanted) for name, wanted in hashes.items())
+    return next(filter(None, damages), "") if reads_all else ""
+
+
+def hashes_of(folder: Path) -> dict[str, str]:
+    """The files of a sharded checkpoint and their hashes, from its list."""
     name = f"{folder.name}/{MANIFEST}"
     try:
-        listed = (folder / MANIFEST).read_bytes()
-        if digest(listed) != hash:
-            return f"{name} is {DAMAGED}"
-        for tensor in json.loads(listed)["tensors"].values() if reads_all else ():
-            for _, part, at, length, wanted in tensor["parts"]:
-                name = f"{folder.name}/{plain_name(part)}"
-                if digest(read_block(folder / part, at, length)) != wanted:
-                    return f"{name} is {DAMAGED}"
+        listed = json.loads((folder / MANIFEST).read_bytes())
+        hashes = listed.get("files")
+    except STRANGE:
+        listed = hashes = None
+    if isinstance(listed, dict) and "tensors" in listed:
+        raise Damaged(
+            f"{name} is of an earlier dpframe, and this one does not read it: write it as one file "
+            "there, by mode=export export.formats=[checkpoint]"
+        )
+    if not isinstance(hashes, dict) or any(Path(part).name != part for part in hashes):
+        raise Damaged(f"{name} is no list of files that dpframe writes")
+    return hashes
+
+
+def damage_of_part(path: Path, hash: str) -> str:
+    name = f"{path.parent.name}/{path.name}"
+    try:
+        return "" if digest_of(path) == hash else f"{name} is {DAMAGED}"
     except OSError as error:
         return f"{name}: {error.strerror or error}"
-    except STRANGE:
-        return f"{name} is no list of parts that dpframe writes"
-    return ""
 
 
-def plain_name(name: str) -> str:
-    """The name of a file in the folder at hand."""
-    if Path(name).name != name:
-        raise ValueError(name)
-    return name
-
-
-def read_block(path: Path, at: int, length: int) -> bytes:
+def digest_of(path: Path) -> str:
+    if path.exists() and not path.is_file():
+        raise OSError("it is no file")  # a pipe that nobody writes into, or a device without end
     with path.open("rb") as file:
-        file.seek(at)
-        return file.read(length)
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(block: bytes) -> str:

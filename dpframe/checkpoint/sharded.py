@@ -1,160 +1,310 @@
-"""Parts of tensors are written by torch.distributed.checkpoint: each rank writes its own."""
+"""Sharded checkpoints: each process writes its shards into a folder beside the checkpoint's file.
 
+The file has all the rest, and in the place of each sharded tensor one of the same size and type
+without numbers, on torch's meta device. `torch.distributed.checkpoint` (DCP) writes and reads the
+folder: a file a process, and an index. `parts.json` has the hashes of these files, and the seal of
+the checkpoint's file has the hash of `parts.json`.
+"""
+
+import io
 import json
+import os
+import pickle
 import secrets
+import warnings
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
-from typing import Any
+from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path, PurePath
+from tempfile import mkstemp
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    CheckpointException,
-    ChunkStorageMetadata,
-    DefaultSavePlanner,
-    FileSystemWriter,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    TensorStorageMetadata,
-    WriteItem,
-)
-from torch.distributed.checkpoint import save as save_together
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dpframe import files
 from dpframe.checkpoint import seal
-from dpframe.checkpoint.parts import NotANumber, Own, Part, Parts
+from dpframe.checkpoint.plain import NotANumber, Stored, map_tensors
+from dpframe.errors import UserError, first_line
+
+WEIGHTS = ("task.", "averaged.")  # how their names begin
+AS_THEY_ARE = {"flatten_state_dict": False, "flatten_sharded_tensors": False}
 
 
-def save(parts: Parts, folder: Path, step: int, group: Any) -> seal.Parts | None:
-    """Into a new folder in this one. The first rank raises what went wrong in any of them."""
-    tensors = {name: part for name, part in parts.items() if isinstance(part, Part)}
-    _gather({name: own for name, own in parts.items() if isinstance(own, Own)}, group)
+class Shard(NamedTuple):
+    """A copy, in the host's memory, of this process's rows of a tensor."""
+
+    rows: Tensor
+    of: DTensor
+
+
+Shards = dict[str, Shard]
+
+
+# ---- writing
+
+
+@torch.no_grad()  # a copy needs no history
+def split(
+    state: dict[str, Any], copy: Callable[[Tensor], Tensor], *, copies_rest: bool = True
+) -> tuple[dict[str, Any], Shards]:
+    """The state without the numbers of its sharded tensors, and copies of this process's shards of
+    these by name."""
+    shards: Shards = {}
+
+    def copied(tensor: Tensor, name: str) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return copy(tensor) if copies_rest else tensor
+        shards[_unused(name, shards)] = Shard(copy(tensor.to_local()), tensor)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+    return map_tensors(state, copied), shards
+
+
+def save(shards: Shards, folder: Path, step: int, group: Any) -> seal.Parts | None:
+    """Writes into a new folder in this one. Every process of the group calls it; the first one
+    gets what the seal is to say, or raises what went wrong in any of them."""
+    lost = next((name for name, shard in shards.items() if _is_lost(name, shard.rows)), "")
+    all_lost = _gathered(lost, group)
     if dist.get_rank(group) > 0:
-        [name] = shared = [""]
-        dist.broadcast_object_list(shared, group=group)
-        if name := shared[0]:
-            with suppress(CheckpointException):
-                _written(tensors, folder / name, group)
+        if name := _broadcast("", group):
+            with suppress(dcp.CheckpointException):  # the first one raises it
+                _write(shards, folder / name, group)
         return None
     path = folder / f"step{step}-{secrets.token_hex(4)}.parts"
     with files.atomic_write(path) as part:
         try:
+            if name := next(filter(None, all_lost), ""):
+                raise NotANumber(name.removeprefix("task."))
             part.mkdir(parents=True)
-        except OSError:
-            dist.broadcast_object_list([""], group=group)
+        except Exception:
+            _broadcast("", group)
             raise
-        dist.broadcast_object_list([part.name], group=group)
+        _broadcast(part.name, group)
         try:
-            digest = _written(tensors, part, group)
-        except CheckpointException as error:
+            hashes = _write(shards, part, group)
+        except dcp.CheckpointException as error:
             raise _cause(error) from None
+        manifest = json.dumps({"files": hashes}).encode()
+        (part / seal.MANIFEST).write_bytes(manifest)
+        files.sync(part / seal.MANIFEST)
         files.sync(part)
     files.sync(folder)
-    return seal.Parts(path.name, digest)
+    return seal.Parts(path.name, seal.digest(manifest))
 
 
-def _gather(owns: dict[str, Own], group: Any) -> None:
-    """Not every process has a value of each."""
-    values = {name: own.value for name, own in owns.items()}
-    of_ranks: list[Any] | None = None
-    if dist.get_rank(group) == 0:
-        of_ranks = [None] * dist.get_world_size(group)
-    dist.gather_object(values, of_ranks, group=group)
-    for name, own in owns.items():
-        own.of_all = [each[name] for each in of_ranks or [] if name in each]
+def _write(shards: Shards, folder: Path, group: Any) -> dict[str, str]:
+    """The hashes of all files, in the first process."""
+    dcp.save(
+        {name: _on_host(shard) for name, shard in shards.items()},
+        # What it copies ahead it waits for, a tensor at a time, behind what training has to do.
+        storage_writer=dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0),
+        planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, **AS_THEY_ARE),
+        process_group=group,
+    )
+    hashes: dict[str, str] = {}
+    for each in _gathered(_hashes(folder, dist.get_rank(group)), group):
+        if isinstance(each, OSError):
+            raise each
+        hashes |= each
+    return hashes
 
 
-def _written(parts: dict[str, Part], folder: Path, group: Any) -> str:
-    """The hash of the list of them, in the first rank."""
-    # What it copies ahead it waits for, a tensor at a time, behind what training has to do there.
-    writer = Writer(folder, sync_files=False, per_thread_copy_ahead=0)
-    save_together(parts, storage_writer=writer, planner=Planner(), process_group=group)
-    return writer.hash
+def _hashes(folder: Path, rank: int) -> dict[str, str] | OSError:
+    """Of the files of one process, which are then on disk."""
+    own = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
+    try:
+        for path in own:
+            files.sync(path)
+        return {path.name: seal.digest_of(path) for path in own}
+    except OSError as error:
+        return error
 
 
-def _cause(error: CheckpointException) -> BaseException:
+def _on_host(shard: Shard) -> DTensor:
+    mesh = shard.of.device_mesh
+    if mesh.device_type != "cpu":  # one of the same ranks, by which nothing is sent
+        groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+        mesh = DeviceMesh.from_group(groups, "cpu", mesh.mesh, mesh_dim_names=names)
+    return DTensor.from_local(
+        shard.rows,
+        mesh,
+        shard.of.placements,
+        run_check=False,
+        shape=shard.of.shape,
+        stride=shard.of.stride(),
+    )
+
+
+def _gathered(value: Any, group: Any) -> list[Any]:
+    is_first = dist.get_rank(group) == 0
+    values: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
+    dist.gather_object(value, values, group=group)
+    return values or []
+
+
+def _broadcast(name: str, group: Any) -> str:
+    names = [name]
+    dist.broadcast_object_list(names, group=group)
+    return names[0]
+
+
+def _cause(error: dcp.CheckpointException) -> BaseException:
     rank, (cause, trace) = min(error.failures.items())
-    if isinstance(cause, OSError | NotANumber):
+    if isinstance(cause, OSError | UserError):
         return cause
     return RuntimeError(f"rank {rank}: {cause}\n{''.join(trace.format())}")
 
 
-class Planner(DefaultSavePlanner):
-    """What this rank writes is known: its parts."""
-
-    def create_local_plan(self) -> SavePlan:
-        for name, part in self.state_dict.items():
-            is_weight = name.startswith("task.") and part.rows.is_floating_point()
-            if is_weight and bool(part.rows.isnan().any()):
-                raise NotANumber(name.removeprefix("task."))
-        own = {n: p for n, p in self.state_dict.items() if len(p.rows) and not p.is_copy}
-        items = [_item(name, part) for name, part in own.items()]
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].rows
+def _is_lost(name: str, rows: Tensor) -> bool:
+    return name.startswith("task.") and rows.is_floating_point() and bool(rows.isnan().any())
 
 
-def _item(name: str, part: Part) -> WriteItem:
-    offsets = torch.Size([part.first, *[0] * (len(part.size) - 1)])
-    return WriteItem(
-        MetadataIndex(name, offsets),
-        WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            ChunkStorageMetadata(offsets, part.rows.size()),
-            TensorProperties.create_from_tensor(part.rows),
-            torch.Size(part.size),
-        ),
+def _unused(name: str, names: Any) -> str:
+    """Of two tensors of one name, `a.b` in `c` and `a` in `b.c`, the second one gets another."""
+    while name in names:
+        name += "+"
+    return name
+
+
+# ---- reading
+
+
+def fill(state: dict[str, Any], path: Path, where: str) -> dict[str, Any]:
+    """The state with a Stored in the place of each tensor without numbers. `where` is the key and
+    the file, for errors."""
+    folder = Folder(path, where)
+    names: set[str] = set()
+
+    def stored(tensor: Tensor, name: str) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        names.add(name := _unused(name, names))
+        return folder.find(name, tensor)
+
+    return map_tensors(state, stored)
+
+
+def read_all(value: Any, read: Callable[[Stored], Tensor] = Stored.read) -> Any:
+    """A state with the values of its Stored tensors."""
+    return map_tensors(value, lambda each, _: read(each) if isinstance(each, Stored) else each)
+
+
+def read_into_file(stored: Stored, folder: str) -> Tensor:
+    """Its numbers in a new file, which the system reads into memory where they are used."""
+    number, name = mkstemp(dir=folder)
+    os.close(number)
+    mapped = torch.from_file(name, shared=True, size=stored.numel(), dtype=stored.dtype)
+    return stored.read(mapped.view(stored.shape))
+
+
+class Folder(dcp.FileSystemReader):
+    """What processes have written for one checkpoint, or a stranger has made: no code of it runs,
+    no other file is read, and nothing in it is larger than its files."""
+
+    def __init__(self, path: Path, where: str) -> None:
+        super().__init__(path)
+        self.where = where
+        self._folder = path
+        self._checked: set[str] = set()
+        try:
+            self._hashes = seal.hashes_of(path)
+            self._check(".metadata")
+            self._room = sum((path / name).stat().st_size for name in self._hashes)
+            self._index = Index(io.BytesIO((path / ".metadata").read_bytes())).load()
+            self._tensors = dict(self._index.state_dict_metadata)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a stranger's index makes of itself
+            self._refuse(f"{path.name}/.metadata can't be read: {first_line(error)[:160]}")
+
+    def find(self, name: str, tensor: Tensor) -> Stored:
+        known = self._tensors.get(name)
+        self._room -= tensor.numel() * tensor.itemsize
+        if not (
+            isinstance(known, TensorStorageMetadata)
+            and tuple(known.size) == tuple(tensor.shape)
+            and known.properties.dtype == tensor.dtype
+            and self._room >= 0
+        ):
+            self._refuse(f"{self._folder.name} has no such {name} as the checkpoint says")
+        stored = tensor.as_subclass(Stored)
+        stored.load_into = partial(self.load, name)
+        return stored
+
+    def load(self, name: str, target: Tensor) -> None:
+        """Into a tensor of which this process has some rows, or all."""
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that no other process takes part
+                dcp.load({name: target}, storage_reader=self, planner=Planner(), no_dist=True)
+        except dcp.CheckpointException as error:
+            cause = error.failures[0][0]
+            if isinstance(cause, UserError):
+                raise cause from None
+            self._refuse(f"{self._folder.name}: {name} can't be read: {first_line(cause)[:160]}")
+        rows = target.to_local() if isinstance(target, DTensor) else target
+        if name.startswith(WEIGHTS) and rows.is_floating_point() and bool(rows.isnan().any()):
+            raise UserError(f"{self.where} has weights that are not numbers; use an earlier one")
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        return self._index
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Any:
+        for item in plan.items:
+            self._check(self.storage_data[item.storage_index].relative_path)
+        return super().read_data(plan, planner)
+
+    def _check(self, name: str) -> None:
+        """Once, before it is read."""
+        if name not in self._hashes:
+            self._refuse(
+                f"{self._folder.name} names {str(name)[:160]}, which is no file of its list"
+            )
+        if name not in self._checked:
+            if damage := seal.damage_of_part(self._folder / name, self._hashes[name]):
+                self._refuse(damage)
+            self._checked.add(name)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise UserError(f"{self.where} can't be used: {why}") from None
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """Reads tensors alone: DCP unpickles what else there is, with the code in it."""
+
+    def __init__(self) -> None:
+        super().__init__(**AS_THEY_ARE)
+
+    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> NoReturn:
+        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
+
+
+class Index(pickle.Unpickler):
+    """DCP's index is a pickle of its own data classes, and of a few values of torch's."""
+
+    MODULES = (
+        "pathlib",
+        "torch",
+        "torch.distributed.checkpoint.filesystem",
+        "torch.distributed.checkpoint.metadata",
     )
 
-
-@dataclass(frozen=True)
-class Written(WriteResult):
-    rows: int = 0
-    digest: str = ""
-
-
-class Writer(FileSystemWriter):
-    """Adds a list of the parts, with their hashes, to DCP's files."""
-
-    hash = ""
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        rows = {i.index: i.tensor_data.chunk.sizes[0] for i in plan.items if i.tensor_data}
-        written: list[WriteResult] = []
-        for result in super().write_data(plan, planner).wait():
-            at = result.storage_data
-            block = seal.read_block(Path(self.path, at.relative_path), at.offset, at.length)
-            size, count = result.size_in_bytes, rows[result.index]
-            written.append(Written(result.index, size, at, count, seal.digest(block)))
-        for name in {result.storage_data.relative_path for result in written}:
-            files.sync(Path(self.path, name))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(written)
-        return future
-
-    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        super().finish(metadata, results)
-        tensors: dict[str, Any] = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "size": list(tensor.size), "parts": []}
-        for part in sorted(chain(*results), key=lambda part: part.index.offset):
-            at = part.storage_data
-            place = [part.rows, at.relative_path, at.offset, at.length, part.digest]
-            tensors[part.index.fqn]["parts"].append(place)
-        text = json.dumps({"tensors": tensors}).encode()
-        path = Path(self.path, seal.MANIFEST)
-        path.write_bytes(text)
-        files.sync(path)
-        self.hash = seal.digest(text)
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch.serialization" and name.endswith("_layout"):
+            return lambda _: torch.strided
+        found: Any = super().find_class(module, name) if module in self.MODULES else None
+        if isinstance(found, torch.dtype) or found is torch.Size:
+            return found
+        is_data = is_dataclass(found) or (
+            isinstance(found, type) and issubclass(found, Enum | PurePath)
+        )
+        if is_data and found.__module__ == module:
+            return found
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no part of an index")

@@ -1,19 +1,25 @@
 """Saves on a thread of its own, while training goes on."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from dpframe import accelerator
-from dpframe.checkpoint import file, parts, seal
-from dpframe.checkpoint.file import SaveParts
+from dpframe.checkpoint import file, seal
+from dpframe.checkpoint.plain import map_tensors
 from dpframe.checkpoint.snapshot import Memory, Snapshot
 
 LARGE = 64 << 20  # bytes of a state
+
+
+SaveShards = Callable[[Any, Path, int], seal.Parts | None]
+"""Writes shards into a new folder in this one, together with all other processes; of this step. The
+main process gets what the seal is to say."""
 
 
 class Copy(NamedTuple):
@@ -21,18 +27,15 @@ class Copy(NamedTuple):
 
     state: dict[str, Any]
     snapshot: Snapshot
-    save_parts: SaveParts | None = None
+    save_shards: file.SaveShards | None = None
     is_main: bool = True
 
     def write(self, paths: Sequence[Path]) -> None:
-        if not self.is_main and self.save_parts is not None:
-            self.save_parts(self.state, paths[0].parent, 0)
+        if self.save_shards is not None and not self.is_main:
+            self.save_shards(paths[0].parent, 0)
             return
         with _removing_replaced_parts(paths):
-            if self.save_parts is None:
-                file.write(self.state, *paths)
-            else:
-                file.write(self.state, *paths, save_parts=self.save_parts)
+            file.write(self.state, *paths, save_shards=self.save_shards)
 
 
 class Writer:
@@ -40,7 +43,7 @@ class Writer:
 
     A state that comes while another is being written, or less than `seconds_between` later, waits,
     and a newer one for the same file replaces it. A large one does not wait: training waits for the
-    one before it, so that there are never three of them in memory. Nor does one whose parts all
+    one before it, so that there are never three of them in memory. Nor does one whose shards all
     processes write: what they wait for must not depend on a clock. The memory of what is written is
     kept for the next state.
     """
@@ -65,19 +68,24 @@ class Writer:
         paths: Sequence[Path],
         drop: Sequence[Path] = (),
         *,
-        save_parts: SaveParts | None = None,
+        save_shards: SaveShards | None = None,
         is_main: bool = True,
     ) -> None:
         """From its return on `state` may change; `drop` is removed when the new files are there.
 
-        With `save_parts` every process calls it, and the main one writes the files."""
-        if save_parts is not None:
+        With `save_shards` every process calls it, and the main one writes the files."""
+        if save_shards is not None:
             self.wait()
         with self._lock:
             spare, self._spare = self._spare, {}
         snapshot = Snapshot(spare)
-        copied = file.to_plain(state if is_main else parts.taken_out(state)[1], "", snapshot.copy)
-        copy = Copy(copied, snapshot, save_parts, is_main)
+        if save_shards is None:
+            copy = Copy(map_tensors(state, lambda each, _: snapshot.copy(each)), snapshot)
+        else:
+            from dpframe.checkpoint import sharded  # imports much of torch: only when used
+
+            rest, shards = sharded.split(state, snapshot.copy, copies_rest=is_main)
+            copy = Copy(rest, snapshot, partial(save_shards, shards), is_main)
         snapshot.start()
         if snapshot.nbytes > LARGE:
             self.wait()

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dpframe import launcher
 from dpframe.checkpoint import seal
-from dpframe.checkpoint.parts import Parts, Stored
+from dpframe.checkpoint.plain import Stored
 from dpframe.data import Share, move
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
@@ -172,10 +172,10 @@ class Strategy:
         return value
 
     def parts(self, state: Any) -> Any:
-        """The state with a Part of each tensor that processes keep parts of; see `saves_parts`."""
+        """The state with this process's shards of tensors; see `saves_parts`."""
         return state
 
-    def save_parts(self, parts: Parts, folder: Path, step: int) -> seal.Parts | None:
+    def save_parts(self, shards: Any, folder: Path, step: int) -> seal.Parts | None:
         """Writes them into a new folder in this one, on a thread. Every process calls it; the main
         one returns what was written, or raises."""
         raise NotImplementedError

@@ -27,8 +27,8 @@ from torch.nn.utils import get_total_norm
 
 from dpframe import seeding
 from dpframe.blocks import blocks, matching
-from dpframe.checkpoint import seal
-from dpframe.checkpoint.parts import Part, Parts, Stored
+from dpframe.checkpoint import seal, sharded
+from dpframe.checkpoint.plain import Stored
 from dpframe.data import Share, split
 from dpframe.errors import UserError, first_line, not_one_of, refuse_below
 from dpframe.parameters import has_sparse
@@ -122,8 +122,6 @@ class FSDP(Processes):
         else:
             sizes = (self.world_size,)
             self.mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=("shard",))
-        shards = self.mesh["shard"]
-        self._shards, self._shard = shards.size(), shards.get_local_rank()
 
     def _mesh_of_groups(self) -> DeviceMesh:
         """Torch's own groups would have its timeout, and not end with an error."""
@@ -249,12 +247,11 @@ class FSDP(Processes):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def part(self, whole: Tensor, like: Any) -> Tensor:
-        if not isinstance(like, DTensor):
-            return super().part(whole, like)
-        if isinstance(whole, DTensor):
-            return whole
+        is_cut = isinstance(like, DTensor) and whole.shape == like.shape
         if isinstance(whole, Stored):
-            return self._read(whole, like)
+            return whole.read(torch.zeros_like(like, dtype=whole.dtype) if is_cut else None)
+        if not is_cut or isinstance(whole, DTensor):
+            return whole
         whole = whole.detach().to(like.device)
         # All ranks have read the same file: none of them has to send it.
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
@@ -268,17 +265,14 @@ class FSDP(Processes):
 
     # ---- checkpoints in parts
 
-    @torch.no_grad()  # a part needs no history
     def parts(self, state: Any) -> Any:
         if self._saving is None:
             timeout = timedelta(seconds=self.timeout_seconds)
             self._saving = dist.new_group(backend="gloo", timeout=timeout)
-        return _mapped(self._own, state)
+        return state
 
-    def save_parts(self, parts: Parts, folder: Path, step: int) -> seal.Parts | None:
-        from dpframe.checkpoint import sharded  # imports much of torch: only when used
-
-        return sharded.save(parts, folder, step, self._saving)
+    def save_parts(self, shards: sharded.Shards, folder: Path, step: int) -> seal.Parts | None:
+        return sharded.save(shards, folder, step, self._saving)
 
     def check_folder(self, folder: Path) -> None:
         if self.nodes == 1:
@@ -297,35 +291,6 @@ class FSDP(Processes):
                 "name a run directory on a file system that they share by hydra.run.dir=DIR, or "
                 "use strategy.checkpoints=whole"
             )
-
-    def _own(self, tensor: Any) -> Any:
-        """The rows of this rank; those of a tensor without any are not worth a part."""
-        if not tensor.numel():
-            return tensor.full_tensor()
-        first, count = self._place(tensor.shape[0])
-        rows = tensor.to_local()
-        assert len(rows) == count, "the strategy cuts along the first dimension"
-        is_copy = self.mesh.ndim > 1 and self.mesh.get_local_rank("replicate") > 0
-        return Part(rows, tuple(tensor.shape), first, is_copy)
-
-    def _read(self, stored: Stored, like: Any) -> Tensor:
-        """This rank's rows, and those alone."""
-        first, count = self._place(stored.shape[0])
-        rows = stored.read(first, count).to(like.device)
-        return DTensor.from_local(
-            rows,
-            like.device_mesh,
-            like.placements,
-            run_check=False,
-            shape=stored.shape,
-            stride=like.stride(),
-        )
-
-    def _place(self, rows: int) -> tuple[int, int]:
-        """The first row of this rank, and how many are its own, as `torch.chunk` cuts."""
-        most = -(-rows // self._shards)
-        first = min(most * self._shard, rows)
-        return first, min(most, rows - first)
 
     def total_norm(self, gradients: list[Any]) -> Tensor:
         parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]

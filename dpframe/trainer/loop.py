@@ -19,7 +19,6 @@ from typing import Any, Self
 import torch
 
 from dpframe import checkpoint, interpreter, interruption, memory, seeding
-from dpframe.checkpoint.parts import Own
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import UserError, refuse_unmeasured, suggestion
@@ -905,7 +904,7 @@ class Trainer:
             }
             if (place := self.feed.train.place(done)) is not None:
                 own["stream"] = place
-            of_ranks = self._of_ranks(own, is_gathered=whole)
+            of_ranks = self._of_ranks(own)
         logged_step, logged = self.report.last
         state: dict[str, Any] = {
             "recipe": self.run.recipe,
@@ -931,10 +930,8 @@ class Trainer:
         self.hooks.call("on_save", self, state)
         return strategy.whole(state) if whole else strategy.parts(state)
 
-    def _of_ranks(self, own: dict[str, Any], *, is_gathered: bool) -> dict[str, Any]:
-        """Lists over the ranks by name; what is saved in parts is gathered when it is written."""
-        if not is_gathered:
-            return {name: Own(value) for name, value in own.items()}
+    def _of_ranks(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Lists over the ranks by name."""
         everywhere = self.strategy.collectives.gather(own)
         names = dict.fromkeys(chain.from_iterable(everywhere))
         return {name: [each[name] for each in everywhere if name in each] for name in names}

@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
 from dpframe.accelerator import has_float64
-from dpframe.checkpoint.parts import whole
 from dpframe.data import move
 from dpframe.errors import UserError, refuse_unmeasured, suggestion
 from dpframe.floats import making
@@ -366,9 +365,7 @@ class Update:
             weights, states = updated_by(optimizer), dict(saved["state"])
             for number, weight in enumerate(weights):
                 states[number] = {
-                    name: self.strategy.part(value, weight)
-                    if isinstance(value, Tensor) and value.shape == weight.shape
-                    else whole(value)
+                    name: self.strategy.part(value, weight) if isinstance(value, Tensor) else value
                     for name, value in states.get(number, {}).items()
                 }
             saved["state"] = {number: state for number, state in states.items() if state}

@@ -1,0 +1,71 @@
+"""What a checkpoint holds: numbers, text and tensors in plain containers, which run no code."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpframe.errors import UserError
+
+PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
+
+
+class Unusable(Exception):
+    """What is wrong with a checkpoint, in words that follow its name."""
+
+
+class NotANumber(Exception):
+    """The name of a weight that has a NaN."""
+
+
+class Stored(Tensor):
+    """A tensor of a sharded checkpoint whose numbers are not read yet: a meta tensor."""
+
+    load_into: Callable[[Tensor], None]
+
+    def read(self, into: Tensor | None = None) -> Tensor:
+        """All of it, in the host's memory; or into this tensor, of which a process may have some
+        rows alone."""
+        target = torch.zeros(self.shape, dtype=self.dtype) if into is None else into
+        self.load_into(target)
+        return target
+
+
+def map_tensors(value: Any, call: Callable[[Tensor, str], Any], where: str = "") -> Any:
+    """The same, if `weights_only` can read it back, with `call(tensor, name)` in the place of each
+    tensor; its name is the path to it."""
+    kind = type(value)
+    if kind in PLAIN and value != b"":  # which is pickled as a call that is refused
+        return value
+    if isinstance(value, dict):  # of whatever class: only a dict can be read back
+        return {name: map_tensors(each, call, f"{where}.{name}") for name, each in value.items()}
+    if kind in (list, tuple, set):
+        return kind([map_tensors(each, call, where) for each in value])
+    if isinstance(value, Tensor):
+        return call(value, where[1:])
+    what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
+    raise UserError(
+        f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "
+        "dicts of them"
+    )
+
+
+def refuse_more_numbers(state: Any, size: int, *, is_sharded: bool) -> None:
+    """Tensors that were read from `size` bytes have no more. Only those of a sharded checkpoint,
+    which are in other files, have no numbers here."""
+    storages: dict[int, int] = {}
+    seen, waiting = set(), [state]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+        elif isinstance(value, Tensor) and value.layout is torch.strided:
+            storage = value.untyped_storage()
+            if value.nbytes > storage.nbytes() or (value.is_meta and not is_sharded):
+                raise Unusable(f"holds a tensor of size {tuple(value.shape)} without its numbers")
+            if not value.is_meta:
+                storages[storage.data_ptr()] = storage.nbytes()
+    if sum(storages.values()) > size:
+        raise Unusable(f"has more numbers than its {size} bytes can hold")
