@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Shard as Placed
 
-from dpframe import Strategy, Trainer, UserError, checkpoint
+from dpframe import Strategy, Task, Trainer, UserError, checkpoint, files
 from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.callbacks.freeze import Freeze
 from dpframe.checkpoint import file as one_file
 from dpframe.checkpoint import seal, sharded
 from dpframe.errors import Failure
@@ -63,15 +64,18 @@ class Deep(Small):
 
 def fit(strategy: Strategy, folder: Path, *callbacks: Any, **settings: Any) -> Trainer:
     options = {"precision": "64", "max_epochs": 3, "callbacks": [EMA(0.5), *callbacks], **settings}
-    return fitted(None, Rows(11, 4), make=Deep, strategy=strategy, directory=folder, **options)
+    options = {"make": Deep, **options}
+    return fitted(None, Rows(11, 4), strategy=strategy, directory=folder, **options)
 
 
-def ended(strategy: Strategy, folder: Path, start: Path | None, *callbacks: Any) -> dict[str, Any]:
-    made = fit(strategy, folder, *callbacks, resume=start)
+def ended(
+    strategy: Strategy, folder: Path, start: Path | None, *callbacks: Any, **options: Any
+) -> dict[str, Any]:
+    made = fit(strategy, folder, *callbacks, resume=start, **options)
     return {"weights": weights(made.task), "metrics": dict(made.metrics)}
 
 
-def kept(strategy: Strategy, folder: Path) -> dict[str, Any]:
+def kept(strategy: Strategy, folder: Path, *callbacks: Any, **options: Any) -> dict[str, Any]:
     """A run that is over at step 9, and its checkpoint of step 5."""
     saver = Checkpoint(keep=0, every_n_epochs=None, every_n_steps=5, seconds_between=0)
 
@@ -80,7 +84,7 @@ def kept(strategy: Strategy, folder: Path) -> dict[str, Any]:
         if trainer.global_step == 6 and strategy.is_main:
             shutil.copytree(folder / "checkpoints", folder / "kept")
 
-    made = fit(strategy, folder, saver, Hooks(on_step_end=keep))
+    made = fit(strategy, folder, saver, Hooks(on_step_end=keep), *callbacks, **options)
     return {"weights": weights(made.task), "metrics": dict(made.metrics)}
 
 
@@ -130,6 +134,76 @@ def test_a_run_goes_on_with_parts_or_without(there, here, run_on, tmp_path):
         assert weights_apart(mine["weights"], there_ended["weights"]) == 0
     is_sharded = seal.parts_of(folder / "kept/last.ckpt") is not None
     assert is_sharded == (there in ("fsdp 4", "fsdp 2 x 2"))
+
+
+class Pieces(Task):
+    """Two optimizers; a weight under two names, one that nothing uses, and a frozen layer."""
+
+    def __init__(self) -> None:
+        rates = {"body": partial(torch.optim.AdamW, lr=0.01), "head": Adam}
+        super().__init__(optimizers=rates)
+        layers = [nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)]
+        self.body = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+        self.body[3][0].weight = self.body[2][0].weight
+        self.body.register_parameter("unused", nn.Parameter(torch.ones(3, 2)))
+        self.head = nn.Linear(5, 1)
+
+    def turns(self) -> list[str]:
+        return ["body", "head"] if self.global_step % 2 else ["head"]
+
+    def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": (self.head(self.body(x))[:, 0] - y).square().mean()}
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": self.head(self.body(batch[0])).mean()}
+
+
+def in_pieces(strategy: Strategy, folder: Path, start: Path | None) -> dict[str, Any]:
+    """The layer thaws after step 7: between the checkpoint of step 5, and the end of step 9."""
+    thaws = Freeze("body.1", thaw_at_step=7)
+    if start is None:
+        return kept(strategy, folder, thaws, make=Pieces)
+    return ended(strategy, folder, start, thaws, make=Pieces)
+
+
+@pytest.fixture(scope="module")
+def pieces_on_two(tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("pieces")
+    return folder / "kept/last.ckpt", on(FSDP(2, "cpu"), in_pieces, folder, None)
+
+
+@pytest.mark.parametrize("here", ["fsdp 2", "fsdp 3", "cpu"])
+def test_thawed_unused_and_tied_weights_of_two_optimizers_go_on(here, pieces_on_two, tmp_path):
+    start, wanted = pieces_on_two
+    mine = on(PLACES[here](), in_pieces, tmp_path, start)
+    apart = weights_apart(mine["weights"], wanted["weights"])
+    assert apart < EXACT if here != "fsdp 2" else apart == 0
+    assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
+
+
+def loaded_often(strategy: FSDP, path: Path) -> list[bool]:
+    """Whether each of 50 loads gives all weights and moments as they are in the file."""
+    made = fit(strategy, path.parent, max_steps=1, callbacks=[])
+    wanted = checkpoint.load(path)
+    alike = []
+    for _ in range(50):
+        state = checkpoint.load(path, whole=False)
+        with torch.no_grad():
+            for weight in made.task.parameters():
+                strategy.local(weight).zero_()
+        checkpoint.load_task(made.task, state, is_resumed=True, part=strategy.part)
+        mine = strategy.whole(made.task.state_dict(), for_all=True)
+        moment = state["optimizer"]["state"][2]["exp_avg"]
+        weight = made.task.net[1][0].weight
+        whole = strategy.whole(strategy.part(moment, weight), for_all=True)
+        mine_too = wanted["optimizer"]["state"][2]["exp_avg"]
+        alike.append(is_same(mine, wanted["task"]) and is_same(whole, mine_too))
+    return alike
+
+
+def test_fifty_loads_on_three_ranks_are_alike(saved):
+    assert on(FSDP(3, "cpu"), loaded_often, saved) == [True] * 50
 
 
 # What is in the folder
@@ -641,6 +715,54 @@ def test_a_rank_that_is_killed_within_a_save_costs_that_save_alone(moment, unbro
     named = {found.name for path in folder.glob("*.ckpt") if (found := seal.parts_of(path))}
     assert {path.name for path in folder.glob("*.parts")} == named
     assert not list(folder.glob(".*"))
+
+
+CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
+
+
+def saved_twice(strategy: FSDP, run: Path, moments: Path) -> None:
+    """Copies the folder before each change of a file by any rank in the second of two saves."""
+    folder, writer, count_ = run / "checkpoints", checkpoint.Writer(), count()
+    is_copying = is_watched = False
+
+    def watch(event: str, args: tuple) -> None:
+        nonlocal is_copying
+        writes = event == "open" and bool((args[2] or 0) & (os.O_WRONLY | os.O_RDWR))
+        if not is_watched or is_copying or not (writes or event in CHANGES):
+            return
+        is_copying = True
+        shutil.copytree(folder, moments / f"{strategy.rank}-{next(count_)}")
+        is_copying = False
+
+    sys.addaudithook(watch)
+    for step in (1, 2):
+        weight = DTensor.from_local(torch.full((2, 2), float(step)), strategy.mesh, [Placed(0)])
+        state = strategy.parts({"task": {"w": weight}, "progress": {"global_step": step}})
+        is_watched = step == 2
+        paths = [folder / "last.ckpt", folder / "best.ckpt"]
+        options = {"save_shards": strategy.save_parts, "is_main": strategy.is_main}
+        writer.save(state, paths, **options)
+        writer.wait()
+        strategy.collectives.broadcast(None)
+    is_watched = False
+
+
+def test_killed_at_any_change_of_a_file_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
+    (tmp_path / "run").mkdir()
+    on(FSDP(2, "cpu"), saved_twice, tmp_path / "run", tmp_path)
+    moments = [path for path in tmp_path.iterdir() if path.name != "run"]
+    assert {path.name[:2] for path in moments} == {"0-", "1-"}
+    steps = []
+    for folder in moments:
+        assert all(seal.damage(path) == "" for path in folder.glob("*.ckpt"))
+        good = seal.newest_good(folder)
+        steps.append(seal.step_of(good))
+        assert checkpoint.load(good)["task"]["w"].tolist() == [[steps[-1]] * 2] * 4
+        files.remove_leftovers(folder)
+        seal.remove_parts(folder)
+        named = {found.name for path in folder.glob("*.ckpt") if (found := seal.parts_of(path))}
+        assert {path.name for path in folder.iterdir()} == {"last.ckpt", "best.ckpt", *named}
+    assert set(steps) == {1, 2}
 
 
 # On cards
