@@ -35,7 +35,7 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.freeze import Freeze
 from dpframe.checkpoint import file as one_file
 from dpframe.checkpoint import seal, sharded
-from dpframe.errors import Failure
+from dpframe.errors import Failure, Interrupted
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.launch import RankFailed
@@ -817,3 +817,33 @@ def test_parts_are_copied_from_cards_while_training_goes_on(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
     assert on(FSDP(2, "cuda"), saved_beside_steps, tmp_path) == [0, 0, 0]
+
+
+def ended_by_a_signal(strategy: FSDP, folder: Path) -> None:
+    """The other rank is at its end while the main one has collected nothing yet."""
+
+    def stop(trainer: Trainer) -> None:
+        if trainer.global_step == 2:
+            raise Interrupted(signal.SIGTERM)
+
+    def wait_for_the_other(trainer: Trainer) -> None:
+        if strategy.is_main:
+            strategy._shared_store().wait(["at its end"])
+
+    hooks = Hooks(on_step_end=stop, on_save=wait_for_the_other)
+    try:
+        fit(strategy, folder, hooks, Checkpoint(every_n_epochs=None))
+    except Interrupted as error:
+        if not strategy.is_main:
+            strategy._shared_store().set("at its end", "")
+        strategy.abort(error)
+
+
+@pytest.mark.frees_by_waits
+@pytest.mark.gpu(2)
+def test_a_signal_ends_no_group_before_the_main_rank_has_collected_a_whole_checkpoint(tmp_path):
+    """What another rank has begun in it on its GPU goes on while its host is at its end."""
+    on(FSDP(2, "cuda", checkpoints="whole", timeout_seconds=60), ended_by_a_signal, tmp_path)
+    path = tmp_path / "checkpoints/last.ckpt"
+    assert seal.damage(path) == ""
+    assert seal.step_of(path) == 2

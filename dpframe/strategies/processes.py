@@ -210,13 +210,16 @@ class Processes(Strategy):
         super().close()
 
     def abort(self, error: BaseException) -> None:
-        """NCCL ends a group together with all its ranks, and those may be in a collective."""
+        """NCCL ends a group together with all its ranks, and those may be in a collective: after a
+        lone failure. All ranks agree on an interruption, and may still be saving together."""
         ranks.fail(error)
         if isinstance(error, Interrupted) and not ranks.has_parent():
             self._leave_after_main()
         elif self.nodes > 1 and not ranks.has_parent():
             self._name_first(error)
         if self.device.type != "cpu" and dist.is_initialized() and (groups := self.groups()):
+            if isinstance(error, Interrupted):
+                torch.accelerator.synchronize(self.device)  # until the others have joined in
             abort(groups)
         super().abort(error)
 

@@ -20,6 +20,7 @@
 namespace fake {
 namespace {
 struct Begun : Collective {
+  std::vector<at::Tensor> room;  // for the results: an output's own memory may be freed meanwhile
   const void* queue = nullptr;
   bool is_done = false;
   std::exception_ptr error;
@@ -84,29 +85,24 @@ struct Queue::State {
     at::NoGradGuard no_grad;
     for (;;) {
       One one;
-      std::vector<at::Tensor> outputs;
       {
         std::unique_lock<std::mutex> lock(shared.mutex);
         shared.changed.wait(lock, [&] { return is_closed || !waiting.empty(); });
         if (waiting.empty()) return;
         one = waiting.front();
         waiting.pop_front();
-        outputs = one->outputs;
       }
-      compute(one, outputs);
+      compute(one);
     }
   }
 
-  void compute(const One& one, const std::vector<at::Tensor>& outputs) {
-    std::vector<at::Tensor> results;
+  void compute(const One& one) {
+    auto results = one->room;
     std::exception_ptr error;
     try {
-      for (auto& output : outputs)
-        results.push_back(at::empty_strided(output.sizes(), output.strides(), output.options()));
-      auto room = results;
       one->compute(results);
       for (size_t i = 0; i < results.size(); i++)
-        if (!results[i].is_same(room[i])) results[i] = room[i].copy_(results[i]);
+        if (!results[i].is_same(one->room[i])) results[i] = one->room[i].copy_(results[i]);
     } catch (...) {
       error = std::current_exception();
     }
@@ -143,6 +139,11 @@ void Queue::add(Collective collective) {
   auto one = std::make_shared<Begun>();
   (Collective&)*one = std::move(collective);
   one->queue = state_.get();
+  {
+    at::DisableRecordFunctionGuard unseen;  // by host.cpp
+    for (auto& output : one->outputs)
+      one->room.push_back(at::empty_strided(output.sizes(), output.strides(), output.options()));
+  }
   std::lock_guard<std::mutex> lock(shared.mutex);
   state_->waiting.push_back(one);
   state_->left++;
