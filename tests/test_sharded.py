@@ -795,8 +795,9 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
     made = fit(strategy, folder, max_steps=1, callbacks=[])
     path, writer, apart = folder / "checkpoints" / "last.ckpt", checkpoint.Writer(), []
     for _ in range(3):
-        state, wanted = made.state_dict(whole=False), weights(made.task)
+        wanted = weights(made.task)
         torch.cuda.set_sync_debug_mode("error")
+        state = made.state_dict(whole=False)
         writer.save(state, [path], save_shards=strategy.save_parts, is_main=strategy.is_main)
         for weight in made.task.parameters():
             strategy.local(weight.detach()).add_(1)
