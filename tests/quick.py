@@ -45,7 +45,7 @@ TESTS = {
     "test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it",
     "test_cards_that_are_named_and_torchruns_ranks_are_refused",
     "test_settings_of_parts_are_refused_in_one_line",
-    "test_the_parts_of_a_state_are_taken_out_by_their_places",
+    "test_an_index_has_data_classes_of_dcp_and_nothing_else",
     "test_a_loss_is_shown_from_the_first_log_every_on",
     "test_what_python_passes_is_what_one_types",
     "test_what_no_process_can_get_is_refused_in_one_line",

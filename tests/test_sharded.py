@@ -20,6 +20,7 @@ from unittest.mock import patch
 import oracle
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from forked import fresh, limited, on
 from recorded import once, weights, weights_apart
 from small import Adam, Hooks, Rows, Small, fitted, is_same
@@ -433,6 +434,16 @@ def test_parts_of_a_stranger_are_refused_in_one_line(saved, change, said, capsys
     assert f"{folder.name}{said}" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_index_has_data_classes_of_dcp_and_nothing_else(tmp_path):
+    dcp.save({"x": torch.ones(2)}, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    index = (tmp_path / ".metadata").read_bytes()
+    assert sharded.Index(io.BytesIO(index)).load() == pickle.loads(index)
+    for other in (print, torch.load, torch.nn.Linear, FileSystemWriter, Path.home, os.system):
+        with pytest.raises(pickle.UnpicklingError, match="which is no part of an index"):
+            sharded.Index(io.BytesIO(pickle.dumps(other))).load()
 
 
 def test_what_is_no_tensor_is_never_unpickled(saved, capsys):
