@@ -36,11 +36,14 @@ def measure(
         strategy.collectives.sum_numbers([0.0])  # together
         began = clock()
         state = trainer.state_dict(whole=False)
-        writer.save(state, [path], save_shards=strategy.save_parts, is_main=strategy.is_main)
+        writer.save(state, [path], sharding=strategy.sharding)
         stalled = clock() - began
         writer.wait()
         written = clock() - began
-        own = [shard.rows for shard in sharded.split(state, Tensor.detach)[1].values()]
+        own = [
+            shard.rows
+            for shard in sharded.split(state, Tensor.detach, copies_rest=True)[1].values()
+        ]
         copies = copies or [rows.clone() for rows in own]
         strategy.collectives.sum_numbers([0.0])
         began = clock()

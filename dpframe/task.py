@@ -33,10 +33,9 @@ class Placed(Protocol):
     rank: int
     replicas: int
     world_size: int
+    sharding: Any
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor: ...
-
-    def whole(self, value: Any, *, for_all: bool = False) -> Any: ...
 
 
 class TaskContext:

@@ -58,7 +58,7 @@ class Transfer(dpframe.Task):
             weights = state.get("averaged", state["task"])
             part = {n.removeprefix("backbone."): w for n, w in weights.items() if "backbone." in n}
             state = {"file": state["file"], "task": part}
-            checkpoint.load_task(self.backbone, state, key=key, part=trainer.strategy.part)
+            checkpoint.load_task(self.backbone, state, key=key, sharding=trainer.strategy.sharding)
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
         images, labels = batch

@@ -185,7 +185,9 @@ class TellsParts(dpframe.Callback):
 
     def on_fit_end(self, trainer: dpframe.Trainer) -> None:
         weight = trainer.update.optimizer.param_groups[0]["params"][0]
-        Path(f"part-{trainer.strategy.rank}").write_text(str(trainer.strategy.local(weight)))
+        Path(f"part-{trainer.strategy.rank}").write_text(
+            str(trainer.strategy.sharding.local(weight))
+        )
 
 
 def _note(what: str, step: int) -> None:

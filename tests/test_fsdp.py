@@ -213,7 +213,7 @@ def kept(strategy: Strategy) -> tuple[int, int, int, int]:
     sizes: list[int] = []
 
     def look(trainer: Trainer) -> None:
-        local = trainer.strategy.local
+        local = trainer.strategy.sharding.local
         here = list(trainer.task.parameters())
         sizes.append(sum(local(weight).numel() for weight in here))
         sizes.append(sum(local(weight.grad).numel() for weight in here))
@@ -224,7 +224,7 @@ def kept(strategy: Strategy) -> tuple[int, int, int, int]:
     states = made.update.optimizer.state.values()
     moments = [s[n] for s in states for n in ("exp_avg", "exp_avg_sq")]
     whole = sum(weight.numel() for weight in made.task.parameters())
-    return whole, *sizes, sum(strategy.local(moment).numel() for moment in moments)
+    return whole, *sizes, sum(strategy.sharding.local(moment).numel() for moment in moments)
 
 
 @pytest.mark.parametrize("replicate", [1, 2])
@@ -301,7 +301,7 @@ def built(strategy: Strategy) -> dict[str, Any]:
     cases = {}
     for make in BUILT:
         seeding.seed_everything(0)
-        with strategy.building():
+        with strategy.sharding.building():
             task = make()
         assert all(weight.is_meta for weight in task.parameters()) is not strategy.is_main
         drawn = strategy.collectives.gather(float(torch.rand(1)))
@@ -332,10 +332,10 @@ BUILDING = 24  # MiB; the whole is 32, a fourth of it 8, a block 4
 
 def built_in_little_memory(strategy: Strategy) -> str:
     fitted(Small(), strategy=strategy)  # has started what takes memory of its own
-    if not (strategy.meta_init and strategy.is_main):
+    if not (strategy.sharding.meta_init and strategy.is_main):
         limited(BUILDING)
     try:
-        with strategy.building():
+        with strategy.sharding.building():
             task = Deep(1024, 8)
         trainer(task, strategy=strategy)
     except (MemoryError, RuntimeError) as error:
@@ -361,7 +361,7 @@ class Keeps(Deep):
 
 
 def refused_by(strategy: Strategy, make: Callable[[], Any]) -> None:
-    with strategy.building():
+    with strategy.sharding.building():
         task = make()
     trainer(task, strategy=strategy)
 
@@ -516,10 +516,11 @@ class Cast(Deep):
 WIDE = 32  # more than a batch has rows
 
 
-def casts(strategy: FSDP, **settings: Any) -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
+def casts(strategy: Strategy, **settings: Any) -> tuple[list[tuple[int, int]], dict[str, Tensor]]:
     given = {"data": Rows(8, 4, val=False), "precision": "bf16", "max_steps": 2}
     made = fitted(make=Cast, strategy=strategy, **given, **settings)
-    return made.task.counts, strategy.whole(made.task.state_dict(), for_all=True)
+    state, sharding = made.task.state_dict(), strategy.sharding
+    return made.task.counts, state if sharding is None else sharding.whole(state, for_all=True)
 
 
 @pytest.mark.parametrize("param_dtype", [None, "bf16"])

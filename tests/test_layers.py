@@ -58,6 +58,7 @@ OWNERS = {
                 "processes",
                 "ranks",
                 "ray",
+                "sharding",
             )
         ),
     ],

@@ -192,12 +192,12 @@ def loaded_often(strategy: FSDP, path: Path) -> list[bool]:
         state = checkpoint.load(path, whole=False)
         with torch.no_grad():
             for weight in made.task.parameters():
-                strategy.local(weight).zero_()
-        checkpoint.load_task(made.task, state, is_resumed=True, part=strategy.part)
-        mine = strategy.whole(made.task.state_dict(), for_all=True)
+                strategy.sharding.local(weight).zero_()
+        checkpoint.load_task(made.task, state, is_resumed=True, sharding=strategy.sharding)
+        mine = strategy.sharding.whole(made.task.state_dict(), for_all=True)
         moment = state["optimizer"]["state"][2]["exp_avg"]
         weight = made.task.net[1][0].weight
-        whole = strategy.whole(strategy.part(moment, weight), for_all=True)
+        whole = strategy.sharding.whole(strategy.sharding.shard_like(moment, weight), for_all=True)
         mine_too = wanted["optimizer"]["state"][2]["exp_avg"]
         alike.append(is_same(mine, wanted["task"]) and is_same(whole, mine_too))
     return alike
@@ -261,9 +261,9 @@ def large(strategy: FSDP, path: Path) -> None:
         str(n): DTensor.from_local(torch.full((1024, 1024), float(n)), strategy.mesh)
         for n in range(TENSORS)
     }
-    state = strategy.parts({"task": weights, "progress": {"global_step": 3}})
-    rest, shards = sharded.split(state, Tensor.clone)
-    one_file.write(rest, path, save_shards=partial(strategy.save_parts, shards))
+    state = {"task": weights, "progress": {"global_step": 3}}
+    rest, shards = strategy.sharding.split(state, Tensor.clone)
+    one_file.write(rest, path, save_shards=partial(strategy.sharding.save, shards))
 
 
 def joined(path: Path, target: Path) -> str:
@@ -535,7 +535,7 @@ def failures(strategy: Strategy, folder: Path) -> list[str]:
     def attempt() -> None:
         writer = checkpoint.Writer()
         state = made.state_dict(whole=False)
-        options = {"save_shards": strategy.save_parts, "is_main": strategy.is_main}
+        options = {"sharding": strategy.sharding}
         writer.save(state, [path], **options)
         try:
             writer.wait()
@@ -578,10 +578,10 @@ def test_a_save_that_fails_in_a_rank_is_told_by_the_main_one_and_leaves_the_one_
 def checked(strategy: Strategy, folder: Path) -> str:
     own = folder / str(strategy.rank)
     own.mkdir()
-    strategy.nodes = 2
+    strategy.sharding._nodes = 2
     try:
-        strategy.check_folder(folder)
-        strategy.check_folder(own)
+        strategy.sharding.check_folder(folder)
+        strategy.sharding.check_folder(own)
     except UserError as refused:
         return str(refused).replace(str(own), "RUN")
     return ""
@@ -605,7 +605,7 @@ def taken_out(strategy: FSDP) -> Any:
         return copies[-1]
 
     state = {"a.b": {"c": weight}, "a": {"b.c": [weight], 0: torch.ones(1), "d": 1}}
-    rest, shards = sharded.split(state, copy)
+    rest, shards = sharded.split(state, copy, copies_rest=True)
     places = [rest["a.b"]["c"], rest["a"]["b.c"][0]]
     return (
         [(place.is_meta, place.shape, place.dtype) for place in places],
@@ -629,7 +629,7 @@ def of_each_rank(strategy: Strategy, folder: Path) -> Any:
     torch.manual_seed(strategy.rank)
     wanted = strategy.collectives.gather((torch.get_rng_state(), made.means.state_dict()))
     state = made.state_dict(whole=False)
-    writer.save(state, [path], save_shards=strategy.save_parts, is_main=strategy.is_main)
+    writer.save(state, [path], sharding=strategy.sharding)
     torch.rand(5)  # training goes on
     writer.wait()
     strategy.collectives.broadcast(None)
@@ -664,7 +664,7 @@ def work_to_name(strategy: FSDP) -> list[int]:
         before, done = sys.gettrace(), 0
         sys.settrace(note)
         try:
-            sharded.split(state, Tensor.detach)
+            sharded.split(state, Tensor.detach, copies_rest=True)
         finally:
             sys.settrace(before)
         return done
@@ -748,10 +748,10 @@ def saved_twice(strategy: FSDP, run: Path, moments: Path) -> None:
     sys.addaudithook(watch)
     for step in (1, 2):
         weight = DTensor.from_local(torch.full((2, 2), float(step)), strategy.mesh, [Placed(0)])
-        state = strategy.parts({"task": {"w": weight}, "progress": {"global_step": step}})
+        state = {"task": {"w": weight}, "progress": {"global_step": step}}
         is_watched = step == 2
         paths = [folder / "last.ckpt", folder / "best.ckpt"]
-        options = {"save_shards": strategy.save_parts, "is_main": strategy.is_main}
+        options = {"sharding": strategy.sharding}
         writer.save(state, paths, **options)
         writer.wait()
         strategy.collectives.broadcast(None)
@@ -809,9 +809,9 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
         wanted = weights(made.task)
         torch.cuda.set_sync_debug_mode("error")
         state = made.state_dict(whole=False)
-        writer.save(state, [path], save_shards=strategy.save_parts, is_main=strategy.is_main)
+        writer.save(state, [path], sharding=strategy.sharding)
         for weight in made.task.parameters():
-            strategy.local(weight.detach()).add_(1)
+            strategy.sharding.local(weight.detach()).add_(1)
         torch.cuda.set_sync_debug_mode("default")
         with patch.object(torch.cuda.Stream, "synchronize") as waited:
             writer.wait()

@@ -83,7 +83,7 @@ class Average(Callback):
         if not self.count:  # the run, or its callback of this kind, had averaged nothing
             return
         with self._swapped():  # what is not averaged is the same in both
-            checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
+            checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": self.count}
@@ -122,11 +122,11 @@ class Average(Callback):
                 )
         if [*map(id, tensors)] == [*map(id, self.known)]:
             return False
-        self.is_cut, local = trainer.strategy.cuts_weights, trainer.strategy.local
-        self.known, self.tensors = tensors, [local(tensor.detach()) for tensor in tensors]
+        sharding = trainer.strategy.sharding
+        self.is_cut, self.known, self.tensors = sharding is not None, tensors, tensors
+        if sharding is not None:
+            self.tensors = [sharding.local(tensor.detach()) for tensor in tensors]
         self.averages = [tensor.detach().clone() for tensor in self.tensors]
-        if not self.is_cut:
-            self.tensors = tensors
         return True
 
     def _swap(self) -> None:

@@ -4,7 +4,6 @@ import logging
 import math
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from string import Formatter
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below, sugges
 from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
+    from dpframe.strategies.sharding import Sharding
     from dpframe.trainer import Trainer
 
 log = logging.getLogger("dpframe")
@@ -85,8 +85,8 @@ class Checkpoint(Callback):
             files.remove_leftovers(_directory(trainer))
             self._finish_killed_save(trainer)
             seal.remove_parts(_directory(trainer))
-        if trainer.strategy.saves_parts:
-            trainer.strategy.check_folder(_directory(trainer))
+        if (sharding := _sharding(trainer)) is not None:
+            sharding.check_folder(_directory(trainer))
 
     def on_step_end(self, trainer: "Trainer") -> None:
         is_due = self.every_n_steps and trainer.global_step % self.every_n_steps == 0
@@ -201,18 +201,16 @@ class Checkpoint(Callback):
             return
         if LAST in names:
             self.saved_step, self.saved_clock = trainer.global_step, trainer.clock
-        strategy, folder = trainer.strategy, _directory(trainer)
-        # In every process: each contributes its random state, and its parts.
-        state = trainer.state_dict(whole=not strategy.saves_parts)
-        if strategy.is_main:
+        folder, sharding = _directory(trainer), _sharding(trainer)
+        is_main = trainer.strategy.is_main
+        # In every process: each contributes its random state, and its shards.
+        state = trainer.state_dict(whole=sharding is None)
+        if is_main:
             trainer.report.flush()  # the curve goes as far as the checkpoint, whatever happens
-        if strategy.is_main or strategy.saves_parts:
-            dropped = [folder / name for name in self.dropped if strategy.is_main]
-            save = self.writer.save
-            if strategy.saves_parts:
-                save = partial(save, save_shards=strategy.save_parts, is_main=strategy.is_main)
-            save(state, [folder / name for name in names], dropped)
-        if strategy.is_main:
+        if is_main or sharding is not None:
+            dropped = [folder / name for name in self.dropped if is_main]
+            self.writer.save(state, [folder / n for n in names], dropped, sharding=sharding)
+        if is_main:
             if self.file is None:
                 best = LAST if self.monitor.best is None else BEST
                 trainer.checkpoint = str(folder / best)
@@ -277,6 +275,12 @@ class FilePattern:
     def fits(self, name: str) -> bool:
         """Whether a file is one of these, and so may be removed."""
         return re.fullmatch(rf"{re.escape(self.prefix)}{PLAIN}-step[0-9]+\.ckpt", name) is not None
+
+
+def _sharding(trainer: "Trainer") -> "Sharding | None":
+    """If each process writes its own shards."""
+    sharding = trainer.strategy.sharding
+    return sharding if sharding is not None and sharding.saves_shards else None
 
 
 def _directory(trainer: "Trainer") -> Path:

@@ -22,8 +22,9 @@ class Histograms(Callback):
         self.gradients = gradients
 
     def on_before_step(self, trainer: "Trainer") -> None:
-        whole = trainer.strategy.whole
-        is_watched = trainer.loggers or trainer.strategy.cuts_weights  # then all have to take part
+        sharding = trainer.strategy.sharding
+        whole = (lambda tensor: tensor) if sharding is None else sharding.whole
+        is_watched = trainer.loggers or sharding is not None  # then all have to take part
         if trainer.global_step % self.every_n_steps or not is_watched:
             return
         groups = trainer.update.optimizer.param_groups

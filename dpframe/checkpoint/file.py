@@ -16,7 +16,14 @@ from torch import Tensor
 
 from dpframe import files
 from dpframe.checkpoint import foreign, seal
-from dpframe.checkpoint.plain import NotANumber, Unusable, map_tensors, refuse_more_numbers
+from dpframe.checkpoint.plain import (
+    NotANumber,
+    Sharding,
+    Stored,
+    Unusable,
+    map_tensors,
+    refuse_more_numbers,
+)
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.heartbeat import beat
 
@@ -191,10 +198,10 @@ def load_task(
     *,
     is_resumed: bool = False,
     key: str = "checkpoint",
-    part: Callable[[Tensor, Any], Tensor] | None = None,
+    sharding: Sharding | None = None,
 ) -> None:
     """Where the weights were averaged, their average; a run resumes with the weights themselves.
-    `part`: the strategy's, of a Trainer that has the task."""
+    `sharding`: the strategy's, of a Trainer that has the task."""
     what = f"{key}={state['file']}" if "file" in state else "the checkpoint"
     weights = state["averaged" if "averaged" in state and not is_resumed else "task"]
     here, matched = task.state_dict(), ""
@@ -207,10 +214,13 @@ def load_task(
         raise UserError(f"{what} does not fit this recipe's {kind}: {matched}{mismatch}")
     if name := _first_nan(weights):
         raise UserError(f"{what} has weights that are not numbers, in {name}; use an earlier one")
-    if part is not None:
-        are = {name: isinstance(value, Tensor) for name, value in weights.items()}
-        weights = {n: part(value, here[n]) if are[n] else value for n, value in weights.items()}
-    task.load_state_dict(weights)
+    task.load_state_dict({n: _like(here[n], value, sharding) for n, value in weights.items()})
+
+
+def _like(here: Any, value: Any, sharding: Sharding | None) -> Any:
+    if sharding is not None and isinstance(value, Tensor):
+        return sharding.shard_like(value, here)
+    return value.read() if isinstance(value, Stored) else value
 
 
 def _first_mismatch(wanted: dict[str, Any], saved: dict[str, Any]) -> str:

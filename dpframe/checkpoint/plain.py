@@ -1,11 +1,13 @@
 """What a checkpoint holds: numbers, text and tensors in plain containers, which run no code."""
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from dpframe.checkpoint.seal import Parts
 from dpframe.errors import UserError
 
 PLAIN = {int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device}
@@ -30,6 +32,26 @@ class Stored(Tensor):
         target = torch.zeros(self.shape, dtype=self.dtype) if into is None else into
         self.load_into(target)
         return target
+
+
+class Sharding(Protocol):
+    """What a checkpoint asks of a strategy whose processes each have a shard of a tensor. Every
+    process calls it, and the main one writes the checkpoint's file."""
+
+    @property
+    def is_main(self) -> bool: ...
+
+    def split(
+        self, state: dict[str, Any], copy: Callable[[Tensor], Tensor]
+    ) -> tuple[dict[str, Any], Any]:
+        """A copy of the state without these tensors, and copies of this process's shards."""
+
+    def save(self, shards: Any, folder: Path, step: int) -> Parts | None:
+        """Writes the shards into a new folder in this one, on a thread. The main process gets what
+        the seal is to say of it, or raises what went wrong in any of them."""
+
+    def shard_like(self, whole: Tensor, like: Any) -> Tensor:
+        """A tensor, which may be Stored, cut as the weight `like` is."""
 
 
 def map_tensors(value: Any, call: Callable[[Tensor, str], Any], where: str = "") -> Any:

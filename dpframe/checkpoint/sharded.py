@@ -53,7 +53,7 @@ Shards = dict[str, Shard]
 
 @torch.no_grad()  # a copy needs no history
 def split(
-    state: dict[str, Any], copy: Callable[[Tensor], Tensor], *, copies_rest: bool = True
+    state: dict[str, Any], copy: Callable[[Tensor], Tensor], *, copies_rest: bool
 ) -> tuple[dict[str, Any], Shards]:
     """The state without the numbers of its sharded tensors, and copies of this process's shards of
     these by name."""

@@ -1,7 +1,7 @@
 """Saves on a thread of its own, while training goes on."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -11,15 +11,10 @@ import torch
 
 from dpframe import accelerator
 from dpframe.checkpoint import file, seal
-from dpframe.checkpoint.plain import map_tensors
+from dpframe.checkpoint.plain import Sharding, map_tensors
 from dpframe.checkpoint.snapshot import Memory, Snapshot
 
 LARGE = 64 << 20  # bytes of a state
-
-
-SaveShards = Callable[[Any, Path, int], seal.Parts | None]
-"""Writes shards into a new folder in this one, together with all other processes; of this step. The
-main process gets what the seal is to say."""
 
 
 class Copy(NamedTuple):
@@ -68,24 +63,21 @@ class Writer:
         paths: Sequence[Path],
         drop: Sequence[Path] = (),
         *,
-        save_shards: SaveShards | None = None,
-        is_main: bool = True,
+        sharding: Sharding | None = None,
     ) -> None:
         """From its return on `state` may change; `drop` is removed when the new files are there.
 
-        With `save_shards` every process calls it, and the main one writes the files."""
-        if save_shards is not None:
+        With a `sharding` every process calls it, and the main one writes the files."""
+        if sharding is not None:
             self.wait()
         with self._lock:
             spare, self._spare = self._spare, {}
         snapshot = Snapshot(spare)
-        if save_shards is None:
+        if sharding is None:
             copy = Copy(map_tensors(state, lambda each, _: snapshot.copy(each)), snapshot)
         else:
-            from dpframe.checkpoint import sharded  # imports much of torch: only when used
-
-            rest, shards = sharded.split(state, snapshot.copy, copies_rest=is_main)
-            copy = Copy(rest, snapshot, partial(save_shards, shards), is_main)
+            rest, shards = sharding.split(state, snapshot.copy)
+            copy = Copy(rest, snapshot, partial(sharding.save, shards), sharding.is_main)
         snapshot.start()
         if snapshot.nbytes > LARGE:
             self.wait()

@@ -64,7 +64,7 @@ def start(job: Composed, strategy: Strategy) -> tuple[Composed, dict[str, Any] |
         path = seal.newest_of_run(directory)
     has_it = path is not None and seal.identity(path) == newest["seal"]
     if all(strategy.collectives.broadcast(strategy.collectives.gather(has_it))):
-        state = checkpoint.load(path, whole=not strategy.reads_parts)  # type: ignore[arg-type]
+        state = checkpoint.load(path, whole=strategy.sharding is None)  # type: ignore[arg-type]
     else:
         is_source = strategy.rank == source
         sent = strategy.collectives.gather(checkpoint.load(path) if is_source else None)  # type: ignore[arg-type]

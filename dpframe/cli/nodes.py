@@ -60,7 +60,7 @@ def start_of(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
     """The checkpoint that a rank begins with: the main node's, where not all have it."""
     if not job.is_start_sent:
         is_weights_alone = job.settings.mode in EVALUATIONS
-        whole = not (strategy.reads_parts or is_weights_alone)
+        whole = strategy.sharding is None and not is_weights_alone
         return checkpoint.load(job.start, whole=whole) if job.start is not None else None
     is_main = strategy.is_main and job.start is not None
     return strategy.collectives.broadcast(checkpoint.load(job.start) if is_main else None)  # type: ignore[arg-type]

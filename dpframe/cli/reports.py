@@ -163,7 +163,7 @@ def strategy_of(job: Composed, arguments: Mapping[str, Any] | None = None) -> pa
 def plan_of(job: Composed) -> Plan:
     settings, trust = job.settings, trust_of(job)
     wanted = build(job.config["strategy"], "strategy", Strategy, trust=trust)
-    if wanted.cuts_weights:
+    if wanted.sharding is not None:
         _refuse_unknown(wanted, settings.plan.max_replicas)
     bucket = job.config["strategy"].get("bucket_cap_mb")
     seeding.seed_everything(settings.seed)
@@ -184,7 +184,7 @@ def plan_of(job: Composed) -> Plan:
     lines = predictions(measured.costs, measured.steps, network, settings.plan.max_replicas)
     threads = torch.get_num_threads()
     cores = f" with {threads} thread{'s' if threads > 1 else ''}" * (measured.device == "cpu")
-    name = "fsdp" if wanted.cuts_weights else "ddp"
+    name = "fsdp" if wanted.sharding is not None else "ddp"
     title = (
         f"plan {settings.recipe}: batches of {data.batch_size} rows over N replicas, as strategy="
         f"{name} shares them; measured on {measured.device}{cores}, trainer.precision="
@@ -249,7 +249,7 @@ def _existing(path: Path) -> Path:
 
 
 def _refuse_unknown(fsdp: Any, most: int) -> None:
-    if fsdp.cpu_offload:
+    if fsdp.sharding.cpu_offload:
         raise UserError(
             "strategy.cpu_offload=true: mode=plan does not know what it costs; leave it out"
         )

@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -268,7 +268,7 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
     if settings.trainer.logical_replicas is not None:  # the first weights may be sums, too
         use_threads(settings.trainer.threads or 1)
     beat()
-    with strategy.building():
+    with nullcontext() if strategy.sharding is None else strategy.sharding.building():
         task = make(job.config["task"], "task", Task)
     data = make(job.config["data"], "data", DataModule)
     beat()
@@ -304,7 +304,7 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
         notes = [_named(job.start), *compared(job, state, task=trainer.task, data=trainer.data)]
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
-        checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
+        checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)
         state = None
     if settings.mode == "fit":
         trainer.prepare(state, resume_anyway=settings.resume_anyway)
@@ -356,13 +356,13 @@ def _test_best(trainer: Trainer) -> None:
     strategy = trainer.strategy
     path = strategy.collectives.broadcast(trainer.checkpoint)  # which the main process alone knows
     if path is not None:
-        if strategy.saves_parts:
+        if strategy.sharding is not None and strategy.sharding.saves_shards:
             state = checkpoint.load(path, whole=False)
         else:
             state = strategy.collectives.broadcast(
                 checkpoint.load(path) if strategy.is_main else None
             )
-        checkpoint.load_task(trainer.task, state, part=trainer.strategy.part)
+        checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)
     try:
         trainer.test()
     except BaseException:

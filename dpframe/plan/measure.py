@@ -72,7 +72,7 @@ def measure(
     strategy to plan for, where replicas share the weights themselves. A checkpoint is saved in a
     directory `saves_in`, and removed."""
     clock, memory, gradients = (Probe(accelerator=accelerator) for _ in range(3))
-    cuts: Any = wanted if wanted is not None and wanted.cuts_weights else None
+    cuts: Any = wanted if wanted is not None and wanted.sharding is not None else None
     clock.open()
     data.setup()
     feed = Feed.of(data, clock, settings, seed=seed)
@@ -114,7 +114,7 @@ def measure(
         with saved_tensors_hooks(memory.keep, lambda tensor: tensor):
             fit(memory, sizes)
         gradients.sees_gradients = True
-        gradients.blocks = cuts.chosen(task) if cuts else []
+        gradients.blocks = cuts.sharding.chosen(task) if cuts else []
         fit(gradients, [whole] * TRIES)
     taken = {rows: clock.times[i :: len(sizes)][WARM_UPS:] for i, rows in enumerate(sizes)}
     times = {rows: Times(*map(median, zip(*each, strict=True))) for rows, each in taken.items()}
@@ -187,8 +187,8 @@ def _sharded(task: Task, strategy: Any, probe: "Probe", settings: TrainerSetting
         units=tuple(units),
         calls=tuple(probe.calls()),
         replicate=strategy.replicate,
-        blocks_again=strategy.reshard_after_forward is not False,
-        rest_again=strategy.reshard_after_forward is True,
+        blocks_again=strategy.sharding.reshard_after_forward is not False,
+        rest_again=strategy.sharding.reshard_after_forward is True,
         accumulates=settings.accumulate > 1,
         norms=4 * len(trained) if settings.clip_norm is not None else 0,
         buffers=sum(1 for _ in task.buffers()),
@@ -197,8 +197,8 @@ def _sharded(task: Task, strategy: Any, probe: "Probe", settings: TrainerSetting
 
 def _weight(weight: Tensor, strategy: Any) -> Weight:
     numbers = weight[0].numel() if len(weight) else 0
-    gathered = strategy.param_dtype or weight.dtype
-    reduced = strategy.reduce_dtype or gathered
+    gathered = strategy.sharding.param_dtype or weight.dtype
+    reduced = strategy.sharding.reduce_dtype or gathered
     return Weight(
         rows=len(weight),
         kept=numbers * weight.itemsize,

@@ -2,18 +2,14 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from dpframe import launcher
-from dpframe.checkpoint import seal
-from dpframe.checkpoint.plain import Stored
 from dpframe.data import Share, move
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
@@ -23,6 +19,7 @@ from dpframe.strategies.devices import Gpus, choose
 
 if TYPE_CHECKING:
     from dpframe.strategies.nodes import Meeting
+    from dpframe.strategies.sharding import Sharding
 
 NO_GATHER = "it has no gather_rows"
 FREEZE_ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
@@ -53,11 +50,7 @@ class Strategy:
     is_set_up = False
     _current: ExitStack | None = None  # what `take` has entered
     dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
-    cuts_weights = False  # each process keeps a part of the weights
-    keeps_casts = False  # autocast saves copies of whole weights for the backward
-    saves_parts = False  # each process writes its own to a checkpoint
-    reads_parts = False  # it resumes from what is Stored in a checkpoint, without reading it whole
-    whole_in_hooks = False  # hooks that may run the task get whole weights
+    sharding: "Sharding | None" = None  # of weights that each process keeps a shard of
     fuses: tuple[str, ...] | None = None  # optimizers with fused kernels for them; None: all
 
     def __init_subclass__(cls, *, takes_logical_shares: bool = False, **options: Any) -> None:
@@ -150,46 +143,6 @@ class Strategy:
         accelerator = self.accelerator if self.uses_gpus else "cpu"
         limit = self.max_replicas_per_core
         return choose(self.gpus, accelerator, default=default, max_per_core=limit)
-
-    def building(self) -> AbstractContextManager[None]:
-        """Within, each process builds the same task, or an outline that `shard` fills."""
-        return nullcontext()
-
-    def shard(self, task: nn.Module, *, has_autocast: bool) -> None:
-        """Cuts the weights of a task in parts, before its optimizers are made."""
-
-    def local(self, tensor: Any) -> Any:
-        """This process's part of a weight, a gradient or an optimizer's state."""
-        return tensor
-
-    def part(self, whole: Tensor, like: Any) -> Tensor:
-        """`whole`, which may be Stored, as it is for a weight `like`: cut as that is."""
-        return whole.read() if isinstance(whole, Stored) else whole
-
-    def whole(self, value: Any, *, for_all: bool = False) -> Any:
-        """A state with whole tensors in it, on the main process; elsewhere only if it is `for_all`.
-        Every process has to call it."""
-        return value
-
-    def parts(self, state: Any) -> Any:
-        """The state with this process's shards of tensors; see `saves_parts`."""
-        return state
-
-    def save_parts(self, shards: Any, folder: Path, step: int) -> seal.Parts | None:
-        """Writes them into a new folder in this one, on a thread. Every process calls it; the main
-        one returns what was written, or raises."""
-        raise NotImplementedError
-
-    def check_folder(self, folder: Path) -> None:
-        """Before training whose checkpoints go there; the main process has made it."""
-
-    def total_norm(self, gradients: list[Any]) -> Tensor:
-        """The norm of all gradients together; of sharded ones, the norm of the whole."""
-        return get_total_norm(gradients)
-
-    def whole_weights(self, task: nn.Module) -> AbstractContextManager[None]:
-        """Within, each process has the whole weights and may call the task by itself."""
-        return nullcontext()
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         """`module(share, ...)` becomes one that computes all of this process's shares."""

@@ -195,7 +195,7 @@ def logged_once(evidence: Evidence) -> Verdict:
 def gradient_sync(evidence: Evidence) -> Verdict:
     """Only the backward of an update's last micro-batch may share gradients."""
     compared = "3 micro-batches of one update"
-    if len(evidence.notes) == 1 or evidence.notes[0]["facts"]["cuts_weights"]:  # none are left
+    if len(evidence.notes) == 1 or evidence.notes[0]["facts"]["shards_weights"]:  # none are left
         return compared, None, ""
     seen = [run.seen["gradients"][:3] for run in evidence.of_each("watched")]
     is_shared = [

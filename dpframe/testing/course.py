@@ -96,11 +96,11 @@ class Watched(Small):
         return super().training_step(batch)
 
     def _look(self) -> None:
-        whole: Any = (
-            self.run_context.strategy.whole if self.run_context.strategy else lambda g, **_: g
-        )
+        strategy = self.run_context.strategy
         gradients = [p.grad.detach() for p in self.parameters() if p.grad is not None]
-        known = [whole(gradient, for_all=True).cpu().flatten() for gradient in gradients]
+        if strategy is not None and strategy.sharding is not None:
+            gradients = strategy.sharding.whole(gradients, for_all=True)
+        known = [gradient.cpu().flatten() for gradient in gradients]
         gradient = torch.cat(known).tolist() if known else []
         if gradient and gradient not in self.seen["gradients"][-1:]:  # one look a replica
             self.seen["gradients"].append(gradient)

@@ -45,23 +45,26 @@ class Hooks:
         return self._lists[name]
 
     def call(self, name: str, trainer: Any, *args: Any) -> None:
-        gathers = self._strategy.whole_in_hooks
+        sharding = self._strategy.sharding
+        if sharding is not None and not sharding.whole_in_hooks:
+            sharding = None
         for hook in self._lists[name]:
             beat()
-            if gathers and may_run_task(name, hook):
-                with self._strategy.whole_weights(self._task):
+            if sharding is not None and may_run_task(name, hook):
+                with sharding.whole_weights(self._task):
                     hook(trainer, *args)
             else:
                 hook(trainer, *args)
 
     def call_on_main(self, name: str, trainer: Any, *args: Any) -> None:
         """All processes take part in gathering sharded weights, and the main one calls."""
+        sharding = self._strategy.sharding
         if self._strategy.is_main:
             self.call(name, trainer, *args)
-        elif self._strategy.whole_in_hooks:
+        elif sharding is not None and sharding.whole_in_hooks:
             for hook in self._lists[name]:
                 if may_run_task(name, hook):
-                    with self._strategy.whole_weights(self._task):
+                    with sharding.whole_weights(self._task):
                         pass
 
     def after_batch(self, name: str, trainer: Any) -> Callable[[Batch, list[Any]], None] | None:

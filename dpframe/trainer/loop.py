@@ -137,7 +137,7 @@ class Trainer:
         self.precision = Precision(
             self.settings.precision,
             self.strategy.device,
-            cuts_weights=self.strategy.cuts_weights,
+            cuts_weights=self.strategy.sharding is not None,
         )
         self.strategy.dtype = self.precision.dtype
         task.setup(self)
@@ -689,7 +689,7 @@ class Trainer:
         """Builds and checks all that `fit` needs. It writes nothing and calls no hook."""
         self.mode, self._is_validating = "fit", False
         self._resumed = state = start_state(
-            resume, self.run.directory, whole=not self.strategy.reads_parts
+            resume, self.run.directory, whole=self.strategy.sharding is None
         )
         task, strategy, settings = self.task, self.strategy, self.settings
         if settings.on_nonfinite == "skip":
@@ -716,7 +716,7 @@ class Trainer:
             )
         self.recomputed = drop_activations(task, settings.checkpoint_activations)
         mode = settings.compile_mode
-        if strategy.cuts_weights:
+        if strategy.sharding is not None:
             settings.check_compiled_parts(strategy.name)
         self.update = next(iter(self.updates.values()))
         self._only = () if self.update.name else (self.update,)
@@ -785,7 +785,7 @@ class Trainer:
         mode = self.settings.compile_mode
         if mode is not None and self.strategy.is_main:
             log.info("trainer.compile.mode=%s: the first step may take minutes to compile", mode)
-        resting = self._resting()
+        resting, sharding = self._resting(), self.strategy.sharding
         if resting and self.strategy.is_main:
             log.info(
                 "stays in evaluation mode in training: %s; call train() on it in the task's "
@@ -794,7 +794,7 @@ class Trainer:
             )
         if self.recomputed and self.strategy.is_main:
             log.info("computed again in the backward: %s", ", ".join(self.recomputed))
-        elif self.strategy.keeps_casts and self.strategy.is_main:
+        elif self.strategy.is_main and sharding is not None and sharding.keeps_casts:
             log.info(
                 "autocast keeps all weights in bf16 in each process from forward to backward; set "
                 "strategy.param_dtype=bf16 or trainer.checkpoint_activations=true where they don't "
@@ -888,7 +888,7 @@ class Trainer:
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """All that decides the rest of training. Every process calls it, and the main one gets it.
 
-        If not `whole`, each process gets its own parts, where the strategy `saves_parts`.
+        If not `whole`, each process gets its own shards of the tensors that the strategy shards.
         """
         self._read_losses()
         self._read_clock()
@@ -928,7 +928,8 @@ class Trainer:
             "stream": of_ranks.get("stream", []),
         }
         self.hooks.call("on_save", self, state)
-        return strategy.whole(state) if whole else strategy.parts(state)
+        sharding = strategy.sharding
+        return state if sharding is None or not whole else sharding.whole(state)
 
     def _of_ranks(self, own: dict[str, Any]) -> dict[str, Any]:
         """Lists over the ranks by name."""
@@ -941,7 +942,7 @@ class Trainer:
         strategy, progress = self.strategy, self.progress
         rank, world_size = strategy.rank, strategy.world_size
         changes = changes_since(state, self.fingerprint, anyway=anyway)
-        checkpoint.load_task(self.task, state, is_resumed=True, part=strategy.part)
+        checkpoint.load_task(self.task, state, is_resumed=True, sharding=strategy.sharding)
         with refusing(state):
             before = json.loads(state["fingerprint"])
             of_strategy = state.get("strategy", {}).get(strategy.name, {})

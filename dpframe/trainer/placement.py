@@ -30,7 +30,7 @@ class Precision:
     """Weights, buffers and inputs in the type `dtype`, or autocast over 32 bits.
 
     Autocast's cache would keep copies of all weights for the whole forward, which matters where
-    the strategy `cuts_weights` so that no process ever has all of them.
+    the weights are cut so that no process ever has all of them.
     """
 
     def __init__(self, name: str, device: torch.device, *, cuts_weights: bool = False) -> None:
@@ -62,7 +62,7 @@ def place(
     """
     if precision.dtype is None and not has_float64(precision.device):
         _refuse_float64(task, precision.device)
-    if strategy.cuts_weights:  # it moves them part by part
+    if strategy.sharding is not None:  # it moves them part by part
         task.to(dtype=precision.dtype)
     else:
         task.to(precision.device, precision.dtype)
@@ -80,11 +80,12 @@ def place(
     else:  # torch counts the cores of the machine, and a container may have fewer
         use_threads(min(torch.get_num_threads(), cores()))
     # Sharded weights are gathered in torch's own layout.
-    may_lay_out = settings.channels_last and not strategy.cuts_weights
+    may_lay_out = settings.channels_last and strategy.sharding is None
     weights = _convolutions(task) if may_lay_out else []
     for weight in weights:
         weight.data = weight.data.to(memory_format=MEMORY_FORMATS[weight.dim()])
-    strategy.shard(task, has_autocast=precision.autocast is not None)
+    if strategy.sharding is not None:
+        strategy.sharding.cut(task, has_autocast=precision.autocast is not None)
     return CHANNELS_LAST if weights else ""
 
 

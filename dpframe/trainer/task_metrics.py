@@ -52,7 +52,7 @@ class TaskMetrics:
         self._shares = ShareMetrics(_merge) if strategy.logical_shares else None
         if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
             self._find(task, torchmetrics)
-        if strategy.cuts_weights:  # it moves parameters and buffers, and states are neither
+        if strategy.sharding is not None:  # it moves parameters and buffers, and states are neither
             for metric in self._metrics.values():
                 metric.to(strategy.device)
         if self._metrics and strategy.replicates_task:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -93,14 +93,14 @@ class Update:
         )
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
         kind = type(self.optimizer).__name__
-        if strategy.cuts_weights and (self.needs_closure or kind in NEEDS_WHOLE):
+        if strategy.sharding is not None and (self.needs_closure or kind in NEEDS_WHOLE):
             raise UserError(
                 f"{kind} needs whole weights in each process, and {strategy.name} cuts them; use "
                 "strategy=ddp, or another optimizer"
             )
         if self.needs_closure:
             self._refuse_with_closure()
-        if scaler is not None and strategy.cuts_weights:
+        if scaler is not None and strategy.sharding is not None:
             raise UserError(
                 f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
                 "ranks would scale their losses by themselves; use trainer.precision=bf16"
@@ -276,16 +276,17 @@ class Update:
         return weights
 
     def _total_norm(self) -> Tensor:
-        return self.strategy.total_norm([weight.grad for weight in self._updated()])
+        gradients, sharding = [weight.grad for weight in self._updated()], self.strategy.sharding
+        return get_total_norm(gradients) if sharding is None else sharding.total_norm(gradients)
 
     def _parts(self) -> list[Any]:
         """This process's parts of what `_updated` returns; they share its memory."""
-        if not self.strategy.cuts_weights:
+        if (sharding := self.strategy.sharding) is None:
             return self._updated()
         parts = []
         for weight in self._updated():
-            part = self.strategy.local(weight.detach())
-            part.grad = self.strategy.local(weight.grad)
+            part = sharding.local(weight.detach())
+            part.grad = sharding.local(weight.grad)
             parts.append(part)
         return parts
 
@@ -361,11 +362,11 @@ class Update:
         """Saved state for the weights of here: matched by name, checked, and e.g. a momentum cut
         as its weight is."""
         saved = in_order(self._named, optimizer, saved)
-        if self.strategy.cuts_weights:
+        if (sharding := self.strategy.sharding) is not None:
             weights, states = updated_by(optimizer), dict(saved["state"])
             for number, weight in enumerate(weights):
                 states[number] = {
-                    name: self.strategy.part(value, weight) if isinstance(value, Tensor) else value
+                    name: sharding.shard_like(value, weight) if isinstance(value, Tensor) else value
                     for name, value in states.get(number, {}).items()
                 }
             saved["state"] = {number: state for number, state in states.items() if state}
@@ -411,7 +412,7 @@ class ByHand(Update):
                 f"{kind} steps its optimizers itself, and the {strategy.replicas} replicas of "
                 f"{strategy.name} in one process would each do so; use strategy=ddp"
             )
-        if strategy.cuts_weights:
+        if strategy.sharding is not None:
             raise UserError(
                 f"{kind} steps its optimizers itself, with whole gradients, and {strategy.name} "
                 "cuts them; use strategy=ddp"

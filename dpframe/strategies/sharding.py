@@ -1,0 +1,326 @@
+"""The weights of a task in shards, one in each process: cutting, gathering and saving them."""
+
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import get_total_norm
+
+from dpframe import seeding
+from dpframe.blocks import blocks, matching
+from dpframe.checkpoint import seal, sharded
+from dpframe.checkpoint.plain import Stored
+from dpframe.errors import UserError, first_line
+from dpframe.parameters import has_sparse
+from dpframe.strategies.collectives import Collectives
+
+KEY = "strategy.shard"
+
+
+class Sharding:
+    """`patterns` name the blocks whose weights are gathered together, as `strategy.shard` does.
+    `open` comes first: the processes are known once the strategy is set up."""
+
+    def __init__(
+        self,
+        patterns: Sequence[str] | None,
+        *,
+        reshard_after_forward: bool | None,
+        param_dtype: torch.dtype | None,
+        reduce_dtype: torch.dtype | None,
+        cpu_offload: bool,
+        meta_init: bool,
+        whole_in_hooks: bool,
+        saves_shards: bool,
+        timeout_seconds: float,
+    ) -> None:
+        self.patterns = patterns
+        self.reshard_after_forward = reshard_after_forward
+        self.param_dtype = param_dtype
+        self.reduce_dtype = reduce_dtype
+        self.cpu_offload = cpu_offload
+        self.meta_init = meta_init
+        self.whole_in_hooks = whole_in_hooks  # those that may run the task get whole weights
+        self.saves_shards = saves_shards  # each process writes its own to a checkpoint
+        self.timeout_seconds = timeout_seconds
+        self.keeps_casts = False  # autocast saves copies of whole weights for the backward
+        self.scalars: dict[Any, list[Tensor]] = {}  # which are not cut, by their task
+        self._saving: dist.ProcessGroup | None = None  # of the threads that save
+        self._mesh: Any = None
+
+    def open(
+        self, mesh: DeviceMesh, device: torch.device, collectives: Collectives, *, nodes: int
+    ) -> None:
+        self._mesh, self._device = mesh, device
+        self._collectives, self._nodes = collectives, nodes
+
+    def close(self) -> None:
+        self.scalars.clear()
+        if self._saving is not None and dist.is_initialized():
+            dist.destroy_process_group(self._saving)
+        self._saving = None
+        self._mesh = None
+
+    @property
+    def is_main(self) -> bool:
+        return self._collectives.is_main
+
+    # ---- a task
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """With `meta_init`, only the main rank has weights until `cut`."""
+        if not self.meta_init:
+            yield
+        elif self._collectives.is_main:
+            yield
+            self._collectives.broadcast(seeding.random_state())
+        else:
+            try:
+                with torch.device("meta"):
+                    yield
+            except (NotImplementedError, RuntimeError) as error:  # of torch, for lack of numbers
+                raise UserError(
+                    f"strategy.meta_init=true: the task can't be built on the meta device: "
+                    f"{first_line(error)[:200]}; use strategy.meta_init=false"
+                ) from error
+            seeding.restore_random_state(self._collectives.broadcast(None))
+
+    def cut(self, task: Any, *, has_autocast: bool) -> None:
+        """Leaves each process a shard of every weight of a task, before its optimizers are made,
+        and moves it to the device."""
+        self.keeps_casts = has_autocast and self.param_dtype in (None, torch.float32)
+        self.scalars[task] = scalars = [weight for weight in task.parameters() if not weight.ndim]
+        if isinstance(task, FSDPModule):
+            self._refuse_others_weights(task)
+            return
+        self._refuse(task, has_autocast)
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "ignored_params": set(scalars),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype=self.param_dtype,
+                reduce_dtype=self.reduce_dtype,
+                cast_forward_inputs=False,  # autocast does that
+            ),
+            "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
+        }
+        done: set[int] = set()
+        for block in self.chosen(task):
+            self._fill_in(block, done)
+            _sharded(block, reshard_after_forward=self.reshard_after_forward, **options)
+        self._fill_in(task, done)
+        _sharded(task, reshard_after_forward=self.reshard_after_forward, **options)
+        for scalar in scalars:
+            scalar.data = scalar.data.to(self._device)
+
+    def chosen(self, task: nn.Module) -> list[nn.Module]:
+        """The blocks, inner ones first. One that shares a weight with the rest is left to the
+        root."""
+        if self.patterns is None:
+            named = list(blocks(task))
+        else:
+            named = [pair for each in self.patterns for pair in matching(task, each, key=KEY)]
+        chosen = {id(block) for _, block in named if next(block.parameters(), None) is not None}
+        found = [module for module in task.modules() if id(module) in chosen]
+        holders: dict[int, int] = {}
+        for module in task.modules():
+            for weight in module.parameters(recurse=False):
+                holders[id(weight)] = holders.get(id(weight), 0) + 1
+        return [block for block in reversed(found) if not _shares_weight(block, holders)]
+
+    # ---- its tensors
+
+    def local(self, tensor: Any) -> Any:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def shard_like(self, whole: Tensor, like: Any) -> Tensor:
+        """A tensor, which may be Stored, cut as the weight `like` is if it has its size."""
+        is_cut = isinstance(like, DTensor) and whole.shape == like.shape
+        if isinstance(whole, Stored):
+            return whole.read(torch.zeros_like(like, dtype=whole.dtype) if is_cut else None)
+        if not is_cut or isinstance(whole, DTensor):
+            return whole
+        whole = whole.detach().to(like.device)
+        # All ranks have read the same file: none of them has to send it.
+        return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+    def whole(self, value: Any, *, for_all: bool = False) -> Any:
+        def collect(tensor: Any) -> Any:
+            full = tensor.full_tensor()
+            return full.detach().cpu() if for_all or self._collectives.is_main else None
+
+        return _mapped(collect, value)
+
+    def total_norm(self, gradients: list[Any]) -> Tensor:
+        parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+        others = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+        norms = [get_total_norm(others)] if others or not parts else []
+        if parts:
+            norm: Any = get_total_norm(parts)
+            norms.append(norm.full_tensor())
+        return norms[0] if len(norms) == 1 else get_total_norm(norms)
+
+    @contextmanager
+    def whole_weights(self, task: Any) -> Iterator[None]:
+        modules = sharded_in(task)
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in modules:
+                is_root, choice = module is task, self.reshard_after_forward
+                reshards = not is_root if choice is None else choice
+                module.set_reshard_after_forward(reshards, recurse=False)
+            task.reset_iter_state()  # lets go of the weights, and forgets what a rank alone called
+
+    # ---- checkpoints in shards
+
+    def split(
+        self, state: dict[str, Any], copy: Callable[[Tensor], Tensor]
+    ) -> tuple[dict[str, Any], sharded.Shards]:
+        """The state without its sharded tensors, and copies of this process's shards of them. Every
+        process calls it."""
+        if self._saving is None:
+            timeout = timedelta(seconds=self.timeout_seconds)
+            self._saving = dist.new_group(backend="gloo", timeout=timeout)
+        return sharded.split(state, copy, copies_rest=self.is_main)
+
+    def save(self, shards: sharded.Shards, folder: Path, step: int) -> seal.Parts | None:
+        """Writes them into a new folder in this one, on a thread. Every process calls it; the main
+        one gets what the seal is to say, or raises what went wrong in any of them."""
+        return sharded.save(shards, folder, step, self._saving)
+
+    def check_folder(self, folder: Path) -> None:
+        if self._nodes == 1:
+            return
+        name = self._collectives.broadcast(secrets.token_hex(8))
+        here = folder / f".{name}.{os.getpid()}.part"
+        if self._collectives.is_main:
+            here.touch()
+        self._collectives.sum_numbers([0.0])  # it is there
+        seen = self._collectives.sum_numbers([float(bool(list(folder.glob(f".{name}.*"))))])[0]
+        if self._collectives.is_main:
+            here.unlink()
+        if seen < self._collectives.world_size:
+            raise UserError(
+                f"strategy.checkpoints=sharded but not all machines see {folder} of the main one; "
+                "name a run directory on a file system that they share by hydra.run.dir=DIR, or "
+                "use strategy.checkpoints=whole"
+            )
+
+    # ---- within a task
+
+    def _fill_in(self, module: nn.Module, done: set[int]) -> None:
+        """Gives what is not cut yet the main rank's values, as under ddp; block by block, so that
+        a rank with an outline of the task has the numbers of one block at a time."""
+        own = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in done]
+        own = [
+            _with_room(tensor, module) if tensor.is_meta else tensor
+            for tensor in own
+            if not isinstance(tensor, DTensor)
+        ]
+        self._collectives.broadcast_tensors(own)
+        done |= {id(tensor) for tensor in own}
+
+    def _refuse(self, task: nn.Module, has_autocast: bool) -> None:
+        name = type(task).__name__
+        for where, module in task.named_modules():
+            for attribute, value in vars(module).items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    raise UserError(
+                        f"strategy.meta_init=true: {f'{where}.{attribute}'.lstrip('.')} is neither "
+                        "a parameter nor a buffer, so nothing fills it; use register_buffer, or "
+                        "strategy.meta_init=false"
+                    )
+        if has_sparse(task):
+            raise UserError(
+                f"{name} has an embedding with sparse=True, whose gradients strategy=fsdp can't "
+                "share; set sparse=False, or use strategy=ddp"
+            )
+        if self.param_dtype not in (None, torch.float32) and not has_autocast:
+            raise UserError(
+                "strategy.param_dtype rounds what is gathered, and trainer.precision has no "
+                "autocast to compute in it; set trainer.precision=bf16, or strategy.param_dtype="
+                "null"
+            )
+
+    def _refuse_others_weights(self, task: Any) -> None:
+        weight = next((weight for weight in task.parameters() if isinstance(weight, DTensor)), None)
+        if weight is not None and weight.device_mesh is not self._mesh:
+            raise UserError(
+                f"{type(task).__name__} was sharded by a strategy that is closed; make a new task "
+                "and load its weights from a checkpoint"
+            )
+
+
+def _sharded(module: Any, **options: Any) -> None:
+    """Keeps the names of the class, which errors and checkpoints show."""
+    kind = type(module)
+    fully_shard(module, **options)
+    type(module).__name__, type(module).__qualname__ = kind.__name__, kind.__qualname__
+    module.gathered = _called
+    register_fsdp_forward_method(module, "gathered")
+
+
+def _with_room(tensor: Tensor, module: nn.Module) -> Tensor:
+    """On the CPU instead of the meta device; what is tied stays tied."""
+    empty = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    if not weakref.getweakrefcount(tensor):
+        torch.utils.swap_tensors(tensor, empty)
+        return tensor
+    for holder in module.modules():  # RNNs keep weak references, which can't be swapped
+        for name, weight in holder.named_parameters(recurse=False, remove_duplicate=False):
+            if weight is tensor:
+                setattr(holder, name, empty)
+    return empty
+
+
+def _mapped(call: Callable[[Any], Any], value: Any) -> Any:
+    """Applies `call` to each DTensor in nested containers."""
+    if isinstance(value, DTensor):
+        return call(value)
+    if isinstance(value, dict):
+        return {name: _mapped(call, part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(call, part) for part in value)
+    return value
+
+
+def _called(call: Callable[..., Any], *args: Any) -> Any:
+    return call(*args)
+
+
+def sharded_in(task: nn.Module) -> list[Any]:
+    """The task, then its blocks."""
+    return [module for module in task.modules() if isinstance(module, FSDPModule)]
+
+
+def _shares_weight(block: nn.Module, holders: dict[int, int]) -> bool:
+    within: dict[int, int] = {}
+    for module in block.modules():
+        for weight in module.parameters(recurse=False):
+            within[id(weight)] = within.get(id(weight), 0) + 1
+    return any(count != holders[key] for key, count in within.items())
