@@ -131,7 +131,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
     save, may_end = one_file.write, threading.Event()
     in_time = []
 
-    def slow(state, *paths):
+    def slow(state, *paths, **_):
         in_time.append(may_end.wait(timeout=20))
         save(state, *paths)
 
@@ -144,7 +144,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(monkeypatch, tmp_path):
 
 def test_of_states_that_come_too_often_the_newest_is_written_last_and_at_once(monkeypatch):
     written = []
-    note = lambda state, *paths: written.append((state["n"], paths))  # noqa: E731
+    note = lambda state, *paths, **_: written.append((state["n"], paths))  # noqa: E731
     monkeypatch.setattr(one_file, "write", note)
     last, best = Path("last.ckpt"), Path("best.ckpt")
     writer = checkpoint.Writer(seconds_between=600)
@@ -167,7 +167,7 @@ def test_epochs_shorter_than_seconds_between_are_saved_if_best_and_now_and_then(
     hooks = Hooks(
         on_step_end=clock.ticks(seconds_a_step), on_validation_end=clock.ticks(seconds_to_validate)
     )
-    note = lambda state, paths, drop: saved.append(state["progress"]["epoch"])  # noqa: E731
+    note = lambda state, paths, drop, **_: saved.append(state["progress"]["epoch"])  # noqa: E731
     monkeypatch.setattr(keeper.writer, "save", note)
     scores = [0.5, 0.0, *[1.0] * 18]
     fitted(Scripted(scores), callbacks=[hooks, keeper], directory=tmp_path, max_epochs=20)
@@ -223,7 +223,7 @@ def test_a_failed_save_does_not_hide_what_ended_the_run(monkeypatch, tmp_path):
         if trainer.global_step == 3:
             raise Halfway
 
-    def full(state, *paths):
+    def full(state, *paths, **_):
         raise Failure("the disk is full")
 
     monkeypatch.setattr(one_file, "write", full)
@@ -652,7 +652,7 @@ def saved_steps(
     saves = []
     keeper.writer = AtOnce()
 
-    def save(state, *paths):
+    def save(state, *paths, **_):
         saves.extend((path.stem, state["progress"]["global_step"]) for path in paths)
 
     monkeypatch.setattr(one_file, "write", save)

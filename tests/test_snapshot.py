@@ -64,7 +64,7 @@ def test_a_save_takes_the_memory_of_one_that_is_written_and_of_no_other(tmp_path
     begun, go_on, writer, places = Semaphore(0), Semaphore(0), checkpoint.Writer(), []
     write = file.write
 
-    def slowly(state: dict[str, Any], *paths: Path) -> None:
+    def slowly(state: dict[str, Any], *paths: Path, **_: Any) -> None:
         places.append({tensor.data_ptr() for tensor in tensors(state)})
         begun.release()
         assert go_on.acquire(timeout=60)
