@@ -62,7 +62,7 @@ def damage(path: Path, *, reads_parts: bool = True) -> str:
         with path.open("rb") as file:
             if file.seek(0, os.SEEK_END) == 0:
                 return "it is empty"
-            sealed = _seal(file)
+            sealed = _parse_seal(file)
             if sealed is None:
                 return UNSEALED
             if _hash(file, sealed.begin, b"\0\0" + sealed.told) != sealed.hash:
@@ -128,13 +128,13 @@ def digest(block: bytes) -> str:
 
 def step_of(path: Path) -> int:
     """The optimizer updates of a checkpoint; -1 where it does not tell."""
-    sealed = _sealed(path)
+    sealed = _read_seal(path)
     return -1 if sealed is None else sealed.step
 
 
 def parts_of(path: Path) -> Parts | None:
     """The parts that it names, if it is a sharded checkpoint."""
-    sealed = _sealed(path)
+    sealed = _read_seal(path)
     return None if sealed is None else sealed.parts
 
 
@@ -148,7 +148,7 @@ def remove_parts(folder: Path, names: Iterable[str] | None = None) -> None:
 
 def identity(path: Path) -> str:
     """What tells a sealed file from others without reading it: its hash, step and parts."""
-    sealed = _sealed(path)
+    sealed = _read_seal(path)
     return (sealed.hash + sealed.told).decode() if sealed is not None else ""
 
 
@@ -201,17 +201,17 @@ class _Seal(NamedTuple):
     parts: Parts | None
 
 
-def _sealed(path: Path) -> _Seal | None:
+def _read_seal(path: Path) -> _Seal | None:
     if not path.is_file():  # it is gone, or a pipe that nobody writes into
         return None
     try:
         with path.open("rb") as file:
-            return _seal(file)
+            return _parse_seal(file)
     except OSError:
         return None
 
 
-def _seal(file: BinaryIO) -> _Seal | None:
+def _parse_seal(file: BinaryIO) -> _Seal | None:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - LONGEST))
     match = SEAL.search(file.read())

@@ -62,7 +62,7 @@ def split(
     def copied(tensor: Tensor, name: str) -> Tensor:
         if not isinstance(tensor, DTensor):
             return copy(tensor) if copies_rest else tensor
-        shards[_unused(name, shards)] = Shard(copy(tensor.to_local()), tensor)
+        shards[_free_name(name, shards)] = Shard(copy(tensor.to_local()), tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     return map_tensors(state, copied), shards
@@ -71,8 +71,8 @@ def split(
 def save(shards: Shards, folder: Path, step: int, group: Any) -> seal.Parts | None:
     """Writes into a new folder in this one. Every process of the group calls it; the first one
     gets what the seal is to say, or raises what went wrong in any of them."""
-    lost = next((name for name, shard in shards.items() if _is_lost(name, shard.rows)), "")
-    all_lost = _gathered(lost, group)
+    nan = next((name for name, shard in shards.items() if _has_nan(name, shard.rows)), "")
+    all_nans = _gather(nan, group)
     if dist.get_rank(group) > 0:
         if name := _broadcast("", group):
             with suppress(dcp.CheckpointException):  # the first one raises it
@@ -81,7 +81,7 @@ def save(shards: Shards, folder: Path, step: int, group: Any) -> seal.Parts | No
     path = folder / f"step{step}-{secrets.token_hex(4)}.parts"
     with files.atomic_write(path) as part:
         try:
-            if name := next(filter(None, all_lost), ""):
+            if name := next(filter(None, all_nans), ""):
                 raise NotANumber(name.removeprefix("task."))
             part.mkdir(parents=True)
         except Exception:
@@ -103,21 +103,21 @@ def save(shards: Shards, folder: Path, step: int, group: Any) -> seal.Parts | No
 def _write(shards: Shards, folder: Path, group: Any) -> dict[str, str]:
     """The hashes of all files, in the first process."""
     dcp.save(
-        {name: _on_host(shard) for name, shard in shards.items()},
+        {name: _as_dtensor(shard) for name, shard in shards.items()},
         # What it copies ahead it waits for, a tensor at a time, behind what training has to do.
         storage_writer=dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0),
         planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, **AS_THEY_ARE),
         process_group=group,
     )
     hashes: dict[str, str] = {}
-    for each in _gathered(_hashes(folder, dist.get_rank(group)), group):
+    for each in _gather(_hash_files(folder, dist.get_rank(group)), group):
         if isinstance(each, OSError):
             raise each
         hashes |= each
     return hashes
 
 
-def _hashes(folder: Path, rank: int) -> dict[str, str] | OSError:
+def _hash_files(folder: Path, rank: int) -> dict[str, str] | OSError:
     """Of the files of one process, which are then on disk."""
     own = [*folder.glob(f"__{rank}_*"), *([folder / ".metadata"] if rank == 0 else [])]
     try:
@@ -128,7 +128,7 @@ def _hashes(folder: Path, rank: int) -> dict[str, str] | OSError:
         return error
 
 
-def _on_host(shard: Shard) -> DTensor:
+def _as_dtensor(shard: Shard) -> DTensor:
     mesh = shard.of.device_mesh
     if mesh.device_type != "cpu":  # one of the same ranks, by which nothing is sent
         groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
@@ -143,7 +143,7 @@ def _on_host(shard: Shard) -> DTensor:
     )
 
 
-def _gathered(value: Any, group: Any) -> list[Any]:
+def _gather(value: Any, group: Any) -> list[Any]:
     is_first = dist.get_rank(group) == 0
     values: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
     dist.gather_object(value, values, group=group)
@@ -163,11 +163,11 @@ def _cause(error: dcp.CheckpointException) -> BaseException:
     return RuntimeError(f"rank {rank}: {cause}\n{''.join(trace.format())}")
 
 
-def _is_lost(name: str, rows: Tensor) -> bool:
+def _has_nan(name: str, rows: Tensor) -> bool:
     return name.startswith("task.") and rows.is_floating_point() and bool(rows.isnan().any())
 
 
-def _unused(name: str, names: Any) -> str:
+def _free_name(name: str, names: Any) -> str:
     """Of two tensors of one name, `a.b` in `c` and `a` in `b.c`, the second one gets another."""
     while name in names:
         name += "+"
@@ -186,7 +186,7 @@ def fill(state: dict[str, Any], path: Path, where: str) -> dict[str, Any]:
     def stored(tensor: Tensor, name: str) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        names.add(name := _unused(name, names))
+        names.add(name := _free_name(name, names))
         return folder.find(name, tensor)
 
     return map_tensors(state, stored)

@@ -114,7 +114,7 @@ def measure(
         with saved_tensors_hooks(memory.keep, lambda tensor: tensor):
             fit(memory, sizes)
         gradients.sees_gradients = True
-        gradients.blocks = cuts.sharding.chosen(task) if cuts else []
+        gradients.blocks = cuts.sharding.choose_blocks(task) if cuts else []
         fit(gradients, [whole] * TRIES)
     taken = {rows: clock.times[i :: len(sizes)][WARM_UPS:] for i, rows in enumerate(sizes)}
     times = {rows: Times(*map(median, zip(*each, strict=True))) for rows, each in taken.items()}

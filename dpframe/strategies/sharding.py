@@ -87,7 +87,8 @@ class Sharding:
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """With `meta_init`, only the main rank has weights until `cut`."""
+        """Within, each process builds the same task; with `meta_init` all but the main one build
+        an outline, which `cut` fills."""
         if not self.meta_init:
             yield
         elif self._collectives.is_main:
@@ -112,7 +113,7 @@ class Sharding:
         if isinstance(task, FSDPModule):
             self._refuse_others_weights(task)
             return
-        self._refuse(task, has_autocast)
+        self._refuse_unshardable(task, has_autocast)
         options: dict[str, Any] = {
             "mesh": self._mesh,
             "ignored_params": set(scalars),
@@ -124,15 +125,15 @@ class Sharding:
             "offload_policy": CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy(),
         }
         done: set[int] = set()
-        for block in self.chosen(task):
+        for block in self.choose_blocks(task):
             self._fill_in(block, done)
-            _sharded(block, reshard_after_forward=self.reshard_after_forward, **options)
+            _shard_module(block, reshard_after_forward=self.reshard_after_forward, **options)
         self._fill_in(task, done)
-        _sharded(task, reshard_after_forward=self.reshard_after_forward, **options)
+        _shard_module(task, reshard_after_forward=self.reshard_after_forward, **options)
         for scalar in scalars:
             scalar.data = scalar.data.to(self._device)
 
-    def chosen(self, task: nn.Module) -> list[nn.Module]:
+    def choose_blocks(self, task: nn.Module) -> list[nn.Module]:
         """The blocks, inner ones first. One that shares a weight with the rest is left to the
         root."""
         if self.patterns is None:
@@ -150,6 +151,7 @@ class Sharding:
     # ---- its tensors
 
     def local(self, tensor: Any) -> Any:
+        """This process's part of a weight, a gradient or an optimizer's state."""
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def shard_like(self, whole: Tensor, like: Any) -> Tensor:
@@ -164,13 +166,17 @@ class Sharding:
         return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
     def whole(self, value: Any, *, for_all: bool = False) -> Any:
+        """A state with whole tensors in it, on the main process; elsewhere only if it is `for_all`.
+        Every process has to call it."""
+
         def collect(tensor: Any) -> Any:
             full = tensor.full_tensor()
             return full.detach().cpu() if for_all or self._collectives.is_main else None
 
-        return _mapped(collect, value)
+        return _map_dtensors(collect, value)
 
     def total_norm(self, gradients: list[Any]) -> Tensor:
+        """The norm of all gradients together, those of all processes."""
         parts = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
         others = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         norms = [get_total_norm(others)] if others or not parts else []
@@ -181,6 +187,7 @@ class Sharding:
 
     @contextmanager
     def whole_weights(self, task: Any) -> Iterator[None]:
+        """Within, each process has the whole weights and may call the task by itself."""
         modules = sharded_in(task)
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
@@ -212,6 +219,7 @@ class Sharding:
         return sharded.save(shards, folder, step, self._saving)
 
     def check_folder(self, folder: Path) -> None:
+        """Before training whose checkpoints go there; the main process has made it."""
         if self._nodes == 1:
             return
         name = self._collectives.broadcast(secrets.token_hex(8))
@@ -236,14 +244,14 @@ class Sharding:
         a rank with an outline of the task has the numbers of one block at a time."""
         own = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in done]
         own = [
-            _with_room(tensor, module) if tensor.is_meta else tensor
+            _give_room(tensor, module) if tensor.is_meta else tensor
             for tensor in own
             if not isinstance(tensor, DTensor)
         ]
         self._collectives.broadcast_tensors(own)
         done |= {id(tensor) for tensor in own}
 
-    def _refuse(self, task: nn.Module, has_autocast: bool) -> None:
+    def _refuse_unshardable(self, task: nn.Module, has_autocast: bool) -> None:
         name = type(task).__name__
         for where, module in task.named_modules():
             for attribute, value in vars(module).items():
@@ -274,16 +282,16 @@ class Sharding:
             )
 
 
-def _sharded(module: Any, **options: Any) -> None:
+def _shard_module(module: Any, **options: Any) -> None:
     """Keeps the names of the class, which errors and checkpoints show."""
     kind = type(module)
     fully_shard(module, **options)
     type(module).__name__, type(module).__qualname__ = kind.__name__, kind.__qualname__
-    module.gathered = _called
+    module.gathered = _call
     register_fsdp_forward_method(module, "gathered")
 
 
-def _with_room(tensor: Tensor, module: nn.Module) -> Tensor:
+def _give_room(tensor: Tensor, module: nn.Module) -> Tensor:
     """On the CPU instead of the meta device; what is tied stays tied."""
     empty = torch.empty_like(tensor, device="cpu")
     if isinstance(tensor, nn.Parameter):
@@ -298,18 +306,18 @@ def _with_room(tensor: Tensor, module: nn.Module) -> Tensor:
     return empty
 
 
-def _mapped(call: Callable[[Any], Any], value: Any) -> Any:
+def _map_dtensors(call: Callable[[Any], Any], value: Any) -> Any:
     """Applies `call` to each DTensor in nested containers."""
     if isinstance(value, DTensor):
         return call(value)
     if isinstance(value, dict):
-        return {name: _mapped(call, part) for name, part in value.items()}
+        return {name: _map_dtensors(call, part) for name, part in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_mapped(call, part) for part in value)
+        return type(value)(_map_dtensors(call, part) for part in value)
     return value
 
 
-def _called(call: Callable[..., Any], *args: Any) -> Any:
+def _call(call: Callable[..., Any], *args: Any) -> Any:
     return call(*args)
 
 
