@@ -102,12 +102,12 @@ def test_last_goes_on_unless_another_has_more_steps_and_without_it_the_one_of_th
     last = written("last.ckpt", 8, at=1000)
     written("epoch0001-step4.ckpt", 4, at=500)
     best = written("best.ckpt", 8, at=2000)
-    assert files.newest_good(tmp_path) == last
+    assert seal.newest_good(tmp_path) == last
     more = written("epoch0003-step12.ckpt", 12, at=4000)
-    assert files.newest_good(tmp_path) == more
+    assert seal.newest_good(tmp_path) == more
     more.unlink()
     last.unlink()
-    assert files.newest_good(tmp_path) == best
+    assert seal.newest_good(tmp_path) == best
 
 
 def test_a_resumed_run_keeps_the_best_and_makes_the_best_ckpt_that_a_killed_one_was_about_to_write(

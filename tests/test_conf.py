@@ -64,7 +64,7 @@ def test_every_option_is_composed_and_built(group, option):
 def test_the_formats_of_fsdp_are_typed_as_numbers_as_trainer_precision_is(name):
     job = composed(["recipe=boston", "strategy=fsdp", f"strategy.{name}=32"])
     made = build(job.config["strategy"], "strategy", FSDP, trust=check_targets(job))
-    assert getattr(made, name) == torch.float32
+    assert getattr(made.sharding, name) == torch.float32
     assert TrainerSettings(precision=32) == TrainerSettings(precision="32")
 
 

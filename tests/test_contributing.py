@@ -26,9 +26,9 @@ def test_contributing_fits_on_a_screen_and_names_the_floors():
     assert {room: floor for room, floor in named.items() if floor} == FLOORS
 
 
-def test_the_changelog_is_grouped_by_what_was_added_changed_and_fixed():
+def test_the_changelog_is_grouped_by_what_was_added_changed_removed_and_fixed():
     """Put a new line into its group: git's union merge may have left another group's text."""
-    heads = r"##? .+|### (Added|Changed|Fixed)|\*\*.+\*\*( \(.+\))?"
+    heads = r"##? .+|### (Added|Changed|Removed|Fixed)|\*\*.+\*\*( \(.+\))?"
     known = rf"{heads}|(- |  ).+|The first whole dpframe\.|"
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     assert [line for line in lines if not re.fullmatch(known, line)] == []

@@ -95,7 +95,7 @@ class SetUpByNothing(Small):
 )
 def test_a_tasks_setup_takes_the_trainer(kind, said):
     with pytest.raises(UserError, match=f"^{kind.__name__}.{said}"):
-        Trainer(kind(), Rows())
+        trainer(task=kind())
 
 
 class Helped(Rows):

@@ -180,7 +180,7 @@ LeavesThings on 1: shutdown
     shutdown: left behind: environment variable MASTER_ADDR, .*; port \d+, .*; process \d+: .*sleep
 LeavesThreadInRanks on 2: shutdown
     shutdown: left behind: thread watcher, in rank 0 after close\(\); thread watcher, in
-AllMain on 2: launch
+AllMain on 2: launch logged_once
     launch: failed in .*; is_main is True in process 1 of 2, not False
 """
 ENTRY = re.compile(r"^(\w+) on (\d): (.*)\n    (.*)$", re.MULTILINE)
