@@ -50,9 +50,8 @@ class Average(Callback):
     def on_validation_start(self, trainer: "Trainer") -> None:
         if trainer.mode == "fit" and self.count:
             self._swap()
-            trainer.strategy.sync_weights(
-                for_reading=True
-            )  # running statistics are each rank's own
+            # Running statistics are each rank's own.
+            trainer.strategy.sync_weights(for_reading=True)
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         if trainer.mode == "fit" and self.is_in:

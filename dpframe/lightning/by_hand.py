@@ -69,10 +69,8 @@ class ByHand:
             if weight.grad is not None
         )
         ranks = self._strategy.world_size
-        if (
-            abs(self._strategy.collectives.sum_numbers([here])[0] - ranks * here)
-            > TOLERANCE * ranks * here
-        ):
+        (total,) = self._strategy.collectives.sum_numbers([here])
+        if abs(total - ranks * here) > TOLERANCE * ranks * here:
             raise UserError(
                 f"{type(self.task.module).__name__} steps {type(optimizer).__name__} with "
                 "gradients that differ between the ranks; call self.manual_backward(loss) instead "

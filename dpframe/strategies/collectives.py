@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dpframe import exact
@@ -51,6 +50,5 @@ class Collectives:
         """The main process's value, on every process."""
         return value
 
-    @torch.no_grad()
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Gives them the main process's values."""

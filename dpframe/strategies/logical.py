@@ -235,9 +235,9 @@ class Shares(nn.Module):
         seeding.reseed(seed, [strategy.device])
 
     def _end_share(self, share: int) -> None:
-        attached = self.module.task.run_context
-        step = attached.progress.global_step if attached.progress is not None else 0
-        attached.end_share([step, self.batches, share])
+        context = self.module.task.run_context
+        step = context.progress.global_step if context.progress is not None else 0
+        context.end_share([step, self.batches, share])
 
     def _end(self) -> None:
         self._draw(self._strategy.logical_shares)
