@@ -21,7 +21,7 @@ from torch import Tensor
 from dpframe import accelerator, bombs, files, parts
 from dpframe.bombs import PLAIN
 from dpframe.errors import Failure, UserError, first_line
-from dpframe.heartbeat import beat
+from dpframe.launch.watchdog import beat
 from dpframe.parts import Own, Part, Parts, Stored
 from dpframe.snapshot import Memory, Snapshot
 

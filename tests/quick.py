@@ -8,7 +8,6 @@ FILES = {
     "contributing",
     "data",
     "given",
-    "heartbeat",
     "layers",
     "loggers",
     "media",
@@ -21,6 +20,7 @@ FILES = {
     "snapshot",
     "results",
     "trainer",
+    "watchdog",
 }
 TESTS = {
     "test_an_old_task_is_loaded_with_its_averaged_weights",

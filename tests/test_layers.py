@@ -24,7 +24,6 @@ FLOORS = {
 }  # everything else is on floor 0
 GROUND = {"data", "metrics", "seeding", "checkpoint", "loggers", "errors"}
 GROUND |= {
-    "interpreter",
     "files",
     "accelerator",
     "cgroup",
@@ -34,32 +33,23 @@ GROUND |= {
     "bombs",
     "exact",
     "floats",
-    "heartbeat",
     "lightning_names",
     "lean",
     "parameters",
     "parts",
-    "interruption",
-    "launcher",
+    "launch",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
     "torch.distributed": [
-        f"strategies.{n}"
-        for n in (
-            "absent",
-            "ddp",
-            "fsdp",
-            "group",
-            "launch",
-            "nodes",
-            "processes",
-            "ranks",
-            "ray",
-            "sharded",
-        )
+        "launch.local",
+        "launch.rank",
+        *(
+            f"strategies.{n}"
+            for n in ("absent", "ddp", "fsdp", "group", "nodes", "processes", "ray", "sharded")
+        ),
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],

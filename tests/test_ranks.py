@@ -24,8 +24,9 @@ from conftest import descendants, remaining
 from injector import fail_at, run, started
 from small import Listed, Rows, fitted, is_same
 
-from dpframe import UserError, checkpoint, heartbeat
-from dpframe.strategies import launch, processes, ranks
+from dpframe import UserError, checkpoint
+from dpframe.launch import local, watchdog
+from dpframe.strategies import processes
 from dpframe.strategies.ddp import DDP
 
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
@@ -148,8 +149,8 @@ def waits_for_a_rank_that_never_comes() -> None:
 
 
 def test_the_rank_that_did_not_come_is_named_where_a_watchdog_ends_those_that_waited():
-    with pytest.raises(launch.RankFailed) as caught:
-        launch.launch(
+    with pytest.raises(local.RankFailed) as caught:
+        local.launch(
             waits_for_a_rank_that_never_comes, (), count=2, uses_gpus=True, timeout_seconds=600
         )
     first, heading, *stack = str(caught.value).splitlines()
@@ -159,9 +160,9 @@ def test_the_rank_that_did_not_come_is_named_where_a_watchdog_ends_those_that_wa
 
 
 def test_nccls_watchdog_ends_a_rank_soon_after_its_timeout(monkeypatch):
-    assert launch.environment_of(0, 2, 1)[launch.DUMP_WAIT] == "500"
-    monkeypatch.setenv(launch.DUMP_WAIT, "15000")
-    assert launch.environment_of(0, 2, 1)[launch.DUMP_WAIT] == "15000"
+    assert local.make_environment(0, 2, 1)[local.DUMP_WAIT] == "500"
+    monkeypatch.setenv(local.DUMP_WAIT, "15000")
+    assert local.make_environment(0, 2, 1)[local.DUMP_WAIT] == "15000"
 
 
 def waits_in_a_collective() -> None:
@@ -174,7 +175,7 @@ def waits_in_a_collective() -> None:
 
 @pytest.mark.gpu(2)
 def test_a_rank_that_comes_to_no_collective_of_cards_is_named_in_time():
-    with pytest.raises(launch.RankFailed, match=r"(?s)^rank 0 ended .*\nrank 1 hung; its stack:\n"):
+    with pytest.raises(local.RankFailed, match=r"(?s)^rank 0 ended .*\nrank 1 hung; its stack:\n"):
         DDP(2, accelerator="cuda", timeout_seconds=TIMEOUT).launch(waits_in_a_collective)
 
 
@@ -229,21 +230,21 @@ def test_a_signal_to_the_parent_leaves_no_rank_and_no_worker(tmp_path, number, c
 
 def start_methods() -> list[str]:
     """Of a process that has computed nothing, beside a thread, and once it has computed."""
-    methods, over = [launch.start_method(uses_gpus=False)], threading.Event()
+    methods, over = [local.choose_start_method(uses_gpus=False)], threading.Event()
     thread = threading.Thread(target=over.wait)
     thread.start()
-    methods.append(launch.start_method(uses_gpus=False))
+    methods.append(local.choose_start_method(uses_gpus=False))
     over.set()
     thread.join()
     torch.set_num_threads(4)
     torch.ones(512, 512) @ torch.ones(512, 512)
     torch.ones(2**20).add_(1)
-    return [*methods, launch.start_method(uses_gpus=False)]
+    return [*methods, local.choose_start_method(uses_gpus=False)]
 
 
 def test_ranks_are_forked_only_where_nothing_was_computed():
     assert forked.fresh(start_methods) == ["fork", "spawn", "spawn"]
-    code = "from dpframe.strategies import launch; print(launch.start_method(uses_gpus=False))"
+    code = "from dpframe.launch import local; print(local.choose_start_method(uses_gpus=False))"
     assert output(sys.executable, "-c", code, cwd=ROOT) == "spawn\n"  # nobody has allowed it
 
 
@@ -264,7 +265,7 @@ def trained_by_workers(strategy: DDP) -> dict[str, Any]:
 
 def stop_first_forks(log: Path) -> None:
     forked.stop_forks(0)
-    heartbeat.BEGIN_SECONDS = (0.2, 100.0)
+    watchdog.BEGIN_SECONDS = (0.2, 100.0)
     logging.getLogger("dpframe").addHandler(logging.FileHandler(log))
 
 
@@ -332,7 +333,7 @@ def test_a_job_of_one_machine_listens_on_its_loopback_alone(monkeypatch):
 
 def test_a_network_that_the_user_has_chosen_is_kept(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert launch.environment_of(0, 2, 1)["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert local.make_environment(0, 2, 1)["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
 # torchrun
@@ -468,7 +469,7 @@ def test_ranks_that_contradict_themselves_are_refused(monkeypatch, variables):
     with pytest.raises(
         UserError, match="^no rank of strategy=ddp can have .*; start this"
     ) as error:
-        ranks.this_rank()
+        environment.read_rank()
     for name, value in variables.items():
         assert f" {name}={value or '(unset)'}" in str(error.value)
     assert "\n" not in str(error.value)

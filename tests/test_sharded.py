@@ -29,10 +29,10 @@ from dpframe import Strategy, Trainer, UserError, checkpoint, files, parts
 from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.errors import Failure
+from dpframe.launch.local import RankFailed
 from dpframe.strategies import sharded
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
-from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.single import CPU
 
 EXACT = 1e-12

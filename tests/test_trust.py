@@ -177,8 +177,8 @@ torch.nn.Embedding.from_pretrained.__func__ torch.optim.swa_utils.update_bn
 torch.optim.swa_utils.itertools torch.optim.optimizer.register_optimizer_step_pre_hook
 torch.optim.lr_scheduler.partial dpframe.cli.main dpframe.cli.build.build dpframe.cli.run.run
 dpframe.cli.build.locate dpframe.cli.locate.importlib.import_module dpframe.cli.trust.known
-dpframe.cli.trust.Trust dpframe.checkpoint.load dpframe.strategies.launch.launch dpframe.Trainer
-dpframe.strategies.launch.os.system dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path
+dpframe.cli.trust.Trust dpframe.checkpoint.load dpframe.launch.local.launch dpframe.Trainer
+dpframe.launch.local.os.system dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path
 dpframe.recipes.boston.Path.write_text dpframe.recipes.boston.torch.load
 dpframe.importlib.import_module mine.tasks.os.system mine.tasks.innocent mine.tasks.Net.system
 mine.tasks.hidden mine.tasks.wrapper mine.tasks.bound mine.tasks.locked mine.tasks.loads

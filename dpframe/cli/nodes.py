@@ -6,14 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpframe import __version__, checkpoint, files, launcher
+from dpframe import __version__, checkpoint, files
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.resume import key_of
 from dpframe.cli.settings import EVALUATIONS
 from dpframe.errors import UserError
-from dpframe.strategies import Strategy, ranks
-from dpframe.strategies.launch import RankFailed
-from dpframe.strategies.ranks import ALIKE
+from dpframe.launch import environment
+from dpframe.launch.local import RankFailed
+from dpframe.launch.rank import ALIKE
+from dpframe.strategies import Strategy
 
 if TYPE_CHECKING:
     from dpframe.strategies.nodes import Meeting
@@ -68,8 +69,10 @@ def start_of(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
 def refuse(strategy: Strategy, job: Composed) -> None:
     if job.settings.trainer.nodes == 1:
         return
-    if ranks.is_rank():
-        refuse_several(job, f"{launcher.name()} has started this rank, and knows its nodes")
+    if environment.is_rank():
+        refuse_several(
+            job, f"{environment.find_launcher()} has started this rank, and knows its nodes"
+        )
     if not strategy.spans_nodes:
         raise UserError(
             f"trainer.nodes={job.settings.trainer.nodes} but {strategy.name} runs on one machine; "

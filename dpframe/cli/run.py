@@ -14,7 +14,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, files, interruption, launcher, memory, seeding
+from dpframe import checkpoint, files, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.cli import elastic, faults, nodes, output
@@ -36,11 +36,13 @@ from dpframe.errors import (
     explain_exits,
     printable,
 )
-from dpframe.heartbeat import beat
+from dpframe.launch import environment, local, signals
+from dpframe.launch.local import RankFailed
+from dpframe.launch.rank import has_parent, notify_parent
+from dpframe.launch.watchdog import beat
 from dpframe.loggers import Logger
-from dpframe.strategies import Strategy, launch, ranks
+from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
-from dpframe.strategies.launch import RankFailed
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
 from dpframe.trainer.feed import local_devices
@@ -55,8 +57,8 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
 
     One that it does not own may have computed, so that it can't be forked."""
     if owns_process:
-        launch.allow_fork()
-    interruption.allow(job.settings.trainer.grace_seconds)
+        local.allow_fork()
+    signals.set_grace(job.settings.trainer.grace_seconds)
     if job.settings.mode not in ("fit", *EVALUATIONS):
         from dpframe.cli import reports
 
@@ -101,7 +103,7 @@ def _launched(job: Composed) -> dict[str, Any]:
             print(printable(str(error)), file=sys.stderr)
             job, where = _again(job, path)
             print(f"restart {number} of {allowed} {where}", file=sys.stderr, flush=True)
-            interruption.look()
+            signals.raise_if_signaled()
     raise AssertionError
 
 
@@ -116,8 +118,8 @@ def _strategy(job: Composed) -> Strategy:
 
 
 def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
-    if ranks.is_rank():
-        by = launcher.name()
+    if environment.is_rank():
+        by = environment.find_launcher()
         use = "start it again with resume=DIR"
         if by == "torchrun":
             use = f"use torchrun --max-restarts={allowed}, which goes on from the last checkpoint"
@@ -148,10 +150,10 @@ def _again(job: Composed, directory: str) -> tuple[Composed, str]:
 @output.goes_on_unread()
 @explain_exits()
 def _work(job: Composed) -> dict[str, Any]:
-    with interruption.watched(job.settings.trainer.hang_seconds), process_settings_restored():
+    with signals.watched(job.settings.trainer.hang_seconds), process_settings_restored():
         make = partial(build, trust=trust_of(job))
         strategy = make(job.config["strategy"], "strategy", Strategy)
-        interruption.look()
+        signals.raise_if_signaled()
         strategy.open()
         try:
             summary = _worked(job, strategy, make)
@@ -178,20 +180,20 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         trainer = _trainer(job, strategy, make, best)
     with explain(trainer):
         notes = [said, *_prepared(job, trainer, state)]
-    interruption.look()
+    signals.raise_if_signaled()
     directory = _directory(job)
     path = strategy.collectives.broadcast(directory.make(job.notes) if strategy.is_main else None)
     trainer.run.directory = path
     elastic.note(path, strategy)
-    ranks.tell("directory", path)
+    notify_parent("directory", path)
     if strategy.is_main:
-        ranks.tell("made", directory.made)
+        notify_parent("made", directory.made)
         is_fresh = settings.mode == "fit" and settings.resume is None
         trainer.run.is_repeated |= is_fresh and directory.has_broken_run
     try:
         with explain(trainer):
             _look_again(job, trainer)
-        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not ranks.has_parent()):
+        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not has_parent()):
             for line in filter(None, notes):
                 log.info(line)
             with explain(trainer):
@@ -231,12 +233,12 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         if trainer.global_step == 0 and trainer.checkpoint is None and not error.details:
             directory.unmake()  # nothing is worth keeping yet
             raise
-        ranks.tell("made", [])  # it stays
-        if strategy.is_main and not ranks.has_parent():
+        notify_parent("made", [])  # it stays
+        if strategy.is_main and not has_parent():
             _note_failure(Path(path), error, job)
         raise
     except Exception as error:
-        if strategy.is_main and not ranks.has_parent():
+        if strategy.is_main and not has_parent():
             _note_failure(Path(path), error, job)
             add_going_on(error, job, path)
         raise
@@ -290,7 +292,7 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
             config_text=job.text,
             is_repeated=job.is_repeated,
         ),
-        interruption=interruption.installed(),
+        interruption=signals.current(),
     )
 
 

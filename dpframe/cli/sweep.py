@@ -26,7 +26,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from dpframe import files, interruption
+from dpframe import files
 from dpframe.cli.compose import (
     Composed,
     Objective,
@@ -42,6 +42,7 @@ from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, 
 from dpframe.cli.resume import MEETING, WORDS, key_of, value_of, with_saved
 from dpframe.cli.settings import SweepSettings, shown, sweep_settings
 from dpframe.errors import Interrupted, UserError, first_line, printable
+from dpframe.launch import signals
 
 # A sweeper's key, and its values for the modes min, which is every sweeper's default, and max.
 DIRECTIONS: dict[str, dict[str, Any]] = {
@@ -97,8 +98,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     )
     then = f"go on with {shlex.quote(f'sweep.resume={results.directory}')}"
     began = time.time() - 1  # a file system's clock may lag a little
-    if (signals := interruption.installed()) is not None:
-        signals.begin()  # from now on there is a table to write
+    if (stop := signals.current()) is not None:
+        stop.begin()  # from now on there is a table to write
     try:
         if is_ours:
             OmegaConf.save(shared, results.directory / "multirun.yaml")
@@ -270,7 +271,7 @@ def _todo(
 
 def _run(jobs: list[Composed], results: Results, settings: SweepSettings) -> None:
     from dpframe.cli.jobs import lanes, run_apart, run_here
-    from dpframe.strategies import launch
+    from dpframe.launch import local
 
     since: dict[int, float] = {}
 
@@ -290,11 +291,11 @@ def _run(jobs: list[Composed], results: Results, settings: SweepSettings) -> Non
             print(f"{results.title(result)}: {results.ending(result)}", flush=True)
 
     if settings.jobs > 1:
-        launch.allow_fork()
+        local.allow_fork()
         run_apart(jobs, lanes(jobs, settings.jobs), begun=begun, ended=ended)
         return
     for job in jobs:
-        interruption.look()
+        signals.raise_if_signaled()
         begun(job)
         try:
             outcome = run_here(job)
@@ -399,7 +400,7 @@ def run_point(
     result.directory = os.path.relpath(hydra.runtime.output_dir, results.directory)
     result.status = "running"
     results.runs.append(result)
-    interruption.look()
+    signals.raise_if_signaled()
     print(results.title(result), flush=True)
     results.save()
     outcome = Outcome("interrupted")

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from dpframe import files, launcher
+from dpframe import files
 from dpframe.data import Share, move
 from dpframe.errors import UserError
+from dpframe.launch import environment
 from dpframe.loggers import Logger
 from dpframe.parts import Parts, Stored
-from dpframe.strategies import ranks
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
 
@@ -98,12 +98,12 @@ class Strategy:
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Calls `run(*args)` in every process of the job and returns the main one's value."""
-        launcher.join()
-        if ranks.are_several():
+        environment.complete()
+        if environment.is_one_of_several():
             raise UserError(
                 f"{self.name} is one process, but this is one of WORLD_SIZE="
                 f"{os.environ['WORLD_SIZE']}; use strategy=ddp, or start it without "
-                f"{launcher.name()}"
+                f"{environment.find_launcher()}"
             )
         return run(*args)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from dpframe import interruption
 from dpframe.errors import Interrupted, NodeLost, UserError
-from dpframe.strategies.ranks import ALIKE, LINES, Fault
+from dpframe.launch import signals
+from dpframe.launch.rank import ALIKE, LINES, Fault
 
 TICK_SECONDS = 0.1  # between two exchanges of a few nodes
 TOLD_SECONDS = 5.0  # of waiting, before the screen says for what
@@ -123,7 +123,7 @@ class Meeting:
     def _wait(self, is_done: Callable[[], bool], missing: Callable[[], str]) -> None:
         began, is_told = time.monotonic(), False
         while True:
-            interruption.look()
+            signals.raise_if_signaled()
             with self._changed:
                 self._changed.wait(TICK_SECONDS)
                 if self._problem is not None:

@@ -1,4 +1,4 @@
-"""A rank: which one it is, as its environment says, and what it tells its parent."""
+"""What a rank does: its main function, and what it tells the process that started it."""
 
 import faulthandler
 import gc
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from dpframe import heartbeat, interruption, launcher
 from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, OutOfMemory, UserError
-from dpframe.interruption import SIGNALS, STOP, Interruption
+from dpframe.launch import signals, watchdog
+from dpframe.launch.signals import SIGNALS, STOP, Interruption
 
 ALIKE = "type the same command on every node"
 SAFE_PATH = "PYTHONSAFEPATH"
@@ -26,62 +26,12 @@ LINES = (OutOfMemory, DeviceLost, NodeLost, Failure, UserError)  # kinds of line
 _parent: "Parent | None" = None
 
 
-class Rank(NamedTuple):
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.world_size // self.local_world_size)
-
-
-def is_rank() -> bool:
-    given = os.environ | launcher.variables(os.environ)
-    return "RANK" in given and "WORLD_SIZE" in given
-
-
-def are_several() -> bool:
-    """Whether this process is one of several that a launcher, e.g. torchrun, has started."""
-    given = os.environ | launcher.variables(os.environ)
-    return "RANK" in given and given.get("WORLD_SIZE", "") not in ("", "0", "1")
-
-
-def this_rank() -> Rank:
-    """What torchrun, its like and our own launch put into the environment, checked."""
-    launcher.join()
-    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
-    values = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": os.environ.get("LOCAL_RANK") or rank,
-        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE") or size,
-    }
-    address = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
-    if all(value.isdigit() for value in values.values()) and all(address.values()):
-        this = Rank(*map(int, values.values()))
-        if this.rank < this.world_size and this.local_rank < this.local_world_size:
-            return this
-    if launcher.name() == "mpirun" and not address["MASTER_ADDR"]:
-        raise UserError(
-            "mpirun tells the ranks of several machines not where to meet; add "
-            "-x MASTER_ADDR=HOST -x MASTER_PORT=29500, with the machine of rank 0 (with MPICH and "
-            "Intel MPI: -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
-        )
-    shown = " ".join(f"{name}={value or '(unset)'}" for name, value in (values | address).items())
-    raise UserError(
-        f"no rank of strategy=ddp can have the environment {shown}; start this program by torchrun "
-        "--nproc-per-node=N, or use the command, dpframe … strategy=ddp"
-    )
-
-
 def has_parent() -> bool:
     """Whether another process waits for this rank, and tells how the job has ended."""
     return _parent is not None
 
 
-def tell(name: str, value: Any) -> None:
+def notify_parent(name: str, value: Any) -> None:
     """Sends the parent what it wants to know if the job ends badly."""
     if _parent is not None:
         _parent.send("told", (name, value))
@@ -104,7 +54,7 @@ class Fault:
     kind: type[UserError] = UserError  # of the line
     details: str = ""
     exit_code: int = 1
-    is_echo: bool = False  # its peers were gone, or did not come
+    is_consequence: bool = False  # its peers were gone, or did not come
     is_hang: bool = False
     verdict: str = ""  # of a hang; it is shown last
     time: int = field(default_factory=time.time_ns)
@@ -141,14 +91,14 @@ class Parent(Interruption):
         """The exit code; it is told of the first failure alone."""
         if self.exit_code is None:
             fault = _fault_of(error)
-            fault.is_echo = fault.is_echo or is_late
+            fault.is_consequence = fault.is_consequence or is_late
             self.exit_code = fault.exit_code
             self.send("failed", fault)
         return self.exit_code
 
     @contextmanager
     def watched(self, hang_seconds: float | None) -> Iterator[None]:
-        self.send("watch", None if heartbeat.is_debugged() else hang_seconds)
+        self.send("watch", None if watchdog.is_debugged() else hang_seconds)
         yield
         self.send("watch", None)
 
@@ -159,26 +109,26 @@ class Parent(Interruption):
         super().pause()
 
 
-def live(
+def rank_main(
     environment: dict[str, str],
     messages: Connection,
     pulse: Connection,
     work: bytes | tuple[Callable[..., Any], tuple],
 ) -> None:
     """The first function of a rank; `work` is pickled for a process that was not forked."""
-    interruption.end_with_parent()
-    interruption.forget()
+    signals.end_with_parent()
+    signals.forget()
     os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
     os.environ.update(environment)
     faulthandler.enable()
-    heartbeat.connect(pulse.fileno())
+    watchdog.connect(pulse.fileno())
     parent = Parent(messages)
     parent.send("begun")
     join(parent)
     parent.open()
     with parent.pauses():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
-        code = outcome(parent, work)
+        code = do_work(parent, work)
     gc.collect()  # as in `cli.main`: of a process that is not a fork the interpreter ends
     sys.exit(code)
 
@@ -189,7 +139,7 @@ def join(parent: Parent) -> None:
     _parent = parent
 
 
-def outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> int:
+def do_work(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> int:
     """Does the work, tells the parent how it has ended, and returns the exit code."""
     try:
         run, args = pickle.loads(work) if isinstance(work, bytes) else work
@@ -202,7 +152,7 @@ def outcome(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> i
     return 0
 
 
-def is_echo(error: BaseException) -> bool:
+def is_consequence(error: BaseException) -> bool:
     """Whether it comes of another rank that is gone, or did not come."""
     from torch.distributed import DistError
 
@@ -217,5 +167,5 @@ def _fault_of(error: BaseException) -> Fault:
         kind=next((kind for kind in LINES if isinstance(error, kind)), UserError),
         details=getattr(error, "details", ""),
         exit_code=getattr(error, "exit_code", 1),
-        is_echo=is_echo(error),
+        is_consequence=is_consequence(error),
     )

@@ -15,11 +15,11 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
-from dpframe import heartbeat, interruption
 from dpframe.errors import Interrupted, UserError
-from dpframe.heartbeat import BEAT, SIGNALS, TICK_SECONDS, Clock
-from dpframe.interruption import STOP, Interruption
-from dpframe.strategies.ranks import SAFE_PATH, SIGNALED, Fault, live
+from dpframe.launch import signals, watchdog
+from dpframe.launch.rank import SAFE_PATH, SIGNALED, Fault, rank_main
+from dpframe.launch.signals import STOP, Interruption
+from dpframe.launch.watchdog import BEAT, SIGNALS, TICK_SECONDS, Clock
 
 if TYPE_CHECKING:
     from dpframe.strategies.nodes import Meeting
@@ -55,7 +55,7 @@ def allow_fork() -> None:
         _idle_threads = _idle_threads or _native_threads()
 
 
-def start_method(*, uses_gpus: bool, meeting: "Meeting | None" = None) -> str:
+def choose_start_method(*, uses_gpus: bool, meeting: "Meeting | None" = None) -> str:
     """A child of a process with other threads inherits locks that nobody will ever release; a
     meeting's threads can be kept still."""
     own, native = meeting.threads if meeting is not None else (0, 0)
@@ -79,9 +79,9 @@ def launch(
 ) -> Any:
     """Runs `run(*args)` in `count` processes on this machine, one node of the `meeting` if there is
     one; returns rank 0's value."""
-    interruption.look()
+    signals.raise_if_signaled()
     _refuse_few_files(count)
-    stop = interruption.installed() or Interruption()
+    stop = signals.current() or Interruption()
     if meeting is not None:
         meeting.agree_on("the number of ranks (trainer.gpus)", count)
     job = _Job(stop, uses_gpus=uses_gpus, timeout_seconds=timeout_seconds, meeting=meeting)
@@ -105,7 +105,7 @@ def _refuse_few_files(count: int) -> None:
         )
 
 
-def environment_of(
+def make_environment(
     rank: int, count: int, port: int, *, node: int = 0, nodes: int = 1, address: str = HERE
 ) -> dict[str, str]:
     """What torchrun would give a rank of this node; the store is its parent's, at any free port, or
@@ -143,7 +143,7 @@ class _Member:
         self.beaten_at = 0.0
         self.messages, theirs = context.Pipe()
         self.pulse, beats = context.Pipe(duplex=False)
-        self.process = context.Process(target=live, args=(environment, theirs, beats, work))
+        self.process = context.Process(target=rank_main, args=(environment, theirs, beats, work))
         self.process.start()
         theirs.close()
         beats.close()
@@ -152,7 +152,7 @@ class _Member:
     def is_silent(self) -> bool:
         return not (self.ending or self.fault)
 
-    def received(self) -> Iterator[tuple[str, Any]]:
+    def receive(self) -> Iterator[tuple[str, Any]]:
         with suppress(EOFError, OSError):  # it has ended
             while self.messages.poll():
                 yield pickle.loads(self.messages.recv_bytes())
@@ -164,7 +164,7 @@ class _Member:
                 self.messages.send_bytes(b"")
 
     def stack(self) -> str:
-        return heartbeat.stack_of(self.process.pid, self.pulse.fileno())
+        return watchdog.read_stack(self.process.pid, self.pulse.fileno())
 
     def signal(self, number: int) -> None:
         if self.process.is_alive():
@@ -206,8 +206,11 @@ class _Job:
         import torch
         from torch.distributed import TCPStore
 
-        interruption.share_sockets()
-        method, work = start_method(uses_gpus=self.uses_gpus, meeting=self.meeting), (run, args)
+        signals.share_sockets()
+        method, work = (
+            choose_start_method(uses_gpus=self.uses_gpus, meeting=self.meeting),
+            (run, args),
+        )
         if method == "fork":
             # DDP's constructor imports torch._dynamo, for a second: here once for all ranks.
             torch.compiler.reset()
@@ -218,11 +221,11 @@ class _Job:
             port, place = listening.getsockname()[1], {}
         else:
             port, place = self.meeting.port, self.meeting.place
-        environments = [environment_of(rank, count, port, **place) for rank in range(count)]
+        environments = [make_environment(rank, count, port, **place) for rank in range(count)]
         context = multiprocessing.get_context(method)
         pickled = work if method == "fork" else pickle.dumps(work)
         born = partial(_Member, context, work=pickled)
-        with births(), self._still():
+        with block_signals(), self._still():
             for environment in environments:
                 self.members.append(born(environment))
         if method == "fork":
@@ -242,7 +245,7 @@ class _Job:
     def _wait_for_begin(self, born: Callable[[dict[str, str]], _Member]) -> None:
         """A fork may inherit a lock that nobody will release, e.g. the interpreter's own, and never
         run a line of Python: it is killed, and another one takes its place, a few times."""
-        for seconds in heartbeat.BEGIN_SECONDS:
+        for seconds in watchdog.BEGIN_SECONDS:
             clock = Clock()
             while late := [m for m in self.members if not m.has_begun and m.process.is_alive()]:
                 wait(
@@ -258,7 +261,7 @@ class _Job:
                 who = f"rank {member.rank} (pid {member.process.pid})"
                 log.warning("%s has not begun in %g s; it is started again", who, seconds)
                 member.kill()
-                with births(), self._still():
+                with block_signals(), self._still():
                     self.members[self.members.index(member)] = born(member.environment)
 
     def watch(self) -> None:
@@ -280,17 +283,19 @@ class _Job:
             self._hear_nodes()
             self.value = self.meeting.last_words(self.value, is_done=is_done)
             self._hear_nodes()
-            are_echoes = not is_done and all(fault.is_echo for fault in self._faults())
-            if self.number is None and are_echoes and (fault := self.meeting.gone()):
+            are_consequences = not is_done and all(fault.is_consequence for fault in self._faults())
+            if self.number is None and are_consequences and (fault := self.meeting.gone()):
                 self.abroad.append(fault)
         faults = self._faults()
-        if self.number is not None and all(fault.is_echo for fault in faults):
+        if self.number is not None and all(fault.is_consequence for fault in faults):
             raise Interrupted(self.number, self.said)
         if faults:
             silent = [member.rank for member in self.members if member.is_silent]
             node = self.meeting.name if self.meeting is not None else ""
-            faults += [Fault(rank, "it was ended", is_echo=True, node=node) for rank in silent]
-            error = failure(faults)
+            faults += [
+                Fault(rank, "it was ended", is_consequence=True, node=node) for rank in silent
+            ]
+            error = explain(faults)
             error.told = self.told
             raise error
         return self.value
@@ -321,11 +326,11 @@ class _Job:
 
     def _hear(self, member: _Member) -> None:
         has_ended = not member.process.is_alive()  # asked first: then these are its last words
-        for kind, value in member.received():
+        for kind, value in member.receive():
             self._read(member, kind, value)
         if not member.is_silent:
             return
-        news = heartbeat.received(member.pulse.fileno())
+        news = watchdog.receive(member.pulse.fileno())
         if BEAT in news:
             member.beaten_at = self._clock.seconds()
         for number in SIGNALS:
@@ -339,8 +344,10 @@ class _Job:
                 else f"left with exit code {code} before its work was done"
             )
             # NCCL's watchdog aborts a rank whose peers did not come.
-            is_echo = self.uses_gpus and code == -signal.SIGABRT
-            member.fault = Fault(member.rank, f"{how} (pid {member.process.pid})", is_echo=is_echo)
+            is_consequence = self.uses_gpus and code == -signal.SIGABRT
+            member.fault = Fault(
+                member.rank, f"{how} (pid {member.process.pid})", is_consequence=is_consequence
+            )
             self._expect_end(PEER_SECONDS)
 
     def _read(self, member: _Member, kind: str, value: Any) -> None:
@@ -423,14 +430,14 @@ class _Job:
         # Ranks that wait for it have beaten a little later.
         late = [m for m in silent if now - m.beaten_at >= m.hang_seconds / 2]
         stacks = [member.stack() for member in late]
-        if any(map(heartbeat.is_at_prompt, stacks)):
+        if any(map(watchdog.is_at_prompt, stacks)):
             for member in silent:
                 member.beaten_at = now
             return False
         for member, stack in zip(late, stacks, strict=True):
             member.fault = Fault(member.rank, stack, is_hang=True)
             who = f"rank {member.rank}"
-            member.fault.verdict = heartbeat.verdict(stack, member.hang_seconds, who=who)
+            member.fault.verdict = watchdog.verdict(stack, member.hang_seconds, who=who)
         return True
 
     def _is_late(self) -> bool:
@@ -440,16 +447,16 @@ class _Job:
             return False
         silent = [member for member in self.members if member.is_silent]
         faults = self._faults()
-        if self.number is None and all(fault.is_echo for fault in faults):
+        if self.number is None and all(fault.is_consequence for fault in faults):
             for member in silent:
                 member.fault = Fault(member.rank, member.stack(), is_hang=True)
         elif silent and not faults:
-            self.said = heartbeat.late(self.stop.grace_seconds)
+            self.said = watchdog.late(self.stop.grace_seconds)
         return True
 
 
 @contextmanager
-def births() -> Iterator[None]:
+def block_signals() -> Iterator[None]:
     """Blocks signals for a child, until it has handlers. A spawned one begins as `python -c`, with
     the current directory first: a ./pickle.py there would run before it has its parent's path."""
     was_set = SAFE_PATH in os.environ
@@ -466,12 +473,12 @@ def births() -> Iterator[None]:
 # ---- faults
 
 
-def failure(faults: list[Fault]) -> RankFailed | UserError:
+def explain(faults: list[Fault]) -> RankFailed | UserError:
     """Hangs come first, then the ranks' own errors by time; the rest are mostly echoes of them."""
 
     def order(fault: Fault) -> tuple[bool, bool, bool, int]:
         # Of ranks that waited for each other in vain, one that did so by itself is the odd one.
-        return not fault.is_hang, fault.is_echo, not _is_in_users_code(fault), fault.time
+        return not fault.is_hang, fault.is_consequence, not _is_in_users_code(fault), fault.time
 
     if line := _gathered_alone(faults):
         return line
@@ -483,7 +490,7 @@ def failure(faults: list[Fault]) -> RankFailed | UserError:
         line.details = first.details
         return line
     lines = [f"{fault.who} {_of_peer(fault)}" for fault in rest]
-    if first.is_echo:
+    if first.is_consequence:
         lines.append("the ranks waited for each other in different collectives")
     heading = "hung; its stack:" if first.is_hang else "failed:"
     lines += [f"{first.who} {heading}", first.text, first.verdict]
@@ -494,7 +501,7 @@ def _gathered_alone(faults: list[Fault]) -> UserError | None:
     """The line for ranks of which some waited in `self.all_gather`, and others elsewhere."""
     calls = {fault.rank: place for fault in faults if (place := _place_of_gather(fault))}
     others = [fault for fault in faults if fault.rank not in calls]
-    if not (calls and others and all(fault.is_echo for fault in faults)):
+    if not (calls and others and all(fault.is_consequence for fault in faults)):
         return None
     rank, place = min(calls.items())
     error = UserError(
@@ -507,7 +514,7 @@ def _gathered_alone(faults: list[Fault]) -> UserError | None:
 
 def _place_of_gather(fault: Fault) -> str:
     """The caller of `Task.all_gather` in a traceback that ends there, else ''."""
-    frames = [f for f in heartbeat.FRAME.findall(fault.text) if TORCH not in f[0]]
+    frames = [f for f in watchdog.FRAME.findall(fault.text) if TORCH not in f[0]]
     names = [name for _, _, name in frames]
     if names[-3:-1] != ["all_gather", "gather_rows"]:
         return ""
@@ -523,6 +530,6 @@ def _of_peer(fault: Fault) -> str:
 
 def _is_in_users_code(fault: Fault) -> bool:
     """And not in a collective of dpframe's, by its innermost frame that is not torch's."""
-    files = [file for file, _, _ in heartbeat.FRAME.findall(fault.text) if TORCH not in file]
+    files = [file for file, _, _ in watchdog.FRAME.findall(fault.text) if TORCH not in file]
     innermost = files[:1] if fault.is_hang else files[-1:]  # a traceback ends with it
-    return bool(innermost) and not innermost[0].startswith(heartbeat.HOUSE)
+    return bool(innermost) and not innermost[0].startswith(watchdog.HOUSE)

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from dpframe import heartbeat
-from dpframe.heartbeat import Clock
+from dpframe.launch import watchdog
+from dpframe.launch.watchdog import Clock
 
 
 def test_beats_are_sent_a_few_times_a_second_and_only_while_someone_reads(monkeypatch):
@@ -14,19 +14,19 @@ def test_beats_are_sent_a_few_times_a_second_and_only_while_someone_reads(monkey
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     read, write = os.pipe()
     try:
-        heartbeat.connect(write)
-        now[0] += heartbeat.BEAT_SECONDS
+        watchdog.connect(write)
+        now[0] += watchdog.BEAT_SECONDS
         for _ in range(1000):
-            heartbeat.beat()
-        assert os.read(read, 4096) == bytes([heartbeat.BEAT])
-        now[0] += heartbeat.BEAT_SECONDS
-        heartbeat.beat()
-        assert os.read(read, 4096) == bytes([heartbeat.BEAT])
+            watchdog.beat()
+        assert os.read(read, 4096) == bytes([watchdog.BEAT])
+        now[0] += watchdog.BEAT_SECONDS
+        watchdog.beat()
+        assert os.read(read, 4096) == bytes([watchdog.BEAT])
     finally:
-        heartbeat.disconnect()
+        watchdog.disconnect()
         os.close(read)
         os.close(write)
-    heartbeat.beat()  # to nobody
+    watchdog.beat()  # to nobody
 
 
 def test_a_clock_counts_no_more_than_a_moment_of_the_time_that_a_process_is_stopped(monkeypatch):
@@ -51,11 +51,11 @@ STACK = """Stack (most recent call first):
 
 def test_a_stack_ends_with_the_work_and_its_place_is_that_of_the_users_frames(monkeypatch):
     read, write = os.pipe()
-    os.write(write, STACK.format(house=heartbeat.HOUSE).encode())
-    monkeypatch.setattr(heartbeat, "STACK", 0)  # nobody is asked
-    stack = heartbeat.stack_of(os.getpid(), read)
+    os.write(write, STACK.format(house=watchdog.HOUSE).encode())
+    monkeypatch.setattr(watchdog, "STACK", 0)  # nobody is asked
+    stack = watchdog.read_stack(os.getpid(), read)
     os.close(write)
     os.close(read)
     assert stack.splitlines()[-1].endswith('run.py", line 5 in _work')
-    assert heartbeat.where(stack) == "wait (data.py, line 9) in training_step (net.py, line 3)"
-    assert heartbeat.where("") == ""
+    assert watchdog.locate(stack) == "wait (data.py, line 9) in training_step (net.py, line 3)"
+    assert watchdog.locate("") == ""

@@ -30,12 +30,12 @@ END_SECONDS = 1.0  # for a process to end by itself
 # How long a fork gets to begin, and then each one that is started in its place: it takes
 # milliseconds, and longer on a busy machine.
 BEGIN_SECONDS = (3.0, 6.0, 12.0)
-HOUSE = str(Path(__file__).parent) + os.sep
+HOUSE = str(Path(__file__).parent.parent) + os.sep
 FRAME = re.compile(
     r'File "([^"]+)", line (\d+),? in (\S+)'
 )  # in a traceback or a stack of faulthandler
 FRAMES = 4
-START = re.compile(r'((run\.py", line \d+ in _work|ranks\.py", line \d+ in live)\b)\n.*', re.S)
+START = re.compile(r'((run\.py", line \d+ in _work|rank\.py", line \d+ in rank_main)\b)\n.*', re.S)
 DEBUGGERS = ("pydevd", "debugpy")
 PROMPT = re.compile(r"\b(pdb|bdb|cmd|code)\.py$")
 
@@ -70,7 +70,7 @@ def disconnect() -> None:
     faulthandler.unregister(STACK)
 
 
-def received(fd: int, seconds: float = 0.0) -> bytes:
+def receive(fd: int, seconds: float = 0.0) -> bytes:
     """What has come from a process that is connected."""
     return os.read(fd, 65536) if select.select([fd], [], [], seconds)[0] else b""
 
@@ -110,12 +110,12 @@ def is_stopped(pid: int) -> bool:
 # ---- stacks, as faulthandler writes them: the innermost frame first
 
 
-def stack_of(pid: int, fd: int) -> str:
+def read_stack(pid: int, fd: int) -> str:
     """Where the main thread of that process is, up to the function in which its work began."""
     with suppress(ProcessLookupError):
         os.kill(pid, STACK)
     text, seconds = b"", STACK_SECONDS
-    while part := received(fd, seconds):
+    while part := receive(fd, seconds):
         text += bytes(byte for byte in part if byte in TEXT)
         seconds = 0.1 if text else STACK_SECONDS
     if not text:
@@ -128,7 +128,7 @@ def is_at_prompt(stack: str) -> bool:
     return any(PROMPT.search(file) for file, _, _ in FRAME.findall(stack))
 
 
-def where(stack: str) -> str:
+def locate(stack: str) -> str:
     """The innermost frames, e.g. `wait (a.py, line 3) in forward (a.py, line 9)`."""
     frames = FRAME.findall(stack)
     users = list(takewhile(lambda frame: not frame[0].startswith(HOUSE), frames))
@@ -140,7 +140,7 @@ def where(stack: str) -> str:
 
 def verdict(stack: str, seconds: float, *, who: str = "it") -> str:
     """The last line of a run that hung."""
-    place = where(stack)
+    place = locate(stack)
     return (
         f"dpframe: no step, batch or checkpoint came for trainer.hang_seconds={seconds:g}; "
         f"{who} hangs{f' in {place}' if place else ''}; fix that, raise trainer.hang_seconds, or "
@@ -198,7 +198,7 @@ def _watch(fd: int, parent: int, hang_seconds: float, grace_seconds: float, is_q
     clock = Clock()
     beaten_at, kill_at, number = 0.0, float("inf"), 0
     while os.getppid() == parent:
-        news = received(fd, TICK_SECONDS)
+        news = receive(fd, TICK_SECONDS)
         now = clock.seconds(counts=not is_stopped(parent))
         if BEAT in news:
             beaten_at = now
@@ -209,7 +209,7 @@ def _watch(fd: int, parent: int, hang_seconds: float, grace_seconds: float, is_q
             words = f"dpframe: interrupted by {signal.Signals(number).name}{late(grace_seconds)}\n"
             _end(parent, "" if is_quiet else words)
         if now - beaten_at >= hang_seconds:
-            stack = stack_of(parent, fd)
+            stack = read_stack(parent, fd)
             if not is_at_prompt(stack):
                 _end(parent, f"{stack}\n{verdict(stack, hang_seconds, who=_who())}\n")
             beaten_at = now

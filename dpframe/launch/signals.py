@@ -13,10 +13,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from multiprocessing import util
 from typing import Any
 
-from dpframe import heartbeat
 from dpframe.errors import Interrupted
-from dpframe.heartbeat import SIGNALS as SIGNALS
-from dpframe.heartbeat import USR1
+from dpframe.launch import watchdog
+from dpframe.launch.watchdog import SIGNALS as SIGNALS
+from dpframe.launch.watchdog import USR1
 
 STOP = signal.SIGTSTP  # Ctrl-Z
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
@@ -25,7 +25,7 @@ LONGEST_FOLDER = 50  # bytes; a socket's path has 107
 _installed: "Interruption | None" = None
 
 
-def installed() -> "Interruption | None":
+def current() -> "Interruption | None":
     """The one of this process, which the command or the start of a rank has opened."""
     return _installed
 
@@ -36,13 +36,13 @@ def install(interruption: "Interruption") -> None:
     _installed = interruption
 
 
-def look() -> None:
+def raise_if_signaled() -> None:
     """Ends a start-up in which a signal has come."""
     if _installed is not None and _installed.number is not None:
         raise Interrupted(_installed.number)
 
 
-def allow(grace_seconds: float) -> None:
+def set_grace(grace_seconds: float) -> None:
     if _installed is not None:
         _installed.grace_seconds = grace_seconds
 
@@ -98,7 +98,7 @@ class Interruption:
 
     def watched(self, hang_seconds: float | None) -> AbstractContextManager[None]:
         """Within, this process is ended if `beat` is not called for that many seconds."""
-        return heartbeat.watcher(
+        return watchdog.watcher(
             hang_seconds,
             grace_seconds=self.grace_seconds,
             is_quiet=self._is_quiet,
@@ -169,7 +169,7 @@ def forget() -> None:
     """In a fork, first thing: what the parent watches and handles is not its child's."""
     global _installed
     _installed = None
-    heartbeat.disconnect()
+    watchdog.disconnect()
     if callable(signal.getsignal(STOP)):
         signal.signal(STOP, signal.SIG_DFL)
 

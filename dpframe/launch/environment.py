@@ -1,10 +1,11 @@
-"""Who started this process as one of several: srun's and mpirun's variables, as torchrun's."""
+"""Who started this process, and as which of several: what torchrun, srun and mpirun say of it."""
 
 import os
 import re
 import socket
 import zlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from dpframe.errors import UserError
 
@@ -17,16 +18,66 @@ COUNT_OPTIONS = {
 }
 
 
-def join() -> None:
+class Rank(NamedTuple):
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.world_size // self.local_world_size)
+
+
+def is_rank() -> bool:
+    given = os.environ | read_variables(os.environ)
+    return "RANK" in given and "WORLD_SIZE" in given
+
+
+def is_one_of_several() -> bool:
+    """Whether this process is one of several that a launcher, e.g. torchrun, has started."""
+    given = os.environ | read_variables(os.environ)
+    return "RANK" in given and given.get("WORLD_SIZE", "") not in ("", "0", "1")
+
+
+def read_rank() -> Rank:
+    """What torchrun, its like and our own launch put into the environment, checked."""
+    complete()
+    rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    values = {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK") or rank,
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE") or size,
+    }
+    address = {name: os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")}
+    if all(value.isdigit() for value in values.values()) and all(address.values()):
+        this = Rank(*map(int, values.values()))
+        if this.rank < this.world_size and this.local_rank < this.local_world_size:
+            return this
+    if find_launcher() == "mpirun" and not address["MASTER_ADDR"]:
+        raise UserError(
+            "mpirun tells the ranks of several machines not where to meet; add "
+            "-x MASTER_ADDR=HOST -x MASTER_PORT=29500, with the machine of rank 0 (with MPICH and "
+            "Intel MPI: -genv MASTER_ADDR HOST -genv MASTER_PORT 29500)"
+        )
+    shown = " ".join(f"{name}={value or '(unset)'}" for name, value in (values | address).items())
+    raise UserError(
+        f"no rank of strategy=ddp can have the environment {shown}; start this program by torchrun "
+        "--nproc-per-node=N, or use the command, dpframe … strategy=ddp"
+    )
+
+
+def complete() -> None:
     """Where srun or mpirun started this process, adds what torchrun would have put into its
     environment; the rest of dpframe, and torch, read that."""
-    os.environ.update(variables(os.environ))
+    os.environ.update(read_variables(os.environ))
 
 
-def name() -> str:
+def find_launcher() -> str:
     """The command that started the processes of this job."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
-        for name, found in (("mpirun", _of_mpi(os.environ)), ("srun", _of_slurm(os.environ))):
+        for name, found in (("mpirun", _read_mpi(os.environ)), ("srun", _read_slurm(os.environ))):
             if _are_several(found):
                 return name
     return "torchrun"
@@ -34,12 +85,12 @@ def name() -> str:
 
 def count_option(count: int) -> str:
     """What tells it the number of ranks on a machine."""
-    return COUNT_OPTIONS[name()] + str(count)
+    return COUNT_OPTIONS[find_launcher()] + str(count)
 
 
 def has_store() -> bool:
     """Whether another process than rank 0 keeps the store where ranks meet, or torch knows."""
-    return name() == "torchrun" or "TORCHELASTIC_USE_AGENT_STORE" in os.environ
+    return find_launcher() == "torchrun" or "TORCHELASTIC_USE_AGENT_STORE" in os.environ
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -56,13 +107,13 @@ def listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def variables(given: Mapping[str, str]) -> dict[str, str]:
+def read_variables(given: Mapping[str, str]) -> dict[str, str]:
     """What is missing of torchrun's variables; nothing for a process that is alone, or that has a
     RANK already, e.g. under `srun torchrun`."""
     if given.get("RANK"):
         return {}
     # mpirun under Slurm starts its daemons by srun: their variables are no rank's.
-    found = _of_mpi(given) or _of_slurm(given)
+    found = _read_mpi(given) or _read_slurm(given)
     if not _are_several(found):
         return {}
     kept = ("MASTER_ADDR", "MASTER_PORT")  # a user's, who knows the network better
@@ -73,7 +124,7 @@ def _are_several(found: Mapping[str, str]) -> bool:
     return found.get("WORLD_SIZE", "1") != "1"
 
 
-def _of_slurm(given: Mapping[str, str]) -> dict[str, str]:
+def _read_slurm(given: Mapping[str, str]) -> dict[str, str]:
     """Only a task of a step has such peers. A batch script and the shell of salloc have a number of
     tasks as well, and those of a step in which they were submitted; under --pty a shell waits for
     its user, and its peers wait for nobody."""
@@ -86,13 +137,13 @@ def _of_slurm(given: Mapping[str, str]) -> dict[str, str]:
         "RANK": given.get("SLURM_PROCID", ""),
         "WORLD_SIZE": size,
         "LOCAL_RANK": given.get("SLURM_LOCALID", ""),
-        "LOCAL_WORLD_SIZE": _count_on(node, counts),
-        "MASTER_ADDR": _first(given.get("SLURM_STEP_NODELIST", "")),
-        "MASTER_PORT": _port(job),
+        "LOCAL_WORLD_SIZE": _count_tasks(node, counts),
+        "MASTER_ADDR": _first_node(given.get("SLURM_STEP_NODELIST", "")),
+        "MASTER_PORT": _choose_port(job),
     }
 
 
-def _of_mpi(given: Mapping[str, str]) -> dict[str, str]:
+def _read_mpi(given: Mapping[str, str]) -> dict[str, str]:
     """Open MPI's, and MPICH's and Intel's. Rank 0 is on the first node of Slurm's; elsewhere none
     is told which machine that is, and only several machines need it."""
     prefix = "OMPI_COMM_WORLD_"
@@ -110,23 +161,23 @@ def _of_mpi(given: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": size,
         "LOCAL_RANK": local_rank,
         "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": "127.0.0.1" if is_here else _first(given.get("SLURM_JOB_NODELIST", "")),
-        "MASTER_PORT": _port(job) if job else str(USUAL_PORT),
+        "MASTER_ADDR": "127.0.0.1" if is_here else _first_node(given.get("SLURM_JOB_NODELIST", "")),
+        "MASTER_PORT": _choose_port(job) if job else str(USUAL_PORT),
     }
 
 
-def _port(job: str) -> str:
+def _choose_port(job: str) -> str:
     """The same in all processes of a job, and hardly ever that of another job on the machine."""
     return str(FIRST_PORT + zlib.crc32(job.encode()) % PORTS)
 
 
-def _first(nodes: str) -> str:
+def _first_node(nodes: str) -> str:
     """The first of `gpu[01-04,07],login`: gpu01, as `scontrol show hostnames` has it."""
     found = re.match(r"([^,\[]|\[[^\]]*\])+", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found[0]) if found else ""
 
 
-def _count_on(node: str, counts: str) -> str:
+def _count_tasks(node: str, counts: str) -> str:
     """The tasks on the node of that number, from e.g. `2(x3),1`."""
     each = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):

@@ -1,0 +1,1 @@
+"""How the processes of a job start, hear signals and end."""
