@@ -26,6 +26,7 @@ from small import Listed, Rows, fitted, is_same
 
 from dpframe import UserError, checkpoint
 from dpframe.launch import local, watchdog
+from dpframe.launch.environment import read_rank
 from dpframe.strategies import processes
 from dpframe.strategies.ddp import DDP
 
@@ -469,7 +470,7 @@ def test_ranks_that_contradict_themselves_are_refused(monkeypatch, variables):
     with pytest.raises(
         UserError, match="^no rank of strategy=ddp can have .*; start this"
     ) as error:
-        environment.read_rank()
+        read_rank()
     for name, value in variables.items():
         assert f" {name}={value or '(unset)'}" in str(error.value)
     assert "\n" not in str(error.value)
