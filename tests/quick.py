@@ -38,7 +38,6 @@ TESTS = {
     "test_operations_are_told_by_thousands",
     "test_the_table_of_shares_is_what_split_gives",
     "test_the_rates_rise_from_what_is_set_to_the_factor_for_each_doubling",
-    "test_two_nodes_on_one_machine_have_two_names",
     "test_a_node_whose_ranks_are_slow_is_told_once_and_by_how_much",
     "test_the_source_says_what_a_class_takes",
     "test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it",

@@ -15,7 +15,7 @@ import pytest
 from command import ROOT, environment, write
 
 from dpframe import UserError, checkpoint
-from dpframe.launch.environment import read_rank, read_variables
+from dpframe.launch.environment import find_interface, read_rank, read_variables
 from dpframe.strategies.ddp import DDP
 
 RUN = ["recipe=boston", "trainer.max_epochs=2", "trainer.precision='64'", "callbacks.progress=null"]
@@ -212,3 +212,11 @@ def test_mpirun_gives_the_curve_of_one_process(tmp_path, mpirun):
 
 def weights(run: Path):
     return checkpoint.load(run / "checkpoints" / "last.ckpt")["task"]
+
+
+def test_ranks_talk_through_the_interface_that_leads_to_the_first_one(monkeypatch):
+    assert find_interface("127.0.0.1", 1) == find_interface("localhost", 1) == "lo"
+    assert find_interface("192.0.2.1", 1) in (None, *dict(socket.if_nameindex()).values())
+    own = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
+    assert find_interface("node1", 1) is None  # as Debian's /etc/hosts has a machine's own name

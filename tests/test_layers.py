@@ -48,7 +48,7 @@ OWNERS = {
         "launch.rank",
         *(
             f"strategies.{n}"
-            for n in ("absent", "ddp", "fsdp", "group", "nodes", "processes", "ray", "sharded")
+            for n in ("absent", "ddp", "fsdp", "group", "processes", "ray", "sharded")
         ),
     ],
     "tensorboard": ["loggers"],

@@ -84,8 +84,6 @@ def _run(job: Composed) -> dict[str, Any]:
     from dpframe.seeding import seeded
     from dpframe.strategies import Strategy
 
-    if job.lacks is not None:
-        raise job.lacks
     job.history = History()
     if _is_notebook():
         _draw_line(job.settings.callbacks)

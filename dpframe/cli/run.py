@@ -17,7 +17,7 @@ from typing import Any
 from dpframe import checkpoint, files, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
-from dpframe.cli import elastic, faults, nodes, output
+from dpframe.cli import elastic, faults, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
@@ -62,7 +62,6 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
     if job.settings.mode not in ("fit", *EVALUATIONS):
         from dpframe.cli import reports
 
-        nodes.refuse_several(job, f"mode={job.settings.mode} runs on one machine")
         with explain_exits():  # in a module that it imports
             check_targets(job)
         return reports.make(job)
@@ -82,14 +81,10 @@ def _launched(job: Composed) -> dict[str, Any]:
     What a user did wrong, a lack of memory and a signal end the job at once.
     """
     allowed = job.settings.trainer.max_restarts
-    strategy = _strategy(job) if job.lacks is None else None
+    strategy = _strategy(job)
     for number in count(1):
         try:
-            with nodes.meet(job) as (shared, meeting):
-                allowed = shared.settings.trainer.max_restarts
-                strategy = strategy or _strategy(shared)
-                strategy.meeting = meeting
-                return strategy.launch(_work, shared)
+            return strategy.launch(_work, job)
         except (RankFailed, UserError) as error:
             path = error.told.get("directory", "")
             if os.path.isdir(path):
@@ -111,7 +106,6 @@ def _strategy(job: Composed) -> Strategy:
     with explain_exits():  # in a module that it imports
         trust = check_targets(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
-    nodes.refuse(strategy, job)
     if allowed := job.settings.trainer.max_restarts:
         _refuse_restarts(strategy, allowed)
     return strategy
@@ -134,8 +128,7 @@ def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
 def _again(job: Composed, directory: str) -> tuple[Composed, str]:
     """The job from its newest checkpoint that is whole; and where that is."""
     if not directory:
-        is_alone = job.settings.trainer.nodes == 1
-        return job, "from the beginning" if is_alone else "with the other nodes"
+        return job, "from the beginning"
     job = replace(job, run_dir=directory, is_run_dir_given=True)
     path = files.newest_of_run(directory)
     if path is None:
@@ -166,7 +159,8 @@ def _work(job: Composed) -> dict[str, Any]:
 
 @explain_exits()  # before the strategy is told of the error
 def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
-    job, state, said = elastic.start(job, strategy)
+    job, said = elastic.find(job, strategy)
+    state = _load_start(job, strategy)
     settings = job.settings
     for device in local_devices(strategy):
         memory.begin_peak(device)  # of the run before, in a sweep
@@ -301,7 +295,7 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
     settings, notes = job.settings, []
     if settings.checkpoint == NONE:
         notes = ["checkpoint  none: the task as it is built"]
-    if state is not None and settings.mode in EVALUATIONS:
+    if state is not None and job.start is not None and settings.mode in EVALUATIONS:
         notes = [_named(job.start), *compared(job, state, task=trainer.task, data=trainer.data)]
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
@@ -322,14 +316,19 @@ def _look_again(job: Composed, trainer: Trainer) -> None:
         found = saved_since(resume, start, trainer.global_step)
     newest = strategy.collectives.broadcast(found)
     if newest is not None:
-        state = nodes.start_of(replace(job, start=newest), strategy)
+        state = _load_start(replace(job, start=newest), strategy)
         trainer.prepare(state, resume_anyway=job.settings.resume_anyway)
 
 
-def _named(start: Path | None) -> str:
+def _load_start(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
+    """The checkpoint that a rank begins with."""
+    is_weights_alone = job.settings.mode in EVALUATIONS
+    whole = not (strategy.reads_parts or is_weights_alone)
+    return checkpoint.load(job.start, whole=whole) if job.start is not None else None
+
+
+def _named(start: Path) -> str:
     """The checkpoint that is evaluated; another framework's file has no step."""
-    if start is None:  # it is on another node
-        return ""
     step = files.step_of(start)
     return f"checkpoint  {start}" + (f", step {step}" if step >= 0 else "")
 

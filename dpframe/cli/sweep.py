@@ -39,7 +39,7 @@ from dpframe.cli.configs import Configs, quoted, with_path_quoted
 from dpframe.cli.directory import create, refuse_ways_out
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, earlier
-from dpframe.cli.resume import MEETING, WORDS, key_of, value_of, with_saved
+from dpframe.cli.resume import MACHINES, WORDS, key_of, value_of, with_saved
 from dpframe.cli.settings import SweepSettings, shown, sweep_settings
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
@@ -220,7 +220,7 @@ def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
     if before is None:
         return given
     kept = [each for each in before.overrides if head_of(each) not in OF_THIS_START]
-    saved = [override for override in kept if key_of(override) not in MEETING]
+    saved = [override for override in kept if key_of(override) not in MACHINES]
     new = [override for override in given if override not in saved]
     for override in new:
         if head_of(override) not in OF_THIS_START:

@@ -3,14 +3,19 @@
 import os
 import re
 import socket
+import struct
+import sys
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from dpframe.errors import UserError
 
 FIRST_PORT, PORTS = 20000, 10000  # below those that Linux gives to clients
 USUAL_PORT = 29500  # torchrun's
+SIOCGIFADDR = 0x8915  # Linux's request for an interface's address, which Python has no name for
 COUNT_OPTIONS = {
     "torchrun": "--nproc-per-node=",
     "srun": "--ntasks-per-node=",
@@ -105,6 +110,46 @@ def listen(host: str, port: int) -> socket.socket:
             f"MASTER_PORT={port}: {reason}; export an address of that machine and a free "
             "port before you start the job"
         ) from None
+
+
+def choose_interface() -> None:
+    """Has gloo take the network interface that leads to rank 0. Its own choice is the one that this
+    machine's name leads to, often its loopback."""
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := find_interface(host, int(port))):
+        os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def find_interface(host: str, port: int) -> str | None:
+    """The interface of this machine that leads to this address; None: nobody knows."""
+    if sys.platform != "linux":
+        return None
+    with suppress(OSError):
+        family, kind, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(where)  # sends nothing
+            own = probe.getsockname()[0].partition("%")[0]
+        if own.startswith("127.") and not host.startswith(("127.", "localhost")):
+            return None  # this machine's own name, as its /etc/hosts has it: others can't use that
+        return _interfaces().get(own)
+    return None
+
+
+def _interfaces() -> dict[str, str]:
+    """The names of this machine's network interfaces by their addresses."""
+    import fcntl
+
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has none
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                found[socket.inet_ntoa(answer[20:24])] = name
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, *_, name = line.split()
+        found[socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))] = name
+    return found
 
 
 def read_variables(given: Mapping[str, str]) -> dict[str, str]:

@@ -10,19 +10,16 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dpframe.errors import Interrupted, UserError
 from dpframe.launch import signals, watchdog
 from dpframe.launch.rank import SAFE_PATH, SIGNALED, Fault, rank_main
 from dpframe.launch.signals import STOP, Interruption
 from dpframe.launch.watchdog import BEAT, SIGNALS, TICK_SECONDS, Clock
-
-if TYPE_CHECKING:
-    from dpframe.strategies.nodes import Meeting
 
 HERE = "127.0.0.1"  # where the ranks meet: other machines can't reach it
 PEER_SECONDS = 1.0  # how long ranks get to end by themselves once one has failed
@@ -55,12 +52,10 @@ def allow_fork() -> None:
         _idle_threads = _idle_threads or _native_threads()
 
 
-def choose_start_method(*, uses_gpus: bool, meeting: "Meeting | None" = None) -> str:
-    """A child of a process with other threads inherits locks that nobody will ever release; a
-    meeting's threads can be kept still."""
-    own, native = meeting.threads if meeting is not None else (0, 0)
-    is_alone = not uses_gpus and _idle_threads and threading.active_count() == 1 + own
-    return "fork" if is_alone and _native_threads() <= _idle_threads + native else "spawn"
+def choose_start_method(*, uses_gpus: bool) -> str:
+    """A child of a process with other threads inherits locks that nobody will ever release."""
+    is_alone = not uses_gpus and _idle_threads and threading.active_count() == 1
+    return "fork" if is_alone and _native_threads() <= _idle_threads else "spawn"
 
 
 def _native_threads() -> int:
@@ -75,16 +70,12 @@ def launch(
     count: int,
     uses_gpus: bool,
     timeout_seconds: float,
-    meeting: "Meeting | None" = None,
 ) -> Any:
-    """Runs `run(*args)` in `count` processes on this machine, one node of the `meeting` if there is
-    one; returns rank 0's value."""
+    """Runs `run(*args)` in `count` processes on this machine; returns rank 0's value."""
     signals.raise_if_signaled()
     _refuse_few_files(count)
     stop = signals.current() or Interruption()
-    if meeting is not None:
-        meeting.agree_on("the number of ranks (trainer.gpus)", count)
-    job = _Job(stop, uses_gpus=uses_gpus, timeout_seconds=timeout_seconds, meeting=meeting)
+    job = _Job(stop, uses_gpus=uses_gpus, timeout_seconds=timeout_seconds)
     with stop.waits():
         try:
             job.start(run, args, count)
@@ -105,23 +96,20 @@ def _refuse_few_files(count: int) -> None:
         )
 
 
-def make_environment(
-    rank: int, count: int, port: int, *, node: int = 0, nodes: int = 1, address: str = HERE
-) -> dict[str, str]:
-    """What torchrun would give a rank of this node; the store is its parent's, at any free port, or
-    where the nodes have met."""
+def make_environment(rank: int, count: int, port: int) -> dict[str, str]:
+    """What torchrun would give a rank; the store is its parent's, at any free port."""
     numbers = {
-        "RANK": node * count + rank,
+        "RANK": rank,
         "LOCAL_RANK": rank,
-        "WORLD_SIZE": nodes * count,
+        "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,
-        "GROUP_RANK": node,
-        "GROUP_WORLD_SIZE": nodes,
+        "GROUP_RANK": 0,
+        "GROUP_WORLD_SIZE": 1,
         "MASTER_PORT": port,
     }
-    words = {"MASTER_ADDR": address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words = {"MASTER_ADDR": HERE, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     words |= {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
-    if sys.platform == "linux" and nodes == 1:  # else both would listen on every network
+    if sys.platform == "linux":  # else both would listen on every network
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             words[name] = os.environ.get(name, "lo")
     # Four times as long, a minute by default, NCCL's watchdog keeps a rank after its timeout.
@@ -185,12 +173,9 @@ class _Job:
         *,
         uses_gpus: bool,
         timeout_seconds: float,
-        meeting: "Meeting | None",
     ) -> None:
         self.members: list[_Member] = []
         self.stop = stop
-        self.meeting = meeting
-        self.abroad: list[Fault] = []  # on other nodes
         self.uses_gpus = uses_gpus
         self.timeout_seconds = timeout_seconds
         self.number: int | None = None  # of the signal that ends the job
@@ -208,39 +193,27 @@ class _Job:
 
         signals.share_sockets()
         method, work = (
-            choose_start_method(uses_gpus=self.uses_gpus, meeting=self.meeting),
+            choose_start_method(uses_gpus=self.uses_gpus),
             (run, args),
         )
         if method == "fork":
             # DDP's constructor imports torch._dynamo, for a second: here once for all ranks.
             torch.compiler.reset()
-        listening = None
-        if self.meeting is None:
-            # Left to itself, the store would listen on every network that the machine is in.
-            listening = socket.create_server((HERE, 0))
-            port, place = listening.getsockname()[1], {}
-        else:
-            port, place = self.meeting.port, self.meeting.place
-        environments = [make_environment(rank, count, port, **place) for rank in range(count)]
+        # Left to itself, the store would listen on every network that the machine is in.
+        listening = socket.create_server((HERE, 0))
+        port = listening.getsockname()[1]
+        environments = [make_environment(rank, count, port) for rank in range(count)]
         context = multiprocessing.get_context(method)
         pickled = work if method == "fork" else pickle.dumps(work)
         born = partial(_Member, context, work=pickled)
-        with block_signals(), self._still():
+        with block_signals():
             for environment in environments:
                 self.members.append(born(environment))
         if method == "fork":
             self._wait_for_begin(born)
-        if listening is not None:
-            self.store = TCPStore(  # after the forks: it starts a thread
-                HERE,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listening.detach(),
-            )
-
-    def _still(self) -> AbstractContextManager[None]:
-        return self.meeting.still() if self.meeting is not None else nullcontext()
+        self.store = TCPStore(  # after the forks: it starts a thread
+            HERE, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+        )
 
     def _wait_for_begin(self, born: Callable[[dict[str, str]], _Member]) -> None:
         """A fork may inherit a lock that nobody will release, e.g. the interpreter's own, and never
@@ -261,7 +234,7 @@ class _Job:
                 who = f"rank {member.rank} (pid {member.process.pid})"
                 log.warning("%s has not begun in %g s; it is started again", who, seconds)
                 member.kill()
-                with block_signals(), self._still():
+                with block_signals():
                     self.members[self.members.index(member)] = born(member.environment)
 
     def watch(self) -> None:
@@ -272,29 +245,17 @@ class _Job:
             self._heed_signals()
             for member in self.members:
                 self._hear(member)
-            self._hear_nodes()
             self._pause()
             if self._hangs() or self._is_late():
                 return
 
     def outcome(self) -> Any:
-        if self.meeting is not None:
-            is_done = self.number is None and not self._faults()
-            self._hear_nodes()
-            self.value = self.meeting.last_words(self.value, is_done=is_done)
-            self._hear_nodes()
-            are_consequences = not is_done and all(fault.is_consequence for fault in self._faults())
-            if self.number is None and are_consequences and (fault := self.meeting.gone()):
-                self.abroad.append(fault)
         faults = self._faults()
         if self.number is not None and all(fault.is_consequence for fault in faults):
             raise Interrupted(self.number, self.said)
         if faults:
             silent = [member.rank for member in self.members if member.is_silent]
-            node = self.meeting.name if self.meeting is not None else ""
-            faults += [
-                Fault(rank, "it was ended", is_consequence=True, node=node) for rank in silent
-            ]
+            faults += [Fault(rank, "it was ended", is_consequence=True) for rank in silent]
             error = explain(faults)
             error.told = self.told
             raise error
@@ -309,20 +270,7 @@ class _Job:
     # ---- what happens
 
     def _faults(self) -> list[Fault]:
-        return [member.fault for member in self.members if member.fault is not None] + self.abroad
-
-    def _hear_nodes(self) -> None:
-        if self.meeting is None:
-            return
-        own = [member.fault for member in self.members if member.fault is not None]
-        self.meeting.tell(own, self.number)
-        if news := self.meeting.heard():
-            self.abroad += news
-            self._expect_end(PEER_SECONDS)
-        if self.meeting.number is not None:
-            self._interrupt(self.meeting.number)
-        if self.meeting.main_has_ended:
-            self._expect_end(self.timeout_seconds)
+        return [member.fault for member in self.members if member.fault is not None]
 
     def _hear(self, member: _Member) -> None:
         has_ended = not member.process.is_alive()  # asked first: then these are its last words
@@ -484,16 +432,14 @@ def explain(faults: list[Fault]) -> RankFailed | UserError:
         return line
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
-        line = first.kind(
-            f"{first.node}: {first.line}" if first.rank >= 0 and first.node else first.line
-        )
+        line = first.kind(first.line)
         line.details = first.details
         return line
-    lines = [f"{fault.who} {_of_peer(fault)}" for fault in rest]
+    lines = [f"rank {fault.rank} {_of_peer(fault)}" for fault in rest]
     if first.is_consequence:
         lines.append("the ranks waited for each other in different collectives")
     heading = "hung; its stack:" if first.is_hang else "failed:"
-    lines += [f"{first.who} {heading}", first.text, first.verdict]
+    lines += [f"rank {first.rank} {heading}", first.text, first.verdict]
     return RankFailed("\n".join(filter(None, lines)))
 
 

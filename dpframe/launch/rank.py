@@ -18,10 +18,9 @@ from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, OutOfMemo
 from dpframe.launch import signals, watchdog
 from dpframe.launch.signals import SIGNALS, STOP, Interruption
 
-ALIKE = "type the same command on every node"
 SAFE_PATH = "PYTHONSAFEPATH"
 SIGNALED = (*SIGNALS, STOP)
-LINES = (OutOfMemory, DeviceLost, NodeLost, Failure, UserError)  # kinds of lines that end a job
+KINDS = (OutOfMemory, DeviceLost, NodeLost, Failure)  # of lines that end a job, beside UserError
 
 _parent: "Parent | None" = None
 
@@ -58,11 +57,6 @@ class Fault:
     is_hang: bool = False
     verdict: str = ""  # of a hang; it is shown last
     time: int = field(default_factory=time.time_ns)
-    node: str = ""  # of several
-
-    @property
-    def who(self) -> str:
-        return f"rank {self.rank}{self.node and f' on {self.node}'}"
 
 
 class Messages(Protocol):
@@ -164,7 +158,7 @@ def _fault_of(error: BaseException) -> Fault:
         rank=int(os.environ["RANK"]),
         text="".join(traceback.format_exception(error)).rstrip(),
         line=str(error) if isinstance(error, UserError) else None,
-        kind=next((kind for kind in LINES if isinstance(error, kind)), UserError),
+        kind=next((kind for kind in KINDS if isinstance(error, kind)), UserError),
         details=getattr(error, "details", ""),
         exit_code=getattr(error, "exit_code", 1),
         is_consequence=is_consequence(error),

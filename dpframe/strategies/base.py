@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,6 @@ from dpframe.loggers import Logger
 from dpframe.parts import Parts, Stored
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
-
-if TYPE_CHECKING:
-    from dpframe.strategies.nodes import Meeting
 
 NO_GATHER = "it has no gather_rows"
 FREEZE_ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
@@ -41,8 +38,6 @@ class Strategy:
     replicas = 1  # over all processes
     gradient_divisor = 1  # gradients come out of backward divided by this many replicas
     launches_ranks = False  # which `trainer.max_restarts` may start again
-    meeting: "Meeting | None" = None  # of several machines, on which `launch` starts ranks
-    spans_nodes = False  # whether its `launch` uses `meeting`
     nodes = 1  # machines
     uses_gpus = True  # where there are any
     logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica

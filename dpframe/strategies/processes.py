@@ -20,7 +20,6 @@ from dpframe.data import split
 from dpframe.errors import ABOVE_0, Interrupted, UserError, first_line, refuse_below
 from dpframe.launch import environment, fresh, local, signals
 from dpframe.launch.rank import fail, has_parent, is_consequence
-from dpframe.strategies import network
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, use_threads
 from dpframe.strategies.group import GatherRows, GroupCollectives
@@ -39,7 +38,6 @@ class Processes(Strategy):
 
     collectives_type: type[GroupCollectives] = GroupCollectives
     launches_ranks = True
-    spans_nodes = True
 
     def __init__(
         self,
@@ -76,7 +74,6 @@ class Processes(Strategy):
             count=len(devices),
             uses_gpus=devices[0].type != "cpu",
             timeout_seconds=self.timeout_seconds,
-            meeting=self.meeting,
         )
 
     def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
@@ -109,7 +106,7 @@ class Processes(Strategy):
 
     def _open_group(self) -> None:
         if self.nodes > 1:
-            network.use_interface()
+            environment.choose_interface()
         timeout = timedelta(seconds=self.timeout_seconds)
         store = self._hosted(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
         store.set_timeout(timeout)

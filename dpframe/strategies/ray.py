@@ -49,8 +49,6 @@ VARIABLES = {
 
 
 class Ray(DDP):
-    spans_nodes = False  # by `trainer.nodes`: Ray knows its own
-
     def __init__(
         self,
         gpus: Gpus = None,

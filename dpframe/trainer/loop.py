@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -1016,7 +1016,7 @@ def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(settings: TrainerSettings, more: dict[str, Any]) -> TrainerSettings:
-    known = [field.name for field in fields(TrainerSettings)]
+    known = inspect.signature(TrainerSettings).parameters
     for name in more:
         if name not in known:
             valid = [*known, *inspect.signature(Trainer).parameters]
