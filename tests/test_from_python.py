@@ -24,8 +24,8 @@ from dpframe import (
 )
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
+from dpframe.launch.faults import RankFailed
 from dpframe.launch.fresh import pack, unpack
-from dpframe.launch.local import RankFailed
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.data_parallel import DataParallel

@@ -44,8 +44,8 @@ OWNERS = {
     "hydra": ["cli"],
     "omegaconf": ["cli"],
     "torch.distributed": [
+        "launch.faults",
         "launch.local",
-        "launch.rank",
         *(
             f"strategies.{n}"
             for n in ("absent", "ddp", "fsdp", "group", "processes", "ray", "sharded")

@@ -29,7 +29,7 @@ from dpframe import Strategy, Trainer, UserError, checkpoint, files, parts
 from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.errors import Failure
-from dpframe.launch.local import RankFailed
+from dpframe.launch.faults import RankFailed
 from dpframe.strategies import sharded
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP

@@ -14,7 +14,7 @@ from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of
 from dpframe.launch import signals
-from dpframe.launch.local import RankFailed
+from dpframe.launch.faults import RankFailed
 from dpframe.plan.contest import Contest, Entry, trained
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present

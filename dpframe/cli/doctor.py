@@ -18,7 +18,7 @@ from dpframe.cli.compare import strategies, with_strategy
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
 from dpframe.launch import environment
-from dpframe.launch.local import RankFailed
+from dpframe.launch.faults import RankFailed
 from dpframe.plan.report import size
 from dpframe.strategies import Strategy
 from dpframe.strategies.ddp import DDP

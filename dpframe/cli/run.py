@@ -37,7 +37,7 @@ from dpframe.errors import (
     printable,
 )
 from dpframe.launch import environment, local, signals
-from dpframe.launch.local import RankFailed
+from dpframe.launch.faults import RankFailed
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
 from dpframe.loggers import Logger

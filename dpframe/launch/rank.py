@@ -6,23 +6,63 @@ import os
 import pickle
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from dpframe.errors import DeviceLost, Failure, Interrupted, NodeLost, OutOfMemory, UserError
+from dpframe.errors import Interrupted
 from dpframe.launch import signals, watchdog
+from dpframe.launch.faults import describe
 from dpframe.launch.signals import SIGNALS, STOP, Interruption
 
 SAFE_PATH = "PYTHONSAFEPATH"
 SIGNALED = (*SIGNALS, STOP)
-KINDS = (OutOfMemory, DeviceLost, NodeLost, Failure)  # of lines that end a job, beside UserError
 
 _parent: "Parent | None" = None
+
+
+def rank_main(
+    environment: dict[str, str],
+    messages: Connection,
+    pulse: Connection,
+    work: bytes | tuple[Callable[..., Any], tuple],
+) -> None:
+    """The first function of a rank; `work` is pickled for a process that was not forked."""
+    signals.end_with_parent()
+    signals.forget()
+    os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
+    os.environ.update(environment)
+    faulthandler.enable()
+    watchdog.connect(pulse.fileno())
+    parent = Parent(messages)
+    parent.send("begun")
+    join(parent)
+    parent.open()
+    with parent.pausing():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
+        code = do_work(parent, work)
+    gc.collect()  # as in `cli.main`: of a process that is not a fork the interpreter ends
+    sys.exit(code)
+
+
+def join(parent: "Parent") -> None:
+    """This process is one of its ranks from now on."""
+    global _parent
+    _parent = parent
+
+
+def do_work(parent: "Parent", work: bytes | tuple[Callable[..., Any], tuple]) -> int:
+    """Tells the parent how the work has ended, and returns the exit code."""
+    try:
+        run, args = pickle.loads(work) if isinstance(work, bytes) else work
+        value = run(*args)
+        parent.send("done", value if os.environ["RANK"] == "0" else None)
+    except Interrupted as error:
+        parent.send("interrupted", (error.number, error.said))
+    except BaseException as error:
+        return parent.fail(error)
+    return 0
 
 
 def has_parent() -> bool:
@@ -41,22 +81,6 @@ def fail(error: BaseException, *, is_late: bool = False) -> None:
     that came after the job's end."""
     if _parent is not None and not isinstance(error, Interrupted):
         _parent.fail(error, is_late=is_late)
-
-
-@dataclass
-class Fault:
-    """How a rank failed."""
-
-    rank: int
-    text: str  # a traceback, a stack, or a line
-    line: str | None = None  # a UserError's, which is shown alone
-    kind: type[UserError] = UserError  # of the line
-    details: str = ""
-    exit_code: int = 1
-    is_consequence: bool = False  # its peers were gone, or did not come
-    is_hang: bool = False
-    verdict: str = ""  # of a hang; it is shown last
-    time: int = field(default_factory=time.time_ns)
 
 
 class Messages(Protocol):
@@ -84,7 +108,7 @@ class Parent(Interruption):
     def fail(self, error: BaseException, *, is_late: bool = False) -> int:
         """The exit code; it is told of the first failure alone."""
         if self.exit_code is None:
-            fault = _fault_of(error)
+            fault = describe(error)
             fault.is_consequence = fault.is_consequence or is_late
             self.exit_code = fault.exit_code
             self.send("failed", fault)
@@ -92,7 +116,7 @@ class Parent(Interruption):
 
     @contextmanager
     def watched(self, hang_seconds: float | None) -> Iterator[None]:
-        self.send("watch", None if watchdog.is_debugged() else hang_seconds)
+        self.send("watch", hang_seconds)
         yield
         self.send("watch", None)
 
@@ -101,65 +125,3 @@ class Parent(Interruption):
             self.send("paused")
             self._messages.recv_bytes()
         super().pause()
-
-
-def rank_main(
-    environment: dict[str, str],
-    messages: Connection,
-    pulse: Connection,
-    work: bytes | tuple[Callable[..., Any], tuple],
-) -> None:
-    """The first function of a rank; `work` is pickled for a process that was not forked."""
-    signals.end_with_parent()
-    signals.forget()
-    os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
-    os.environ.update(environment)
-    faulthandler.enable()
-    watchdog.connect(pulse.fileno())
-    parent = Parent(messages)
-    parent.send("begun")
-    join(parent)
-    parent.open()
-    with parent.pauses():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
-        code = do_work(parent, work)
-    gc.collect()  # as in `cli.main`: of a process that is not a fork the interpreter ends
-    sys.exit(code)
-
-
-def join(parent: Parent) -> None:
-    """This process is one of its ranks from now on."""
-    global _parent
-    _parent = parent
-
-
-def do_work(parent: Parent, work: bytes | tuple[Callable[..., Any], tuple]) -> int:
-    """Does the work, tells the parent how it has ended, and returns the exit code."""
-    try:
-        run, args = pickle.loads(work) if isinstance(work, bytes) else work
-        value = run(*args)
-        parent.send("done", value if os.environ["RANK"] == "0" else None)
-    except Interrupted as error:
-        parent.send("interrupted", (error.number, error.said))
-    except BaseException as error:
-        return parent.fail(error)
-    return 0
-
-
-def is_consequence(error: BaseException) -> bool:
-    """Whether it comes of another rank that is gone, or did not come."""
-    from torch.distributed import DistError
-
-    return isinstance(error, DistError) or "gloo/transport" in str(error)
-
-
-def _fault_of(error: BaseException) -> Fault:
-    return Fault(
-        rank=int(os.environ["RANK"]),
-        text="".join(traceback.format_exception(error)).rstrip(),
-        line=str(error) if isinstance(error, UserError) else None,
-        kind=next((kind for kind in KINDS if isinstance(error, kind)), UserError),
-        details=getattr(error, "details", ""),
-        exit_code=getattr(error, "exit_code", 1),
-        is_consequence=is_consequence(error),
-    )

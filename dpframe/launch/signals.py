@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import util
 from typing import Any
@@ -22,41 +22,48 @@ STOP = signal.SIGTSTP  # Ctrl-Z
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
 LONGEST_FOLDER = 50  # bytes; a socket's path has 107
 
-_installed: "Interruption | None" = None
+_current: "Interruption | None" = None
 
 
 def current() -> "Interruption | None":
     """The one of this process, which the command or the start of a rank has opened."""
-    return _installed
+    return _current
 
 
 def install(interruption: "Interruption") -> None:
     """For a process that is told of signals and handles none itself."""
-    global _installed
-    _installed = interruption
+    global _current
+    _current = interruption
 
 
 def raise_if_signaled() -> None:
     """Ends a start-up in which a signal has come."""
-    if _installed is not None and _installed.number is not None:
-        raise Interrupted(_installed.number)
+    if _current is not None and _current.number is not None:
+        raise Interrupted(_current.number)
 
 
-def set_grace(grace_seconds: float) -> None:
-    if _installed is not None:
-        _installed.grace_seconds = grace_seconds
+def set_grace(seconds: float) -> None:
+    if _current is not None:
+        _current.grace_seconds = seconds
 
 
 def watched(hang_seconds: float | None) -> AbstractContextManager[None]:
-    return nullcontext() if _installed is None else _installed.watched(hang_seconds)
+    """Within, a run that makes no progress, or does not end at a signal, is ended. A program that
+    handles signals itself is not watched."""
+    return nullcontext() if _current is None else _current.watched(hang_seconds)
+
+
+def describe_lateness(grace_seconds: float) -> str:
+    """What a run that was interrupted adds if it had to be killed."""
+    return f", not done in trainer.grace_seconds={grace_seconds:g}, so killed"
 
 
 class Interruption:
     """Remembers the first signal until someone asks for its `number` where work can be broken off.
 
     The process ends at once if nothing has begun, or with the second signal. Python calls handlers
-    between two bytecodes, so a process that never leaves C code is ended by its watcher, or a rank
-    by its parent; they also end what takes longer than `grace_seconds`.
+    between two bytecodes: a process that never leaves C code hears none. A rank is then ended by
+    its parent, and another process by its `watchdog`.
     """
 
     ends_at_second = True
@@ -67,25 +74,26 @@ class Interruption:
         self.has_begun = False  # from then on there may be something to save
         self.is_to_pause = False  # Ctrl-Z
         self._is_quiet = is_quiet
+        self._is_watched = False  # then it is killed once its grace is over
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
 
     def open(self) -> None:
         """Outside the main thread, where Python takes no handlers, it does nothing."""
-        global _installed
-        if threading.current_thread() is not threading.main_thread() or _installed is not None:
+        global _current
+        if threading.current_thread() is not threading.main_thread() or _current is not None:
             return
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, and a shell's `&`
                 self._handlers[number] = signal.signal(number, self._note)
-        _installed = self
+        _current = self
 
     def close(self) -> None:
-        global _installed
-        if _installed is self:
+        global _current
+        if _current is self:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            _installed = None
+            _current = None
 
     def begin(self) -> None:
         """From here on there may be something to save: a signal waits for the end of a step."""
@@ -96,37 +104,28 @@ class Interruption:
         if self.number is None:
             self.number, self._since = number, time.monotonic()
 
-    def watched(self, hang_seconds: float | None) -> AbstractContextManager[None]:
-        """Within, this process is ended if `beat` is not called for that many seconds."""
-        return watchdog.watcher(
-            hang_seconds,
-            grace_seconds=self.grace_seconds,
-            is_quiet=self._is_quiet,
-            leave=self._leave,
-        )
+    @contextmanager
+    def watched(self, hang_seconds: float | None) -> Iterator[None]:
+        self._is_watched = True
+        try:
+            with watchdog.timer(hang_seconds), _handling_stop(self._stop_untimed):
+                yield
+        finally:
+            self._is_watched = False
 
     @contextmanager
-    def waits(self) -> Iterator[None]:
+    def left_to_launcher(self) -> Iterator[None]:
         """Within, a signal and Ctrl-Z are left to who starts ranks, and ends or stops them."""
         before, self.has_begun = self.has_begun, True
-        with self.pauses():
+        with self.pausing():
             try:
                 yield
             finally:
                 self.has_begun = before
 
-    @contextmanager
-    def pauses(self) -> Iterator[None]:
+    def pausing(self) -> AbstractContextManager[None]:
         """Within, Ctrl-Z is left to who asks for `is_to_pause`."""
-        is_main = threading.current_thread() is threading.main_thread()
-        is_free = is_main and signal.getsignal(STOP) is signal.SIG_DFL
-        if is_free:
-            signal.signal(STOP, self._note_stop)
-        try:
-            yield
-        finally:
-            if is_free:
-                signal.signal(STOP, signal.SIG_DFL)
+        return _handling_stop(self._note_stop)
 
     def pause(self) -> None:
         """Between two steps, where all ranks are to stop."""
@@ -146,20 +145,41 @@ class Interruption:
             self.remember(number)
             if not self.has_begun:
                 self._end("")
+            if self._is_watched:
+                late = describe_lateness(self.grace_seconds)
+                killer = threading.Timer(self.grace_seconds, self._end, [late])
+                killer.daemon = True
+                killer.start()
         elif self.ends_at_second and time.monotonic() - self._since > ECHO_SECONDS:
             self._end(", twice; ended at once")
 
     def _note_stop(self, number: int, frame: Any) -> None:
         self.is_to_pause = True
 
+    def _stop_untimed(self, number: int, frame: Any) -> None:
+        with watchdog.held():
+            self.stop_here()
+
     def _end(self, how: str) -> None:
-        if self.number is not None and not self._is_quiet:
+        assert self.number is not None
+        if not self._is_quiet:
             with suppress(OSError):  # a full device
                 os.write(2, f"dpframe: {Interrupted(self.number, how)}\n".encode())
-        self._leave()
+        os._exit(128 + self.number)
 
-    def _leave(self, *_: Any) -> None:
-        os._exit(1 if self.number is None else 128 + self.number)
+
+@contextmanager
+def _handling_stop(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within, Ctrl-Z calls the handler, unless the program has one of its own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    is_free = is_main and signal.getsignal(STOP) is signal.SIG_DFL
+    if is_free:
+        signal.signal(STOP, handler)
+    try:
+        yield
+    finally:
+        if is_free:
+            signal.signal(STOP, signal.SIG_DFL)
 
 
 # ---- children
@@ -167,8 +187,8 @@ class Interruption:
 
 def forget() -> None:
     """In a fork, first thing: what the parent watches and handles is not its child's."""
-    global _installed
-    _installed = None
+    global _current
+    _current = None
     watchdog.disconnect()
     if callable(signal.getsignal(STOP)):
         signal.signal(STOP, signal.SIG_DFL)

@@ -19,7 +19,8 @@ from dpframe.accelerator import cores
 from dpframe.data import split
 from dpframe.errors import ABOVE_0, Interrupted, UserError, first_line, refuse_below
 from dpframe.launch import environment, fresh, local, signals
-from dpframe.launch.rank import fail, has_parent, is_consequence
+from dpframe.launch.faults import is_consequence
+from dpframe.launch.rank import fail, has_parent
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, use_threads
 from dpframe.strategies.group import GatherRows, GroupCollectives

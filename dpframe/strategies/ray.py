@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from dpframe import files
 from dpframe.errors import Failure, Interrupted, NodeLost, UserError, first_line
-from dpframe.launch import environment, signals, watchdog
-from dpframe.launch.local import explain
-from dpframe.launch.rank import Fault, Parent, do_work, fail, has_parent, join
+from dpframe.launch import environment, signals
+from dpframe.launch.faults import Fault, explain
+from dpframe.launch.rank import Parent, do_work, fail, has_parent, join
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS
 from dpframe.loggers import Logger
@@ -99,7 +99,7 @@ class Ray(DDP):
         train = _ray_train()
         signals.raise_if_signaled()
         stop = signals.current() or Interruption()
-        with stop.waits(), _connected():
+        with stop.left_to_launcher(), _connected():
             signals.raise_if_signaled()  # Ray takes seconds to start
             count, needs = self._workers()
             uses_gpus = "GPU" in needs
@@ -293,7 +293,7 @@ class _Job:
                 print(f"waiting for {self.count} workers: {self.waits_for}", file=sys.stderr)
                 self.waits_for = ""
         if thread.is_alive():
-            self.said = watchdog.late(self.stop.grace_seconds)
+            self.said = signals.describe_lateness(self.stop.grace_seconds)
         self._hear()
 
     def outcome(self) -> Any:

@@ -15,7 +15,7 @@ import torch
 from dpframe import seeding
 from dpframe.errors import OutOfMemory, UserError
 from dpframe.launch import environment
-from dpframe.launch.local import RankFailed
+from dpframe.launch.faults import RankFailed
 from dpframe.strategies import Strategy
 from dpframe.testing.checks import Evidence, Finding, chosen, counted, judged, needed
 from dpframe.testing.course import TOLERANCE, Recipe
