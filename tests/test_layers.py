@@ -46,6 +46,7 @@ OWNERS = {
     "torch.distributed": [
         "launch.faults",
         "launch.local",
+        "launch.peers",
         *(
             f"strategies.{n}"
             for n in ("absent", "ddp", "fsdp", "group", "processes", "ray", "sharded")

@@ -30,7 +30,7 @@ def test_beats_are_sent_a_few_times_a_second_and_only_while_someone_reads(monkey
     watchdog.beat()  # to nobody
 
 
-def test_a_timer_begins_anew_with_beats_is_held_and_ends(monkeypatch):
+def test_a_timer_starts_again_with_beats_is_held_and_ends(monkeypatch):
     calls: list[str] = []
     monkeypatch.setattr(watchdog, "BEAT_SECONDS", 0.0)
     monkeypatch.setattr(watchdog, "_due", 0.0)

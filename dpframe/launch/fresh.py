@@ -34,12 +34,12 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     with _Interpreter() as there:
         try:
             there.send(sys.path, work)
-            kind, value = there.ending()
+            kind, value = there.wait()
         except KeyboardInterrupt:
             there.interrupt()
-            kind, value = there.ending()
+            kind, value = there.wait()
             if kind == "interrupted":
-                print(f"dpframe: {value}", file=sys.stderr, flush=True)
+                raise KeyboardInterrupt(str(value)) from None
             raise
     if kind == "done":
         return value
@@ -129,27 +129,31 @@ class _Interpreter:
         """A terminal has sent the signal to both, but then it counts once."""
         self._process.send_signal(signal.SIGINT)
 
-    def ending(self) -> tuple[str, Any]:
+    def wait(self) -> tuple[str, Any]:
         """`done` and the value, `failed` and the error, or `interrupted` and how; once all is
         printed."""
         from dpframe.errors import Interrupted
 
-        message = None
-        while message is None and self._process.poll() is None:
+        content = b""
+        while not content and self._process.poll() is None:
             self._show(0.1)
-            if self._inbox.poll():
-                with suppress(EOFError):
-                    message = unpack(self._inbox.recv_bytes())
+            content = self._receive()
         self._process.wait()
-        if message is None and self._inbox.poll():
-            with suppress(EOFError):
-                message = unpack(self._inbox.recv_bytes())
+        content = content or self._receive()
         while self._show(0.0):
             pass
         code = self._process.returncode
-        if message is None and code > 128:
-            message = "interrupted", Interrupted(code - 128)
-        return message or ("failed", RuntimeError(f"the process ended with exit code {code}"))
+        if content:
+            return unpack(content)
+        if code > 128:
+            return "interrupted", Interrupted(code - 128)
+        return "failed", RuntimeError(f"the process ended with exit code {code}")
+
+    def _receive(self) -> bytes:
+        """What it has sent; nothing before its end."""
+        with suppress(EOFError):
+            return self._inbox.recv_bytes() if self._inbox.poll() else b""
+        return b""
 
     def _show(self, seconds: float) -> bool:
         """Whether there was anything."""

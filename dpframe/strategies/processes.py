@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import socket
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -17,9 +15,9 @@ from torch import Tensor
 
 from dpframe.accelerator import cores
 from dpframe.data import split
-from dpframe.errors import ABOVE_0, Interrupted, UserError, first_line, refuse_below
-from dpframe.launch import environment, fresh, local, signals
-from dpframe.launch.faults import is_consequence
+from dpframe.errors import ABOVE_0, UserError, refuse_below
+from dpframe.launch import environment, fresh, local
+from dpframe.launch.peers import end_with_peers
 from dpframe.launch.rank import fail, has_parent
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, use_threads
@@ -29,8 +27,6 @@ with suppress(ImportError):  # it is deprecated, and there is nothing to guard w
     # Before any group is open: by their defaults, its functions would keep that one for ever.
     import torch.distributed.nn
 
-FIRST = "failed first"  # in the store
-FIRST_SECONDS = 1.0  # for the rank that has failed first to say so
 _groups = itertools.count()  # numbers the groups of this process
 
 
@@ -211,51 +207,11 @@ class Processes(Strategy):
     def abort(self, error: BaseException) -> None:
         """NCCL ends a group together with all its ranks, and those may be in a collective."""
         fail(error)
-        if isinstance(error, Interrupted) and not has_parent():
-            self._leave_after_main()
-        elif self.nodes > 1 and not has_parent():
-            self._name_first(error)
+        if self._store is not None and not has_parent():
+            end_with_peers(error, self._store, self.rank, machines=self.nodes)
         if self.device.type != "cpu" and dist.is_initialized() and (groups := self.groups()):
             abort(groups)
         super().abort(error)
-
-    def _name_first(self, error: BaseException) -> None:
-        """Each machine shows its own ranks' errors: all end with the one that failed first."""
-        who = f"rank {self.rank} on {socket.gethostname()}"
-        if is_consequence(error):
-            first = self._first_failure("")
-            error.add_note(f"dpframe: {who} ended after {first or 'another one was gone'}")
-        else:
-            self._first_failure(f"{who} had failed: {type(error).__name__}: {first_line(error)}")
-            error.add_note(f"dpframe: {who} has failed")
-
-    def _first_failure(self, own: str) -> str:
-        """Told, or asked for, by a thread: it never comes back from a network that is cut."""
-        store, found = self._store, [""]
-
-        def exchange() -> None:
-            with suppress(dist.DistError):  # rank 0 is gone, and the store with it
-                if store is not None and own:
-                    store.set(FIRST, own)
-                elif store is not None:
-                    store.wait([FIRST], timedelta(seconds=FIRST_SECONDS))
-                    found[0] = store.get(FIRST).decode()
-
-        thread = threading.Thread(target=exchange, daemon=True)
-        thread.start()
-        thread.join(2 * FIRST_SECONDS)
-        return found[0]
-
-    def _leave_after_main(self) -> None:
-        """A launcher ends all ranks when the first of them leaves: the main one may be saving."""
-        stop = signals.current()
-        if self._store is None or stop is None:
-            return
-        with suppress(dist.DistError):  # it has left, and its store with it
-            if self.is_main:
-                self._store.set("main is done", "")
-            else:
-                self._store.wait(["main is done"], timedelta(seconds=stop.grace_seconds))
 
 
 def abort(groups: Sequence[dist.ProcessGroup]) -> None:
