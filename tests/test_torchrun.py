@@ -165,6 +165,7 @@ REFUSED = {
         f"torchrun --nnodes 2 --nproc-per-node N {START} HOST:29500 -m dpframe recipe=boston "
         "strategy=fsdp"
     ),
+    "recipe=boston trainer.num_nodes=3": "torchrun --nnodes 3 --nproc-per-node N --rdzv-",
     "mode=verify +trainer.rendezvous=node1:1": f"torchrun --nnodes M --nproc-per-node N {START} ",
     "--config-dir=mine recipe=met": f"{START} HOST:29500 -m dpframe … strategy=ddp",
 }

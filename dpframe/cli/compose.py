@@ -144,10 +144,11 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
 
 
 def _refuse_several_machines(typed: Sequence[str]) -> None:
-    if any(key_of(override) in MACHINES for override in typed):
-        nodes, rendezvous, gpus = (value_of(key, typed) for key in (*MACHINES, "trainer.gpus"))
-        words = [each for each in typed if key_of(each) not in (*MACHINES, "trainer.gpus")]
-        raise several_machines(nodes, rendezvous, gpus, words)
+    keys = (*MACHINES, "num_nodes", "trainer.num_nodes")  # and Lightning's name
+    if any(key_of(override) in keys for override in typed):
+        nodes, rendezvous, *others, gpus = (value_of(key, typed) for key in (*keys, "trainer.gpus"))
+        words = [each for each in typed if key_of(each) not in (*keys, "trainer.gpus")]
+        raise several_machines(nodes or others[0] or others[1], rendezvous, gpus, words)
 
 
 def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:

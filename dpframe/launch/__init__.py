@@ -1,7 +1,7 @@
 """How the processes of a job start, hear signals and end.
 
-A process is one of three kinds. `environment` reads which: alone; one of several that torchrun, srun
-or mpirun has started; or a rank that `local` has started on this machine.
+A process is one of three kinds, and `environment` reads which: alone; one of several that torchrun,
+srun or mpirun has started; or a rank that `local` has started on this machine.
 
 - `local` starts ranks and watches them until the last one has ended. `rank` is what such a rank
   does, from its main function to its last words. `faults` finds the rank that failed first.

@@ -37,7 +37,7 @@ def rank_main(
     watchdog.connect(pulse.fileno())
     parent = Parent(messages)
     parent.send("begun")
-    join(parent)
+    set_parent(parent)
     parent.open()
     with parent.pausing():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
@@ -46,7 +46,7 @@ def rank_main(
     sys.exit(code)
 
 
-def join(parent: "Parent") -> None:
+def set_parent(parent: "Parent") -> None:
     """This process is one of its ranks from now on."""
     global _parent
     _parent = parent

@@ -75,6 +75,7 @@ class Interruption:
         self.is_to_pause = False  # Ctrl-Z
         self._is_quiet = is_quiet
         self._is_watched = False  # then it is killed once its grace is over
+        self._killer: threading.Timer | None = None
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
 
@@ -112,6 +113,8 @@ class Interruption:
                 yield
         finally:
             self._is_watched = False
+            if self._killer is not None:
+                self._killer.cancel()
 
     @contextmanager
     def left_to_launcher(self) -> Iterator[None]:
@@ -147,9 +150,9 @@ class Interruption:
                 self._end("")
             if self._is_watched:
                 late = describe_lateness(self.grace_seconds)
-                killer = threading.Timer(self.grace_seconds, self._end, [late])
-                killer.daemon = True
-                killer.start()
+                self._killer = threading.Timer(self.grace_seconds, self._end, [late])
+                self._killer.daemon = True
+                self._killer.start()
         elif self.ends_at_second and time.monotonic() - self._since > ECHO_SECONDS:
             self._end(", twice; ended at once")
 

@@ -25,7 +25,7 @@ from dpframe import files
 from dpframe.errors import Failure, Interrupted, NodeLost, UserError, first_line
 from dpframe.launch import environment, signals
 from dpframe.launch.faults import Fault, explain
-from dpframe.launch.rank import Parent, do_work, fail, has_parent, join
+from dpframe.launch.rank import Parent, do_work, fail, has_parent, set_parent
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS
 from dpframe.loggers import Logger
@@ -496,7 +496,7 @@ class _Worker:
         node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
         parent.send("node", (ray.get_runtime_context().get_node_id(), node))
         signals.install(parent)
-        join(parent)
+        set_parent(parent)
         threading.Thread(target=self._await_signal, args=(parent,), daemon=True).start()
         sys.path.extend(folder for folder in self.path if folder not in sys.path)
         if os.path.isdir(self.directory):
