@@ -208,9 +208,10 @@ class _Job:
         context = multiprocessing.get_context(method)
         pickled = work if method == "fork" else pickle.dumps(work)
         start_rank = partial(_Rank, context, work=pickled)
+        environments = [make_environment(number, count, port) for number in range(count)]
         with block_signals():
-            for number in range(count):
-                self.ranks.append(start_rank(make_environment(number, count, port)))
+            for environment in environments:
+                self.ranks.append(start_rank(environment))
         if method == "fork":
             self._wait_for_begin(start_rank)
         self.store = TCPStore(  # after the forks: it starts a thread
