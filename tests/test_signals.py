@@ -129,9 +129,11 @@ def test_a_second_signal_ends_a_stuck_rank_at_once(tmp_path):
     assert said == ["dpframe: interrupted by SIGTERM, twice; ended at once"]
 
 
-@pytest.mark.parametrize("setting, kind", [(ONE, "sleep"), (TWO, "sleep"), (TWO, "spin")])
+@pytest.mark.parametrize(
+    "setting, kind", [(ONE, "sleep"), (ONE, "lock"), (TWO, "sleep"), (TWO, "spin")]
+)
 def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting, kind):
-    """A rank that spins in C is ended by its parent."""
+    """In C, where Python calls no handler, too; one that keeps its GIL is ended by its parent."""
     grace = "trainer.grace_seconds=0.5"
     with started(tmp_path, *setting, grace, **fail_at(0, 3, kind)) as job:
         job.wait_for("fired")
@@ -271,9 +273,10 @@ def test_once_the_ranks_have_ended_a_signal_waits_for_nobody():
 
 def test_a_rank_leaves_the_second_signal_to_its_parent(monkeypatch):
     """A terminal's Ctrl-C reaches it, and a moment later the same signal by its parent."""
-    ended: list[str] = []
-    for stop, expected in ((Parent(Pipe()[0]), []), (Interruption(), [", twice; ended at once"])):
-        monkeypatch.setattr(stop, "_end", ended.append)
+    ended: list[tuple[int, str]] = []
+    twice = (INT, ", twice; ended at once")
+    for stop, expected in ((Parent(Pipe()[0]), []), (Interruption(), [twice])):
+        monkeypatch.setattr(stop, "_end", lambda *how: ended.append(how))
         stop.begin()
         stop._note(INT, None)
         with monkeypatch.context() as later:

@@ -20,6 +20,7 @@ from dpframe.launch.watchdog import USR1
 
 STOP = signal.SIGTSTP  # Ctrl-Z
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
+OVER = b"\0"  # no signal has this number
 LONGEST_FOLDER = 50  # bytes; a socket's path has 107
 
 _current: "Interruption | None" = None
@@ -62,8 +63,8 @@ class Interruption:
     """Remembers the first signal until someone asks for its `number` where work can be broken off.
 
     The process ends at once if nothing has begun, or with the second signal. Python calls handlers
-    between two bytecodes: a process that never leaves C code hears none. A rank is then ended by
-    its parent, and another process by its `watchdog`.
+    between two bytecodes, so that C code may keep a process from hearing one: a rank is then ended
+    by its parent, and another process by a thread, or by its `watchdog` if the code keeps the GIL.
     """
 
     ends_at_second = True
@@ -74,8 +75,6 @@ class Interruption:
         self.has_begun = False  # from then on there may be something to save
         self.is_to_pause = False  # Ctrl-Z
         self._is_quiet = is_quiet
-        self._is_watched = False  # then it is killed once its grace is over
-        self._killer: threading.Timer | None = None
         self._since = 0.0
         self._handlers: dict[int, Any] = {}
 
@@ -107,14 +106,22 @@ class Interruption:
 
     @contextmanager
     def watched(self, hang_seconds: float | None) -> Iterator[None]:
-        self._is_watched = True
+        """Within, this process is ended where it hangs, and where it takes too long after a signal:
+        by a thread, as C code may keep Python from calling handlers."""
+        news, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        thread = threading.Thread(target=self._end_late, args=(news,), daemon=True)
+        thread.start()
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # gets the number of each signal
         try:
             with watchdog.timer(hang_seconds), _handling_stop(self._stop_untimed):
                 yield
         finally:
-            self._is_watched = False
-            if self._killer is not None:
-                self._killer.cancel()
+            signal.set_wakeup_fd(-1)
+            os.write(wakeup, OVER)
+            thread.join()
+            os.close(news)
+            os.close(wakeup)
 
     @contextmanager
     def left_to_launcher(self) -> Iterator[None]:
@@ -147,14 +154,9 @@ class Interruption:
         if self.number is None:
             self.remember(number)
             if not self.has_begun:
-                self._end("")
-            if self._is_watched:
-                late = describe_lateness(self.grace_seconds)
-                self._killer = threading.Timer(self.grace_seconds, self._end, [late])
-                self._killer.daemon = True
-                self._killer.start()
+                self._end(number, "")
         elif self.ends_at_second and time.monotonic() - self._since > ECHO_SECONDS:
-            self._end(", twice; ended at once")
+            self._end(self.number, ", twice; ended at once")
 
     def _note_stop(self, number: int, frame: Any) -> None:
         self.is_to_pause = True
@@ -163,12 +165,23 @@ class Interruption:
         with watchdog.held():
             self.stop_here()
 
-    def _end(self, how: str) -> None:
-        assert self.number is not None
+    def _end_late(self, news: int) -> None:
+        number = 0
+        while number not in SIGNALS:
+            number = os.read(news, 1)[0]
+            if number == OVER[0]:
+                return
+        deadline = time.monotonic() + self.grace_seconds
+        while select.select([news], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if os.read(news, 1) == OVER:
+                return
+        self._end(number, describe_lateness(self.grace_seconds))
+
+    def _end(self, number: int, how: str) -> None:
         if not self._is_quiet:
             with suppress(OSError):  # a full device
-                os.write(2, f"dpframe: {Interrupted(self.number, how)}\n".encode())
-        os._exit(128 + self.number)
+                os.write(2, f"dpframe: {Interrupted(number, how)}\n".encode())
+        os._exit(128 + number)
 
 
 @contextmanager
