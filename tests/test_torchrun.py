@@ -185,7 +185,7 @@ def test_the_settings_for_several_machines_are_refused_with_the_command_for_them
 
 
 @pytest.mark.parametrize("make", [TrainerSettings, trainer])
-def test_from_python_too(make):
+def test_the_settings_for_several_machines_are_refused_from_python_too(make):
     with pytest.raises(UserError, match=r"^trainer\.nodes and .* torchrun --nnodes 2 --nproc-per"):
         make(nodes=2)
 
