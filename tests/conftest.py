@@ -58,10 +58,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if "torch" in sys.modules:
         import torch
 
-        from dpframe.strategies import launch
+        from dpframe.launch import local
 
         torch.set_num_threads(1)
-        launch.allow_fork()
+        local.allow_fork()
 
 
 @contextmanager

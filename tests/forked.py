@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 from conftest import descendants
 
-from dpframe import Strategy, interruption
-from dpframe.strategies import launch
+from dpframe import Strategy
+from dpframe.launch import local, signals
 
 TESTS = Path(__file__).resolve().parent
 HANG_SECONDS = 200.0  # before pytest's timeout, which does not show where a rank hangs
@@ -164,7 +164,7 @@ class Job:
 def _opened(strategy: Strategy, call: Callable[..., Any], args: tuple) -> Any:
     strategy.setup()
     try:
-        with interruption.watched(HANG_SECONDS):
+        with signals.watched(HANG_SECONDS):
             return call(strategy, *args)
     finally:
         strategy.close()
@@ -204,7 +204,7 @@ def _call(
     call: Callable[..., Any], args: tuple, folder: Path | str, environment: dict[str, str]
 ) -> Any:
     _begin(folder, environment)
-    launch.allow_fork()  # nothing was computed here
+    local.allow_fork()  # nothing was computed here
     return call(*args)
 
 

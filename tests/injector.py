@@ -3,6 +3,7 @@
 What happens is in the environment, not in the config: a run that goes on has to have the same one.
 """
 
+import ctypes
 import os
 import random
 import signal
@@ -91,6 +92,10 @@ def _fail() -> None:
         os._exit(0)
     if kind == "spin":
         sum(repeat(0))  # in C, and it never gives its GIL away
+    if kind == "lock":  # in C, which gives its GIL away, but waits on after a signal
+        mutex = ctypes.create_string_buffer(64)
+        for _ in range(2):
+            ctypes.CDLL(None).pthread_mutex_lock(mutex)
     if kind == "collective":
         dist.barrier()
     if kind == "ignore":

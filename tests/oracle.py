@@ -19,10 +19,10 @@ from dpframe import Callback, DataModule, Strategy, Trainer, TrainerSettings, fi
 from dpframe import checkpoint as checkpoints
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.checkpoint import seal
+from dpframe.launch.local import allow_fork
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.launch import allow_fork
 from dpframe.trainer import Run
 from dpframe.trainer.progress import Progress
 

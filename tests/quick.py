@@ -8,7 +8,6 @@ FILES = {
     "contributing",
     "data",
     "given",
-    "heartbeat",
     "layers",
     "loggers",
     "media",
@@ -22,6 +21,7 @@ FILES = {
     "snapshot",
     "results",
     "trainer",
+    "watchdog",
 }
 TESTS = {
     "test_an_old_task_is_loaded_with_its_averaged_weights",
@@ -32,6 +32,7 @@ TESTS = {
     "test_a_pod_that_starts_again_goes_on_from_the_last_checkpoint",
     "test_leaves_of_a_batch_are_called_as_a_step_would",
     "test_what_can_not_be_a_project_is_refused_in_one_line",
+    "test_the_settings_for_several_machines_are_refused_from_python_too",
     "test_ranks_go_on_from_the_checkpoint_of_the_torchrun_that_started_them",
     "test_a_contest_is_a_table_with_the_speed_up_over_the_first",
     "test_the_first_replica_of_a_process_is_seen_to_do_the_update",
@@ -39,7 +40,6 @@ TESTS = {
     "test_operations_are_told_by_thousands",
     "test_the_table_of_shares_is_what_split_gives",
     "test_the_rates_rise_from_what_is_set_to_the_factor_for_each_doubling",
-    "test_two_nodes_on_one_machine_have_two_names",
     "test_the_source_says_what_a_class_takes",
     "test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it",
     "test_cards_that_are_named_and_torchruns_ranks_are_refused",

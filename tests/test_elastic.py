@@ -1,4 +1,4 @@
-"""How ranks that torchrun has started again find their job; tests/test_nodes.py has torchrun."""
+"""How ranks that torchrun has started again find their job; tests/test_torchrun.py has torchrun."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,6 @@ import pytest
 from command import write
 
 from dpframe import Strategy, checkpoint
-from dpframe.checkpoint import seal
 from dpframe.cli import elastic
 from dpframe.cli.compose import Composed, composed
 from dpframe.strategies.collectives import Collectives
@@ -25,42 +24,39 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Composed:
 def test_ranks_go_on_from_the_checkpoint_of_the_torchrun_that_started_them(job, tmp_path):
     saved(tmp_path / "stranger", step=9)
     saved(tmp_path / "own", step=4)
-    going_on, state, line = elastic.start(job, Strategy())
+    going_on, line = elastic.find(job, Strategy())
     assert going_on.start == tmp_path / "own/checkpoints/last.ckpt"
-    assert going_on.settings.resume and state is not None and "step 4" in line
+    assert going_on.settings.resume and "step 4" in line
 
 
 def test_ranks_that_failed_before_a_checkpoint_begin_again_in_their_directory(job, tmp_path):
-    going_on, state, line = elastic.start(job, Strategy())
+    going_on, line = elastic.find(job, Strategy())
     assert (going_on.run_dir, going_on.is_repeated) == (str(tmp_path / "own"), True)
-    assert state is None and line == ""
+    assert going_on.start is None and line == ""
 
 
 def test_the_first_ranks_of_a_torchrun_and_those_of_no_torchrun_begin(job, tmp_path, monkeypatch):
     (tmp_path / "own/.hydra/torchrun").unlink()
-    assert elastic.start(job, Strategy()) == (job, None, "")
+    assert elastic.find(job, Strategy()) == (job, "")
     elastic.note(str(tmp_path / "own"), Strategy())
-    assert elastic.start(job, Strategy())[0] is not job
+    assert elastic.find(job, Strategy())[0] is not job
     monkeypatch.delenv("TORCHELASTIC_RUN_ID")
-    assert elastic.start(job, Strategy()) == (job, None, "")
+    assert elastic.find(job, Strategy()) == (job, "")
 
 
-def test_a_machine_that_is_back_reads_the_checkpoint_that_it_sees(job, tmp_path):
-    """Whose job it is, another one says; whole states of large models are not to be sent."""
+def test_a_machine_that_is_back_goes_on_with_the_others(job, tmp_path):
+    """Whose job it is, any of them knows."""
     saved(tmp_path / "stranger", step=4)
-    identity = seal.identity(tmp_path / "stranger/checkpoints/last.ckpt")
     (tmp_path / "own/.hydra/torchrun").unlink()
 
     class Second(Collectives):
         def gather(self, value: Any) -> list[Any]:
-            others = {"directory": str(tmp_path / "stranger"), "step": 4, "seal": identity}
-            return [others if isinstance(value, dict) else True, value]
+            return [value, "node9 1 2"]
 
     strategy = Strategy()
     strategy.collectives = Second()
-    going_on, state, _ = elastic.start(job, strategy)
+    going_on, _ = elastic.find(job, strategy)
     assert going_on.start == tmp_path / "stranger/checkpoints/last.ckpt"
-    assert state is not None and state["progress"] == {"global_step": 4}
 
 
 def saved(run: Path, *, step: int) -> None:

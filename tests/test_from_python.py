@@ -20,17 +20,17 @@ from dpframe import (
     Trainer,
     TrainerSettings,
     UserError,
-    interpreter,
     seeding,
 )
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
+from dpframe.launch.faults import RankFailed
+from dpframe.launch.fresh import pack, unpack
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
-from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.single import CPU
 
 ONCE = TrainerSettings(max_epochs=1)
@@ -168,7 +168,7 @@ def doubled(x):
 
 
 def compiled_there(content: bytes) -> list[float]:
-    function = interpreter.unpacked(content, owns_main=True)
+    function = unpack(content, owns_main=True)
     compiled = torch.compile(lambda x: function(x), backend="eager", fullgraph=True)
     return compiled(torch.ones(2)).tolist()
 
@@ -177,10 +177,10 @@ def test_what_a_script_defines_is_compiled_in_its_ranks(monkeypatch):
     script = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", script)
     exec(SCRIPT, vars(script))
-    content = interpreter.packed(script.doubled)
+    content = pack(script.doubled)
     monkeypatch.undo()
     assert fresh(compiled_there, content) == [2.0, 2.0]
-    interpreter.unpacked(content)
+    unpack(content)
     assert not hasattr(sys.modules["__main__"], "doubled")  # in a program, which has its own
 
 

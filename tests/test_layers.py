@@ -25,7 +25,6 @@ FLOORS = {
 }  # everything else is on floor 0
 GROUND = {"data", "metrics", "seeding", "loggers", "errors"}
 GROUND |= {
-    "interpreter",
     "files",
     "accelerator",
     "cgroup",
@@ -33,12 +32,10 @@ GROUND |= {
     "memory",
     "exact",
     "floats",
-    "heartbeat",
     "lightning_names",
     "lean",
     "parameters",
-    "interruption",
-    "launcher",
+    "launch",
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
@@ -46,20 +43,12 @@ OWNERS = {
     "omegaconf": ["cli"],
     "torch.distributed": [
         "checkpoint.sharded",
+        "launch.faults",
+        "launch.local",
+        "launch.peers",
         *(
             f"strategies.{n}"
-            for n in (
-                "absent",
-                "ddp",
-                "fsdp",
-                "group",
-                "launch",
-                "nodes",
-                "processes",
-                "ranks",
-                "ray",
-                "sharding",
-            )
+            for n in ("absent", "ddp", "fsdp", "group", "processes", "ray", "sharding")
         ),
     ],
     "tensorboard": ["loggers"],

@@ -26,8 +26,10 @@ from forked import fresh, started
 
 from dpframe import UserError, checkpoint
 from dpframe.errors import Interrupted
-from dpframe.interruption import Interruption
-from dpframe.strategies import ranks, ray
+from dpframe.launch import rank
+from dpframe.launch.rank import Parent
+from dpframe.launch.signals import Interruption
+from dpframe.strategies import ray
 
 # Each process of Ray's imports much: on a busy machine the jobs take minutes.
 SECONDS = 500
@@ -416,10 +418,10 @@ def test_a_rank_whose_group_ray_has_ended_is_not_the_one_that_failed(monkeypatch
     for is_ended in (False, True):
         if is_ended:
             dist.destroy_process_group()
-        monkeypatch.setattr(ranks, "_parent", ranks.Parent(messages))
+        monkeypatch.setattr(rank, "_parent", Parent(messages))
         ray.Ray(2).abort(ValueError("Default process group has not been initialized"))
         kind, fault = pickle.loads(sent.pop())
-        assert (kind, fault.rank, fault.is_echo) == ("failed", 3, is_ended)
+        assert (kind, fault.rank, fault.is_consequence) == ("failed", 3, is_ended)
         assert not sent
 
 

@@ -37,9 +37,9 @@ from dpframe.callbacks.freeze import Freeze
 from dpframe.checkpoint import file as one_file
 from dpframe.checkpoint import seal, sharded
 from dpframe.errors import Failure, Interrupted
+from dpframe.launch.faults import RankFailed
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
-from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.single import CPU
 
 EXACT = 1e-12

@@ -117,7 +117,9 @@ def test_a_mistake_is_told_once_and_a_number_of_gpus_that_is_no_number_of_tasks_
 def test_scripts_and_shells_of_a_job_start_their_own_ranks_or_none(tmp_path):
     """Only the tasks of a step are ranks: the rest would wait for peers for ever."""
     seen = tmp_path / "seen.py"
-    seen.write_text("import os; from dpframe import launcher as l; print(l.variables(os.environ))")
+    seen.write_text(
+        "import os; from dpframe.launch.environment import *; print(read_variables(os.environ))"
+    )
     (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} seen.py\n")
     printed = on_cluster(
         f"salloc -Q -N2 -n2 {sys.executable} seen.py\n"
@@ -143,7 +145,7 @@ def test_ranks_of_mpirun_meet_on_the_first_node_of_their_job(tmp_path, mpirun):
     if shutil.which(mpirun) is None:
         pytest.skip(f"needs {mpirun}: apt-get install {mpirun.partition('.')[2]}")
     (tmp_path / "seen.py").write_text(
-        "import os; from dpframe import launcher as l; print(l.variables(os.environ))"
+        "import os; from dpframe.launch.environment import *; print(read_variables(os.environ))"
     )
     root = "--allow-run-as-root" if mpirun.endswith("openmpi") else ""
     command = f"{mpirun} {root} {sys.executable} seen.py"

@@ -1,6 +1,7 @@
 """`--help TOPIC` prints settings with their comments, and imports nothing heavy."""
 
 import re
+from dataclasses import fields
 
 import pytest
 from command import attempts, cold_attempts, write
@@ -75,4 +76,4 @@ def test_help_shows_every_setting_of_every_option(tmp_path):
 
     assert len(keys) == len(set(keys))
     tops = {key.split(".")[1] for key in keys}
-    assert set(TrainerSettings.__dataclass_fields__) <= tops | {"compile"}
+    assert {field.name for field in fields(TrainerSettings)} <= tops | {"compile"}

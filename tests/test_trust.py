@@ -1,8 +1,6 @@
 """A config from a stranger calls nothing but parts: each attack is one line, and nothing ran."""
 
-import json
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -177,8 +175,8 @@ torch.nn.Embedding.from_pretrained.__func__ torch.optim.swa_utils.update_bn
 torch.optim.swa_utils.itertools torch.optim.optimizer.register_optimizer_step_pre_hook
 torch.optim.lr_scheduler.partial dpframe.cli.main dpframe.cli.build.build dpframe.cli.run.run
 dpframe.cli.build.locate dpframe.cli.locate.importlib.import_module dpframe.cli.trust.known
-dpframe.cli.trust.Trust dpframe.checkpoint.load dpframe.strategies.launch.launch dpframe.Trainer
-dpframe.strategies.launch.os.system dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path
+dpframe.cli.trust.Trust dpframe.checkpoint.load dpframe.launch.local.launch dpframe.Trainer
+dpframe.launch.local.os.system dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path
 dpframe.recipes.boston.Path.write_text dpframe.recipes.boston.torch.load
 dpframe.importlib.import_module mine.tasks.os.system mine.tasks.innocent mine.tasks.Net.system
 mine.tasks.hidden mine.tasks.wrapper mine.tasks.bound mine.tasks.locked mine.tasks.loads
@@ -296,11 +294,6 @@ SAYS = {
     "sweep: {resume: theirs}": "a config file sets sweep.resume, which only you can",
     "vars: {x: {resume: theirs}}\nsweep: ${vars.x}": "a config file sets sweep.resume, which only",
     "hydra: {sweeper: {params: {sweep.resume: theirs}}}": "hydra.sweeper.params.sweep.resume",
-    "trainer: {nodes: 2}": "a config file sets trainer.nodes, which only you can",
-    "trainer: {rendezvous: 'far:1'}": "a config file sets trainer.rendezvous, which only you can",
-    "vars: {x: 2}\ntrainer: {nodes: '${vars.x}'}": "a config file sets trainer.nodes, which only",
-    "vars: {x: {nodes: 2}}\ntrainer: ${vars.x}": "a config file sets trainer.nodes, which only you",
-    "hydra: {sweeper: {params: {+trainer.nodes: '2,3'}}}": "hydra.sweeper.params.+trainer.nodes",
     "resume_anyway: true": "a config file sets resume_anyway, which only you can",
     "hydra: {sweeper: {_target_: mine.tasks.Net}}": "is no plugin of Hydra's",
     "hydra: {launcher: {_target_: hydra_plugins.x.Y}}": "is no plugin of Hydra's",
@@ -475,37 +468,6 @@ def test_a_run_directory_from_a_stranger_cannot_vouch_for_itself(done):
 def test_python_in_a_run_directory_or_beside_a_checkpoint_is_not_imported(done):
     """Nor where the folder of checkpoints, or the module, is a link."""
     assert_refused("beside", done)
-
-
-def test_no_file_says_where_a_run_meets_others(tmp_path):
-    """Who does meet them reads what they send as pickles."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        address = f"127.0.0.1:{stranger.getsockname()[1]}"
-        meet = ["recipe=boston", "trainer.nodes=2", f"trainer.rendezvous={address}"]
-        saved = [*meet, "strategy=ddp", "strategy.timeout_seconds=1"]
-        swept = [*meet, "seed=0", "strategy=cpu", "logger=none", "trainer.max_steps=1"]
-        last = "run/checkpoints/last.ckpt"
-        files = {
-            "mine/recipe/met.yaml": "# @package _global_\ndefaults: [boston]\n"
-            f"trainer: {{nodes: 2, rendezvous: '{address}'}}\n",
-            "run/.hydra/overrides.yaml": "".join(f"- {each}\n" for each in saved),
-            last: "not looked at",
-            "swept/sweep.json": json.dumps({"runs": [], "overrides": swept, "sweeper": "basic"}),
-        }
-        lines = {
-            ("--config-dir=mine", "recipe=met", *saved[3:]): "a config file sets trainer.nodes, wh",
-            ("resume=run", "seed=3"): "resume=run: that run had trainer.nodes=2, and where a run",
-            (f"resume={last}", "trainer.nodes=1", "strategy=cpu"): last,
-            ("mode=test", f"checkpoint={last}", "strategy=cpu"): last,
-            ("-m", "sweep.resume=swept"): "",
-        }
-        done = attempts([list(line) for line in lines], write(tmp_path, files))
-        stranger.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            stranger.accept()
-    for attempt, says in zip(done[:-1], lines.values(), strict=False):
-        assert says in said(attempt), attempt
-    assert done[-1].code == 0, done[-1].err
 
 
 UNSAID = {

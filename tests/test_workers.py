@@ -19,11 +19,12 @@ from test_data import Bad, BadStream
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
-from dpframe import DataModule, Strategy, UserError, heartbeat, seeding
+from dpframe import DataModule, Strategy, UserError, seeding
 from dpframe.callbacks.progress import banner
 from dpframe.data import Loader, workers
 from dpframe.data.workers import chosen
 from dpframe.errors import Failure
+from dpframe.launch import watchdog
 from dpframe.strategies.collectives import Collectives
 from dpframe.trainer import feed
 
@@ -253,7 +254,7 @@ def test_a_worker_that_exits_is_told_by_where():
 def begun(hung: int, persistent: bool) -> tuple[list[Any], list[str], str]:
     """Two epochs of rows that draw, what was logged, and the error, if so many tries hang."""
     stop_forks(*range(1, 2 * hung, 2))  # of each try's two workers the second
-    heartbeat.BEGIN_SECONDS = (0.2, *(0.2,) * (hung - 1), 100.0)[:3]
+    watchdog.BEGIN_SECONDS = (0.2, *(0.2,) * (hung - 1), 100.0)[:3]
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dpframe").addHandler(handler)

@@ -25,7 +25,7 @@ from dpframe.checkpoint.plain import (
     refuse_more_numbers,
 )
 from dpframe.errors import Failure, UserError, first_line
-from dpframe.heartbeat import beat
+from dpframe.launch.watchdog import beat
 
 log = logging.getLogger("dpframe")
 FORMAT = 2

@@ -76,22 +76,21 @@ def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Resu
 
 
 def _run(job: Composed) -> dict[str, Any]:
-    from dpframe import interpreter  # imports torch: only now that the config is known to be good
+    # These import torch: only now that the config is known to be good.
     from dpframe.cli.build import build, check_targets
     from dpframe.cli.run import run as run_job
+    from dpframe.launch import fresh
     from dpframe.loggers.history import History
     from dpframe.seeding import seeded
     from dpframe.strategies import Strategy
 
-    if job.lacks is not None:
-        raise job.lacks
     job.history = History()
     if _is_notebook():
         _draw_line(job.settings.callbacks)
     trust = check_targets(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
     if strategy.needs_launch or job.settings.mode not in TRAINS:
-        return interpreter.call(run_job, job)
+        return fresh.call(run_job, job)
     with seeded(job.settings.seed):
         return run_job(job, owns_process=False)
 

@@ -6,7 +6,6 @@ from contextlib import redirect_stderr
 from functools import partial
 from typing import NamedTuple
 
-from dpframe import interruption
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import Composed, composed
 from dpframe.cli.configs import Configs
@@ -14,10 +13,11 @@ from dpframe.cli.resume import key_of
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of
+from dpframe.launch import signals
+from dpframe.launch.faults import RankFailed
 from dpframe.plan.contest import Contest, Entry, trained
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present
-from dpframe.strategies.launch import RankFailed
 from dpframe.task import Task
 from dpframe.trainer.settings import TrainerSettings
 
@@ -42,7 +42,7 @@ def contest(job: Composed, variants: Sequence[Variant], settings: TrainerSetting
     entries: dict[int, Entry] = {}
     order = sorted(range(len(variants)), key=lambda at: not variants[at].launches_ranks)
     for at in order:
-        interruption.look()
+        signals.raise_if_signaled()
         variant = variants[at]
         print(f"{variant.name}, {variant.replicas} …", flush=True)
         entries[at] = _entry(variant, settings)

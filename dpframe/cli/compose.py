@@ -17,8 +17,8 @@ from dpframe.cli import plugins
 from dpframe.cli.configs import Configs, quoted, register_resolver
 from dpframe.cli.refusal import unresolved
 from dpframe.cli.resume import (
+    MACHINES,
     WORDS,
-    NoFile,
     as_notes,
     key_of,
     newest_file,
@@ -28,7 +28,7 @@ from dpframe.cli.resume import (
 )
 from dpframe.cli.settings import RunSettings, checked, shown
 from dpframe.errors import UserError
-from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.settings import several_machines
 
 PLAIN = (type(None), bool, int, float, str)
 LONGEST_NUMBER = 1024  # bits
@@ -94,18 +94,12 @@ class Composed:
     plugins: list[str]  # the packages whose options are in it
     config_dir: Path | None = None
     number: int | None = None  # of a sweep's run
-    lacks: UserError | None = None  # this node has not the checkpoint that another one may have
-    is_start_sent: bool = False  # by the main node
     is_repeated: bool = False  # from its beginning, as its ranks failed before a checkpoint
     history: Any = None  # a History, of a run from Python
 
     @property
     def objective(self) -> Objective:
         return objective_of(self.config)
-
-    @property
-    def typed_start(self) -> str | None:
-        return value_of("resume", self.typed) or value_of("checkpoint", self.typed)
 
     @property
     def notes(self) -> dict[str, str]:
@@ -116,36 +110,7 @@ class Composed:
 
 def composed(overrides: Sequence[str], *, config_dir: str | None = None) -> Composed:
     """The checked config, or a UserError."""
-    try:
-        return from_hydra(compose(Configs(config_dir), overrides), overrides)
-    except NoFile as error:
-        job = _without_file(overrides, config_dir, error)
-        if job is None:
-            raise
-        return job
-
-
-def _without_file(typed: Sequence[str], config_dir: str | None, error: NoFile) -> Composed | None:
-    """What is known of a job to a node that has to ask the others for the rest: where they meet."""
-    nodes, address = value_of("trainer.nodes", typed), value_of("trainer.rendezvous", typed)
-    if nodes is None or not nodes.isdecimal() or nodes == "1":
-        return None
-    seconds = value_of("strategy.timeout_seconds", typed)
-    return Composed(
-        config={"strategy": {"timeout_seconds": seconds} if seconds else {}},
-        public={},
-        settings=RunSettings(trainer=TrainerSettings(nodes=int(nodes), rendezvous=address)),
-        text="",
-        hydra_text="",
-        overrides=list(typed),
-        typed=list(typed),
-        run_dir="",
-        is_run_dir_given=False,
-        start=None,
-        plugins=[],
-        config_dir=Path(config_dir) if config_dir else None,
-        lacks=error,
-    )
+    return from_hydra(compose(Configs(config_dir), overrides), overrides)
 
 
 def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
@@ -156,6 +121,7 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         HydraConfig.instance().set_config(config)
         return Path(str(config.hydra.run.dir)).parent
 
+    _refuse_several_machines(typed)
     overrides = list(typed)
     if value_of("mode", typed) == "doctor" and value_of("recipe", typed) is None:
         overrides.append("recipe=boston")  # which is not measured
@@ -175,6 +141,14 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         raise
     HydraConfig.instance().set_config(config)  # what `${hydra:…}` refers to
     return config
+
+
+def _refuse_several_machines(typed: Sequence[str]) -> None:
+    keys = (*MACHINES, "num_nodes", "trainer.num_nodes")  # and Lightning's name
+    if any(key_of(override) in keys for override in typed):
+        nodes, rendezvous, *others, gpus = (value_of(key, typed) for key in (*keys, "trainer.gpus"))
+        words = [each for each in typed if key_of(each) not in (*keys, "trainer.gpus")]
+        raise several_machines(nodes or others[0] or others[1], rendezvous, gpus, words)
 
 
 def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:

@@ -57,8 +57,6 @@ TYPED: dict[str, Any] = {
     "resume_anyway": False,
     "strategy.storage": None,
     "sweep.resume": None,
-    "trainer.nodes": 1,
-    "trainer.rendezvous": None,
     "trusted_modules": [],
 }
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}

@@ -17,11 +17,12 @@ from dpframe.accelerator import cores
 from dpframe.cli.compare import strategies, with_strategy
 from dpframe.cli.compose import Composed
 from dpframe.errors import UserError
+from dpframe.launch import environment
+from dpframe.launch.faults import RankFailed
 from dpframe.plan.report import size
-from dpframe.strategies import Strategy, ranks
+from dpframe.strategies import Strategy
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.devices import HIDES, model, present, why_none
-from dpframe.strategies.launch import RankFailed
 from dpframe.strategies.processes import backends
 
 PACKAGES = ("torch", "hydra-core", "omegaconf", "tensorboard", "numpy")
@@ -92,7 +93,7 @@ def _used(job: Composed, name: str) -> str:
 
 def _talk(problems: list[str]) -> str:
     """Whether ranks can add up a number."""
-    if ranks.are_several():
+    if environment.is_one_of_several():
         return "not tried: this is one of several already"
     strategy = DDP(timeout_seconds=60)
     try:
@@ -140,8 +141,8 @@ def _problems() -> Iterator[str]:
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if files < LEAST_FILES:
         yield f"a process may open {files} files; ulimit -n {LEAST_FILES}"
-    if ranks.is_rank():
+    if environment.is_rank():
         try:
-            ranks.this_rank()
+            environment.read_rank()
         except UserError:
             yield "RANK and WORLD_SIZE are set, and this is no rank; unset RANK WORLD_SIZE"

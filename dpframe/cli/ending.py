@@ -10,7 +10,8 @@ from typing import Any
 from dpframe.checkpoint import seal
 from dpframe.cli.compose import Composed
 from dpframe.cli.resume import key_of
-from dpframe.strategies import ranks
+from dpframe.launch import environment
+from dpframe.launch.rank import has_parent
 
 
 def ending(
@@ -36,7 +37,7 @@ def ending(
 
 def going_on(job: Composed, directory: str) -> str:
     """The command that goes on with a run. A program, and a launcher of ranks, have their own."""
-    if job.history is not None or (ranks.is_rank() and not ranks.has_parent()):
+    if job.history is not None or (environment.is_rank() and not has_parent()):
         return shlex.quote(f"resume={directory}")
     return _command(job, f"resume={directory}")
 

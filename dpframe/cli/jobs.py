@@ -13,18 +13,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpframe import interruption
 from dpframe.accelerator import cores
 from dpframe.cli.compose import Composed
 from dpframe.cli.main import leave_after, show_failure
 from dpframe.cli.results import Outcome, ProcessLost, outcome_of
 from dpframe.cli.run import run
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line, printable
-from dpframe.heartbeat import SIGNALS, TICK_SECONDS
-from dpframe.interruption import Interruption
-from dpframe.strategies import launch
+from dpframe.launch import local, signals
+from dpframe.launch.rank import SAFE_PATH, SIGNALED
+from dpframe.launch.signals import Interruption
+from dpframe.launch.watchdog import SIGNALS, TICK_SECONDS
 from dpframe.strategies.devices import HIDES, WORDS, present, use_threads
-from dpframe.strategies.ranks import SAFE_PATH, SIGNALED
 from dpframe.trainer.settings import TrainerSettings
 
 BLOCK = 1 << 16
@@ -103,7 +102,7 @@ def run_apart(
 
     The processes that run get a signal, too, and no other one is started after it.
     """
-    stop = interruption.installed() or Interruption()
+    stop = signals.current() or Interruption()
     waiting, free = list(reversed(jobs)), list(reversed(lanes))
     running: list[_Process] = []
     number = None
@@ -137,7 +136,7 @@ class _Process:
         self.job = job
         self.lane = lane
         # A process that has seen a card can't be forked.
-        method = launch.start_method(uses_gpus=lane.has_cards)
+        method = local.choose_start_method(uses_gpus=lane.has_cards)
         context: Any = multiprocessing.get_context(method)
         pairs = [context.Pipe(duplex=False) for _ in range(2)]
         label = f"[{(job.number or 0) + 1}] "
@@ -152,7 +151,7 @@ class _Process:
             environment |= lane.environment
         args = (job, lane.cores, environment, *writers)
         self.process = context.Process(target=_live, args=args)
-        with launch.births():
+        with local.block_signals():
             self.process.start()
         for writer in writers:
             writer.close()
@@ -241,8 +240,8 @@ def _live(
     out: Connection,
     err: Connection,
 ) -> None:
-    interruption.end_with_parent()
-    interruption.forget()
+    signals.end_with_parent()
+    signals.forget()
     os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
     os.environ.update(environment)
     for number, pipe in ((1, out), (2, err)):

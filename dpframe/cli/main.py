@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from dpframe import __version__, launcher
+from dpframe import __version__
 from dpframe.cli import output
 from dpframe.errors import Interrupted, UserError, printable, suggestion
-from dpframe.interruption import Interruption, end_children, look
+from dpframe.launch import environment
+from dpframe.launch.signals import Interruption, end_children, raise_if_signaled
 
 # Keys of the config, known before it is read.
 KEYS = {"recipe", "strategy", "trainer", "task", "data", "callbacks", "logger", "experiment"}
@@ -81,7 +82,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
 def leave_after(work: Callable[[], int]) -> NoReturn:
     """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
     output.open_all()
-    launcher.join()
+    environment.complete()
     interruption = Interruption(is_quiet=not _is_main())
     interruption.open()  # before the imports, which take the longest of a start-up
     gc.disable()  # imports make a million objects and no garbage
@@ -151,12 +152,12 @@ def _run(arguments: argparse.Namespace) -> None:
     from dpframe.cli.compose import composed
 
     job = composed(arguments.overrides, config_dir=arguments.config_dir)
-    look()
+    raise_if_signaled()
     from dpframe.cli.run import run  # imports torch: only now that the config is known to be good
 
     gc.freeze()  # imported objects stay: collections skip them
     gc.enable()
-    look()
+    raise_if_signaled()
     run(job)
 
 

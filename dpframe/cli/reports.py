@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dpframe import launcher, memory, seeding
+from dpframe import memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.cli import compare, doctor
 from dpframe.cli.build import build
@@ -22,6 +22,7 @@ from dpframe.cli.settings import is_off
 from dpframe.cli.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError, first_line, printable
+from dpframe.launch import environment
 from dpframe.plan.contest import a_few_steps
 from dpframe.plan.curve import svg
 from dpframe.plan.failures import outcomes
@@ -32,7 +33,7 @@ from dpframe.plan.operations import operations
 from dpframe.plan.report import HOUR, Plan, Tuning, counted, time
 from dpframe.plan.settings import PlanSettings
 from dpframe.plan.tune import Tuner
-from dpframe.strategies import Strategy, ranks
+from dpframe.strategies import Strategy
 from dpframe.task import Task
 
 if TYPE_CHECKING:
@@ -330,8 +331,10 @@ def _refuse_checkpoint(job: Composed, why: str) -> None:
 
 
 def _refuse_ranks(mode: str) -> None:
-    if ranks.are_several():
-        raise UserError(f"mode={mode} begins in one process; start it without {launcher.name()}")
+    if environment.is_one_of_several():
+        raise UserError(
+            f"mode={mode} begins in one process; start it without {environment.find_launcher()}"
+        )
 
 
 def _show(

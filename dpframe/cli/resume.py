@@ -21,7 +21,7 @@ KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
 WORDS = ("best", "last")  # a checkpoint of the newest run
 OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
-MEETING = ("trainer.nodes", "trainer.rendezvous")  # others send pickles there: they are typed
+MACHINES = ("trainer.nodes", "trainer.rendezvous")  # in runs of an earlier version
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
@@ -35,10 +35,6 @@ OF_TRAINING = ("test_after_fit",)
 LIMITS = [  # for a short run; an evaluation reads all rows
     f"trainer.limit_{kind}_batches" for kind in ("eval", "val", "test", "predict")
 ]
-
-
-class NoFile(UserError):
-    """Not on this machine: another node of the job may have it."""
 
 
 def start_file(settings: RunSettings, runs: Path) -> Path | None:
@@ -90,7 +86,7 @@ def _resumed_run(resume: str, runs: Path) -> Path | None:
     if not os.path.isdir(path):  # False, too, for a name that is too long
         return None
     if not any(path.glob("checkpoints/*.ckpt")):
-        raise NoFile(f"resume={resume}: there is no checkpoint in {path / 'checkpoints'}")
+        raise UserError(f"resume={resume}: there is no checkpoint in {path / 'checkpoints'}")
     return path
 
 
@@ -110,7 +106,7 @@ def _newest_run(runs: Path, typed: str) -> Path:
     """The one that has written a checkpoint last."""
     checkpoints = sorted(runs.glob("*/checkpoints/*.ckpt"), key=seal.time_of)
     if not checkpoints:
-        raise NoFile(f"{typed}: there is no run with a checkpoint in {runs}")
+        raise UserError(f"{typed}: there is no run with a checkpoint in {runs}")
     return checkpoints[-1].parent.parent
 
 
@@ -128,12 +124,6 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     if resume is not None:
         run = _resumed_run(resume, runs() if resume == "last" else Path())
         saved = saved_overrides(run or run_directory(_file("resume", resume)))
-        nodes = value_of("trainer.nodes", saved)
-        if nodes not in (None, "1") and value_of("trainer.nodes", overrides) is None:
-            raise UserError(
-                f"resume={resume}: that run had trainer.nodes={nodes}, and where a run meets "
-                "others is typed; add trainer.nodes and trainer.rendezvous, or trainer.nodes=1"
-            )
         return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
     if checkpoint in (None, NONE) or value_of("mode", overrides) not in EVALUATIONS:
         return list(overrides)
@@ -172,7 +162,7 @@ def as_notes(overrides: Sequence[str]) -> str:
 
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
-    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra") or key in MEETING:
+    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra") or key in MACHINES:
         return False
     if key.startswith("strategy."):  # another strategy has other keys
         chosen = [o for o in typed if key_of(o) == "strategy"]
@@ -221,5 +211,5 @@ def _file(key: str, name: str) -> Path:
         words = WORDS if key == "checkpoint" else ("last",)
         near = nearest(name, words, cutoff=0.7)
         hint = f"; did you mean {key}={near}?" if near and path.name not in words else ""
-        raise NoFile(f"{key}={path}: there is no such file{hint}")
+        raise UserError(f"{key}={path}: there is no such file{hint}")
     return path

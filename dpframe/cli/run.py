@@ -14,11 +14,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint, files, interruption, launcher, memory, seeding
+from dpframe import checkpoint, files, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
-from dpframe.cli import elastic, faults, nodes, output
+from dpframe.cli import elastic, faults, output
 from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import OPTIMIZED, Composed
 from dpframe.cli.directory import Directory, remove
@@ -37,11 +37,13 @@ from dpframe.errors import (
     explain_exits,
     printable,
 )
-from dpframe.heartbeat import beat
+from dpframe.launch import environment, local, signals
+from dpframe.launch.faults import RankFailed
+from dpframe.launch.rank import has_parent, notify_parent
+from dpframe.launch.watchdog import beat
 from dpframe.loggers import Logger
-from dpframe.strategies import Strategy, launch, ranks
+from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
-from dpframe.strategies.launch import RankFailed
 from dpframe.task import Task
 from dpframe.trainer import Run, Trainer
 from dpframe.trainer.feed import local_devices
@@ -56,12 +58,11 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
 
     One that it does not own may have computed, so that it can't be forked."""
     if owns_process:
-        launch.allow_fork()
-    interruption.allow(job.settings.trainer.grace_seconds)
+        local.allow_fork()
+    signals.set_grace(job.settings.trainer.grace_seconds)
     if job.settings.mode not in ("fit", *EVALUATIONS):
         from dpframe.cli import reports
 
-        nodes.refuse_several(job, f"mode={job.settings.mode} runs on one machine")
         with explain_exits():  # in a module that it imports
             check_targets(job)
         return reports.make(job)
@@ -81,14 +82,10 @@ def _launched(job: Composed) -> dict[str, Any]:
     What a user did wrong, a lack of memory and a signal end the job at once.
     """
     allowed = job.settings.trainer.max_restarts
-    strategy = _strategy(job) if job.lacks is None else None
+    strategy = _strategy(job)
     for number in count(1):
         try:
-            with nodes.meet(job) as (shared, meeting):
-                allowed = shared.settings.trainer.max_restarts
-                strategy = strategy or _strategy(shared)
-                strategy.meeting = meeting
-                return strategy.launch(_work, shared)
+            return strategy.launch(_work, job)
         except (RankFailed, UserError) as error:
             path = error.told.get("directory", "")
             if os.path.isdir(path):
@@ -102,7 +99,7 @@ def _launched(job: Composed) -> dict[str, Any]:
             print(printable(str(error)), file=sys.stderr)
             job, where = _again(job, path)
             print(f"restart {number} of {allowed} {where}", file=sys.stderr, flush=True)
-            interruption.look()
+            signals.raise_if_signaled()
     raise AssertionError
 
 
@@ -110,15 +107,14 @@ def _strategy(job: Composed) -> Strategy:
     with explain_exits():  # in a module that it imports
         trust = check_targets(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
-    nodes.refuse(strategy, job)
     if allowed := job.settings.trainer.max_restarts:
         _refuse_restarts(strategy, allowed)
     return strategy
 
 
 def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
-    if ranks.is_rank():
-        by = launcher.name()
+    if environment.is_rank():
+        by = environment.find_launcher()
         use = "start it again with resume=DIR"
         if by == "torchrun":
             use = f"use torchrun --max-restarts={allowed}, which goes on from the last checkpoint"
@@ -133,8 +129,7 @@ def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
 def _again(job: Composed, directory: str) -> tuple[Composed, str]:
     """The job from its newest checkpoint that is whole; and where that is."""
     if not directory:
-        is_alone = job.settings.trainer.nodes == 1
-        return job, "from the beginning" if is_alone else "with the other nodes"
+        return job, "from the beginning"
     job = replace(job, run_dir=directory, is_run_dir_given=True)
     path = seal.newest_of_run(directory)
     if path is None:
@@ -149,10 +144,10 @@ def _again(job: Composed, directory: str) -> tuple[Composed, str]:
 @output.goes_on_unread()
 @explain_exits()
 def _work(job: Composed) -> dict[str, Any]:
-    with interruption.watched(job.settings.trainer.hang_seconds), process_settings_restored():
+    with signals.watched(job.settings.trainer.hang_seconds), process_settings_restored():
         make = partial(build, trust=trust_of(job))
         strategy = make(job.config["strategy"], "strategy", Strategy)
-        interruption.look()
+        signals.raise_if_signaled()
         strategy.open()
         try:
             summary = _worked(job, strategy, make)
@@ -165,7 +160,8 @@ def _work(job: Composed) -> dict[str, Any]:
 
 @explain_exits()  # before the strategy is told of the error
 def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
-    job, state, said = elastic.start(job, strategy)
+    job, said = elastic.find(job, strategy)
+    state = _load_start(job, strategy)
     settings = job.settings
     for device in local_devices(strategy):
         memory.begin_peak(device)  # of the run before, in a sweep
@@ -179,20 +175,20 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         trainer = _trainer(job, strategy, make, best)
     with explain(trainer):
         notes = [said, *_prepared(job, trainer, state)]
-    interruption.look()
+    signals.raise_if_signaled()
     directory = _directory(job)
     path = strategy.collectives.broadcast(directory.make(job.notes) if strategy.is_main else None)
     trainer.run.directory = path
     elastic.note(path, strategy)
-    ranks.tell("directory", path)
+    notify_parent("directory", path)
     if strategy.is_main:
-        ranks.tell("made", directory.made)
+        notify_parent("made", directory.made)
         is_fresh = settings.mode == "fit" and settings.resume is None
         trainer.run.is_repeated |= is_fresh and directory.has_broken_run
     try:
         with explain(trainer):
             _look_again(job, trainer)
-        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not ranks.has_parent()):
+        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not has_parent()):
             for line in filter(None, notes):
                 log.info(line)
             with explain(trainer):
@@ -232,12 +228,12 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
         if trainer.global_step == 0 and trainer.checkpoint is None and not error.details:
             directory.unmake()  # nothing is worth keeping yet
             raise
-        ranks.tell("made", [])  # it stays
-        if strategy.is_main and not ranks.has_parent():
+        notify_parent("made", [])  # it stays
+        if strategy.is_main and not has_parent():
             _note_failure(Path(path), error, job)
         raise
     except Exception as error:
-        if strategy.is_main and not ranks.has_parent():
+        if strategy.is_main and not has_parent():
             _note_failure(Path(path), error, job)
             add_going_on(error, job, path)
         raise
@@ -291,7 +287,7 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
             config_text=job.text,
             is_repeated=job.is_repeated,
         ),
-        interruption=interruption.installed(),
+        interruption=signals.current(),
     )
 
 
@@ -300,7 +296,7 @@ def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> 
     settings, notes = job.settings, []
     if settings.checkpoint == NONE:
         notes = ["checkpoint  none: the task as it is built"]
-    if state is not None and settings.mode in EVALUATIONS:
+    if state is not None and job.start is not None and settings.mode in EVALUATIONS:
         notes = [_named(job.start), *compared(job, state, task=trainer.task, data=trainer.data)]
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
@@ -321,14 +317,19 @@ def _look_again(job: Composed, trainer: Trainer) -> None:
         found = saved_since(resume, start, trainer.global_step)
     newest = strategy.collectives.broadcast(found)
     if newest is not None:
-        state = nodes.start_of(replace(job, start=newest), strategy)
+        state = _load_start(replace(job, start=newest), strategy)
         trainer.prepare(state, resume_anyway=job.settings.resume_anyway)
 
 
-def _named(start: Path | None) -> str:
+def _load_start(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
+    """The checkpoint that a rank begins with."""
+    is_weights_alone = job.settings.mode in EVALUATIONS
+    whole = strategy.sharding is None and not is_weights_alone
+    return checkpoint.load(job.start, whole=whole) if job.start is not None else None
+
+
+def _named(start: Path) -> str:
     """The checkpoint that is evaluated; another framework's file has no step."""
-    if start is None:  # it is on another node
-        return ""
     step = seal.step_of(start)
     return f"checkpoint  {start}" + (f", step {step}" if step >= 0 else "")
 

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
 from dpframe.files import refuse_url
 from dpframe.plan.settings import CompareSettings, PlanSettings, TuneSettings
-from dpframe.trainer.settings import TrainerSettings, scale_settings
+from dpframe.trainer.settings import TrainerSettings, scale_settings, several_machines
 
 MODES = (
     "fit",
@@ -115,7 +115,6 @@ WHOLE = {  # whole keys by their last part, or by their name in other frameworks
     **{f.name: f"trainer.{f.name}" for f in fields(TrainerSettings)},
     **dict.fromkeys(("devices", "num_devices", "num_processes"), "trainer.gpus"),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "trainer.max_epochs"),
-    "num_nodes": "trainer.nodes",
     "mixed_precision": "trainer.precision",
     "accumulate_grad_batches": "trainer.accumulate",
     "gradient_accumulation_steps": "trainer.accumulate",
@@ -239,6 +238,9 @@ def _refusal(full_key: str, config: Mapping[str, Any]) -> UserError:
     """A key that is not there, or whose value can't be converted to its type; an item of a list is
     its list's."""
     key = re.split(r"\[", full_key)[0]
+    if key in ("trainer.nodes", "trainer.rendezvous"):
+        given = config["trainer"]
+        return several_machines(given.get("nodes"), given.get("rendezvous"))
     group, _, name = key.partition(".")
     kind = TYPED[group] if name else RunSettings
     hints, prefix = get_type_hints(kind), f"{group}." * bool(name)

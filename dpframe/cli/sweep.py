@@ -26,7 +26,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from dpframe import files, interruption
+from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.cli.compose import (
     Composed,
@@ -40,9 +40,10 @@ from dpframe.cli.configs import Configs, quoted, with_path_quoted
 from dpframe.cli.directory import create, refuse_ways_out
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, earlier
-from dpframe.cli.resume import MEETING, WORDS, key_of, value_of, with_saved
+from dpframe.cli.resume import MACHINES, WORDS, key_of, value_of, with_saved
 from dpframe.cli.settings import SweepSettings, shown, sweep_settings
 from dpframe.errors import Interrupted, UserError, first_line, printable
+from dpframe.launch import signals
 
 # A sweeper's key, and its values for the modes min, which is every sweeper's default, and max.
 DIRECTIONS: dict[str, dict[str, Any]] = {
@@ -98,8 +99,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     )
     then = f"go on with {shlex.quote(f'sweep.resume={results.directory}')}"
     began = time.time() - 1  # a file system's clock may lag a little
-    if (signals := interruption.installed()) is not None:
-        signals.begin()  # from now on there is a table to write
+    if (stop := signals.current()) is not None:
+        stop.begin()  # from now on there is a table to write
     try:
         if is_ours:
             OmegaConf.save(shared, results.directory / "multirun.yaml")
@@ -220,7 +221,7 @@ def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
     if before is None:
         return given
     kept = [each for each in before.overrides if head_of(each) not in OF_THIS_START]
-    saved = [override for override in kept if key_of(override) not in MEETING]
+    saved = [override for override in kept if key_of(override) not in MACHINES]
     new = [override for override in given if override not in saved]
     for override in new:
         if head_of(override) not in OF_THIS_START:
@@ -271,7 +272,7 @@ def _todo(
 
 def _run(jobs: list[Composed], results: Results, settings: SweepSettings) -> None:
     from dpframe.cli.jobs import lanes, run_apart, run_here
-    from dpframe.strategies import launch
+    from dpframe.launch import local
 
     since: dict[int, float] = {}
 
@@ -291,11 +292,11 @@ def _run(jobs: list[Composed], results: Results, settings: SweepSettings) -> Non
             print(f"{results.title(result)}: {results.ending(result)}", flush=True)
 
     if settings.jobs > 1:
-        launch.allow_fork()
+        local.allow_fork()
         run_apart(jobs, lanes(jobs, settings.jobs), begun=begun, ended=ended)
         return
     for job in jobs:
-        interruption.look()
+        signals.raise_if_signaled()
         begun(job)
         try:
             outcome = run_here(job)
@@ -400,7 +401,7 @@ def run_point(
     result.directory = os.path.relpath(hydra.runtime.output_dir, results.directory)
     result.status = "running"
     results.runs.append(result)
-    interruption.look()
+    signals.raise_if_signaled()
     print(results.title(result), flush=True)
     results.save()
     outcome = Outcome("interrupted")

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from dpframe import heartbeat, interruption, seeding
+from dpframe import seeding
 from dpframe.accelerator import cores
 from dpframe.data.module import Rows, leaves
 from dpframe.errors import Failure, UserError, exited
+from dpframe.launch import signals, watchdog
 
 SLOW_SECONDS = 0.005  # to read a batch; a worker takes about 0.002 to hand one over
 MAX_WORKERS = 8
@@ -113,7 +114,7 @@ class Processes:
         **options: Any,
     ) -> None:
         """No timeout is 0; `options` are those of a DataLoader."""
-        interruption.share_sockets()
+        signals.share_sockets()
         self._timeout_seconds = timeout_seconds
         self._pids = torch.zeros(count, dtype=torch.int64).share_memory_()
         self._is_reading = torch.zeros(count, dtype=torch.bool).share_memory_()
@@ -151,7 +152,7 @@ class Processes:
         answers = self._started(seed)
         tick = min(1.0, self._timeout_seconds / 4)
         while True:
-            answer, clock = thread.submit(next, answers, END), heartbeat.Clock(tick)
+            answer, clock = thread.submit(next, answers, END), watchdog.Clock(tick)
             while not wait([answer], tick or None).done:
                 if clock.seconds() >= self._timeout_seconds:
                     raise self._hang()
@@ -164,7 +165,7 @@ class Processes:
 
     def _started(self, seed: int) -> Iterator[Any]:
         """Each try has the same seeds, and no request was taken from the epoch before it."""
-        for seconds in (*heartbeat.BEGIN_SECONDS, None):
+        for seconds in (*watchdog.BEGIN_SECONDS, None):
             self._begin_seconds = seconds
             self._generator.manual_seed(seed)
             try:
@@ -207,7 +208,7 @@ class Processes:
             return  # a new interpreter takes seconds
         self._find_processes()
         sentinels = [process.sentinel for process in self._processes]
-        clock = heartbeat.Clock()
+        clock = watchdog.Clock()
         # A worker that has died is told by the wait for its answer.
         while sentinels and not self._pids.all() and not connection.wait(sentinels, LOOK_SECONDS):
             late = [(number, pid) for number, pid, has_begun in self._numbered() if not has_begun]
@@ -247,10 +248,10 @@ class Processes:
         silence = f"returned nothing for {self._timeout_seconds:g} s"
         advice = "raise trainer.data_timeout_seconds"
         for number, pid, has_begun in self._numbered():
-            if heartbeat.is_stopped(pid):
+            if watchdog.is_stopped(pid):
                 how, fix = ": it is stopped, by SIGSTOP or a debugger", "continue it"
             elif self._is_reading[number]:
-                place = heartbeat.where(heartbeat.stack_of(pid, self._stacks.fileno()))
+                place = watchdog.locate(watchdog.read_stack(pid, self._stacks.fileno()))
                 how, fix = f", in {place}" if place else "", "fix that"
             elif not has_begun:
                 how, fix = ": it has not begun", "see what mode=doctor finds"
@@ -322,9 +323,9 @@ def _begin(
     number: int,
 ) -> None:
     """In a worker, first. faulthandler's handler is C: it works wherever the worker hangs."""
-    interruption.leave_to_parent()
+    signals.leave_to_parent()
     pids[number] = os.getpid()
-    faulthandler.register(heartbeat.STACK, file=stacks, all_threads=False)  # type: ignore[arg-type]
+    faulthandler.register(watchdog.STACK, file=stacks, all_threads=False)  # type: ignore[arg-type]
     if worker_init_fn is not None:
         worker_init_fn(number)
 

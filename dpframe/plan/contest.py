@@ -6,8 +6,9 @@ from html import escape
 from itertools import chain
 from statistics import median
 
-from dpframe import interruption, memory, seeding
+from dpframe import memory, seeding
 from dpframe.data import DataModule
+from dpframe.launch import signals
 from dpframe.plan.measure import WARM_UPS, now
 from dpframe.plan.report import size, time
 from dpframe.plan.steps import StepTimes
@@ -124,7 +125,7 @@ def trained(
     name: str,
 ) -> Entry:
     """In each process of the strategy."""
-    with interruption.watched(settings.hang_seconds), process_settings_restored():
+    with signals.watched(settings.hang_seconds), process_settings_restored():
         strategy = make_strategy()
         strategy.open()
         try:
@@ -165,7 +166,7 @@ def _trained(
         memory.begin_peak(device)
     seeding.seed_everything(seed)
     pace, steps, task, data = Pace(), StepTimes(), make_task(), make_data()
-    signals = interruption.installed()
+    stop = signals.current()
     trainer = Trainer(
         task,
         data,
@@ -173,7 +174,7 @@ def _trained(
         settings=settings,
         callbacks=[pace, steps],
         seed=seed,
-        interruption=signals,
+        interruption=stop,
     )
     trainer.fit()
     rate = median(pace.rates or pace.cold)

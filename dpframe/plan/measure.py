@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import Dataset
 
-from dpframe import checkpoint, interruption, seeding
+from dpframe import checkpoint, seeding
 from dpframe.data import DataModule
 from dpframe.data.module import leaves
 from dpframe.data.source import Source
 from dpframe.errors import UserError
+from dpframe.launch import signals
 from dpframe.memory import begin_peak, explain, peak
 from dpframe.plan.failures import Saving
 from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
@@ -304,7 +305,7 @@ class Probe(Strategy):
         if self.device.type != "cpu":
             self.peak = peak(self.device)
         self.laps, self.arrived, self.called = self.laps[-1:], {}, []
-        interruption.look()
+        signals.raise_if_signaled()
 
     def arrivals(self) -> list[Gradient]:
         """In their order, of the quickest try: it was the least disturbed."""

@@ -9,16 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpframe import launcher
 from dpframe.data import Share, move
 from dpframe.errors import UserError
+from dpframe.launch import environment
 from dpframe.loggers import Logger
-from dpframe.strategies import ranks
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.devices import Gpus, choose
 
 if TYPE_CHECKING:
-    from dpframe.strategies.nodes import Meeting
     from dpframe.strategies.sharding import Sharding
 
 NO_GATHER = "it has no gather_rows"
@@ -39,8 +37,6 @@ class Strategy:
     replicas = 1  # over all processes
     gradient_divisor = 1  # gradients come out of backward divided by this many replicas
     launches_ranks = False  # which `trainer.max_restarts` may start again
-    meeting: "Meeting | None" = None  # of several machines, on which `launch` starts ranks
-    spans_nodes = False  # whether its `launch` uses `meeting`
     nodes = 1  # machines
     uses_gpus = True  # where there are any
     logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica
@@ -92,12 +88,12 @@ class Strategy:
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Calls `run(*args)` in every process of the job and returns the main one's value."""
-        launcher.join()
-        if ranks.are_several():
+        environment.complete()
+        if environment.is_one_of_several():
             raise UserError(
                 f"{self.name} is one process, but this is one of WORLD_SIZE="
                 f"{os.environ['WORLD_SIZE']}; use strategy=ddp, or start it without "
-                f"{launcher.name()}"
+                f"{environment.find_launcher()}"
             )
         return run(*args)
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from dpframe import launcher
 from dpframe.accelerator import cores
 from dpframe.errors import UserError, first_line
+from dpframe.launch import environment
 
 Gpus = int | str | list[int | str] | None
 """A count, numbers and UUIDs of devices, `all`, or `auto` and None: as the strategy likes."""
@@ -36,8 +36,12 @@ def choose(
     if asked is None and count > len(there) == 1 and _limits(there[0].type):
         return there * count  # each of torchrun's ranks sees a device of its own alone
     if count > len(there) or any(number >= len(there) for number in numbers):
-        what = f"trainer.gpus={gpus}" if asked else f"{launcher.name()} started {count} ranks"
-        use = f"trainer.gpus={len(there)}" if asked else launcher.count_option(len(there))
+        what = (
+            f"trainer.gpus={gpus}"
+            if asked
+            else f"{environment.find_launcher()} started {count} ranks"
+        )
+        use = f"trainer.gpus={len(there)}" if asked else environment.count_option(len(there))
         raise UserError(
             f"{what} but {_there_are(there)}; use {use}, or trainer.accelerator=cpu to rehearse"
         )

@@ -2,8 +2,6 @@
 
 import itertools
 import os
-import socket
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,11 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpframe import interpreter, interruption, launcher
 from dpframe.accelerator import cores
 from dpframe.data import split
-from dpframe.errors import ABOVE_0, Interrupted, UserError, first_line, refuse_below
-from dpframe.strategies import launch, network, ranks
+from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below
+from dpframe.launch import environment, fresh, local
+from dpframe.launch.peers import end_with_peers
+from dpframe.launch.rank import fail, has_parent
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, use_threads
 from dpframe.strategies.group import GatherRows, GroupCollectives
@@ -28,8 +27,6 @@ with suppress(ImportError):  # it is deprecated, and there is nothing to guard w
     # Before any group is open: by their defaults, its functions would keep that one for ever.
     import torch.distributed.nn
 
-FIRST = "failed first"  # in the store
-FIRST_SECONDS = 1.0  # for the rank that has failed first to say so
 _groups = itertools.count()  # numbers the groups of this process
 
 
@@ -38,7 +35,6 @@ class Processes(Strategy):
 
     collectives_type: type[GroupCollectives] = GroupCollectives
     launches_ranks = True
-    spans_nodes = True
 
     def __init__(
         self,
@@ -58,38 +54,37 @@ class Processes(Strategy):
 
     @property
     def needs_launch(self) -> bool:
-        return not (self.is_set_up or ranks.is_rank())
+        return not (self.is_set_up or environment.is_rank())
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun, srun or mpirun has started them."""
-        here = ranks.this_rank() if ranks.is_rank() else None
+        here = environment.read_rank() if environment.is_rank() else None
         devices = self.choose_devices(default=here.local_world_size if here else None)
         backend_of(devices[0])
         if here is None or here.rank == 0:
             announce(devices, self.accelerator, kind="gloo rank")
         if here is not None:
             return run(*args)
-        return launch.launch(
+        return local.launch(
             run,
             args,
             count=len(devices),
             uses_gpus=devices[0].type != "cpu",
             timeout_seconds=self.timeout_seconds,
-            meeting=self.meeting,
         )
 
     def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
         """Launches from a new interpreter, which can fork its ranks."""
-        return interpreter.call(_launch, self, run, interpreter.packed(args))
+        return fresh.call(_launch, self, run, fresh.pack(args))
 
     def setup(self) -> None:
-        here = ranks.this_rank()
+        here = environment.read_rank()
         devices = self.choose_devices(default=here.local_world_size)
         if self.gpus is not None and len(devices) != here.local_world_size:
             raise UserError(
-                f"trainer.gpus={self.gpus} but {launcher.name()} has started "
+                f"trainer.gpus={self.gpus} but {environment.find_launcher()} has started "
                 f"{here.local_world_size} of the ranks on this machine; leave trainer.gpus out, or "
-                f"use {launcher.count_option(len(devices))}"
+                f"use {environment.count_option(len(devices))}"
             )
         self.rank, self.world_size = here.rank, here.world_size
         self.replicas = self.gradient_divisor = here.world_size
@@ -108,7 +103,7 @@ class Processes(Strategy):
 
     def _open_group(self) -> None:
         if self.nodes > 1:
-            network.use_interface()
+            environment.choose_interface()
         timeout = timedelta(seconds=self.timeout_seconds)
         store = self._hosted(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
         store.set_timeout(timeout)
@@ -126,7 +121,7 @@ class Processes(Strategy):
     def _hosted(self, timeout: timedelta) -> dist.Store | None:
         """The store, in rank 0 of a launcher that keeps none; torch's own would listen on every
         network that this machine is in."""
-        if self.rank > 0 or launcher.has_store():
+        if self.rank > 0 or environment.has_store():
             return None
         return _store_at(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout)
 
@@ -212,54 +207,14 @@ class Processes(Strategy):
     def abort(self, error: BaseException) -> None:
         """NCCL ends a group together with all its ranks, and those may be in a collective: after a
         lone failure. All ranks agree on an interruption, and may still be saving together."""
-        ranks.fail(error)
-        if isinstance(error, Interrupted) and not ranks.has_parent():
-            self._leave_after_main()
-        elif self.nodes > 1 and not ranks.has_parent():
-            self._name_first(error)
+        fail(error)
+        if self._store is not None and not has_parent():
+            end_with_peers(error, self._store, self.rank, machines=self.nodes)
         if self.device.type != "cpu" and dist.is_initialized() and (groups := self.groups()):
             if isinstance(error, Interrupted):
                 torch.accelerator.synchronize(self.device)  # until the others have joined in
             abort(groups)
         super().abort(error)
-
-    def _name_first(self, error: BaseException) -> None:
-        """Each machine shows its own ranks' errors: all end with the one that failed first."""
-        who = f"rank {self.rank} on {socket.gethostname()}"
-        if ranks.is_echo(error):
-            first = self._first_failure("")
-            error.add_note(f"dpframe: {who} ended after {first or 'another one was gone'}")
-        else:
-            self._first_failure(f"{who} had failed: {type(error).__name__}: {first_line(error)}")
-            error.add_note(f"dpframe: {who} has failed")
-
-    def _first_failure(self, own: str) -> str:
-        """Told, or asked for, by a thread: it never comes back from a network that is cut."""
-        store, found = self._store, [""]
-
-        def exchange() -> None:
-            with suppress(dist.DistError):  # rank 0 is gone, and the store with it
-                if store is not None and own:
-                    store.set(FIRST, own)
-                elif store is not None:
-                    store.wait([FIRST], timedelta(seconds=FIRST_SECONDS))
-                    found[0] = store.get(FIRST).decode()
-
-        thread = threading.Thread(target=exchange, daemon=True)
-        thread.start()
-        thread.join(2 * FIRST_SECONDS)
-        return found[0]
-
-    def _leave_after_main(self) -> None:
-        """A launcher ends all ranks when the first of them leaves: the main one may be saving."""
-        stop = interruption.installed()
-        if self._store is None or stop is None:
-            return
-        with suppress(dist.DistError):  # it has left, and its store with it
-            if self.is_main:
-                self._store.set("main is done", "")
-            else:
-                self._store.wait(["main is done"], timedelta(seconds=stop.grace_seconds))
 
 
 def abort(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -270,17 +225,17 @@ def abort(groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
-    launch.allow_fork()
+    local.allow_fork()
     return strategy.launch(_run, run, args)
 
 
 def _run(run: Callable[..., Any], args: bytes) -> Any:
-    return run(*interpreter.unpacked(args, owns_main=True))
+    return run(*fresh.unpack(args, owns_main=True))
 
 
 @cache  # the other ranks may be there already for the next group
 def _store_at(host: str, port: int, timeout: timedelta) -> dist.Store:
-    listening = launcher.listen(host, port)
+    listening = environment.listen(host, port)
     return dist.TCPStore(
         host,
         port,

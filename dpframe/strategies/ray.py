@@ -21,18 +21,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dpframe import heartbeat, interruption
 from dpframe.checkpoint import seal
 from dpframe.errors import Failure, Interrupted, NodeLost, UserError, first_line
-from dpframe.heartbeat import SIGNALS
-from dpframe.interruption import Interruption
+from dpframe.launch import environment, signals
+from dpframe.launch.faults import Fault, explain
+from dpframe.launch.rank import Parent, do_work, fail, has_parent, set_parent
+from dpframe.launch.signals import Interruption
+from dpframe.launch.watchdog import SIGNALS
 from dpframe.loggers import Logger
-from dpframe.strategies import ranks
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.devices import REHEARSED_REPLICAS, Gpus, announce, choose
-from dpframe.strategies.launch import failure
 from dpframe.strategies.processes import backend_of
-from dpframe.strategies.ranks import Fault, Parent
 
 ONE_CPU: dict[str, float] = {"CPU": 1}
 TICK_SECONDS = 0.2  # between two looks at what the ranks have said
@@ -50,8 +49,6 @@ VARIABLES = {
 
 
 class Ray(DDP):
-    spans_nodes = False  # by `trainer.nodes`: Ray knows its own
-
     def __init__(
         self,
         gpus: Gpus = None,
@@ -94,16 +91,16 @@ class Ray(DDP):
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Has Ray Train start the ranks; ends with the first one that fails."""
-        if ranks.is_rank():
+        if environment.is_rank():
             raise UserError(
                 "strategy=ray has Ray start the ranks, but torchrun has started this one; start "
                 "it without torchrun, or use strategy=ddp"
             )
         train = _ray_train()
-        interruption.look()
-        stop = interruption.installed() or Interruption()
-        with stop.waits(), _connected():
-            interruption.look()  # Ray takes seconds to start
+        signals.raise_if_signaled()
+        stop = signals.current() or Interruption()
+        with stop.left_to_launcher(), _connected():
+            signals.raise_if_signaled()  # Ray takes seconds to start
             count, needs = self._workers()
             uses_gpus = "GPU" in needs
             kind = "cuda" if self.accelerator == "auto" else self.accelerator
@@ -174,7 +171,7 @@ class Ray(DDP):
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
         """In a rank, the devices of its node: `trainer.gpus` counts the workers of all nodes."""
-        if not ranks.has_parent():
+        if not has_parent():
             if find_spec("ray") is None:
                 raise _without_ray("No module named 'ray'")
             return super().choose_devices(default=default)
@@ -195,7 +192,7 @@ class Ray(DDP):
 
     def abort(self, error: BaseException) -> None:
         """Once a worker is gone, Ray takes the process group from the others, which then fail."""
-        ranks.fail(error, is_late=not dist.is_initialized())
+        fail(error, is_late=not dist.is_initialized())
         super().abort(error)
 
     def logger(self, loggers: list[Logger]) -> list[Logger]:
@@ -296,13 +293,13 @@ class _Job:
                 print(f"waiting for {self.count} workers: {self.waits_for}", file=sys.stderr)
                 self.waits_for = ""
         if thread.is_alive():
-            self.said = heartbeat.late(self.stop.grace_seconds)
+            self.said = signals.describe_lateness(self.stop.grace_seconds)
         self._hear()
 
     def outcome(self) -> Any:
         from ray.train import WorkerGroupError
 
-        if self.number is not None and all(fault.is_echo for fault in self.faults.values()):
+        if self.number is not None and all(fault.is_consequence for fault in self.faults.values()):
             raise Interrupted(self.number, self.said)
         for rank, host in self._lost():
             line = f"rank {rank} is lost: its node {host} is down, or its network is cut"
@@ -310,11 +307,11 @@ class _Job:
         for rank, error in getattr(self._error, "worker_failures", {}).items():
             if rank not in self.ended and rank not in self.faults:
                 # What other ranks have to say comes of this.
-                is_echo = not all(fault.is_echo for fault in self.faults.values())
+                is_consequence = not all(fault.is_consequence for fault in self.faults.values())
                 line = f"its process or its node is gone: {_end_of(error)}"
-                self.faults[rank] = Fault(rank, line, is_echo=is_echo)
+                self.faults[rank] = Fault(rank, line, is_consequence=is_consequence)
         if self.faults:
-            fault = failure(list(self.faults.values()))
+            fault = explain(list(self.faults.values()))
             fault.told = self.told
             raise fault from None
         if self._error is not None:
@@ -329,7 +326,9 @@ class _Job:
 
         silent = {r: n for r, n in self.nodes.items() if r not in self.ended | self.faults.keys()}
         until = time.monotonic() + LOST_SECONDS
-        while silent and self._error and all(fault.is_echo for fault in self.faults.values()):
+        while (
+            silent and self._error and all(fault.is_consequence for fault in self.faults.values())
+        ):
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             lost = [(rank, host) for rank, (node, host) in silent.items() if node not in alive]
             if lost or time.monotonic() > until:
@@ -395,7 +394,7 @@ def _connected() -> Iterator[None]:
         try:
             ray.init(log_to_driver=False, logging_level=logging.ERROR)
         except SystemExit:  # of Ray's own handler
-            if stop := interruption.installed():
+            if stop := signals.current():
                 stop.remember(signal.SIGTERM)
             raise Interrupted(signal.SIGTERM) from None
         except (ConnectionError, ValueError, RuntimeError) as error:
@@ -496,15 +495,15 @@ class _Worker:
         parent = Parent(_Line(self.messages, rank))
         node = f"{socket.gethostname()} ({ray.util.get_node_ip_address()})"
         parent.send("node", (ray.get_runtime_context().get_node_id(), node))
-        interruption.install(parent)
-        ranks.join(parent)
+        signals.install(parent)
+        set_parent(parent)
         threading.Thread(target=self._await_signal, args=(parent,), daemon=True).start()
         sys.path.extend(folder for folder in self.path if folder not in sys.path)
         if os.path.isdir(self.directory):
             os.chdir(self.directory)  # Ray has a folder of its own
         out, err = (_Stream(self.messages, rank, name) for name in ("stdout", "stderr"))
         with out, err, redirect_stdout(out), redirect_stderr(err):
-            code = ranks.outcome(parent, self.work)
+            code = do_work(parent, self.work)
         if code:
             raise RuntimeError(f"rank {rank} has failed")  # its words are on their way
 

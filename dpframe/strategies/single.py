@@ -3,7 +3,7 @@
 import torch
 
 from dpframe.errors import UserError
-from dpframe.strategies import ranks
+from dpframe.launch import environment
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.devices import Gpus, announce, count_of
 
@@ -27,13 +27,11 @@ class SingleGPU(Strategy, takes_logical_shares=True):
         announce([self.device], self.accelerator, kind="process")
 
 
-def auto(
-    gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8, nodes: int = 1
-) -> Strategy:
-    """ddp under torchrun and its like, for several GPUs or machines; else one GPU, or the CPU."""
+def auto(gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8) -> Strategy:
+    """ddp under torchrun and its like, or for several GPUs; else one GPU, or the CPU."""
     available = 0 if accelerator == "cpu" else torch.accelerator.device_count()
     count = count_of(gpus, available)
-    if (count or 0) > 1 or nodes > 1 or ranks.are_several():
+    if (count or 0) > 1 or environment.is_one_of_several():
         from dpframe.strategies.ddp import DDP  # imports torch.distributed: only when used
 
         return DDP(gpus, accelerator, max_replicas_per_core)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from dpframe import launcher, seeding
+from dpframe import seeding
 from dpframe.errors import OutOfMemory, UserError
-from dpframe.strategies import Strategy, ranks
-from dpframe.strategies.launch import RankFailed
+from dpframe.launch import environment
+from dpframe.launch.faults import RankFailed
+from dpframe.strategies import Strategy
 from dpframe.testing.checks import Evidence, Finding, chosen, counted, judged, needed
 from dpframe.testing.course import TOLERANCE, Recipe
 from dpframe.testing.measure import Plan, measure, present, read, since
@@ -107,8 +108,10 @@ def verify(
 
     The job starts before this process computes anything, so that its ranks may be forked.
     """
-    if ranks.is_rank():
-        raise UserError(f"mode=verify starts its own ranks; start it without {launcher.name()}")
+    if environment.is_rank():
+        raise UserError(
+            f"mode=verify starts its own ranks; start it without {environment.find_launcher()}"
+        )
     names = chosen(only, skip)
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="dpframe_verify_") as folder:

@@ -15,15 +15,15 @@ from dpframe.data import Batch, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Failure, Interrupted, UserError
 from dpframe.floats import making
-from dpframe.heartbeat import beat
-from dpframe.interruption import Interruption
+from dpframe.launch.signals import Interruption
+from dpframe.launch.watchdog import beat
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.feed import local_devices
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import Precision
-from dpframe.trainer.progress import Lookout
+from dpframe.trainer.progress import StopPoll
 from dpframe.trainer.spool import Spool, fitting, size_of
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.task_metrics import TaskMetrics
@@ -70,7 +70,7 @@ class Evaluation:
         if precision.dtype is not None:
             self.forward = making(precision.dtype, self.step)
         self.sums = means_over(strategy)
-        self.lookout = Lookout(strategy, interruption)
+        self.stop_poll = StopPoll(strategy, interruption)
 
     @torch.no_grad()
     def means(
@@ -135,7 +135,7 @@ class Evaluation:
         to_device = self.to_device
         self.step.eval()
         self.strategy.begin_pass(self.step)
-        look_at = 0 if at_most else self.lookout.begin(0)
+        look_at = 0 if at_most else self.stop_poll.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at
         random_state = seeding.random_state() if may_look else {}
@@ -156,7 +156,7 @@ class Evaluation:
 
     def _look(self, done: int, random_state: dict[str, Any]) -> int:
         try:
-            return self.lookout.look(done)[0]
+            return self.stop_poll.poll(done)[0]
         except Interrupted:  # a resumed run draws all of it again
             seeding.restore_random_state(random_state)
             raise

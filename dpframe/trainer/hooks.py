@@ -7,7 +7,7 @@ from typing import Any
 
 from dpframe.data import Batch
 from dpframe.errors import UserError, miscalled, suggestion
-from dpframe.heartbeat import beat
+from dpframe.launch.watchdog import beat
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -18,12 +18,13 @@ from typing import Any, Self
 
 import torch
 
-from dpframe import checkpoint, interpreter, interruption, memory, seeding
+from dpframe import checkpoint, memory, seeding
 from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import UserError, refuse_unmeasured, suggestion
-from dpframe.heartbeat import beat
-from dpframe.interruption import Interruption
+from dpframe.launch import fresh, signals
+from dpframe.launch.signals import Interruption
+from dpframe.launch.watchdog import beat
 from dpframe.loggers import Logger
 from dpframe.metrics import Means, numbers_of
 from dpframe.strategies.base import Strategy
@@ -48,7 +49,7 @@ from dpframe.trainer.hooks import Hooks, in_order
 from dpframe.trainer.outputs import Measured, cloned, prefixed
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.profile import Profile
-from dpframe.trainer.progress import Lookout, Progress
+from dpframe.trainer.progress import Progress, StopPoll
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.report import Report, Run
 from dpframe.trainer.resume import Start, changes_since, fingerprint, named, refusing, start_state
@@ -128,7 +129,7 @@ class Trainer:
         if self.settings.logical_replicas is not None:
             self.strategy = Logical(self.strategy, self.settings.logical_replicas, seed)
         self._draws_as = 0 if self.strategy.logical_shares else self.strategy.rank
-        self.lookout = Lookout(self.strategy, interruption)
+        self.stop_poll = StopPoll(self.strategy, interruption)
         self.report = Report(self.strategy.logger(loggers), self.run)
         self._write = self.report.log
         is_logical = self.strategy.logical_shares and self.strategy.device.type != "cpu"
@@ -545,7 +546,7 @@ class Trainer:
         is_whole = not self.should_stop or progress.batches_done == self.feed.batches_in(
             progress.epoch
         )
-        if self.lookout.done != progress.global_step:
+        if self.stop_poll.done != progress.global_step:
             self._look()
         epochs = progress.epoch + is_whole
         is_last = self.should_stop or bool(settings.reached(epochs, progress.global_step))
@@ -623,7 +624,7 @@ class Trainer:
 
     def _look(self) -> bool:
         """Whether to stop: by the clock or a signal. Asked a few times a second and each epoch."""
-        self._look_at, self.clock = self.lookout.look(self.progress.global_step)
+        self._look_at, self.clock = self.stop_poll.poll(self.progress.global_step)
         limit = self.settings.max_seconds
         if limit is not None and self.clock > limit:
             self.stop(f"trainer.max_seconds={limit:g} are over")
@@ -666,7 +667,7 @@ class Trainer:
         parts |= {"seed": self.seed, "run": self.run, **self._given}
         parts["random_state"] = self._random_state
         ending = self.strategy.launch_apart(_in_rank, self.strategy, parts, mode, args, options)
-        value, ended = interpreter.unpacked(ending)
+        value, ended = fresh.unpack(ending)
         self.mode = mode
         self.metrics.update(ended["metrics"])
         for callback, state in zip(self._given["callbacks"], ended["callbacks"], strict=True):
@@ -808,7 +809,7 @@ class Trainer:
         self._seconds_before = self.progress.seconds
         self._began = self._logged_at = time.perf_counter()
         self._logged_rows = self.progress.rows_seen
-        self._look_at = self.lookout.begin(self.progress.global_step)
+        self._look_at = self.stop_poll.begin(self.progress.global_step)
         self.has_begun = True
 
     def _resting(self) -> list[str]:
@@ -988,10 +989,10 @@ def _in_rank(
 ) -> bytes:
     """Packs what the mode returns, and the state for the Trainer that has launched the ranks."""
     seeding.restore_random_state(parts.pop("random_state"), [])
-    signals = interruption.installed()
+    stop = signals.current()
     with (
-        interruption.watched(parts["settings"].hang_seconds),
-        Trainer(**parts, strategy=strategy, interruption=signals) as trainer,
+        signals.watched(parts["settings"].hang_seconds),
+        Trainer(**parts, strategy=strategy, interruption=stop) as trainer,
     ):
         value = getattr(trainer, mode)(*args, **options)
         names = ("metrics", "progress", "checkpoint", "stop_reason")
@@ -999,7 +1000,7 @@ def _in_rank(
         if mode == "fit":  # a program that has no card open gets no tensor of one
             ended["weights"] = on_cpu(trainer.state_dict()["task"])
         ended["callbacks"] = [sendable(vars(callback)) for callback in parts["callbacks"]]
-        return interpreter.packed((value, ended)) if strategy.is_main else b""
+        return fresh.pack((value, ended)) if strategy.is_main else b""
 
 
 def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -1007,13 +1008,13 @@ def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in values.items():
         with suppress(UserError):
-            interpreter.packed(value)
+            fresh.pack(value)
             kept[name] = value
     return kept
 
 
 def _changed(settings: TrainerSettings, more: dict[str, Any]) -> TrainerSettings:
-    known = [field.name for field in fields(TrainerSettings)]
+    known = inspect.signature(TrainerSettings).parameters
     for name in more:
         if name not in known:
             valid = [*known, *inspect.signature(Trainer).parameters]

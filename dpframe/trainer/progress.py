@@ -1,15 +1,15 @@
-"""How far a run has come: the counters that a checkpoint keeps, and looks at clock and signals."""
+"""How far a run has come: the counters of a checkpoint; and the poll of clock and signals."""
 
 import time
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from dpframe.errors import Interrupted
-from dpframe.interruption import SIGNALS, Interruption
+from dpframe.launch.signals import SIGNALS, Interruption
 from dpframe.strategies.base import Strategy
 
 BETWEEN_SECONDS = 0.2
-LONGEST = 1000.0  # steps, or batches, between two looks
+LONGEST = 1000.0  # steps, or batches, between two polls
 LEAST = {"validated_step": -1}
 
 
@@ -43,34 +43,34 @@ class Progress:
             setattr(self, field.name, value)
 
 
-class Lookout:
-    """Has all processes look at clock and signals after the same steps, so that they end together.
+class StopPoll:
+    """Has all processes poll clock and signals after the same steps, so that they end together.
 
-    They also agree on the number of steps until the next look, so that they wait for each other
+    They also agree on the number of steps until the next poll, so that they wait for each other
     a few times a second at most.
     """
 
     def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
         self._strategy = strategy
         self._interruption = interruption
-        self.done = 0  # at the last look
-        self._every = 1  # how many steps, or batches, are between two looks
+        self.done = 0  # at the last poll
+        self._every = 1  # how many steps, or batches, are between two polls
 
     def begin(self, done: int) -> int:
-        self.done, self._looked = done, time.perf_counter()
-        self._began = self._looked
+        self.done, self._polled_at = done, time.perf_counter()
+        self._began = self._polled_at
         if self._interruption is not None:
             self._interruption.begin()
-        return done + self._every  # as last agreed: a short validation needs no look
+        return done + self._every  # as last agreed: a short validation needs no poll
 
-    def look(self, done: int) -> tuple[int, float]:
-        """After `done` steps or batches: when to look again, and the main process's seconds.
+    def poll(self, done: int) -> tuple[int, float]:
+        """After `done` steps or batches: when to poll again, and the main process's seconds.
 
         A signal is raised in every process, whichever of them it was sent to.
         """
         now = time.perf_counter()
-        pace = (done - self.done) / (now - self._looked)
-        self.done, self._looked = done, now
+        pace = (done - self.done) / (now - self._polled_at)
+        self.done, self._polled_at = done, now
         seen = None if self._interruption is None else self._interruption.number
         pauses = self._interruption is not None and self._interruption.is_to_pause
         clock = now - self._began if self._strategy.is_main else 0.0
@@ -85,6 +85,6 @@ class Lookout:
             self._interruption.pause()
             paused = time.perf_counter() - now
             self._began += paused
-            self._looked += paused
+            self._polled_at += paused
         self._every = max(1, int(steps / self._strategy.world_size))
         return done + self._every, clock

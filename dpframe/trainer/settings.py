@@ -2,8 +2,9 @@
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import InitVar, dataclass, fields
 from typing import Any
 
 from dpframe.errors import ABOVE_0, UserError, not_one_of, refuse_below, suggestion
@@ -37,7 +38,6 @@ LEAST = {
     "logical_replicas": 1,
     "max_replicas_per_core": 1,
     "max_restarts": 0,
-    "nodes": 1,
 }
 SHARES = {  # whole numbers, or below 1 a share of what they are out of
     "validate_every_epochs": "the epoch",
@@ -70,8 +70,6 @@ class TrainerSettings:
     min_epochs: int | None = None
     min_steps: int | None = None
     gpus: Any = None  # a count, a list of ids, a UUID, all, or auto and None
-    nodes: int = 1
-    rendezvous: str | None = None
     accelerator: str = "auto"
     precision: str = "32"
     matmul_precision: str | None = None
@@ -105,8 +103,12 @@ class TrainerSettings:
     max_restarts: int = 0
     hang_seconds: float | None = 1800.0
     grace_seconds: float = 30.0
+    nodes: InitVar[Any] = None  # these two are refused
+    rendezvous: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, nodes: Any, rendezvous: Any) -> None:
+        if nodes is not None or rendezvous is not None:
+            raise several_machines(nodes, rendezvous)
         self.precision = str(self.precision)  # 32 and 64 may be given as numbers
         for key, choices in CHOICES.items():
             value = getattr(self, key)
@@ -142,7 +144,6 @@ class TrainerSettings:
         self._check_compile()
         self._check_activations()
         self._check_gpus()
-        self._check_nodes()
         if self.max_epochs is None and self.max_steps is None and self.max_seconds is None:
             raise UserError(
                 "trainer.max_epochs, max_steps and max_seconds are all null: training would never "
@@ -275,17 +276,19 @@ class TrainerSettings:
                 "shows it"
             )
 
-    def _check_nodes(self) -> None:
-        address, example = self.rendezvous, "e.g. trainer.rendezvous=node1:29500"
-        if address is None and self.nodes > 1:
-            raise UserError(
-                f"trainer.nodes={self.nodes} but trainer.rendezvous is null; name an address of "
-                f"one of them, and a port that is free there, {example}"
-            )
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-                raise UserError(f"trainer.rendezvous={address} is not HOST:PORT; {example}")
+
+def several_machines(
+    nodes: object, rendezvous: object, gpus: object = None, words: Iterable[str] = ()
+) -> UserError:
+    """The line for who asks for several machines, with the command that starts their ranks."""
+    ranks = str(gpus) if str(gpus).isdecimal() else "N"
+    torchrun = f"torchrun --nnodes {nodes or 'M'} --nproc-per-node {ranks} --rdzv-backend c10d"
+    torchrun += f" --rdzv-endpoint {rendezvous or 'HOST:29500'} -m dpframe"
+    own = shlex.join(words) or "… strategy=ddp"
+    return UserError(
+        "trainer.nodes and trainer.rendezvous are no settings: the ranks of several machines are "
+        f"started by torchrun, srun, mpirun or Ray, e.g. on each machine {torchrun} {own}"
+    )
 
 
 @dataclass

@@ -12,9 +12,9 @@ from torch.optim import SGD, Adam
 
 from dpframe import Callback, Strategy, Task, Trainer, TrainerSettings, UserError, checkpoint
 from dpframe.data import permutation, split
+from dpframe.launch.local import allow_fork
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.launch import allow_fork
 from dpframe.testing import check_strategy
 
 PLAIN = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from command import environment
 
-from dpframe import UserError, interpreter, interruption
+from dpframe import UserError
 from dpframe.errors import Interrupted
+from dpframe.launch import fresh, signals
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
     """By a pickle that no pipe takes at once, as a real model's."""
-    return interpreter.call(without_ballast, function, args, bytes(4 * 2**20))
+    return fresh.call(without_ballast, function, args, bytes(4 * 2**20))
 
 
 def without_ballast(function: Callable[..., Any], args: tuple, ballast: bytes) -> Any:
@@ -28,7 +29,7 @@ def without_ballast(function: Callable[..., Any], args: tuple, ballast: bytes) -
 
 def test_what_no_pipe_takes_at_once_arrives_and_comes_back():
     content = os.urandom(2**20)
-    assert interpreter.call(bytes, content) == content
+    assert fresh.call(bytes, content) == content
 
 
 def told(text: str) -> int:
@@ -58,13 +59,13 @@ def test_what_can_not_be_sent_back_is_told_as_text():
 
 
 def waits(folder: Path) -> None:
-    signals = interruption.installed()
-    assert signals is not None
-    signals.begin()
+    stop = signals.current()
+    assert stop is not None
+    stop.begin()
     (folder / "pid").write_text(str(os.getpid()))
-    while signals.number is None:
+    while stop.number is None:
         time.sleep(0.01)
-    raise Interrupted(signals.number, " after step 3")
+    raise Interrupted(stop.number, " after step 3")
 
 
 def test_ctrl_c_is_its_own_to_end_by(tmp_path, capsys):
@@ -75,16 +76,16 @@ def test_ctrl_c_is_its_own_to_end_by(tmp_path, capsys):
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="^interrupted by SIGINT after step 3$"):
         call(waits, tmp_path)
     thread.join()
-    assert capsys.readouterr().err == "dpframe: interrupted by SIGINT after step 3\n"
+    assert capsys.readouterr().err == ""  # Python shows the exception
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's kernel ends it")
 def test_it_ends_with_the_program_that_has_called_it(tmp_path):
-    code = "import pathlib, test_interpreter; "
-    code += f"test_interpreter.call(test_interpreter.waits, pathlib.Path({str(tmp_path)!r}))"
+    code = "import pathlib, test_fresh; "
+    code += f"test_fresh.call(test_fresh.waits, pathlib.Path({str(tmp_path)!r}))"
     paths = os.pathsep.join([str(Path(__file__).parent), environment()["PYTHONPATH"]])
     program = subprocess.Popen([sys.executable, "-c", code], env=environment(PYTHONPATH=paths))
     while not (tmp_path / "pid").exists():
@@ -95,4 +96,4 @@ def test_it_ends_with_the_program_that_has_called_it(tmp_path):
 
 def test_what_no_process_can_get_is_refused_in_one_line():
     with pytest.raises(UserError, match="^another process can't get all of this: .*lock"):
-        interpreter.packed(threading.Lock())
+        fresh.pack(threading.Lock())

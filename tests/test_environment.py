@@ -14,8 +14,8 @@ import forked
 import pytest
 from command import ROOT, environment, write
 
-from dpframe import UserError, checkpoint, launcher
-from dpframe.strategies import ranks
+from dpframe import UserError, checkpoint
+from dpframe.launch.environment import find_interface, read_rank, read_variables
 from dpframe.strategies.ddp import DDP
 
 RUN = ["recipe=boston", "trainer.max_epochs=2", "trainer.precision='64'", "callbacks.progress=null"]
@@ -58,7 +58,7 @@ UNDER_SLURM |= {"SLURM_JOB_NODELIST": "n[1-2]"}
     ],
 )
 def test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it(given, expected):
-    found = launcher.variables(given)
+    found = read_variables(given)
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
     assert tuple(found[name] for name in names) == expected
     assert 1024 < int(found["MASTER_PORT"]) < 32768
@@ -78,7 +78,7 @@ def test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it(given, expected
     ],
 )
 def test_a_process_without_peers_of_srun_or_mpirun_is_no_rank(given):
-    assert launcher.variables(given) == {}
+    assert read_variables(given) == {}
 
 
 @pytest.mark.parametrize(
@@ -92,12 +92,12 @@ def test_a_process_without_peers_of_srun_or_mpirun_is_no_rank(given):
     ],
 )
 def test_the_first_node_is_that_of_scontrol(nodes, first):
-    assert launcher.variables(TASK | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
+    assert read_variables(TASK | {"SLURM_STEP_NODELIST": nodes})["MASTER_ADDR"] == first
 
 
 def test_jobs_and_steps_on_one_machine_meet_at_ports_of_their_own():
     jobs = [{"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)} for job, step in PLACES]
-    assert len({launcher.variables(TASK | job)["MASTER_PORT"] for job in jobs}) == len(PLACES)
+    assert len({read_variables(TASK | job)["MASTER_PORT"] for job in jobs}) == len(PLACES)
 
 
 PLACES = [(job, step) for job in range(100, 108) for step in range(2)]
@@ -106,14 +106,14 @@ PLACES = [(job, step) for job in range(100, 108) for step in range(2)]
 def test_ranks_whose_peers_are_nowhere_are_refused_with_what_to_add(monkeypatch):
     for name, value in OPEN_MPI.items():
         monkeypatch.setenv(name, value)
-    for name, value in launcher.variables(OPEN_MPI).items():
+    for name, value in read_variables(OPEN_MPI).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="^mpirun tells .* add -x MASTER_ADDR=HOST -x"):
-        ranks.this_rank()
+        read_rank()
 
 
 def test_another_number_of_gpus_than_of_tasks_is_refused_by_the_launchers_words(monkeypatch):
-    for name, value in (TASK | launcher.variables(TASK)).items():
+    for name, value in (TASK | read_variables(TASK)).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError) as error:
         DDP(4, "cpu").setup()
@@ -212,3 +212,11 @@ def test_mpirun_gives_the_curve_of_one_process(tmp_path, mpirun):
 
 def weights(run: Path):
     return checkpoint.load(run / "checkpoints" / "last.ckpt")["task"]
+
+
+def test_ranks_talk_through_the_interface_that_leads_to_the_first_one(monkeypatch):
+    assert find_interface("127.0.0.1", 1) == find_interface("localhost", 1) == "lo"
+    assert find_interface("192.0.2.1", 1) in (None, *dict(socket.if_nameindex()).values())
+    own = [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", ("127.0.1.1", 1))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: own)
+    assert find_interface("node1", 1) is None  # as Debian's /etc/hosts has a machine's own name

@@ -30,23 +30,23 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
     Ctrl-C is its own to end by, e.g. after a checkpoint; a second one ends it at once.
     """
-    work = packed((function, args))
+    work = pack((function, args))
     with _Interpreter() as there:
         try:
             there.send(sys.path, work)
-            kind, value = there.ending()
+            kind, value = there.wait()
         except KeyboardInterrupt:
             there.interrupt()
-            kind, value = there.ending()
+            kind, value = there.wait()
             if kind == "interrupted":
-                print(f"dpframe: {value}", file=sys.stderr, flush=True)
+                raise KeyboardInterrupt(str(value)) from None
             raise
     if kind == "done":
         return value
     raise value
 
 
-def packed(value: Any) -> bytes:
+def pack(value: Any) -> bytes:
     """Pickled; with cloudpickle also what the program itself defines, e.g. a cell of a notebook."""
     pickler: Any = pickle
     with suppress(ImportError):
@@ -62,7 +62,7 @@ def packed(value: Any) -> bytes:
         raise UserError(f"another process can't get all of this: {error}{hint}") from error
 
 
-def unpacked(content: bytes, *, owns_main: bool = False) -> Any:
+def unpack(content: bytes, *, owns_main: bool = False) -> Any:
     """`owns_main`: in a process that runs no program itself, what this one defines gets into
     `__main__`, where torch.compile looks for it."""
     try:
@@ -129,27 +129,31 @@ class _Interpreter:
         """A terminal has sent the signal to both, but then it counts once."""
         self._process.send_signal(signal.SIGINT)
 
-    def ending(self) -> tuple[str, Any]:
+    def wait(self) -> tuple[str, Any]:
         """`done` and the value, `failed` and the error, or `interrupted` and how; once all is
         printed."""
         from dpframe.errors import Interrupted
 
-        message = None
-        while message is None and self._process.poll() is None:
+        content = b""
+        while not content and self._process.poll() is None:
             self._show(0.1)
-            if self._inbox.poll():
-                with suppress(EOFError):
-                    message = unpacked(self._inbox.recv_bytes())
+            content = self._receive()
         self._process.wait()
-        if message is None and self._inbox.poll():
-            with suppress(EOFError):
-                message = unpacked(self._inbox.recv_bytes())
+        content = content or self._receive()
         while self._show(0.0):
             pass
         code = self._process.returncode
-        if message is None and code > 128:
-            message = "interrupted", Interrupted(code - 128)
-        return message or ("failed", RuntimeError(f"the process ended with exit code {code}"))
+        if content:
+            return unpack(content)
+        if code > 128:
+            return "interrupted", Interrupted(code - 128)
+        return "failed", RuntimeError(f"the process ended with exit code {code}")
+
+    def _receive(self) -> bytes:
+        """What it has sent; nothing before its end."""
+        with suppress(EOFError):
+            return self._inbox.recv_bytes() if self._inbox.poll() else b""
+        return b""
 
     def _show(self, seconds: float) -> bool:
         """Whether there was anything."""
@@ -182,29 +186,29 @@ def _answer(inbox: Connection, outbox: Connection) -> None:
         sys.path[:], work = pickle.loads(inbox.recv_bytes()), inbox.recv_bytes()
     except EOFError:  # the program has ended
         return
-    from dpframe import interpreter, interruption  # from where the program has it
     from dpframe.errors import Interrupted
+    from dpframe.launch import fresh, signals  # from where the program has it
 
     sys.modules["__main__"] = ModuleType("__main__")  # this file's names are none of the program's
-    interruption.end_with(inbox.fileno())  # nothing more is sent
-    signals = interruption.Interruption(is_quiet=True)
-    signals.open()
+    signals.end_with(inbox.fileno())  # nothing more is sent
+    stop = signals.Interruption(is_quiet=True)
+    stop.open()
     try:
-        function, args = interpreter.unpacked(work, owns_main=True)
+        function, args = fresh.unpack(work, owns_main=True)
         message: tuple[str, Any] = "done", function(*args)
     except Interrupted as error:
         message = "interrupted", error
     except BaseException as error:
         message = "failed", error
-    interruption.end_children()
+    signals.end_children()
     try:
-        content = interpreter.packed(message)
+        content = fresh.pack(message)
         if message[0] == "failed":
-            interpreter.unpacked(content)  # an exception may not come out of its own pickle
+            fresh.unpack(content)  # an exception may not come out of its own pickle
     except Exception:
         text = "".join(traceback.format_exception(message[1])) if message[0] == "failed" else ""
         plain = RuntimeError(text or f"{message[1]!r} can't be sent")
-        content = interpreter.packed(("failed", plain))
+        content = fresh.pack(("failed", plain))
     outbox.send_bytes(content)
 
 

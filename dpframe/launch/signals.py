@@ -8,55 +8,63 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from multiprocessing import util
 from typing import Any
 
-from dpframe import heartbeat
 from dpframe.errors import Interrupted
-from dpframe.heartbeat import SIGNALS as SIGNALS
-from dpframe.heartbeat import USR1
+from dpframe.launch import watchdog
+from dpframe.launch.watchdog import SIGNALS as SIGNALS
+from dpframe.launch.watchdog import USR1
 
 STOP = signal.SIGTSTP  # Ctrl-Z
 ECHO_SECONDS = 0.25  # `timeout` and torchrun repeat what a terminal sent: no second signal
+OVER = b"\0"  # no signal has this number
 LONGEST_FOLDER = 50  # bytes; a socket's path has 107
 
-_installed: "Interruption | None" = None
+_current: "Interruption | None" = None
 
 
-def installed() -> "Interruption | None":
+def current() -> "Interruption | None":
     """The one of this process, which the command or the start of a rank has opened."""
-    return _installed
+    return _current
 
 
 def install(interruption: "Interruption") -> None:
     """For a process that is told of signals and handles none itself."""
-    global _installed
-    _installed = interruption
+    global _current
+    _current = interruption
 
 
-def look() -> None:
+def raise_if_signaled() -> None:
     """Ends a start-up in which a signal has come."""
-    if _installed is not None and _installed.number is not None:
-        raise Interrupted(_installed.number)
+    if _current is not None and _current.number is not None:
+        raise Interrupted(_current.number)
 
 
-def allow(grace_seconds: float) -> None:
-    if _installed is not None:
-        _installed.grace_seconds = grace_seconds
+def set_grace(seconds: float) -> None:
+    if _current is not None:
+        _current.grace_seconds = seconds
 
 
 def watched(hang_seconds: float | None) -> AbstractContextManager[None]:
-    return nullcontext() if _installed is None else _installed.watched(hang_seconds)
+    """Within, a run that makes no progress, or does not end at a signal, is ended. A program that
+    handles signals itself is not watched."""
+    return nullcontext() if _current is None else _current.watched(hang_seconds)
+
+
+def describe_lateness(grace_seconds: float) -> str:
+    """What a run that was interrupted adds if it had to be killed."""
+    return f", not done in trainer.grace_seconds={grace_seconds:g}, so killed"
 
 
 class Interruption:
     """Remembers the first signal until someone asks for its `number` where work can be broken off.
 
     The process ends at once if nothing has begun, or with the second signal. Python calls handlers
-    between two bytecodes, so a process that never leaves C code is ended by its watcher, or a rank
-    by its parent; they also end what takes longer than `grace_seconds`.
+    between two bytecodes, so that C code may keep a process from hearing one: a rank is then ended
+    by its parent, and another process by a thread, or by its `watchdog` if the code keeps the GIL.
     """
 
     ends_at_second = True
@@ -72,20 +80,20 @@ class Interruption:
 
     def open(self) -> None:
         """Outside the main thread, where Python takes no handlers, it does nothing."""
-        global _installed
-        if threading.current_thread() is not threading.main_thread() or _installed is not None:
+        global _current
+        if threading.current_thread() is not threading.main_thread() or _current is not None:
             return
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, and a shell's `&`
                 self._handlers[number] = signal.signal(number, self._note)
-        _installed = self
+        _current = self
 
     def close(self) -> None:
-        global _installed
-        if _installed is self:
+        global _current
+        if _current is self:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            _installed = None
+            _current = None
 
     def begin(self) -> None:
         """From here on there may be something to save: a signal waits for the end of a step."""
@@ -96,37 +104,38 @@ class Interruption:
         if self.number is None:
             self.number, self._since = number, time.monotonic()
 
-    def watched(self, hang_seconds: float | None) -> AbstractContextManager[None]:
-        """Within, this process is ended if `beat` is not called for that many seconds."""
-        return heartbeat.watcher(
-            hang_seconds,
-            grace_seconds=self.grace_seconds,
-            is_quiet=self._is_quiet,
-            leave=self._leave,
-        )
+    @contextmanager
+    def watched(self, hang_seconds: float | None) -> Iterator[None]:
+        """Within, this process is ended where it hangs, and where it takes too long after a signal:
+        by a thread, as C code may keep Python from calling handlers."""
+        news, wakeup = os.pipe()
+        os.set_blocking(wakeup, False)
+        thread = threading.Thread(target=self._end_late, args=(news,), daemon=True)
+        thread.start()
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # gets the number of each signal
+        try:
+            with watchdog.timer(hang_seconds), _handling_stop(self._stop_untimed):
+                yield
+        finally:
+            signal.set_wakeup_fd(-1)
+            os.write(wakeup, OVER)
+            thread.join()
+            os.close(news)
+            os.close(wakeup)
 
     @contextmanager
-    def waits(self) -> Iterator[None]:
+    def left_to_launcher(self) -> Iterator[None]:
         """Within, a signal and Ctrl-Z are left to who starts ranks, and ends or stops them."""
         before, self.has_begun = self.has_begun, True
-        with self.pauses():
+        with self.pausing():
             try:
                 yield
             finally:
                 self.has_begun = before
 
-    @contextmanager
-    def pauses(self) -> Iterator[None]:
+    def pausing(self) -> AbstractContextManager[None]:
         """Within, Ctrl-Z is left to who asks for `is_to_pause`."""
-        is_main = threading.current_thread() is threading.main_thread()
-        is_free = is_main and signal.getsignal(STOP) is signal.SIG_DFL
-        if is_free:
-            signal.signal(STOP, self._note_stop)
-        try:
-            yield
-        finally:
-            if is_free:
-                signal.signal(STOP, signal.SIG_DFL)
+        return _handling_stop(self._note_stop)
 
     def pause(self) -> None:
         """Between two steps, where all ranks are to stop."""
@@ -145,21 +154,48 @@ class Interruption:
         if self.number is None:
             self.remember(number)
             if not self.has_begun:
-                self._end("")
+                self._end(number, "")
         elif self.ends_at_second and time.monotonic() - self._since > ECHO_SECONDS:
-            self._end(", twice; ended at once")
+            self._end(self.number, ", twice; ended at once")
 
     def _note_stop(self, number: int, frame: Any) -> None:
         self.is_to_pause = True
 
-    def _end(self, how: str) -> None:
-        if self.number is not None and not self._is_quiet:
-            with suppress(OSError):  # a full device
-                os.write(2, f"dpframe: {Interrupted(self.number, how)}\n".encode())
-        self._leave()
+    def _stop_untimed(self, number: int, frame: Any) -> None:
+        with watchdog.held():
+            self.stop_here()
 
-    def _leave(self, *_: Any) -> None:
-        os._exit(1 if self.number is None else 128 + self.number)
+    def _end_late(self, news: int) -> None:
+        number = 0
+        while number not in SIGNALS:
+            number = os.read(news, 1)[0]
+            if number == OVER[0]:
+                return
+        deadline = time.monotonic() + self.grace_seconds
+        while select.select([news], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if os.read(news, 1) == OVER:
+                return
+        self._end(number, describe_lateness(self.grace_seconds))
+
+    def _end(self, number: int, how: str) -> None:
+        if not self._is_quiet:
+            with suppress(OSError):  # a full device
+                os.write(2, f"dpframe: {Interrupted(number, how)}\n".encode())
+        os._exit(128 + number)
+
+
+@contextmanager
+def _handling_stop(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Within, Ctrl-Z calls the handler, unless the program has one of its own."""
+    is_main = threading.current_thread() is threading.main_thread()
+    is_free = is_main and signal.getsignal(STOP) is signal.SIG_DFL
+    if is_free:
+        signal.signal(STOP, handler)
+    try:
+        yield
+    finally:
+        if is_free:
+            signal.signal(STOP, signal.SIG_DFL)
 
 
 # ---- children
@@ -167,9 +203,9 @@ class Interruption:
 
 def forget() -> None:
     """In a fork, first thing: what the parent watches and handles is not its child's."""
-    global _installed
-    _installed = None
-    heartbeat.disconnect()
+    global _current
+    _current = None
+    watchdog.disconnect()
     if callable(signal.getsignal(STOP)):
         signal.signal(STOP, signal.SIG_DFL)
 

@@ -1,0 +1,12 @@
+"""How the processes of a job start, hear signals and end.
+
+A process is one of three kinds, and `environment` reads which: alone; one of several that torchrun,
+srun or mpirun has started; or a rank that `local` has started on this machine.
+
+- `local` starts ranks and watches them until the last one has ended. `rank` is what such a rank
+  does, from its main function to its last words. `faults` finds the rank that failed first.
+- `peers` lets the ranks of a launcher end together.
+- `signals` remembers the signal that ends a run at its next step; in a child, it sees to it that
+  no process outlives its parent. `watchdog` ends a run that makes no progress.
+- `fresh` calls a function in a new interpreter, e.g. for a notebook, which can't be forked.
+"""

@@ -1,0 +1,127 @@
+"""What a rank does: its main function, and what it tells the process that started it."""
+
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+from dpframe.errors import Interrupted
+from dpframe.launch import signals, watchdog
+from dpframe.launch.faults import describe
+from dpframe.launch.signals import SIGNALS, STOP, Interruption
+
+SAFE_PATH = "PYTHONSAFEPATH"
+SIGNALED = (*SIGNALS, STOP)
+
+_parent: "Parent | None" = None
+
+
+def rank_main(
+    environment: dict[str, str],
+    messages: Connection,
+    pulse: Connection,
+    work: bytes | tuple[Callable[..., Any], tuple],
+) -> None:
+    """The first function of a rank; `work` is pickled for a process that was not forked."""
+    signals.end_with_parent()
+    signals.forget()
+    os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
+    os.environ.update(environment)
+    faulthandler.enable()
+    watchdog.connect(pulse.fileno())
+    parent = Parent(messages)
+    parent.send("begun")
+    set_parent(parent)
+    parent.open()
+    with parent.pausing():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
+        code = do_work(parent, work)
+    gc.collect()  # as in `cli.main`: of a process that is not a fork the interpreter ends
+    sys.exit(code)
+
+
+def set_parent(parent: "Parent") -> None:
+    """This process is one of its ranks from now on."""
+    global _parent
+    _parent = parent
+
+
+def do_work(parent: "Parent", work: bytes | tuple[Callable[..., Any], tuple]) -> int:
+    """Tells the parent how the work has ended, and returns the exit code."""
+    try:
+        run, args = pickle.loads(work) if isinstance(work, bytes) else work
+        value = run(*args)
+        parent.send("done", value if os.environ["RANK"] == "0" else None)
+    except Interrupted as error:
+        parent.send("interrupted", (error.number, error.said))
+    except BaseException as error:
+        return parent.fail(error)
+    return 0
+
+
+def has_parent() -> bool:
+    """Whether another process waits for this rank, and tells how the job has ended."""
+    return _parent is not None
+
+
+def notify_parent(name: str, value: Any) -> None:
+    """Sends the parent what it wants to know if the job ends badly."""
+    if _parent is not None:
+        _parent.send("told", (name, value))
+
+
+def fail(error: BaseException, *, is_late: bool = False) -> None:
+    """Tells the parent how this rank fails, before it lets go of what it has; late is an error
+    that came after the job's end."""
+    if _parent is not None and not isinstance(error, Interrupted):
+        _parent.fail(error, is_late=is_late)
+
+
+class Messages(Protocol):
+    """The rank's end of a pipe, or what stands in for one."""
+
+    def send_bytes(self, message: bytes, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+
+class Parent(Interruption):
+    """In a rank: the process that started it counts its signals, watches it and pauses it."""
+
+    ends_at_second = False  # the parent ends it
+    exit_code: int | None = None  # of the failure that it was told
+
+    def __init__(self, messages: Messages) -> None:
+        super().__init__(is_quiet=True)
+        self._messages = messages
+
+    def send(self, kind: str, value: Any = None) -> None:
+        # Pickled here, by value: multiprocessing would share a tensor's memory, which ends with us.
+        self._messages.send_bytes(pickle.dumps((kind, value)))
+
+    def fail(self, error: BaseException, *, is_late: bool = False) -> int:
+        """The exit code; it is told of the first failure alone."""
+        if self.exit_code is None:
+            fault = describe(error)
+            fault.is_consequence = fault.is_consequence or is_late
+            self.exit_code = fault.exit_code
+            self.send("failed", fault)
+        return self.exit_code
+
+    @contextmanager
+    def watched(self, hang_seconds: float | None) -> Iterator[None]:
+        self.send("watch", hang_seconds)
+        yield
+        self.send("watch", None)
+
+    def pause(self) -> None:
+        if self.number is None:
+            self.send("paused")
+            self._messages.recv_bytes()
+        super().pause()

@@ -1,0 +1,207 @@
+"""Several machines by torchrun: two of its agents on this one, a rank each, as on two."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import injector
+import pytest
+from command import ROOT, attempts, cold_attempts, dpframe, environment, write
+from injector import fail_at
+from small import is_same, trainer
+
+from dpframe import TrainerSettings, UserError
+
+TESTS = Path(__file__).resolve().parent
+WORDS = ("strategy=ddp", "logger=none")
+
+
+class Agent:
+    """A torchrun process; its rank has a session of its own."""
+
+    def __init__(self, folder: Path, number: int, port: int, words: list[str], **variables: str):
+        self.output = folder / f"said-{number}"
+        path = f"{ROOT}:{TESTS}"
+        settings = f"is_host={1 - number},keep_alive_interval=1,last_call_timeout=2"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
+        command += ["--nproc-per-node=1", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
+        command += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={settings}", *words]
+        with self.output.open("w") as output:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=environment(
+                    PYTHONPATH=path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **variables
+                ),
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> int:
+        return self.process.wait(200)
+
+    def lose(self) -> None:
+        """As a machine that has no power any more."""
+        pid = self.process.pid
+        (rank,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        self.process.kill()
+        os.kill(int(rank), signal.SIGKILL)
+
+    def said(self) -> str:
+        return self.output.read_text()
+
+    def last(self) -> str:
+        """The line that its rank has said last, before torchrun's own."""
+        lines = [line for line in self.said().splitlines() if line.startswith("dpframe: ")]
+        return lines[-1] if lines else ""
+
+
+@contextmanager
+def agents(
+    folder: Path, *words: str, options: tuple[str, ...] = (), **variables: str
+) -> Iterator[list[Agent]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    given = [*options, "-m", "dpframe", *injector.words(folder, *WORDS, *words)]
+    both = [Agent(folder, number, port, given, **variables) for number in range(2)]
+    try:
+        yield both
+    finally:
+        for agent in both:
+            agent.process.terminate()  # it ends its rank
+            agent.process.wait()
+
+
+def ended(folder: Path, **variables: str) -> list[str]:
+    """What both ranks of a job that fails have said last, the first one's first."""
+    with agents(folder, **variables) as both:
+        assert [agent.wait() for agent in both] == [1, 1], both[0].said() + both[1].said()
+        return sorted(agent.last() for agent in both)
+
+
+HOST = socket.gethostname()
+
+
+def test_both_agents_end_with_the_rank_that_failed_first(tmp_path):
+    assert ended(tmp_path, **fail_at(1, 3, "raise")) == [
+        f"dpframe: rank 0 on {HOST} ended after rank 1 on {HOST} had failed: ValueError: broken in "
+        "rank 1",
+        f"dpframe: rank 1 on {HOST} has failed",
+    ]
+
+
+def test_a_mistake_of_the_users_is_its_line_on_both(tmp_path):
+    assert ended(tmp_path, **fail_at(1, 3, "refuse")) == [
+        f"dpframe: rank 0 on {HOST} ended after rank 1 on {HOST} had failed: UserError: the data "
+        "is wrong; fix it",
+        "dpframe: the data is wrong; fix it",
+    ]
+
+
+def test_a_rank_that_is_killed_ends_both(tmp_path):
+    """Its own agent names the signal."""
+    with agents(tmp_path, **fail_at(1, 3, "kill")) as both:
+        assert [agent.wait() for agent in both] == [1, 1]
+        killed, other = sorted(both, key=Agent.last)
+        assert "SIGKILL" in killed.said() and killed.last() == ""
+        assert other.last() == f"dpframe: rank 0 on {HOST} ended after another one was gone"
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_ctrl_c_on_either_agent_ends_both_with_one_checkpoint(tmp_path, number):
+    with agents(tmp_path, "trainer.max_epochs=1000") as both:
+        while not all((tmp_path / f"training-{rank}").exists() for rank in (0, 1)):
+            assert [agent.process.poll() for agent in both] == [None, None], both[0].said()
+        both[number].process.send_signal(signal.SIGINT)
+        assert [agent.wait() for agent in both] == [1, 1]
+        lines = sorted(agent.last() for agent in both)
+    steps = injector.last(tmp_path)["progress"]["global_step"]
+    line = f"interrupted by SIGINT after step {steps}; go on with resume=run"
+    assert lines == ["", f"dpframe: {line}"]
+    assert json.loads((tmp_path / "run/summary.json").read_text())["reason"] == line
+
+
+def test_a_job_that_is_restarted_goes_on_from_its_last_checkpoint(tmp_path, undisturbed):
+    with agents(tmp_path, options=("--max-restarts=1",), **fail_at(1, 12, "kill")) as both:
+        assert [agent.wait() for agent in both] == [0, 0], both[0].said() + both[1].said()
+    assert "they go on from run/checkpoints, step 8" in (tmp_path / "run/run.log").read_text()
+    assert is_same(injector.weights(tmp_path), undisturbed("strategy=ddp", "trainer.gpus=2"))
+
+
+def test_a_machine_that_is_lost_leaves_the_other_one_to_go_on(tmp_path):
+    """The first one starts again, alone."""
+    run = tmp_path / "run"
+    options = ("--nnodes=1:2", "--max-restarts=3")
+    with agents(tmp_path, options=options, STEP_SECONDS="0.2") as both:
+        while not (is_of_both(run) and (run / "checkpoints/last.ckpt").exists()):
+            assert [agent.process.poll() for agent in both] == [None, None], both[0].said()
+        both[1].lose()
+        assert both[0].wait() == 0, both[0].said()
+    assert not is_of_both(run)
+    assert "they go on from run/checkpoints, step " in (run / "run.log").read_text()
+
+
+def is_of_both(run: Path) -> bool:
+    note = run / ".hydra/torchrun"
+    return note.exists() and len(note.read_text().splitlines()) == 2
+
+
+# The two settings of an earlier version, for which it met other machines by itself.
+
+START = "--rdzv-backend c10d --rdzv-endpoint"
+REFUSED = {
+    "trainer.nodes=2 trainer.rendezvous=node1:29500 trainer.gpus=4 recipe=boston strategy=ddp": (
+        f"torchrun --nnodes 2 --nproc-per-node 4 {START} node1:29500 -m dpframe recipe=boston "
+        "strategy=ddp"
+    ),
+    "recipe=boston strategy=fsdp trainer.nodes=2": (
+        f"torchrun --nnodes 2 --nproc-per-node N {START} HOST:29500 -m dpframe recipe=boston "
+        "strategy=fsdp"
+    ),
+    "recipe=boston trainer.num_nodes=3": "torchrun --nnodes 3 --nproc-per-node N --rdzv-",
+    "mode=verify +trainer.rendezvous=node1:1": f"torchrun --nnodes M --nproc-per-node N {START} ",
+    "--config-dir=mine recipe=met": f"{START} HOST:29500 -m dpframe … strategy=ddp",
+}
+
+
+def test_the_settings_for_several_machines_are_refused_with_the_command_for_them(tmp_path):
+    recipe = {
+        "mine/recipe/met.yaml": "# @package _global_\ndefaults: [boston]\ntrainer: {nodes: 2}\n"
+    }
+    lines = [line.split() for line in REFUSED]
+    done, heavy = cold_attempts(lines, write(tmp_path, recipe))
+    assert "torch" not in heavy
+    for attempt, command in zip(done, REFUSED.values(), strict=True):
+        assert (attempt.code, attempt.err.count("\n")) == (2, 1), attempt.err
+        assert attempt.err.startswith("dpframe: trainer.nodes and trainer.rendezvous are no settin")
+        assert command in attempt.err
+
+
+@pytest.mark.parametrize("make", [TrainerSettings, trainer])
+def test_the_settings_for_several_machines_are_refused_from_python_too(make):
+    with pytest.raises(UserError, match=r"^trainer\.nodes and .* torchrun --nnodes 2 --nproc-per"):
+        make(nodes=2)
+
+
+def test_runs_and_sweeps_of_before_go_on_without_them(tmp_path):
+    done = dpframe("recipe=boston", "hydra.run.dir=run", "trainer.max_steps=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    machines = ["trainer.nodes=2", "trainer.rendezvous=node1:29500"]
+    with (tmp_path / "run/.hydra/overrides.yaml").open("a") as overrides:
+        overrides.writelines(f"- {each}\n" for each in machines)
+    swept = ["recipe=boston", "seed=0", "logger=none", "trainer.max_steps=1", *machines]
+    sweep = json.dumps({"runs": [], "overrides": swept, "sweeper": "basic"})
+    lines = [
+        ["resume=run", "trainer.max_steps=2"],
+        ["mode=test", "checkpoint=run/checkpoints/last.ckpt"],
+        ["-m", "sweep.resume=swept"],
+    ]
+    for attempt in attempts(lines, write(tmp_path, {"swept/sweep.json": sweep})):
+        assert attempt.code == 0, attempt.err
