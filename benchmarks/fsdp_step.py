@@ -80,18 +80,17 @@ def medians(seconds: list[Seconds]) -> Seconds:
 def measure(
     strategy: FSDP, words: list[str], steps: int, seconds: float
 ) -> list[tuple[Seconds, Seconds]]:
-    strategy.open()
-    torch.set_num_threads(1)
-    end = time.perf_counter() + seconds
-    pairs: list[tuple[Seconds, Seconds]] = []
-    is_over = False
-    while not is_over:
-        pair = by_dpframe(strategy, words, steps), by_hand(strategy, words, steps)
-        if strategy.is_main:
-            print(f"turn {len(pairs)}: {1e3 * pair[0][0]:.1f} and {1e3 * pair[1][0]:.1f} ms")
-        pairs.append(pair)
-        is_over = strategy.collectives.broadcast(len(pairs) > 1 and time.perf_counter() > end)
-    strategy.shut()
+    with strategy:
+        torch.set_num_threads(1)
+        end = time.perf_counter() + seconds
+        pairs: list[tuple[Seconds, Seconds]] = []
+        is_over = False
+        while not is_over:
+            pair = by_dpframe(strategy, words, steps), by_hand(strategy, words, steps)
+            if strategy.is_main:
+                print(f"turn {len(pairs)}: {1e3 * pair[0][0]:.1f} and {1e3 * pair[1][0]:.1f} ms")
+            pairs.append(pair)
+            is_over = strategy.collectives.broadcast(len(pairs) > 1 and time.perf_counter() > end)
     return pairs[1:]  # the first one warms up
 
 

@@ -44,14 +44,12 @@ class Times(Callback):
 
 def measure(strategy: Strategy, words: str, steps: int, rounds: int, shares: int) -> Any:
     """The least milliseconds of a step: processor and wall, plain and logical."""
-    is_alone = strategy.open()
     fastest = {None: (float("inf"),) * 2, shares: (float("inf"),) * 2}
-    for _ in range(rounds):
-        for logical, before in fastest.items():
-            now = once(strategy, words, steps, logical)
-            fastest[logical] = tuple(map(min, before, now))  # type: ignore[assignment]
-    if is_alone:
-        strategy.shut()
+    with strategy:
+        for _ in range(rounds):
+            for logical, before in fastest.items():
+                now = once(strategy, words, steps, logical)
+                fastest[logical] = tuple(map(min, before, now))  # type: ignore[assignment]
     return fastest
 
 

@@ -22,38 +22,37 @@ RECIPE = ["recipe=gpt", "data.batch_size=2", "data.block=16"]
 def measure(
     strategy: FSDP, folder: str, width: int, turns: int
 ) -> list[tuple[float, float, float]]:
-    strategy.open()
-    task, data, settings = built([*RECIPE, f"task.width={width}"], 1)
-    settings.sanity_batches = 0
-    settings.limit_val_batches = 1
-    trainer = Trainer(task, data, strategy=strategy, settings=settings)
-    trainer.fit()
-    writer, path = Writer(), Path(folder, "checkpoints", "last.ckpt")
-    clock = time.perf_counter
-    seconds: list[tuple[float, float, float]] = []
-    copies: list[Tensor] = []
-    for _ in range(turns):
-        strategy.collectives.sum_numbers([0.0])  # together
-        began = clock()
-        state = trainer.state_dict(whole=False)
-        writer.save(state, [path], sharding=strategy.sharding)
-        stalled = clock() - began
-        writer.wait()
-        written = clock() - began
-        own = [
-            shard.rows
-            for shard in sharded.split(state, Tensor.detach, copies_rest=True)[1].values()
-        ]
-        copies = copies or [rows.clone() for rows in own]
-        strategy.collectives.sum_numbers([0.0])
-        began = clock()
-        for copy, rows in zip(copies, own, strict=True):
-            copy.copy_(rows)
-        seconds.append((stalled, clock() - began, written))
-    if strategy.is_main:
-        size = sum(copy.nbytes for copy in copies)
-        print(f"{size / 2**20:.0f} MiB a rank in {len(copies)} tensors")
-    strategy.shut()
+    with strategy:
+        task, data, settings = built([*RECIPE, f"task.width={width}"], 1)
+        settings.sanity_batches = 0
+        settings.limit_val_batches = 1
+        trainer = Trainer(task, data, strategy=strategy, settings=settings)
+        trainer.fit()
+        writer, path = Writer(), Path(folder, "checkpoints", "last.ckpt")
+        clock = time.perf_counter
+        seconds: list[tuple[float, float, float]] = []
+        copies: list[Tensor] = []
+        for _ in range(turns):
+            strategy.collectives.sum_numbers([0.0])  # together
+            began = clock()
+            state = trainer.state_dict(whole=False)
+            writer.save(state, [path], sharding=strategy.sharding)
+            stalled = clock() - began
+            writer.wait()
+            written = clock() - began
+            own = [
+                shard.rows
+                for shard in sharded.split(state, Tensor.detach, copies_rest=True)[1].values()
+            ]
+            copies = copies or [rows.clone() for rows in own]
+            strategy.collectives.sum_numbers([0.0])
+            began = clock()
+            for copy, rows in zip(copies, own, strict=True):
+                copy.copy_(rows)
+            seconds.append((stalled, clock() - began, written))
+        if strategy.is_main:
+            size = sum(copy.nbytes for copy in copies)
+            print(f"{size / 2**20:.0f} MiB a rank in {len(copies)} tensors")
     return seconds[1:]
 
 

@@ -24,7 +24,7 @@ _HOME = {
     "DataModule": "dpframe.data",
     "Logger": "dpframe.loggers",
     "Result": "dpframe.cli.api",
-    "Run": "dpframe.trainer",
+    "RunInfo": "dpframe.trainer",
     "ShardedStream": "dpframe.data.stream",
     "Strategy": "dpframe.strategies",
     "Task": "dpframe.task",
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from dpframe.loggers import Logger
     from dpframe.strategies import Strategy
     from dpframe.task import Task
-    from dpframe.trainer import Run, Trainer
+    from dpframe.trainer import RunInfo, Trainer
     from dpframe.trainer.settings import TrainerSettings
 
 __all__ = [
@@ -53,7 +53,7 @@ __all__ = [
     "DataModule",
     "Logger",
     "Result",
-    "Run",
+    "RunInfo",
     "ShardedStream",
     "Strategy",
     "Task",

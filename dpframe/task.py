@@ -47,13 +47,14 @@ class TaskContext:
         strategy: Placed | None = None,
         *,
         is_compiled: bool = False,
+        end_share: Callable[[list[int]], None] = lambda share: None,
     ) -> None:
         self.progress = progress
         self.strategy = strategy
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
         self.batches: int | None = None  # of an evaluation's pass; None where nobody knows
-        self.end_share: Callable[[list[int]], None] = lambda share: None  # after its step
+        self.end_share = end_share  # called after the step of a logical share
 
     def __deepcopy__(self, memo: dict) -> "TaskContext":
         return self

@@ -23,7 +23,7 @@ from dpframe.launch.local import allow_fork
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.ddp import DDP
-from dpframe.trainer import Run
+from dpframe.trainer import RunInfo
 from dpframe.trainer.progress import Progress
 
 STEPS = 12  # three epochs of seven batches, two to a step
@@ -101,7 +101,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
             callbacks=[Checkpoint(every_n_steps=1, keep=2, seconds_between=0), *kills],
             loggers=[CSV(), TensorBoard()],
             # A run that was killed before its first checkpoint begins again.
-            run=Run(directory=directory, is_repeated=resume is None and has_begun),
+            run=RunInfo(directory=directory, is_repeated=resume is None and has_begun),
         )
         (folder / "began").touch()
         trainer.fit(resume)

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
 from dpframe.callbacks import progress as bar
-from dpframe.trainer import Run, loop, report
+from dpframe.trainer import RunInfo, feed, loop, recorder
 from dpframe.trainer import progress as counters
 from dpframe.trainer.callback import HOOKS
 
@@ -123,7 +123,7 @@ class Clock:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.now = 0.0
-        for module in (loop, counters, report, bar):
+        for module in (loop, feed, counters, recorder, bar):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._read))
 
     def _read(self) -> float:
@@ -173,7 +173,7 @@ def trainer(
         callbacks=callbacks,
         loggers=loggers or [],
         seed=seed,
-        run=Run(directory=str(directory)),
+        run=RunInfo(directory=str(directory)),
     )
 
 

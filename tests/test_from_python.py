@@ -15,7 +15,7 @@ from torch.utils.data import random_split
 
 from dpframe import (
     Callback,
-    Run,
+    RunInfo,
     Strategy,
     Trainer,
     TrainerSettings,
@@ -67,11 +67,10 @@ def test_a_trainer_sets_up_its_strategy_for_all_modes_and_closes_it_at_the_end_o
 @pytest.mark.parametrize("kind", [Counted, CPU, DataParallel])
 def test_a_strategy_that_another_has_opened_is_left_open(kind):
     strategy = kind()
-    assert strategy.open() and not strategy.open()
-    with Trainer(Small(), Rows(), strategy=strategy, settings=ONCE) as trainer:
-        trainer.fit()
-    assert strategy.is_set_up
-    strategy.shut()
+    with strategy:
+        with Trainer(Small(), Rows(), strategy=strategy, settings=ONCE) as trainer:
+            trainer.fit()
+        assert strategy.is_set_up
     assert not strategy.is_set_up
 
 
@@ -243,9 +242,9 @@ def outcome(**given: Any) -> str:
 
 def trained_in_turns() -> list[str]:
     shared = DDP()
-    trained = [outcome(strategy=shared), outcome(strategy=shared)]
-    trained.append(outcome(settings=TrainerSettings(max_epochs=1, gpus=2)))  # joins its group
-    shared.shut()
+    with shared:
+        trained = [outcome(strategy=shared), outcome(strategy=shared)]
+        trained.append(outcome(settings=TrainerSettings(max_epochs=1, gpus=2)))  # joins its group
     trained.append(outcome(strategy=DDP()))  # opens another group in the same store
     return trained
 
@@ -261,13 +260,13 @@ def test_what_writes_files_asks_for_a_directory(part, tmp_path, monkeypatch):
     kind = "callbacks" if part is Checkpoint else "loggers"
     trainer = Trainer(Small(), Rows(), settings=ONCE, **{kind: [part()]})
     with pytest.raises(
-        UserError, match=rf"^{part.__name__} writes files, .* run=Run\(directory=…\)$"
+        UserError, match=rf"^{part.__name__} writes files, .* run=RunInfo\(directory=…\)$"
     ):
         trainer.fit()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="directory=s3://bucket/x is a URL, and dpframe reads"):
-        Run(directory="s3://bucket/x")
-    run = Run(directory=str(tmp_path / "mine"))
+        RunInfo(directory="s3://bucket/x")
+    run = RunInfo(directory=str(tmp_path / "mine"))
     Trainer(Small(), Rows(), settings=ONCE, run=run, **{kind: [part()]}).fit()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
@@ -278,7 +277,7 @@ def test_without_files_no_directory_is_needed_or_named(capsys):
 
 
 def test_a_dashboard_is_named_where_a_logger_has_one(tmp_path, capsys):
-    run = Run(directory=str(tmp_path / "its run"))
+    run = RunInfo(directory=str(tmp_path / "its run"))
     for logger in (CSV(), TensorBoard()):
         given = {"callbacks": [Progress()], "loggers": [logger], "run": run}
         Trainer(Small(), Rows(), settings=ONCE, **given).fit()

@@ -557,11 +557,11 @@ def told_at_the_start(group: FSDP) -> list[list[str]]:
         (None, {}),
     ):
         strategy = FSDP(1, "cpu", param_dtype=param_dtype)
-        strategy.open()
         lines = Lines()
         logging.getLogger("dpframe").addHandler(lines)
         logging.getLogger("dpframe").setLevel("INFO")
-        fitted(make=Deep, strategy=strategy, max_steps=1, **settings)
+        with strategy:
+            fitted(make=Deep, strategy=strategy, max_steps=1, **settings)
         logging.getLogger("dpframe").removeHandler(lines)
         said.append([line for line in lines.said if "bf16" in line])
     return said
@@ -643,8 +643,8 @@ def refusals(group: FSDP) -> list[str]:
     for arguments, make, settings, _ in REFUSED:
         strategy = FSDP(3, "cpu", **arguments)
         try:
-            strategy.open()
-            fitted(make=make, strategy=strategy, **settings)
+            with strategy:
+                fitted(make=make, strategy=strategy, **settings)
             said.append("nothing")
         except UserError as error:
             said.append(str(error))

@@ -30,7 +30,7 @@ from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.processes import Processes
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.task import Task
-from dpframe.trainer import Run
+from dpframe.trainer import RunInfo
 
 SEED = 3
 SAVED_AT = 5  # within the second epoch of each
@@ -107,7 +107,7 @@ def trained(
         callbacks=[*own, *callbacks],
         loggers=loggers,
         seed=SEED,
-        run=Run(directory=directory),
+        run=RunInfo(directory=directory),
     )
     trainer.fit(resume)
     return trainer

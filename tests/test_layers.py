@@ -311,7 +311,7 @@ PRIVATE = {
     "_orig_mod": "is in the names of what a compiled module has saved",
 }
 DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples
-WORDS = {"_sitebuiltins.py"}  # a file of Python's
+WORDS = {"_sitebuiltins.py", "_batch_end"}  # a file of Python's; the end of a hook's name
 SETTINGS = {"sys.stdout", "sys.stderr", "tempfile.tempdir", "torch.backends.cudnn.benchmark"}
 SETTINGS |= {"sys.modules['__main__']"}  # in the interpreter of a program: the program's own
 

@@ -29,7 +29,7 @@ from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
 from dpframe.strategies.fsdp import FSDP  # noqa: E402
-from dpframe.trainer import Run  # noqa: E402
+from dpframe.trainer import RunInfo  # noqa: E402
 
 EPOCHS = 3
 
@@ -288,7 +288,7 @@ def test_a_best_of_all_epochs_is_kept_and_a_metric_that_is_logged_begins_again(
 
 def test_the_sanity_pass_writes_nothing_to_tensorboard(tmp_path):
     parts = Lightning(lit.Best()), LightningData(lit.Rows())
-    run = Run(directory=str(tmp_path))
+    run = RunInfo(directory=str(tmp_path))
     Trainer(*parts, loggers=[TensorBoard()], run=run, max_epochs=2, precision="64").fit()
     [written] = tmp_path.glob("*.writer")
     assert [event.step for event in EventAccumulator(str(written)).Reload().Scalars("error")] == [

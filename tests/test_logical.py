@@ -748,12 +748,11 @@ def test_a_strategy_is_closed_by_the_trainer_that_has_set_it_up():
 
 def test_negative_zero_is_zero_whether_others_give_nothing_or_zeros():
     within = CPU()
-    within.open()
-    logical = Logical(within, 2, seed=0)
-    own = logical.own_sums(lambda share: None if share else [torch.tensor([-0.0, 1.0])])
-    (total,) = logical.total(own, list)
-    assert total.signbit().tolist() == [False, False]
-    within.shut()
+    with within:
+        logical = Logical(within, 2, seed=0)
+        own = logical.own_sums(lambda share: None if share else [torch.tensor([-0.0, 1.0])])
+        (total,) = logical.total(own, list)
+        assert total.signbit().tolist() == [False, False]
 
 
 # What mode=verify says
@@ -814,11 +813,10 @@ def of_cards(count: int) -> dict[str, Any]:
 
 def of_one_card() -> dict[str, Any]:
     strategy = SingleGPU(accelerator="cuda")
-    strategy.open()
-    before = gone_on(strategy, {ELASTIC_ON_CARDS: None})
-    goes_on = gone_on(strategy, loaded(before))
-    ended = {name: result(strategy, CASES[name]) for name in ON_CARDS}
-    strategy.shut()
+    with strategy:
+        before = gone_on(strategy, {ELASTIC_ON_CARDS: None})
+        goes_on = gone_on(strategy, loaded(before))
+        ended = {name: result(strategy, CASES[name]) for name in ON_CARDS}
     return ended | {"elastic": before, "gone on": goes_on}
 
 

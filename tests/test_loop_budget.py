@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 import dpframe
 from dpframe import Callback, Strategy, Trainer, TrainerSettings
 from dpframe.recipes.boston import Boston, BostonData
+from dpframe.trainer.step import Step
 
 HOUSE = str(Path(dpframe.__file__).parent)
 
@@ -44,17 +45,14 @@ class Looks(Small):
 
 
 def crossed(strategy: Strategy) -> list[str]:
-    strategy.setup()
-    try:
+    with strategy:
         return fitted(Looks(), strategy=strategy, max_steps=2).task.crossed  # the second's
-    finally:
-        strategy.close()
 
 
 FRAMES = [
     "trainer/loop.py: Trainer.fit",
     "trainer/loop.py: Trainer._train_epoch",
-    "trainer/loop.py: Trainer.gradients",
+    "trainer/step.py: Step.gradients",
     "trainer/step.py: TrainStep.forward",
 ]
 REPLICAS = "strategies/data_parallel.py: Replicas.forward"
@@ -109,8 +107,8 @@ def measured() -> dict[str, Any]:
 # Calls
 
 BATCHES = 20
-OWN_BUDGET = 29  # calls of dpframe's own a batch, the recipe's among them
-BUDGET = 155  # all Python calls a batch, with torch's; Lightning 2.6 makes 483
+OWN_BUDGET = 32  # calls of dpframe's own a batch, the recipe's among them
+BUDGET = 158  # all Python calls a batch, with torch's; Lightning 2.6 makes 483
 
 
 class CountsCalls(Callback):
@@ -165,7 +163,7 @@ def test_a_batch_keeps_its_budget_of_python_calls():
 
 # The way to the first step
 
-ENTRIES, FILES, CHANGES = 180, 34, 122
+ENTRIES, FILES, CHANGES = 213, 43, 150
 SANITY = 52  # entries more, of its one batch of validation
 
 
@@ -182,7 +180,7 @@ def way_to_the_first_step(sanity_batches: int) -> tuple[int, int, int]:
         is_ours = event == "call" and code.co_filename.startswith(HOUSE)
         if is_ours and not code.co_name.startswith("<"):
             entered.append(code.co_filename)
-            if code is Trainer.gradients.__code__:
+            if code is Step.gradients.__code__:
                 sys.setprofile(None)
 
     task = Boston(nn.Linear(13, 1), partial(torch.optim.Adam, lr=0.01))

@@ -17,8 +17,8 @@ from dpframe.data import Loader, move, prefetch
 from dpframe.data.loader import copied
 from dpframe.data.prefetch import Prefetch
 from dpframe.strategies.data_parallel import DataParallel
-from dpframe.trainer import evaluation, loop
-from dpframe.trainer.feed import evaluated, local_devices
+from dpframe.trainer import evaluation, feed
+from dpframe.trainer.feed import evaluated
 
 
 class Noted:
@@ -68,7 +68,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         prefetch = Prefetch(loader, to_device, Noted())  # type: ignore[arg-type]
         return prefetch.epoch, prefetch.begin
 
-    for module in (loop, evaluation):
+    for module in (feed, evaluation):
         monkeypatch.setattr(module, "prefetched", prefetched)
 
 
@@ -174,7 +174,7 @@ def test_a_process_has_its_own_devices_and_no_other_s():
     several.setup()
     rank = Strategy()
     rank.world_size = rank.replicas = 2
-    assert local_devices(several) == local_devices(rank) == [torch.device("cpu")]
+    assert several.local_devices == rank.local_devices == [torch.device("cpu")]
 
 
 # The streams themselves, played
@@ -230,7 +230,7 @@ def test_a_wait_for_the_gpu_is_no_wait_for_data(monkeypatch):
     """A clock that goes on while the host waits for the GPU, and at no other time."""
     now = [0.0]
     monkeypatch.setattr(Noted, "pace", lambda self: now.append(now.pop() + 1.0))
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(feed.time, "perf_counter", lambda: now[0])
     as_on_a_gpu(monkeypatch)
     one = fitted(max_epochs=1)
     assert (one.progress.data_seconds, one.progress.seconds) == (0.0, 10.0)

@@ -373,7 +373,7 @@ class SAM(Callback):
         for weight, move in zip(weights, moves, strict=True):
             weight.add_(move)
         with torch.enable_grad():
-            trainer.recompute()
+            trainer.recompute_gradients()
         for weight, move in zip(weights, moves, strict=True):
             weight.sub_(move)
 

@@ -359,13 +359,10 @@ def launched(strategy: Strategy, job: Job, copies: int = 1) -> float:
 
 def in_rank(strategy: Strategy, is_dry: bool, copies: int) -> float:
     """Seconds a step, with the batch of one card for each of `copies` cards."""
-    strategy.open()
-    try:
+    with strategy:
         contest = contests(is_tiny=is_dry)["gpt"]
         contest = replace(contest, make=partial(larger, contest.make, copies))
         return ours(contest, strategy.device, strategy=strategy).step_seconds
-    finally:
-        strategy.shut()
 
 
 def larger(make: Callable[[], Problem], copies: int) -> Problem:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from benchmarks.gpu.contests import LIGHTNING, RESIDENT, TUNED, Contest
-from dpframe import Callback, Run, Strategy, Trainer
+from dpframe import Callback, RunInfo, Strategy, Trainer
 from dpframe.data.order import permutation
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.update import fuse
@@ -178,7 +178,7 @@ def ours(
         strategy=strategy,
         settings=settings,
         callbacks=[*callbacks, Timed(clock)],
-        run=Run(directory=directory),
+        run=RunInfo(directory=directory),
     )
     with trainer:
         trainer.fit()

@@ -72,7 +72,7 @@ def ratio(directory: Path, *, epochs: int = EPOCHS) -> float:
         settings=dpframe.TrainerSettings(max_epochs=epochs, threads=1),
         callbacks=[Progress(bar=False), alternates],
         loggers=[TensorBoard(), CSV()],
-        run=dpframe.Run(directory=str(directory)),
+        run=dpframe.RunInfo(directory=str(directory)),
     ).fit()
     next(alternates.tuned, None)  # closes its files
     ours, theirs = (

@@ -206,7 +206,7 @@ class Checkpoint(Callback):
         # In every process: each contributes its random state, and its shards.
         state = trainer.state_dict(whole=sharding is None)
         if is_main:
-            trainer.report.flush()  # the curve goes as far as the checkpoint, whatever happens
+            trainer.recorder.flush()  # the curve goes as far as the checkpoint, whatever happens
         if is_main or sharding is not None:
             dropped = [folder / name for name in self.dropped if is_main]
             self.writer.save(state, [folder / n for n in names], dropped, sharding=sharding)

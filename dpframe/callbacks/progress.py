@@ -252,7 +252,7 @@ def banner(trainer: "Trainer") -> str:
         rows.append(("layout", trainer.layout))
     if trainer.run.directory:
         rows.append(("run", trainer.run.directory))
-    dashboards = (logger.dashboard(trainer.run.directory) for logger in trainer.report.loggers)
+    dashboards = (logger.dashboard(trainer.run.directory) for logger in trainer.loggers)
     rows += [("dashboard", command) for command in dashboards if command]
     facts = "\n".join(f"{name:<10} {value}" for name, value in rows)
     return f"{facts}\n\n{parameters(trainer)}\n"
@@ -379,7 +379,7 @@ def _share_done(trainer: "Trainer") -> float | None:
 def _batches_done(trainer: "Trainer", name: str) -> str:
     """How far the evaluation of this data set is."""
     done, total = trainer.task.run_context.batch_index + 1, trainer.task.run_context.batches
-    words = [trainer.doing, printable(name), f"batch {done}{_of(total)}"]
+    words = [trainer.phase, printable(name), f"batch {done}{_of(total)}"]
     return " ".join(filter(None, words))
 
 

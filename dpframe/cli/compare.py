@@ -95,11 +95,8 @@ def devices_of(strategy: Strategy) -> list[str]:
     """The devices of the replicas, without starting a rank."""
     if strategy.launches_ranks:
         return [str(device) for device in strategy.choose_devices(default=None)]
-    strategy.open()
-    try:
+    with strategy:
         return strategy.devices
-    finally:
-        strategy.shut()
 
 
 def _names(job: Composed) -> list[str]:

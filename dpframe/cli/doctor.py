@@ -108,11 +108,8 @@ def _talk(problems: list[str]) -> str:
 
 
 def _add_up(strategy: Strategy) -> float:
-    strategy.open()
-    try:
+    with strategy:
         return float(strategy.collectives.sum(torch.ones(1, device=strategy.device)))
-    finally:
-        strategy.shut()
 
 
 def _problems() -> Iterator[str]:

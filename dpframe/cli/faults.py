@@ -14,7 +14,6 @@ from dpframe.checkpoint import seal
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
-from dpframe.trainer.feed import local_devices
 from dpframe.trainer.settings import TrainerSettings
 
 SMALLER = {"32": "bf16", "64": "bf16", "bf16": "bf16-true", "fp16": "bf16-true"}  # precisions
@@ -40,11 +39,11 @@ def explain(
     try:
         yield
     except Exception as error:
-        doing = SET_UP if trainer is None else trainer.doing
+        doing = SET_UP if trainer is None else trainer.phase
         kind: type[Failure] = Failure
         if memory.ran_out(error):
             kind = OutOfMemory
-            line = f"{memory.full(local_devices(strategy), f'{doing}{_on_rank(strategy)}')}; "
+            line = f"{memory.full(strategy.local_devices, f'{doing}{_on_rank(strategy)}')}; "
             if trainer is None or doing == SET_UP:
                 line += _about_set_up(settings)
             else:
@@ -93,7 +92,7 @@ def _about_batch(trainer: Trainer, doing: str) -> str:
 def _lost(strategy: Strategy, doing: str, error: Exception) -> str:
     found = KIND.search(str(error))
     kind = found[0] if found else first_line(error)
-    devices = ", ".join(map(str, local_devices(strategy)))
+    devices = ", ".join(map(str, strategy.local_devices))
     line = f"{devices} failed in {doing}{_on_rank(strategy)}: {kind}"
     line += "".join(f"; {cause}" for words, cause in CAUSES.items() if words in kind)
     if ECC not in kind:

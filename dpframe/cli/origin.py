@@ -11,7 +11,7 @@ from dpframe.cli.settings import TOP_LEVEL, shown
 from dpframe.data import DataModule
 from dpframe.errors import UserError
 from dpframe.task import Task
-from dpframe.trainer import resume
+from dpframe.trainer import fingerprint
 
 OF_TRAINING = (  # no evaluation depends on these
     "task.optimizer",
@@ -34,7 +34,7 @@ DECIDING = ("task", "data", "seed", "trainer.precision")
 def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataModule) -> list[str]:
     """The lines to log: the run's overrides, and each value that is typed as another one here."""
     what = f"checkpoint={job.start}"
-    theirs, ours = _fingerprint(what, state), resume.of_config(job.config, job.public)
+    theirs, ours = _fingerprint(what, state), fingerprint.leaves_of_config(job.config, job.public)
     if "task._target_" not in theirs:  # made from Python, without a config
         return []
     if state.get("recipe") not in ("", None, job.settings.recipe):
@@ -58,7 +58,7 @@ def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataM
         f"its run had {key}={shown(theirs.get(key))}, this one has {key}={shown(ours.get(key))}"
         for key in changed
     ]
-    codes = resume.of_code(task, data)
+    codes = fingerprint.of_code(task, data)
     lines += [f"{key} has changed since its run" for key in codes if theirs.get(key) != codes[key]]
     return [f"{what}: {line}" for line in lines]
 
@@ -82,7 +82,7 @@ def _is_typed(key: str, theirs: Mapping[str, Any], ours: Mapping[str, Any], job:
 
     A value from the environment counts as typed.
     """
-    if resume.is_hidden(ours.get(key)):
+    if fingerprint.is_hidden(ours.get(key)):
         return True
     typed = [key_of(override) for override in job.typed]
     is_seed = all(key in run and run[key] == run.get("seed") for run in (theirs, ours))

@@ -315,11 +315,8 @@ def replicas_of(strategy: Strategy) -> int:
     """How many replicas the strategy has, without starting them."""
     if strategy.launches_ranks:
         return len(strategy.choose_devices(default=None))
-    strategy.open()
-    try:
+    with strategy:
         return strategy.replicas
-    finally:
-        strategy.shut()
 
 
 def _refuse_checkpoint(job: Composed, why: str) -> None:

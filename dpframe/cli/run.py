@@ -45,8 +45,7 @@ from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
 from dpframe.task import Task
-from dpframe.trainer import Run, Trainer
-from dpframe.trainer.feed import local_devices
+from dpframe.trainer import RunInfo, Trainer
 from dpframe.trainer.placement import process_settings_restored
 from dpframe.trainer.progress import Progress
 
@@ -148,14 +147,8 @@ def _work(job: Composed) -> dict[str, Any]:
         make = partial(build, trust=trust_of(job))
         strategy = make(job.config["strategy"], "strategy", Strategy)
         signals.raise_if_signaled()
-        strategy.open()
-        try:
-            summary = _worked(job, strategy, make)
-        except BaseException as error:
-            strategy.shut(error)
-            raise
-        strategy.shut()
-        return summary
+        with strategy:
+            return _worked(job, strategy, make)
 
 
 @explain_exits()  # before the strategy is told of the error
@@ -163,7 +156,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     job, said = elastic.find(job, strategy)
     state = _load_start(job, strategy)
     settings = job.settings
-    for device in local_devices(strategy):
+    for device in strategy.local_devices:
         memory.begin_peak(device)  # of the run before, in a sweep
     explain = partial(
         faults.explain, strategy, settings.trainer, resumes=settings.resume is not None
@@ -193,7 +186,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
                 log.info(line)
             with explain(trainer):
                 if settings.mode == "fit":
-                    trainer.fit(is_tested=settings.test_after_fit)
+                    trainer.fit(keep_loggers_open=settings.test_after_fit)
                     if settings.test_after_fit:
                         _test_best(trainer)
                 else:
@@ -280,7 +273,7 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
         callbacks=[*callbacks, best],
         loggers=loggers,
         seed=settings.seed,
-        run=Run(
+        run=RunInfo(
             recipe=settings.recipe,
             config=job.config,
             public=job.public,
@@ -367,7 +360,7 @@ def _test_best(trainer: Trainer) -> None:
     try:
         trainer.test()
     except BaseException:
-        trainer.report.close(trainer.metrics, succeeded=False)
+        trainer.recorder.close(trainer.metrics, succeeded=False)
         raise
 
 

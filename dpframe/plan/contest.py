@@ -16,7 +16,6 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
-from dpframe.trainer.feed import local_devices
 from dpframe.trainer.placement import process_settings_restored
 from dpframe.trainer.settings import TrainerSettings
 
@@ -125,17 +124,13 @@ def trained(
     name: str,
 ) -> Entry:
     """In each process of the strategy."""
-    with signals.watched(settings.hang_seconds), process_settings_restored():
-        strategy = make_strategy()
-        strategy.open()
-        try:
-            with memory.explain(strategy.device, "training", "use a smaller data.batch_size"):
-                entry = _trained(strategy, make_task, make_data, settings, seed, name)
-        except BaseException as error:
-            strategy.shut(error)
-            raise
-        strategy.shut()
-        return entry
+    with (
+        signals.watched(settings.hang_seconds),
+        process_settings_restored(),
+        make_strategy() as strategy,
+        memory.explain(strategy.device, "training", "use a smaller data.batch_size"),
+    ):
+        return _trained(strategy, make_task, make_data, settings, seed, name)
 
 
 def a_few_steps(settings: TrainerSettings, steps: int) -> TrainerSettings:
@@ -162,7 +157,7 @@ def _trained(
     seed: int,
     name: str,
 ) -> Entry:
-    for device in local_devices(strategy):
+    for device in strategy.local_devices:
         memory.begin_peak(device)
     seeding.seed_everything(seed)
     pace, steps, task, data = Pace(), StepTimes(), make_task(), make_data()

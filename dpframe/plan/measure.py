@@ -74,7 +74,7 @@ def measure(
     directory `saves_in`, and removed."""
     clock, memory, gradients = (Probe(accelerator=accelerator) for _ in range(3))
     cuts: Any = wanted if wanted is not None and wanted.sharding is not None else None
-    clock.open()
+    clock.__enter__()
     data.setup()
     feed = Feed.of(data, clock, settings, seed=seed)
     if feed.train.order is None:
@@ -88,7 +88,7 @@ def measure(
     sizes = sorted({round(whole * ratio**power) for power in range(SIZES)}, reverse=True)
 
     def fit(probe: Probe, rows: list[int]) -> Trainer:
-        probe.open()
+        probe.__enter__()
         sampled = Sampled(feed.source, batches, rows)
         kept = short(settings, steps=len(rows))
         trainer = Trainer(task, sampled, strategy=probe, settings=kept, seed=seed)
@@ -135,7 +135,7 @@ def measure(
         buckets=buckets_of(gradients.arrivals(), bucket_bytes),
         workers=feed.train.workers.processes,
         copies_gradients=copies_gradients,
-        small_reduces=bool(trainer.update.is_weighted)
+        small_reduces=bool(trainer.update.weighting.is_used)
         + (settings.on_nonfinite == "skip") * settings.accumulate
         + (sum(not weight.ndim for weight in gradients.trained) if cuts else 0),
         peak=clock.peak,

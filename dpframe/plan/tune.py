@@ -68,7 +68,7 @@ class Tuner:
         self.replicas, self.seed = replicas, seed
         self.make_probe = partial(Steps, accelerator=accelerator)
         probe = self.make_probe()
-        probe.open()
+        probe.__enter__()
         self.device = probe.device
         data.setup()
         feed = Feed.of(data, probe, settings, seed=seed)
@@ -144,7 +144,7 @@ class Tuner:
         gc.collect()
         if self.device.type != "cpu":
             torch.get_device_module(self.device).empty_cache()
-        probe.open()
+        probe.__enter__()
         sampled = Sampled(self.source, batches, sizes)
         with seeding.seeded(self.seed):
             try:
@@ -200,7 +200,9 @@ class Sweep(Callback):
         self._set(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        loss = trainer.means.window().get("loss", math.inf)  # none if the step was left out
+        loss = trainer.training.means.window().get(
+            "loss", math.inf
+        )  # none if the step was left out
         if math.isfinite(loss):
             self.points.append(Point(self.rates[len(self.points)], loss))
         if not math.isfinite(loss) or self._has_diverged():

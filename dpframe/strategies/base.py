@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -77,9 +77,21 @@ class Strategy:
         return self.rank == 0
 
     @property
+    def draws_as(self) -> int:
+        """Which process's random numbers this one draws."""
+        return self.rank
+
+    @property
     def devices(self) -> list[str]:
         """One name a replica, in replica order."""
         return [str(self.device)]
+
+    @property
+    def local_devices(self) -> list[torch.device]:
+        """The devices of this process."""
+        if self.world_size > 1 or self.replicas == 1:
+            return [self.device]
+        return [torch.device(name) for name in dict.fromkeys(self.devices)]
 
     @property
     def needs_launch(self) -> bool:
@@ -101,16 +113,14 @@ class Strategy:
         """`launch` for a program that may have computed already, where `needs_launch`."""
         return self.launch(run, *args)
 
-    def open(self) -> bool:
-        """Calls `setup`, unless it has run; whether it did so now. Override `setup` instead."""
-        is_first = not self.is_set_up
-        if is_first:
-            self.setup()
-            self.is_set_up = True
-        return is_first
+    def __enter__(self) -> Self:
+        """Calls `setup`: override that instead."""
+        self.setup()
+        self.is_set_up = True
+        return self
 
-    def shut(self, error: BaseException | None = None) -> None:
-        """Calls `close`, or `abort` after an error: these are what to override."""
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Calls `close`, or `abort` after an error: override these instead."""
         self.is_set_up = False
         if error is None:
             self.close()

@@ -58,6 +58,10 @@ class Logical(Strategy):
         return self._within.is_set_up
 
     @property
+    def draws_as(self) -> int:
+        return 0  # each share has random numbers of its own
+
+    @property
     def devices(self) -> list[str]:
         return self._within.devices
 

@@ -69,31 +69,30 @@ def measure(plan: Plan) -> int:
     """Returns the process id: `launch` has to return the main process's."""
     before = present()
     _exit_after(plan.give_up_seconds, plan)
-    strategy = plan.strategy()
-    strategy.open()
-    if plan.recipe is not None and plan.recipe.settings.logical_replicas is not None:
-        seeding.fix_workspaces(strategy.device)  # of all courses: the first one's stay
-    try:
-        write(plan.directory, "facts", facts(strategy))
-        all_courses = courses(plan.recipe, strategy.replicas)
-        for name in plan.measures:
-            write(plan.directory, "began", name)
-            with memory.explain(strategy.device, f"mode=verify, {name}", "take a smaller task"):
-                if name in CALLS:
-                    write(plan.directory, name, CALLS[name](strategy))
-                else:
-                    path = plan.directory / f"{name}.ckpt"
-                    write(plan.directory, name, run(strategy, all_courses.get(name), path))
-        write(plan.directory, "began", "close")
-    except BaseException as error:
-        _exit_after(CLOSING_SECONDS, plan)
-        strategy.shut(error)
-        raise
-    _exit_after(CLOSING_SECONDS, plan)
-    strategy.shut()
+    with plan.strategy() as strategy:
+        try:
+            _measure_all(strategy, plan)
+        finally:
+            _exit_after(CLOSING_SECONDS, plan)
     is_caller = os.getpid() == plan.caller  # which looks for itself
     write(plan.directory, "leftovers", [] if is_caller else since(before))
     return os.getpid()
+
+
+def _measure_all(strategy: Strategy, plan: Plan) -> None:
+    if plan.recipe is not None and plan.recipe.settings.logical_replicas is not None:
+        seeding.fix_workspaces(strategy.device)  # of all courses: the first one's stay
+    write(plan.directory, "facts", facts(strategy))
+    all_courses = courses(plan.recipe, strategy.replicas)
+    for name in plan.measures:
+        write(plan.directory, "began", name)
+        with memory.explain(strategy.device, f"mode=verify, {name}", "take a smaller task"):
+            if name in CALLS:
+                write(plan.directory, name, CALLS[name](strategy))
+            else:
+                path = plan.directory / f"{name}.ckpt"
+                write(plan.directory, name, run(strategy, all_courses.get(name), path))
+    write(plan.directory, "began", "close")
 
 
 def _exit_after(seconds: float, plan: Plan) -> None:
@@ -189,11 +188,8 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
 def alone(course: Course, device: str, path: Path) -> Run:
     """The course on one process, here."""
     strategy = CPU() if device == "cpu" else SingleGPU()
-    strategy.open()
-    try:
+    with strategy:
         return _fitted(strategy, course, path)[0]
-    finally:
-        strategy.shut()
 
 
 class Recorder(Logger):

@@ -18,9 +18,10 @@ from dpframe.parameters import updated_by
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Task, TaskContext
 from dpframe.testing.course import Course, takes_turns, why_not
-from dpframe.trainer.evaluation import by_rows, join, restore_modes
+from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, prefixed
+from dpframe.trainer.predictions import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.update import of_turn

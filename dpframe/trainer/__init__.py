@@ -4,13 +4,13 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dpframe.trainer.evaluation import Predictions
     from dpframe.trainer.loop import Trainer
-    from dpframe.trainer.report import Run
+    from dpframe.trainer.predictions import Predictions
+    from dpframe.trainer.recorder import RunInfo
 
-__all__ = ["Predictions", "Run", "Trainer"]
+__all__ = ["Predictions", "RunInfo", "Trainer"]
 
-_HOME = {"Predictions": "evaluation", "Run": "report", "Trainer": "loop"}
+_HOME = {"Predictions": "predictions", "RunInfo": "recorder", "Trainer": "loop"}
 
 
 def __getattr__(name: str) -> object:  # `dpframe.trainer.settings` never waits for torch

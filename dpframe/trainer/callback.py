@@ -62,7 +62,7 @@ class Callback:
     def on_before_step(self, trainer: "Trainer") -> None:
         """The whole job's gradients are in the weights of `trainer.update.optimizer`, not clipped.
 
-        `trainer.recompute()` computes them again, at the weights as they are now.
+        `trainer.recompute_gradients()` computes them again, at the weights as they are now.
         """
 
     def on_step_end(self, trainer: "Trainer") -> None:

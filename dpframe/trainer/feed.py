@@ -3,23 +3,28 @@
 import logging
 import math
 import re
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils.data import IterableDataset
 
 from dpframe.accelerator import has_streams
-from dpframe.data import DataModule, Loader, Rows, sets_of
+from dpframe.data import Batch, DataModule, Loader, Rows, Share, sets_of
 from dpframe.data.input import dataset_of
 from dpframe.data.order import Order, SamplerOrder
-from dpframe.data.prefetch import keep_on
+from dpframe.data.prefetch import keep_on, prefetched
 from dpframe.data.source import Source
 from dpframe.data.stream import Division
 from dpframe.data.workers import Workers, cores_per_rank, measured
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
+from dpframe.trainer.profile import timed_batches
+from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
 
 log = logging.getLogger("dpframe")
@@ -38,6 +43,10 @@ class Feed:
 
     source: Source  # what training reads
     train: Loader
+    read: Callable[..., Iterator[Batch]]  # the batches of an epoch
+    to_device: Callable[[list[Share]], Any]
+    accumulate: int  # batches of an update
+    owner: str  # the class of the DataModule
     validation: dict[str, Loader]  # by the data set's name; one alone has the name ""
     batches_per_epoch: int | None  # None: unknown, of a stream
     limit: int | None  # of an epoch's batches; None: all
@@ -46,7 +55,13 @@ class Feed:
 
     @classmethod
     def of(
-        cls, data: DataModule, strategy: Strategy, settings: TrainerSettings, *, seed: int
+        cls,
+        data: DataModule,
+        strategy: Strategy,
+        settings: TrainerSettings,
+        *,
+        seed: int,
+        is_profiled: bool = False,
     ) -> "Feed":
         source = _sources("train", data)[""]
         train = _loader(source, strategy, settings, seed=seed)
@@ -63,9 +78,14 @@ class Feed:
             batches = min(batches, limit)
         steps = -(-(batches or 0) // settings.accumulate)
         ends = [settings.max_steps, (settings.max_epochs or 0) * steps]
+        read, to_device = prefetched(train, strategy.to_device, strategy.local_devices)
         return cls(
             source,
             train,
+            timed_batches(read) if is_profiled else read,
+            to_device,
+            settings.accumulate,
+            type(data).__name__,
             evaluated("val", data, strategy, settings, seed=seed) if has_validation else {},
             batches,
             limit,
@@ -87,6 +107,18 @@ class Feed:
     @property
     def dataset(self) -> Any:
         return self.source.dataset
+
+    def steps(self, progress: Progress) -> Iterator[list[Batch]]:
+        """The rest of the epoch's batches, as many at a time as make one optimizer update."""
+        batches = self.read(progress.epoch, skip=progress.batches_done, limit=self.limit)
+        clock = time.perf_counter
+        asked = clock()
+        while step := list(islice(batches, self.accumulate)):
+            progress.data_seconds += clock() - asked
+            yield step
+            asked = clock()
+        if progress.batches_done == 0:
+            raise UserError(f"{self.owner}.train_dataset() gave no rows; check its stream")
 
     def batches_in(self, epoch: int) -> int | None:
         """Those of this epoch: a batch sampler may make more or fewer than in another one."""
@@ -124,13 +156,6 @@ def evaluated(
         name: _loader(source, strategy, settings, seed=seed)
         for name, source in _sources(kind, data).items()
     }
-
-
-def local_devices(strategy: Strategy) -> list[torch.device]:
-    """The devices of this process."""
-    if strategy.world_size > 1 or strategy.replicas == 1:
-        return [strategy.device]
-    return [torch.device(name) for name in dict.fromkeys(strategy.devices)]
 
 
 def _sources(kind: str, data: DataModule) -> dict[str, Source]:

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback
 from dpframe.trainer.log_check import LogCheck
+from dpframe.trainer.profile import Timed, untimed
 
 Hook = Callable[..., None]
 AROUND_VALIDATION = (
@@ -27,7 +29,13 @@ ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "o
 class Hooks:
     """Lists of the methods that are overridden, by the hook's name."""
 
-    def __init__(self, task: Task, callbacks: Sequence[Callback], strategy: Strategy) -> None:
+    def __init__(
+        self,
+        task: Task,
+        callbacks: Sequence[Callback],
+        strategy: Strategy,
+        timed: Timed = untimed,
+    ) -> None:
         """`callbacks` are in their order: see `in_order`."""
         self._task = task
         self._strategy = strategy
@@ -38,11 +46,16 @@ class Hooks:
             readers = [c for c in callbacks if c.runs_last or c.reads_metrics]
             others = callbacks[: len(callbacks) - len(readers)]
             self._lists = overridden([task, *others, self.log_check, *readers])
-        self._untimed = dict(self._lists)
+        for name, hooks in self._lists.items():
+            self._lists[name] = [timed("callbacks", hook) for hook in hooks]
 
     def __getitem__(self, name: str) -> list[Hook]:
         """For the hot path, which calls these itself."""
         return self._lists[name]
+
+    def bound(self, name: str, trainer: Any) -> list[Hook]:
+        """Those that take what is left of the arguments, for parts that have no Trainer."""
+        return [partial(hook, trainer) for hook in self._lists[name]]
 
     def call(self, name: str, trainer: Any, *args: Any) -> None:
         sharding = self._strategy.sharding
@@ -81,13 +94,6 @@ class Hooks:
         """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""
         of_these = AROUND_VALIDATION if name.startswith("val/") else HOOKS
         return any(not is_own(hook) for at in of_these for hook in self._lists[at])
-
-    def time_by(self, timed: Callable[[Hook], Hook], *, end_step: Hook) -> None:
-        """Has a profile time them, and end its step after all others."""
-        self._lists = {
-            name: [timed(hook) for hook in hooks] for name, hooks in self._untimed.items()
-        }
-        self._lists["on_step_end"].append(end_step)
 
 
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:

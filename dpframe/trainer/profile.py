@@ -15,8 +15,34 @@ PREFIX, STEPS = "dpframe: ", "ProfilerStep*"  # names of ranges: ours, and torch
 log = logging.getLogger("dpframe")
 
 
+Timed = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+"""Makes a function one of the PARTS of a profile, where there is one."""
+
+
+def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function a range of torch.profiler."""
+    return record_function(PREFIX + part)(function)
+
+
+def untimed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Where there is no profile."""
+    return function
+
+
+def timed_batches(read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """Makes each wait for a batch a range."""
+
+    def batches(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        reading = read(*args, **kwargs)
+        following = timed("data wait", lambda: next(reading, None))
+        while (batch := following()) is not None:
+            yield batch
+
+    return batches
+
+
 class Profile:
-    """Makes parts of the loop ranges of torch.profiler, which records every operation in them.
+    """Records every operation of some steps, of which the parts of the loop are ranges.
 
     Seconds are the host's: on a GPU a part lasts until its work is queued, and the part that reads
     a number waits for the device. What the GPU computed for each part is told beside them.
@@ -29,23 +55,11 @@ class Profile:
             on_trace_ready=self._note,
         )
 
-    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        return record_function(PREFIX + part)(function)
-
-    def timed_batches(self, read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def batches(*args: Any, **kwargs: Any) -> Iterator[Any]:
-            reading = read(*args, **kwargs)
-            following = self.timed("data wait", lambda: next(reading, None))
-            while (batch := following()) is not None:
-                yield batch
-
-        return batches
-
     def start(self) -> None:
         self._profiler.start()
         self._is_on = True
 
-    def end_step(self, *_: Any) -> None:
+    def end_step(self) -> None:
         self._profiler.step()
 
     def stop(self) -> None:

@@ -1,9 +1,11 @@
 """How far a run has come: the counters of a checkpoint; and the poll of clock and signals."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from dpframe.data import Batch
 from dpframe.errors import Interrupted
 from dpframe.launch.signals import SIGNALS, Interruption
 from dpframe.strategies.base import Strategy
@@ -29,6 +31,13 @@ class Progress:
     def current_epoch(self) -> int:
         """The one of the newest step, as people count them: from 1."""
         return max(1, self.epoch + (self.batches_done > 0))
+
+    def count(self, batches: Sequence[Batch]) -> None:
+        """After an update by them."""
+        self.global_step += 1
+        self.batches_done += len(batches)
+        for batch in batches:
+            self.rows_seen += batch.rows
 
     def state_dict(self) -> dict[str, int | float]:
         return asdict(self)

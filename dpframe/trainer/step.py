@@ -1,7 +1,8 @@
 """A step: from its batches to the gradients of the exact mean over their rows."""
 
 import inspect
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -9,13 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpframe.data import Share, split
+from dpframe.data import Batch, Share, placed, split
 from dpframe.errors import UserError, miscalled
+from dpframe.launch.watchdog import beat
 from dpframe.parameters import has_sparse
+from dpframe.strategies.base import Strategy
 from dpframe.task import Task, current_share
+from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.outputs import (
     Measured,
     check_evaluated,
+    cloned,
     detached,
     exact_weight,
     is_nothing,
@@ -24,6 +29,110 @@ from dpframe.trainer.outputs import (
     refuse_frozen,
 )
 from dpframe.trainer.placement import Autocast
+from dpframe.trainer.progress import Progress
+from dpframe.trainer.task_metrics import TaskMetrics
+from dpframe.trainer.update import Update
+
+
+class Step:
+    """Computes the gradients of an update's batches, each as the shares of this process."""
+
+    batches: list[Batch]  # of the step at hand
+    update: Update  # whose gradients they are for
+
+    def __init__(
+        self,
+        task: Task,
+        strategy: Strategy,
+        progress: Progress,
+        guard: LossGuard,
+        task_metrics: TaskMetrics,
+        to_device: Callable[[list[Share]], Any],
+        *,
+        on_batch_start: Sequence[Callable[[Batch], None]],
+        on_batch_end: Sequence[Callable[[Batch, list[Any]], None]],
+        accumulates: bool,
+        uses_cuda_graphs: bool,
+    ) -> None:
+        self._task = task
+        self._strategy = strategy
+        self._progress = progress
+        self._guard = guard
+        self._task_metrics = task_metrics
+        self._to_device = to_device
+        self._on_batch_start = on_batch_start
+        self._on_batch_end = on_batch_end
+        self._accumulates = accumulates
+        self._uses_cuda_graphs = uses_cuda_graphs
+
+    def gradients(self, batches: list[Batch], update: Update) -> list[Measured] | None:
+        """Computes the gradients of the exact mean over the batches' rows.
+
+        Returns what the steps measured, or None if the step is skipped.
+        """
+        self.batches, self.update = batches, update
+        strategy, progress, context = self._strategy, self._progress, self._task.run_context
+        module = strategy.begin_step(update.module)
+        if module is not update.module:
+            update.run(module)
+        if self._uses_cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        rows = 0
+        for batch in batches:
+            rows += batch.rows
+        of = rows / strategy.gradient_divisor
+        weights: list[Any] = []
+        all_measured: list[Measured] = []
+        for index, batch in enumerate(batches, progress.batches_done):
+            if self._accumulates:
+                strategy.grad_sync(batch is batches[-1])
+            beat()
+            context.batch_index = index
+            shares = self._to_device(batch.shares)
+            for batch_start in self._on_batch_start:
+                batch_start(placed(batch, shares))
+            loss, measured = update.forward(shares, of)
+            if self._uses_cuda_graphs:  # the next step writes over what this one returned
+                measured = cloned(measured)
+            weights += update.weighting.of(measured)
+            if self._guard.refuses(measured, progress, index):
+                return None
+            update.backward(loss)
+            all_measured += measured
+            for batch_end in self._on_batch_end:
+                batch_end(placed(batch, shares), [output for _, output in measured])
+        if not all_measured:  # no row of these batches is this process's
+            update.fill_gradients()
+        strategy.check_gradients()
+        if update.scaler is not None:
+            update.unscale()
+        if update.weighting.is_used:
+            update.scale_gradients(update.weighting.factor(rows, weights))
+        return all_measured
+
+    def recompute(self) -> list[Measured] | None:
+        """The gradients of the same batches again, at the weights as they are now."""
+        self.update.clear()
+        with self._task_metrics.apart():  # they have counted these rows
+            return self.gradients(self.batches, self.update)
+
+    def closure(self, measured: list[Measured]) -> Callable[[], Tensor]:
+        """For an optimizer such as LBFGS. The first call returns the loss of the gradients that
+        are computed already, each later one computes both again."""
+        known = [measured]
+        strategy = self._strategy
+
+        def closure() -> Tensor:
+            losses = known.pop() if known else self.recompute() or []
+            pairs = [(float(o["loss"]), float(o.get("weight", rows))) for rows, o in losses]
+            columns = [[loss * weight for loss, weight in pairs], [w for _, w in pairs]]
+            total, weight = strategy.collectives.sum_columns(
+                columns, is_exact=strategy.logical_shares > 0
+            )
+            mean = total / weight if weight else math.nan
+            return torch.tensor(mean, dtype=torch.float64, device="cpu")
+
+        return closure
 
 
 class TrainStep(nn.Module):
@@ -105,12 +214,12 @@ class StepByHand(TrainStep):
 
     def forward(self, share: Share, of: float) -> tuple[Any, list[Measured]]:
         batch, rows, current_share.total = share
-        placed, kind = self.task.run_context.strategy, self.task.own_class or type(self.task)
-        if placed is not None and not len(split(range(share.total), placed.replicas)[-1]):
+        strategy, kind = self.task.run_context.strategy, self.task.own_class or type(self.task)
+        if strategy is not None and not len(split(range(share.total), strategy.replicas)[-1]):
             raise UserError(
                 f"{kind.__name__} steps its optimizers itself, in which each of "
-                f"{placed.replicas} replicas takes part, and a batch of {share.total} rows leaves "
-                "one without a row; set data.drop_last=true, or use fewer replicas"
+                f"{strategy.replicas} replicas takes part, and a batch of {share.total} rows "
+                "leaves one without a row; set data.drop_last=true, or use fewer replicas"
             )
         current_share.rows = rows
         with nullcontext() if self.autocast is None else self.autocast():

@@ -1,7 +1,7 @@
 """An optimizer update: scaling, clipping, the fused step, and the learning rate's schedule."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -13,14 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import lean
-from dpframe.accelerator import has_float64
-from dpframe.data import move
-from dpframe.errors import UserError, refuse_unmeasured, suggestion
+from dpframe.errors import UserError, refuse_unmeasured
 from dpframe.floats import making
-from dpframe.metrics import SOMETIMES_WEIGHTED
-from dpframe.parameters import has_sparse, updated_by
+from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.fused import fuse, unfuse_late
 from dpframe.trainer.optimizer_state import (
     Mismatch,
     computed_as,
@@ -29,21 +27,15 @@ from dpframe.trainer.optimizer_state import (
     keeps_own_type,
     named_state,
 )
-from dpframe.trainer.optimizers import Made, check_signature, optimizers_of
+from dpframe.trainer.optimizers import Made
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import DTYPES, align
+from dpframe.trainer.profile import Timed, untimed
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.weighting import IgnoredWeights, Weighting
 
-STATES = ("optimizer", "scheduler", "scaler")
-FUSED = {  # the optimizers that have fused kernels, by device; None: all that take the argument
-    "cpu": None,
-    "cuda": None,
-    "mps": ("SGD", "Adam", "AdamW"),
-    "xpu": ("SGD", "Adam", "AdamW"),
-}
 NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on parts of weights
-FUSED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class Update:
@@ -54,6 +46,8 @@ class Update:
 
     module: nn.Module
     forward: Callable[..., tuple[Tensor, list[Measured]]]
+    backward: Callable[[Tensor], Any]
+    step: Callable[..., None]  # clips, steps the optimizer and its schedule
 
     def __init__(
         self,
@@ -64,6 +58,7 @@ class Update:
         settings: TrainerSettings,
         scaler: torch.amp.GradScaler | None,
         scaled_rates: ScaledRates | None = None,
+        timed: Timed = untimed,
     ) -> None:
         self.name = name
         self.strategy = strategy
@@ -77,15 +72,14 @@ class Update:
         self._others = [weight for weight in self.parameters if id(weight) not in updated]
         self._named = list(task.named_parameters(remove_duplicate=False))
         # Whoever saves or loads its state, e.g. a strategy that has one of each process.
-        with suppress(
-            AttributeError
-        ):  # a class of one's own that has not called Optimizer.__init__
+        with suppress(AttributeError):  # a user's class that has not called Optimizer.__init__
             self.optimizer.register_state_dict_post_hook(partial(named_state, self._named))
             self.optimizer.register_load_state_dict_pre_hook(self._adapted)
         fuse(self.optimizer, task, kinds=strategy.fuses)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
+        self.plateau_monitor = settings.plateau_monitor
         self.schedules_steps = (
             self.scheduler is not None
             and not self.is_plateau
@@ -105,13 +99,16 @@ class Update:
                 f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
                 "ranks would scale their losses by themselves; use trainer.precision=bf16"
             )
-        self._step = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
-        self.backward: Callable[[Tensor], Any] = Tensor.backward
+        self.weighting = Weighting(
+            strategy.collectives, strategy.device, is_exact=strategy.logical_shares > 0
+        )
+        self._optimize = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
+        self._timed = timed
+        self.backward = timed("backward", Tensor.backward)
         if scaler is not None:
-            self.backward = lambda loss: scaler.scale(loss).backward()
+            self.backward = timed("backward", lambda loss: scaler.scale(loss).backward())
+        self.step = timed("optimizer", self._clip_and_step)
         self.grad_norm: Tensor | float = float("nan")
-        self.timed: Callable[[Any], Any] = lambda module: module  # unless there is a profile
-        self.is_weighted: bool | None = None  # whether steps return a weight, after the first one
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rates by the names of their groups; the first group's also by ""."""
@@ -122,7 +119,7 @@ class Update:
 
     def run(self, module: nn.Module) -> None:
         """`module` computes the loss of this optimizer from now on."""
-        self.module, self.forward = module, self.timed(module)
+        self.module, self.forward = module, self._timed("forward", module)
         if self.dtype is not None:
             self.forward = making(self.dtype, self.forward)
 
@@ -156,32 +153,19 @@ class Update:
                     f"of a step several times; use trainer.{key}={use}, or another optimizer"
                 )
 
-    def weights_of(self, measured: list[Measured]) -> list[Any]:
-        """Each share's weight; none where steps return no weight.
-
-        The processes agree once, after the first batch; a later batch that differs is refused in
-        the process that has it."""
-        if self.is_weighted is None:
-            here = {"weight" in output for _, output in measured}
-            several = self.strategy.collectives.sum_numbers(
-                [float(True in here), float(False in here)]
-            )
-            if 0.0 not in several:
-                raise UserError(SOMETIMES_WEIGHTED)
-            self.is_weighted = several[0] > 0
-        for _, output in measured:
-            if ("weight" in output) is not self.is_weighted:
-                raise UserError(SOMETIMES_WEIGHTED)
-        return [output["weight"] for _, output in measured] if self.is_weighted else []
-
-    def complete(self, rows: int, weights: list[Any]) -> None:
-        """Turns the sum of the backwards into the gradient of the mean over rows or weights."""
+    def unscale(self) -> None:
+        """Takes the scaler's factor out of the gradients."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        if self.is_weighted:
-            self._reweigh(rows, weights)
 
-    def step(self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool) -> None:
+    def scale_gradients(self, factor: Tensor) -> None:
+        for weight in self._parts():
+            weight.grad.mul_(factor.to(weight.grad))
+        self.fill_gradients()
+
+    def _clip_and_step(
+        self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool
+    ) -> None:
         """`closure` computes the gradients again, for an optimizer that needs that."""
         if self.clip_norm is not None:
             self.grad_norm = self._total_norm()
@@ -191,12 +175,12 @@ class Update:
         if self.clip_value is not None:
             clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:
-            self._awaits_momenta = _unfuse_late(self.optimizer)
+            self._awaits_momenta = unfuse_late(self.optimizer)
         unscaled = None if self.scaled_rates is None else self.scaled_rates.apply(self.optimizer)
         if closure is not None:
             self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
         elif self.scaler is None:
-            self._step()
+            self._optimize()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -227,28 +211,11 @@ class Update:
         if not self.is_plateau:
             self.scheduler.step()
             return
-        name = self.settings.plateau_monitor
+        name = self.plateau_monitor
         if is_stale and name.startswith("val/"):
             return
         refuse_unmeasured("trainer.plateau_monitor", name, metrics)
         self.scheduler.step(metrics[name])
-
-    def _reweigh(self, rows: int, weights: list[Any]) -> None:
-        """Turns a mean over rows into one over weights, whose sum is known after the forwards."""
-        device = self.strategy.device
-        if not has_float64(device):  # the host sums them
-            device, weights = torch.device("cpu"), [float(weight) for weight in weights]
-        if self.strategy.logical_shares:  # the host sums them without rounding
-            column = [float(weight) for weight in weights]
-            weights = self.strategy.collectives.sum_columns([column], is_exact=True)
-        here = torch.zeros((), dtype=torch.float64, device=device)
-        for weight in weights:  # numbers, and tensors on any replica's device
-            here = here + move(weight, here.device)
-        total = here if self.strategy.logical_shares else self.strategy.collectives.sum(here.sum())
-        factor = torch.where(total == 0, 0.0, rows / total)  # a weight of 0 gives no gradient
-        for weight in self._parts():
-            weight.grad.mul_(factor.to(weight.grad))
-        self.fill_gradients()
 
     def fill_gradients(self) -> None:
         """Sets all gradients to 0 where there are none: of shares without rows, or whose weights
@@ -399,11 +366,14 @@ class ByHand(Update):
 
     name = ""
     needs_closure = False
-    is_weighted = False
     scaler = None
 
-    def __init__(self, task: Task, strategy: Strategy, settings: TrainerSettings) -> None:
-        self.timed = lambda module: module
+    def __init__(
+        self, task: Task, strategy: Strategy, settings: TrainerSettings, timed: Timed = untimed
+    ) -> None:
+        self._timed = timed
+        self.step = timed("optimizer", lambda *_, **__: None)
+        self.weighting = IgnoredWeights()
         self.dtype = DTYPES.get(settings.precision)
         self.backward = lambda loss: None
         kind = (task.own_class or type(task)).__name__
@@ -435,116 +405,7 @@ class ByHand(Update):
                 "use trainer.precision=bf16 or 32"
             )
 
-    def weights_of(self, measured: list[Measured]) -> list[Any]:
-        return []
-
     def fill_gradients(self) -> None: ...
-
-    def step(self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool) -> None: ...
-
-
-def updates_of(
-    task: Task,
-    strategy: Strategy,
-    settings: TrainerSettings,
-    scaler: torch.amp.GradScaler | None,
-    scaled_rates: ScaledRates | None = None,
-) -> dict[str, Update]:
-    """The Updates by the names of their optimizers."""
-    if not any(parameter.requires_grad for parameter in task.parameters()):
-        raise UserError(
-            f"{type(task).__name__} has no parameter to train; leave some with requires_grad=True"
-        )
-    if settings.lean and settings.compile_mode is None:
-        lean.prepare()
-    optimizers = optimizers_of(task)
-    for key in ("clip_norm", "clip_value"):
-        limits = getattr(settings, key)
-        for name in limits if isinstance(limits, dict) else ():
-            if name not in optimizers:
-                raise UserError(
-                    f"trainer.{key}.{name}: there is no such optimizer; "
-                    f"{suggestion(name, filter(None, optimizers))}"
-                )
-    turns = [] if task.optimizes_by_hand else list(optimizers)
-    check_signature(task, turns)
-    task.optimizer_names = tuple(filter(None, turns))
-    return {
-        name: Update(name, made, task, strategy, settings, scaler, scaled_rates)
-        for name, made in optimizers.items()
-    }
-
-
-def each_of(updates: dict[str, Update], read: Callable[[Update], Any]) -> Any:
-    """The value of the only update, or of several a dict by their names."""
-    values = {name: read(update) for name, update in updates.items()}
-    return values.get("", values)  # one alone has no name
-
-
-def states_of(updates: dict[str, Update]) -> dict[str, Any]:
-    states = {name: update.state_dict() for name, update in updates.items()}
-    if "" in states:
-        return states[""]
-    return {part: {name: states[name][part] for name in states} for part in STATES}
-
-
-def of_turn(name: str, *settings: Any) -> list[Any]:
-    """The settings' values for the optimizer of this name."""
-    return [value.get(name) if isinstance(value, dict) else value for value in settings]
-
-
-def fuse(optimizer: Optimizer, model: nn.Module, kinds: Sequence[str] | None = None) -> bool:
-    """Has an optimizer of torch use its fused kernels: one call for all weights, not ten for each.
-
-    They round differently in the last digit. Not where the user chose an implementation, nor for
-    weights or gradients that the kernels can't take; if `kinds` are given, for these alone.
-    """
-    defaults, groups = optimizer.defaults, optimizer.param_groups
-    choices = ("fused", "foreach", "capturable", "differentiable")
-    is_chosen = defaults.get("fused", False) is not None or any(map(defaults.get, choices))
-    is_chosen |= any(group.get("fused") is not None or group.get("foreach") for group in groups)
-    is_stock = type(optimizer).__module__.startswith("torch.optim.")
-    # What is frozen has no gradient: the kernels leave it out, whatever its type.
-    weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
-    kind = type(optimizer).__name__
-    have = [name for name, those in FUSED.items() if those is None or kind in those]
-    is_stock &= kinds is None or kind in kinds
-    fits = all(w.device.type in have and w.dtype in FUSED_DTYPES for w in weights)
-    if is_chosen or not is_stock or not fits or has_sparse(model):
-        return False
-    for group in groups:
-        group["fused"] = True
-    for weight, state in optimizer.state.items():  # Adagrad has made its own for other kernels
-        state["step"] = state["step"].to(weight.device, torch.float32)
-    _skips_by_itself(optimizer, True)
-    return True
-
-
-def _unfuse_late(optimizer: Optimizer) -> bool:
-    """Before a step: takes `fused` from the groups whose step can't be; True: look again.
-
-    SGD's kernel takes the momenta of all weights that have a gradient, or of none. A momentum
-    begins with its weight's first gradient, e.g. when the weight is thawed. A step in which one
-    begins is GradScaler's to skip: torch would leave it in memory that nobody has written.
-    """
-    looks_again = begins = False
-    for group in optimizer.param_groups:
-        if not group["momentum"]:
-            continue
-        has_begun = ["momentum_buffer" in optimizer.state.get(w, ()) for w in group["params"]]
-        pairs = zip(group["params"], has_begun, strict=True)
-        updated = {begun for weight, begun in pairs if weight.grad is not None}
-        group["fused"] = None if len(updated) > 1 else True
-        begins |= False in updated
-        looks_again |= begins or not all(has_begun)
-    _skips_by_itself(optimizer, not begins)
-    return looks_again
-
-
-def _skips_by_itself(optimizer: Optimizer, does: bool) -> None:
-    """Fused kernels skip a step whose gradients are not finite, so that GradScaler does not read
-    from the GPU whether to. `fused=True` in the constructor sets the same."""
-    optimizer._step_supports_amp_scaling = does  # type: ignore[attr-defined]
 
 
 def _is_missing(gradient: Tensor | None) -> bool:
@@ -552,3 +413,8 @@ def _is_missing(gradient: Tensor | None) -> bool:
     if gradient is None:
         return True
     return gradient.is_sparse and not gradient.coalesce().indices().numel()
+
+
+def of_turn(name: str, *settings: Any) -> list[Any]:
+    """The settings' values for the optimizer of this name."""
+    return [value.get(name) if isinstance(value, dict) else value for value in settings]

@@ -11,6 +11,8 @@ from dpframe.files import refuse_url
 from dpframe.loggers import Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
+from dpframe.trainer.callback import Callback
+from dpframe.trainer.profile import Timed, untimed
 
 BETWEEN_FLUSHES = 0.2  # seconds
 log = logging.getLogger("dpframe")
@@ -18,7 +20,7 @@ TELLING = ("max_epochs", "max_steps", "precision", "accumulate", "clip_norm", "c
 
 
 @dataclass
-class Run:
+class RunInfo:
     """Where a run's files go, and the config that it was composed from.
 
     Without a `directory` a callback or a logger that writes files is refused.
@@ -35,13 +37,18 @@ class Run:
         refuse_url("directory", self.directory)
 
 
-class Report:
-    def __init__(self, loggers: Iterable[Logger], run: Run) -> None:
+class Recorder:
+    """The loggers of this process, and what they were given last."""
+
+    log: Callable[..., None]  # numbers by name, and their `step`
+
+    def __init__(self, loggers: Iterable[Logger], run: RunInfo, timed: Timed = untimed) -> None:
         self.loggers = list(loggers)
         self.run = run
         self.is_open = False
         self._flushed_at = 0.0
         self._forms: dict[str, str] = {}  # of what is shown, by its name
+        self.log = timed("logging", self._log)
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
 
     def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:
@@ -58,7 +65,7 @@ class Report:
             )
         )
 
-    def log(self, scalars: dict[str, float], *, step: int) -> None:
+    def _log(self, scalars: dict[str, float], *, step: int) -> None:
         before = self.last[1] if self.last[0] == step else {}
         self.last = step, before | scalars
         self._each(lambda logger: logger.log(scalars, step=step))
@@ -106,6 +113,15 @@ class Report:
                     type(error).__name__,
                     error,
                 )
+
+
+def refuse_nowhere(parts: Iterable[Callback | Logger], run: RunInfo) -> None:
+    for part in parts:
+        if part.needs_directory and not run.directory:
+            raise UserError(
+                f"{type(part).__name__} writes files, and nothing says where; pass the Trainer "
+                "run=RunInfo(directory=…)"
+            )
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:

@@ -1,6 +1,6 @@
 """What the HPARAMS tab gets: what decides the curve, and nothing that is the same everywhere."""
 
-from dpframe.trainer.report import hyperparameters
+from dpframe.trainer.recorder import hyperparameters
 
 CONFIG = {
     "recipe": "boston",

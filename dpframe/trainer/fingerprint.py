@@ -3,32 +3,23 @@
 import hashlib
 import inspect
 import io
-import json
-import os
 import re
 import sys
 import tokenize
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from dpframe import checkpoint
-from dpframe.checkpoint import seal
 from dpframe.data import DataModule, is_tensors
-from dpframe.errors import UserError
 from dpframe.parameters import groups_of
 from dpframe.task import Task
-from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.optimizer_state import Mismatch
-from dpframe.trainer.report import Run
+from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.update import Update, each_of
+from dpframe.trainer.update import Update
+from dpframe.trainer.updates import Updates
 
-Start = dict[str, Any] | str | os.PathLike[str] | None
-"""What a run resumes from: a checkpoint's state, its file, or `last`."""
 Fingerprint = dict[str, Any]
 """By the key or the name that a user knows; plain values, which a checkpoint can hold."""
 DECIDING = (
@@ -41,42 +32,25 @@ DECIDING = (
     "limit_train_batches",
 )
 LIBRARIES = ("torch", "builtins", "lightning", "pytorch_lightning")  # whose code may change
-NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
-
-
-def start_state(resume: Start, directory: str, *, whole: bool = True) -> dict[str, Any] | None:
-    """The state that a run resumes from."""
-    if resume is None or isinstance(resume, dict):
-        return resume
-    if resume != "last":
-        return checkpoint.load(Path(resume), key="resume", whole=whole)
-    folder = Path(directory) / "checkpoints"
-    newest = seal.newest_good(folder) if directory else None
-    if newest is None:
-        where = (
-            f"there is no whole checkpoint in {folder}" if directory else "this run has no files"
-        )
-        raise UserError(f"resume=last: {where}; pass a file, or run=Run(directory=…) of that run")
-    return checkpoint.load(newest, key="resume", whole=whole)
 
 
 def fingerprint(
     task: Task,
     data: DataModule,
     feed: Feed,
-    updates: dict[str, Update],
+    updates: Updates,
     settings: TrainerSettings,
-    run: Run,
+    run: RunInfo,
     seed: int,
 ) -> Fingerprint:
     source = feed.source
-    facts = of_config(run.config, run.public)
+    facts = leaves_of_config(run.config, run.public)
     for key in ("data.workers", "data.eval_batch_size", "data.drop_last", "data.input"):
         facts.pop(key, None)  # only whether there are any workers decides
     if feed.source.drop_last:
         facts["data.drop_last"] = True
     if "task" not in run.config:
-        optimizers = each_of(updates, partial(_options, task))
+        optimizers = updates.each(partial(_options, task))
         name = "optimizer" if "" in updates else "optimizers"
         facts |= _leaves({name: optimizers, "scale_lr": task.scale_lr or {}})
     facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
@@ -100,7 +74,9 @@ def _options(task: Task, update: Update) -> dict[str, Any]:
     return {**update.optimizer.defaults, "groups": groups_of(make) or {}}
 
 
-def of_config(config: Mapping[str, Any], public: Mapping[str, Any] | None = None) -> Fingerprint:
+def leaves_of_config(
+    config: Mapping[str, Any], public: Mapping[str, Any] | None = None
+) -> Fingerprint:
     """A value that `public` keeps out of files is told from others by its hash."""
     values = _leaves({name: config.get(name) for name in ("task", "data")})
     if public is None or public is config:
@@ -125,30 +101,6 @@ def of_code(task: Task, data: DataModule) -> Fingerprint:
     }
 
 
-def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -> list[str]:
-    """What has changed since the checkpoint; refused unless `anyway`."""
-    missing = [name for name in NEEDED if name not in state]
-    if missing:
-        raise UserError(
-            f"resume={state.get('file', '')} has no {' and no '.join(missing)}; "
-            "use checkpoint=FILE to start a new run from its weights"
-        )
-    with refusing(state):
-        for name in ("progress", "metrics", "callbacks"):
-            if not isinstance(state[name], dict):
-                raise TypeError(f"{name} is {str(state[name])[:200]}")
-        for name, value in state["callbacks"].items():
-            if not isinstance(value, dict):
-                raise TypeError(f"callbacks.{name} is {str(value)[:200]}")
-        changes = differences(json.loads(state["fingerprint"]), now)
-    if changes and not anyway:
-        raise UserError(
-            f"resume: this run differs from the one that it would continue: {'; '.join(changes)}; "
-            "set back what has changed, or set resume_anyway=true"
-        )
-    return changes
-
-
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
     """A text for each difference, e.g. `task.optimizer.lr=0.01 there, 0.1 here`."""
     texts = []
@@ -157,32 +109,6 @@ def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
             values = f"={_worded(then.get(key))} there, {_worded(now.get(key))} here"
             texts.append(key + (" has changed" if key.endswith("code") else values))
     return texts
-
-
-@contextmanager
-def refusing(state: Mapping[str, Any]) -> Iterator[None]:
-    """A file that is whole may still hold anything: what can't be restored from it is one line."""
-    try:
-        yield
-    except Mismatch as e:
-        raise UserError(
-            f"resume={state.get('file', '')}: {e}; use checkpoint=FILE to start a new run from its "
-            "weights"
-        ) from e
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
-        raise UserError(
-            f"resume={state.get('file', '')} has what this run would not have written: "
-            f"{type(e).__name__}: {e}; use another checkpoint"
-        ) from e
-
-
-def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
-    """Callbacks by the name of their class; a second one of a class gets a number."""
-    count: dict[str, int] = {}
-    for callback in callbacks:
-        kind = type(callback).__name__
-        count[kind] = count.get(kind, 0) + 1
-        yield (kind if count[kind] == 1 else f"{kind}-{count[kind]}"), callback
 
 
 def _leaves(config: Any) -> Fingerprint:

@@ -1,0 +1,171 @@
+"""What hooks read of the Trainer that they are given, and what they call."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from dpframe import memory
+from dpframe.data import Batch
+from dpframe.loggers import Logger
+from dpframe.metrics import numbers_of
+from dpframe.strategies.base import Strategy
+from dpframe.trainer.feed import Feed
+from dpframe.trainer.hooks import Hooks
+from dpframe.trainer.outputs import Measured
+from dpframe.trainer.prepare import Training
+from dpframe.trainer.progress import Progress
+from dpframe.trainer.recorder import Recorder, RunInfo, refuse_nowhere
+from dpframe.trainer.task_metrics import TaskMetrics
+from dpframe.trainer.update import Update
+from dpframe.trainer.updates import Updates
+
+PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}  # by the mode
+
+
+class CallbackView:
+    """A Trainer is one. Besides, its attributes `task`, `data`, `strategy`, `settings`, `seed`,
+    `callbacks`, `run`, `mode`, `metrics`, `step_metrics` and `checkpoint` are for reading."""
+
+    strategy: Strategy
+    run: RunInfo
+    progress: Progress
+    training: Training
+    hooks: Hooks
+    recorder: Recorder
+    task_metrics: TaskMetrics
+    mode = ""  # fit, validate, test or predict, once one of them runs
+    has_begun = False  # training
+    is_validating = False  # within a fit
+    metrics: dict[str, float]
+    should_stop = False
+    stop_reason = ""
+
+    @property
+    def global_step(self) -> int:
+        return self.progress.global_step
+
+    @property
+    def epoch(self) -> int:
+        return self.progress.epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """0 where the length of a stream is unknown."""
+        return self.feed.steps_per_epoch
+
+    @property
+    def total_steps(self) -> int:
+        """0 where it is unknown."""
+        return self.feed.total_steps
+
+    @property
+    def feed(self) -> Feed:
+        """What training reads."""
+        return self.training.feed
+
+    @property
+    def updates(self) -> Updates:
+        """By the optimizers' names; one alone has the name ""."""
+        return self.training.updates
+
+    @property
+    def update(self) -> Update:
+        """The one whose turn it is."""
+        return self.training.updates.current
+
+    @property
+    def batches(self) -> list[Batch]:
+        """Of the step at hand."""
+        return self.training.step.batches
+
+    @property
+    def clock(self) -> float:
+        """Seconds of training at the last look, the same in all processes."""
+        return self.training.schedule.clock
+
+    @property
+    def phase(self) -> str:
+        """What is done now in a word, for errors."""
+        if self.mode in PHASES:
+            return PHASES[self.mode]
+        if self.is_validating:
+            return PHASES["validate"]
+        return "training" if self.has_begun else "set-up"
+
+    def stop(self, reason: str) -> None:
+        """Ends training after this step; every process has to call it at the same step."""
+        self.should_stop = True
+        self.stop_reason = reason
+
+    def recompute_gradients(self) -> list[Measured] | None:
+        """For `on_before_step`: computes the gradients of this step's batches again, at the current
+        weights, and returns what the steps measured."""
+        return self.training.step.recompute()
+
+    def log(self, scalars: Mapping[str, Any]) -> None:
+        """Adds numbers to `metrics` and to this step's row of every logger, e.g. {"val/f1": 0.5}.
+
+        For the hooks of callbacks and tasks. Every process has to call it with the same numbers:
+        others are refused when a validation or an epoch ends.
+        """
+        numbers = numbers_of(scalars)
+        if self.hooks.log_check is not None:
+            self.hooks.log_check.add(numbers)
+        self.metrics.update(numbers)
+        if self.recorder.is_open:
+            self._record(numbers)
+
+    def peak_memory(self) -> list[int] | None:
+        """The peak memory of tensors on each of `strategy.devices` in bytes, on the main process;
+        None on the CPU. Every process has to call it."""
+        here = [memory.peak(device) for device in self.strategy.local_devices]
+        if None in here:
+            return None
+        return list(chain.from_iterable(self.strategy.collectives.gather(here)))
+
+    # ---- media, for the loggers that show them; on processes but the main one nothing happens
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The loggers of this process: only the main one has any."""
+        return self.recorder.loggers
+
+    def log_image(self, name: str, image: Any) -> None:
+        """[H, W], [C, H, W], or [N, C, H, W] as a grid; floats from 0 to 1, or uint8."""
+        self._show("image", name, image)
+
+    def log_figure(self, name: str, figure: Any) -> None:
+        """A figure of matplotlib's, which is closed."""
+        self._show("figure", name, figure)
+
+    def log_histogram(self, name: str, values: Any) -> None:
+        """A histogram of the finite values of a tensor or an array of any shape."""
+        self._show("histogram", name, values)
+
+    def log_text(self, name: str, text: str) -> None:
+        """TensorBoard takes it as markdown."""
+        self._show("text", name, text)
+
+    def log_audio(self, name: str, samples: Any, sample_rate: int) -> None:
+        """[samples] or [channels, samples]; floats from -1 to 1, or int16."""
+        self._show("audio", name, samples, sample_rate)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+        """Rows of numbers and texts."""
+        self._show("table", name, columns, rows)
+
+    def log_pr_curve(self, name: str, labels: Any, scores: Any, weights: Any = None) -> None:
+        """Precision over recall: `labels` are 0 or 1, `scores` from 0 to 1, `weights` how often
+        each counts."""
+        self._show("pr_curve", name, labels, scores, weights)
+
+    def _show(self, form: str, name: str, *values: Any) -> None:
+        if self.mode != "fit" and not self.recorder.is_open:  # fit has opened it
+            refuse_nowhere(self.recorder.loggers, self.run)
+            self.recorder.open(self.strategy)
+        self.recorder.show(form, name, *values, step=self.global_step)
+
+    def _record(self, scalars: dict[str, float]) -> None:
+        self.recorder.log(scalars, step=self.global_step)
+        while self.task_metrics.tables:
+            self.log_table(*self.task_metrics.tables.pop(0))

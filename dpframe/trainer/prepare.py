@@ -1,0 +1,204 @@
+"""What `fit` needs, made and checked before there is a run directory: a straight line of values."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from dpframe.errors import UserError
+from dpframe.metrics import Means
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+from dpframe.trainer.activations import drop_activations
+from dpframe.trainer.callback import Callback
+from dpframe.trainer.compiled import Compiled
+from dpframe.trainer.evaluation import means_over
+from dpframe.trainer.feed import Feed
+from dpframe.trainer.fingerprint import fingerprint
+from dpframe.trainer.guard import LossGuard
+from dpframe.trainer.placement import Precision
+from dpframe.trainer.profile import Profile, timed, untimed
+from dpframe.trainer.progress import Progress, StopPoll
+from dpframe.trainer.rates import ScaledRates
+from dpframe.trainer.recorder import RunInfo
+from dpframe.trainer.schedule import Schedule
+from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
+from dpframe.trainer.setup import Setup
+from dpframe.trainer.state import Resumable
+from dpframe.trainer.step import Step, StepByHand, TrainStep
+from dpframe.trainer.updates import Updates, updates_of
+from dpframe.trainer.validation import Validation
+
+
+@dataclass(frozen=True)
+class Training:
+    """The parts of a training run."""
+
+    feed: Feed
+    step: Step
+    updates: Updates
+    means: Means
+    schedule: Schedule
+    validation: Validation
+    guard: LossGuard
+    state: Resumable
+    profile: Profile | None
+    notes: list[str]  # for the log, as it begins
+    resumed_from: dict[str, Any] | None  # the state of a checkpoint
+    changes: list[str]  # what is not as it was there
+
+
+def prepare(
+    setup: Setup,
+    settings: TrainerSettings,
+    callbacks: Sequence[Callback],
+    progress: Progress,
+    run: RunInfo,
+    *,
+    on_batch_start: Sequence[Callable[..., None]],
+    on_batch_end: Sequence[Callable[..., None]],
+    resumed_from: dict[str, Any] | None,
+    resume_anyway: bool,
+) -> Training:
+    task, data, strategy = setup.task, setup.data, setup.strategy
+    profile = Profile() if settings.profile else None
+    if settings.on_nonfinite == "skip":
+        strategy.check_skips(settings.accumulate)
+    feed = Feed.of(data, strategy, settings, seed=setup.seed, is_profiled=settings.profile)
+    validation = Validation(
+        task,
+        setup.evaluations("val", settings, feed.validation) if feed.validation else {},
+        timed if settings.profile else untimed,
+    )
+    task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
+    task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
+    task.schedules_turns = settings.scheduler_every == "step"
+    scaled_rates = None
+    if task.scale_lr is not None:
+        scaled_rates = ScaledRates.of(task, settings, feed.source.batch_size)
+    updates = updates_of(
+        task,
+        strategy,
+        settings,
+        setup.precision.scaler,
+        scaled_rates,
+        timed if settings.profile else untimed,
+    )
+    if task.optimizer_names and validation and not task.has_own("validation_step"):
+        raise UserError(
+            f"{type(task).__name__} has several optimizers, and training_step wants the name "
+            "of one; write validation_step, or return None from val_dataset"
+        )
+    recomputed = drop_activations(task, settings.checkpoint_activations)
+    wrap_steps(updates, task, strategy, settings, setup.precision)
+    means = means_over(strategy)
+    setup.task_metrics.reset()
+    guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
+    is_cuda = strategy.device.type == "cuda"
+    step = Step(
+        task,
+        strategy,
+        progress,
+        guard,
+        setup.task_metrics,
+        feed.to_device,
+        on_batch_start=on_batch_start,
+        on_batch_end=on_batch_end,
+        accumulates=settings.accumulate > 1,
+        uses_cuda_graphs=is_cuda and settings.compile_mode in CUDA_GRAPH_MODES,
+    )
+    state = Resumable(
+        task,
+        strategy,
+        feed,
+        updates,
+        means,
+        setup.task_metrics,
+        callbacks,
+        progress,
+        strategy.local_devices,
+        setup.seed,
+        run.recipe,
+        fingerprint(task, data, feed, updates, settings, run, setup.seed),
+    )
+    changes = []
+    if resumed_from is not None:
+        changes = state.restore(resumed_from, anyway=resume_anyway)
+    return Training(
+        feed,
+        step,
+        updates,
+        means,
+        Schedule(settings, feed, StopPoll(strategy, setup.interruption)),
+        validation,
+        guard,
+        state,
+        profile,
+        list(notes_of(task, strategy, settings, recomputed, scaled_rates)),
+        resumed_from,
+        changes,
+    )
+
+
+def wrap_steps(
+    updates: Updates,
+    task: Task,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    precision: Precision,
+) -> None:
+    """Gives each update the training step that computes its loss, as the strategy wraps it."""
+    mode = settings.compile_mode
+    if strategy.sharding is not None:
+        settings.check_compiled_parts(strategy.name)
+    if updates.by_hand is not None:
+        step = strategy.wrap(StepByHand(task, precision.autocast), training=False)
+        for update in (updates.by_hand, *updates.values()):
+            update.run(step)
+        return
+    compiled = None
+    if mode is not None:
+        compiled = Compiled(**{**settings.compile_options, "mode": mode})
+    for name, update in updates.items():
+        step = TrainStep(task, precision.autocast, name, compiled)
+        with update.alone() if name else nullcontext():
+            update.run(strategy.wrap(step, training=True))
+
+
+def notes_of(
+    task: Task,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    recomputed: list[str],
+    scaled_rates: ScaledRates | None,
+) -> Iterator[str]:
+    """What the log says of a run before it begins."""
+    if settings.compile_mode is not None:
+        yield (
+            f"trainer.compile.mode={settings.compile_mode}: the first step may take minutes to "
+            "compile"
+        )
+    if resting := modules_in_eval_mode(task):
+        yield (
+            f"stays in evaluation mode in training: {', '.join(resting)}; call train() on it in "
+            "the task's __init__ where it should not"
+        )
+    if recomputed:
+        yield f"computed again in the backward: {', '.join(recomputed)}"
+    elif strategy.sharding is not None and strategy.sharding.keeps_casts:
+        yield (
+            "autocast keeps all weights in bf16 in each process from forward to backward; set "
+            "strategy.param_dtype=bf16 or trainer.checkpoint_activations=true where they don't fit"
+        )
+    if scaled_rates is not None:
+        yield str(scaled_rates)
+
+
+def modules_in_eval_mode(task: Task) -> list[str]:
+    """The outermost modules that the task has put into evaluation mode."""
+    names: list[str] = []
+    for name, module in task.named_modules():
+        is_within = any(name.startswith(f"{outer}.") for outer in names)
+        if task.training and not (module.training or is_within):
+            names.append(name)
+    return names

@@ -1,0 +1,202 @@
+"""All that decides the rest of training: a checkpoint holds it, and a run goes on from it."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dpframe import checkpoint, seeding
+from dpframe.checkpoint import seal
+from dpframe.errors import UserError
+from dpframe.metrics import Means
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+from dpframe.trainer.callback import Callback
+from dpframe.trainer.feed import Feed
+from dpframe.trainer.fingerprint import Fingerprint, differences
+from dpframe.trainer.optimizer_state import Mismatch
+from dpframe.trainer.progress import Progress
+from dpframe.trainer.task_metrics import TaskMetrics
+from dpframe.trainer.updates import Updates
+
+Start = dict[str, Any] | str | os.PathLike[str] | None
+"""What a run resumes from: a checkpoint's state, its file, or `last`."""
+NEEDED = ("fingerprint", "optimizer", "progress", "metrics", "callbacks", "random")
+
+
+@dataclass(frozen=True)
+class Resumable:
+    """The parts that have such a state. Every process captures and restores together."""
+
+    task: Task
+    strategy: Strategy
+    feed: Feed
+    updates: Updates
+    means: Means
+    task_metrics: TaskMetrics
+    callbacks: Sequence[Callback]
+    progress: Progress
+    devices: list[torch.device]  # of this process
+    seed: int
+    recipe: str
+    fingerprint: Fingerprint
+
+    def capture(self, metrics: Mapping[str, float], logged: Mapping[str, float]) -> dict[str, Any]:
+        """`logged` are the numbers of this step that the loggers have. Of tensors that are sharded
+        each process has its own shards."""
+        strategy, progress = self.strategy, self.progress
+        # Random numbers and sums start again with each epoch: only within one is there a state.
+        of_ranks: dict[str, Any] = {}
+        if done := progress.batches_done:
+            own = {
+                "random": seeding.random_state(self.devices),
+                "means": self.means.state_dict(),
+                "task_metrics": self.task_metrics.state_dict(),
+            }
+            if (place := self.feed.train.place(done)) is not None:
+                own["stream"] = place
+            of_ranks = self._gathered(own)
+        return {
+            "recipe": self.recipe,
+            "fingerprint": json.dumps(self.fingerprint),
+            "task": self.task.state_dict(),
+            **self.updates.state_dict(),
+            "strategy": {
+                strategy.name: self.updates.each(lambda u: strategy.state_dict(u.optimizer))
+            },
+            "progress": {
+                **progress.state_dict(),
+                "means": of_ranks.get("means", []),
+                "task_metrics": of_ranks.get("task_metrics", []),
+                "logged": dict(logged),
+            },
+            "metrics": dict(metrics),
+            "callbacks": {n: callback.state_dict() for n, callback in named(self.callbacks)},
+            "random": of_ranks.get("random", []),
+            "stream": of_ranks.get("stream", []),
+        }
+
+    def _gathered(self, own: dict[str, Any]) -> dict[str, list[Any]]:
+        """Lists over the processes by name, on the main one."""
+        everywhere = self.strategy.collectives.gather(own)
+        names = dict.fromkeys(chain.from_iterable(everywhere))
+        return {name: [each[name] for each in everywhere if name in each] for name in names}
+
+    def restore(self, state: dict[str, Any], *, anyway: bool) -> list[str]:
+        """Refuses a state of another run unless `anyway`; returns what differs."""
+        strategy, progress = self.strategy, self.progress
+        rank, world_size = strategy.rank, strategy.world_size
+        changes = changes_since(state, self.fingerprint, anyway=anyway)
+        checkpoint.load_task(self.task, state, is_resumed=True, sharding=strategy.sharding)
+        with refusing(state):
+            before = json.loads(state["fingerprint"])
+            of_strategy = state.get("strategy", {}).get(strategy.name, {})
+            for name, update in self.updates.items():
+                update.load_state_dict(state, before, self.fingerprint)
+                kept = of_strategy.get(name, {}) if name else of_strategy
+                strategy.load_state_dict(kept, update.optimizer)
+            progress.load_state_dict(state["progress"])
+            means = state["progress"]["means"]
+            means = [means] if isinstance(means, dict) else means  # an earlier version's
+            self.means.load_state_dict(means, rank=rank, world_size=world_size)
+            of_metrics = state["progress"].get("task_metrics", [])
+            self.task_metrics.load_state_dict(of_metrics, rank=rank, world_size=world_size)
+            for name, value in state["progress"]["logged"].items():
+                if type(value) not in (int, float):
+                    raise TypeError(f"{name}={str(value)[:200]} was logged")
+        for name, callback in named(self.callbacks):
+            if of_callback := state["callbacks"].get(name):
+                callback.load_state_dict(of_callback)
+        with refusing(state):
+            return changes + self._restore_place(state, int(before["data.batch_size"]))
+
+    def _restore_place(self, state: dict[str, Any], batch_size: int) -> list[str]:
+        """The random numbers and the place in the data; what could not be as it was."""
+        strategy, progress, devices = self.strategy, self.progress, self.devices
+        processes, changes = len(state["random"]), []
+        if processes and strategy.logical_shares:  # all drew the same
+            seeding.restore_random_state(state["random"][0], devices)
+        elif processes == strategy.world_size:
+            seeding.restore_random_state(state["random"][strategy.rank], devices)
+        elif progress.batches_done:
+            changes = [f"{processes} processes there, {strategy.world_size} here"]
+            seed = seeding.mix(self.seed, strategy.rank, progress.global_step)
+            seeding.seed_everything(seed, devices)
+        self.feed.train.seek(state.get("stream", []), strategy.world_size)
+        # As many rows of the epoch are skipped as were read, or a part of a batch less.
+        progress.batches_done = progress.batches_done * batch_size // self.feed.source.batch_size
+        return changes
+
+
+def start_state(resume: Start, directory: str, *, whole: bool = True) -> dict[str, Any] | None:
+    """The state that a run resumes from."""
+    if resume is None or isinstance(resume, dict):
+        return resume
+    if resume != "last":
+        return checkpoint.load(Path(resume), key="resume", whole=whole)
+    folder = Path(directory) / "checkpoints"
+    newest = seal.newest_good(folder) if directory else None
+    if newest is None:
+        where = (
+            f"there is no whole checkpoint in {folder}" if directory else "this run has no files"
+        )
+        raise UserError(
+            f"resume=last: {where}; pass a file, or run=RunInfo(directory=…) of that run"
+        )
+    return checkpoint.load(newest, key="resume", whole=whole)
+
+
+def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -> list[str]:
+    """What has changed since the checkpoint; refused unless `anyway`."""
+    missing = [name for name in NEEDED if name not in state]
+    if missing:
+        raise UserError(
+            f"resume={state.get('file', '')} has no {' and no '.join(missing)}; "
+            "use checkpoint=FILE to start a new run from its weights"
+        )
+    with refusing(state):
+        for name in ("progress", "metrics", "callbacks"):
+            if not isinstance(state[name], dict):
+                raise TypeError(f"{name} is {str(state[name])[:200]}")
+        for name, value in state["callbacks"].items():
+            if not isinstance(value, dict):
+                raise TypeError(f"callbacks.{name} is {str(value)[:200]}")
+        changes = differences(json.loads(state["fingerprint"]), now)
+    if changes and not anyway:
+        raise UserError(
+            f"resume: this run differs from the one that it would continue: {'; '.join(changes)}; "
+            "set back what has changed, or set resume_anyway=true"
+        )
+    return changes
+
+
+@contextmanager
+def refusing(state: Mapping[str, Any]) -> Iterator[None]:
+    """A file that is whole may still hold anything: what can't be restored from it is one line."""
+    try:
+        yield
+    except Mismatch as e:
+        raise UserError(
+            f"resume={state.get('file', '')}: {e}; use checkpoint=FILE to start a new run from its "
+            "weights"
+        ) from e
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        raise UserError(
+            f"resume={state.get('file', '')} has what this run would not have written: "
+            f"{type(e).__name__}: {e}; use another checkpoint"
+        ) from e
+
+
+def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
+    """Callbacks by the name of their class; a second one of a class gets a number."""
+    count: dict[str, int] = {}
+    for callback in callbacks:
+        kind = type(callback).__name__
+        count[kind] = count.get(kind, 0) + 1
+        yield (kind if count[kind] == 1 else f"{kind}-{count[kind]}"), callback

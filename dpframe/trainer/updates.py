@@ -1,0 +1,155 @@
+"""The optimizers of a task, and whose turn it is."""
+
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dpframe import lean
+from dpframe.errors import UserError, suggestion
+from dpframe.strategies.base import Strategy
+from dpframe.strategies.collectives import Collectives
+from dpframe.task import Task
+from dpframe.trainer.optimizers import check_signature, optimizers_of
+from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.rates import ScaledRates
+from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.update import ByHand, Update
+
+STATES = ("optimizer", "scheduler", "scaler")  # of an Update, and the keys in a checkpoint
+
+
+class Updates(Mapping[str, Update]):
+    """By the optimizers' names; one alone has the name ""."""
+
+    def __init__(
+        self,
+        by_name: dict[str, Update],
+        task: Task,
+        collectives: Collectives,
+        by_hand: ByHand | None,
+    ) -> None:
+        """`by_hand` takes the place of all where the task steps its optimizers itself."""
+        self._by_name = by_name
+        self._task = task
+        self._collectives = collectives
+        self._compares_turns = collectives.world_size > 1 and task.has_own("turns")
+        self.by_hand = by_hand
+        self.current = next(iter(by_name.values()))  # the one whose turn it is
+        self._single_update = () if self.current.name else (self.current,)
+        if by_hand is not None:
+            self._single_update = (by_hand,)
+
+    def __getitem__(self, name: str) -> Update:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def taking_turns(self) -> Iterable[Update]:
+        """Those of this step, one after the other; in each turn only its own weights get
+        gradients."""
+        return self._single_update or self._turns()
+
+    def _turns(self) -> Iterator[Update]:
+        task = type(self._task).__name__
+        names = list(self._task.turns())
+        if self._compares_turns:
+            self._refuse_other_turns(names)
+        for name in names:
+            if name not in self._by_name:
+                raise UserError(
+                    f"{task}.turns returned {name!r}, which is no optimizer; "
+                    f"{suggestion(str(name), self._by_name)}"
+                )
+            self.current = self._by_name[name]
+            with self.current.alone():
+                if not self.current.has_trained():
+                    raise UserError(
+                        f"{task}: all weights of {name} are frozen in its turn; leave it out of "
+                        "turns() until some are thawed"
+                    )
+                yield self.current
+
+    def _refuse_other_turns(self, names: list[str]) -> None:
+        """Processes that train different weights would add up gradients of different things."""
+        collectives = self._collectives
+        here = float(zlib.crc32(repr(names).encode()))
+        if collectives.sum_numbers([here]) != [here * collectives.world_size]:
+            raise UserError(
+                f"{type(self._task).__name__}.turns returned {names} on rank {collectives.rank} "
+                "and something else on another one; let it follow from self.global_step and "
+                "self.epoch"
+            )
+
+    def learning_rates(self) -> dict[str, float]:
+        """`lr`, and by the names of optimizers and groups, e.g. `lr/generator/backbone`."""
+        return {
+            "/".join(filter(None, ("lr", name, group))): rate
+            for name, update in self.items()
+            for group, rate in update.learning_rates().items()
+        }
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Of the newest steps: `grad_norm`, or by the names of optimizers."""
+        if self.by_hand is not None:
+            return {}
+        return {
+            "/".join(filter(None, ("grad_norm", name))): float(update.grad_norm)
+            for name, update in self.items()
+        }
+
+    def monitored(self) -> list[tuple[str, str]]:
+        """The metric that a schedule waits for, by its key."""
+        plateaus = [update for update in self.values() if update.is_plateau]
+        return [("trainer.plateau_monitor", each.plateau_monitor) for each in plateaus]
+
+    def each(self, read: Callable[[Update], Any]) -> Any:
+        """The value of the only one, or of several a dict by their names."""
+        values = {name: read(update) for name, update in self.items()}
+        return values.get("", values)  # one alone has no name
+
+    def state_dict(self) -> dict[str, Any]:
+        states = {name: update.state_dict() for name, update in self.items()}
+        if "" in states:
+            return states[""]
+        return {part: {name: states[name][part] for name in states} for part in STATES}
+
+
+def updates_of(
+    task: Task,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    scaler: torch.amp.GradScaler | None,
+    scaled_rates: ScaledRates | None = None,
+    timed: Timed = untimed,
+) -> Updates:
+    """Makes the task's optimizers, and checks them."""
+    if not any(parameter.requires_grad for parameter in task.parameters()):
+        raise UserError(
+            f"{type(task).__name__} has no parameter to train; leave some with requires_grad=True"
+        )
+    if settings.lean and settings.compile_mode is None:
+        lean.prepare()
+    optimizers = optimizers_of(task)
+    for key in ("clip_norm", "clip_value"):
+        limits = getattr(settings, key)
+        for name in limits if isinstance(limits, dict) else ():
+            if name not in optimizers:
+                raise UserError(
+                    f"trainer.{key}.{name}: there is no such optimizer; "
+                    f"{suggestion(name, filter(None, optimizers))}"
+                )
+    turns = [] if task.optimizes_by_hand else list(optimizers)
+    check_signature(task, turns)
+    task.optimizer_names = tuple(filter(None, turns))
+    by_name = {
+        name: Update(name, made, task, strategy, settings, scaler, scaled_rates, timed)
+        for name, made in optimizers.items()
+    }
+    by_hand = ByHand(task, strategy, settings, timed) if task.optimizes_by_hand else None
+    return Updates(by_name, task, strategy.collectives, by_hand)
