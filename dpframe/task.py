@@ -342,8 +342,8 @@ class Ahead:
     def epoch(self) -> int:
         if not self.steps_per_epoch:
             raise UserError(
-                f"{self.task}.turns() reads self.epoch, and nobody knows how long a stream's epoch "
-                "is, so its turns can't be counted; set total_steps of each of task.schedulers"
+                f"{self.task}.turns() reads self.epoch, and a stream's epoch has no known length, "
+                "so its turns can't be counted; set total_steps of each of task.schedulers"
             )
         return self.global_step // self.steps_per_epoch
 

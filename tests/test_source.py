@@ -100,7 +100,10 @@ class Own(DataLoader):
 
 
 REFUSED = {
-    "each row alone": (DataLoader(NUMBERS, None), "batch_size=None, so nobody knows its rows"),
+    "each row alone": (
+        DataLoader(NUMBERS, None),
+        "batch_size=None, so its rows have no known number",
+    ),
     "its own context": (
         DataLoader(NUMBERS, 2, num_workers=1, multiprocessing_context="fork"),
         "a multiprocessing_context, which dpframe chooses itself; leave it out",

@@ -349,7 +349,7 @@ def test_turns_are_counted_for_a_configure_optimizer_of_ones_own_too():
 def test_turns_that_can_not_be_counted_are_refused_in_one_line():
     with pytest.raises(UserError, match="^task.schedulers.generator has nothing to schedule: Cyc"):
         cycled(max_epochs=1)
-    with pytest.raises(UserError, match="^Cycled.turns.. reads self.epoch, and nobody knows how"):
+    with pytest.raises(UserError, match="^Cycled.turns.. reads self.epoch, and a stream's epoch"):
         cycled(data=Streamed(), max_steps=8, max_epochs=None)
     given = partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=50)
     made = cycled(partial(Cycled, given), data=Streamed(), max_steps=8, max_epochs=None)

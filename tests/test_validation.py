@@ -352,7 +352,7 @@ def test_a_run_resumed_at_a_share_of_an_epoch_goes_on_to_the_bit():
     ],
 )
 def test_a_share_of_a_stream_is_refused(settings, said):
-    with pytest.raises(UserError, match=f"^trainer.{said} nobody knows"):
+    with pytest.raises(UserError, match=f"^trainer.{said} a stream has no known length;"):
         trainer(data=Streamed(), **settings).prepare()
     trainer(data=Streamed(val=False), validate_every_epochs=0.5).prepare()  # there is none
 

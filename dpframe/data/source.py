@@ -95,7 +95,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
 def _check(given: DataLoader, told: str) -> None:
     """Refuses what can't be kept."""
     if given.batch_sampler is None and given.batch_size is None:
-        what = "batch_size=None, so nobody knows its rows; give it the global batch_size"
+        what = "batch_size=None, so its rows have no known number; give it the global batch_size"
     elif given.multiprocessing_context is not None:
         what = "a multiprocessing_context, which dpframe chooses itself; leave it out"
     elif type(given) is not DataLoader:

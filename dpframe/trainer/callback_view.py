@@ -29,6 +29,7 @@ class CallbackView:
     strategy: Strategy
     run: RunInfo
     progress: Progress
+    feed: Feed  # what training reads
     training: Training
     hooks: Hooks
     recorder: Recorder
@@ -57,11 +58,6 @@ class CallbackView:
     def total_steps(self) -> int:
         """0 where it is unknown."""
         return self.feed.total_steps
-
-    @property
-    def feed(self) -> Feed:
-        """What training reads."""
-        return self.training.feed
 
     @property
     def updates(self) -> Updates:

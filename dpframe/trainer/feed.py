@@ -61,7 +61,6 @@ class Feed:
         settings: TrainerSettings,
         *,
         seed: int,
-        is_profiled: bool = False,
     ) -> "Feed":
         source = _sources("train", data)[""]
         train = _loader(source, strategy, settings, seed=seed)
@@ -82,7 +81,7 @@ class Feed:
         return cls(
             source,
             train,
-            timed_batches(read) if is_profiled else read,
+            timed_batches(read) if settings.profile else read,
             to_device,
             settings.accumulate,
             type(data).__name__,
@@ -135,8 +134,8 @@ class Feed:
             return frozenset()
         if not steps:
             raise UserError(
-                f"trainer.validate_every_epochs={share} is a share of an epoch, and nobody knows "
-                "how long a stream's is; use trainer.validate_every_steps"
+                f"trainer.validate_every_epochs={share} is a share of an epoch, and a "
+                "stream has no known length; use trainer.validate_every_steps"
             )
         nearest = {round(share * part * steps) for part in range(1, math.ceil(1 / share))}
         return frozenset(step * settings.accumulate for step in nearest if 0 < step < steps)

@@ -29,6 +29,7 @@ from dpframe.trainer import given
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.evaluation import means_of, restore_modes
+from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import Precision, explain, place
@@ -152,9 +153,12 @@ class Trainer(CallbackView):
         self._refuse_closed()
         self.mode, self.is_validating = "fit", False
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
+        # The task may ask for its lengths while its parts are made.
+        self.feed = Feed.of(self.data, self.strategy, self.settings, seed=self.seed)
         self.training = training = prepare(
             self.setup,
             self.settings,
+            self.feed,
             self.callbacks,
             self.progress,
             self.run,

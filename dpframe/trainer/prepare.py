@@ -51,6 +51,7 @@ class Training:
 def prepare(
     setup: Setup,
     settings: TrainerSettings,
+    feed: Feed,
     callbacks: Sequence[Callback],
     progress: Progress,
     run: RunInfo,
@@ -64,7 +65,6 @@ def prepare(
     profile = Profile() if settings.profile else None
     if settings.on_nonfinite == "skip":
         strategy.check_skips(settings.accumulate)
-    feed = Feed.of(data, strategy, settings, seed=setup.seed, is_profiled=settings.profile)
     validation = Validation(
         task,
         setup.evaluations("val", settings, feed.validation) if feed.validation else {},

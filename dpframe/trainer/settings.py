@@ -176,8 +176,8 @@ class TrainerSettings:
             return None
         if batches is None:
             raise UserError(
-                f"trainer.{key}={value} is a share of the batches, and nobody knows how many a "
-                "stream has; use a whole number"
+                f"trainer.{key}={value} is a share of the batches, and a stream has no known "
+                "length; use a whole number"
             )
         return max(1, round(value * batches))
 
