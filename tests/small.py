@@ -160,6 +160,7 @@ def trainer(
     strategy: Strategy | None = None,
     seed: int = 0,
     directory: Any = ".",
+    interruption: Any = None,
     **settings: Any,
 ) -> Trainer:
     seeding.seed_everything(seed)
@@ -174,6 +175,7 @@ def trainer(
         loggers=loggers or [],
         seed=seed,
         run=RunInfo(directory=str(directory)),
+        interruption=interruption,
     )
 
 

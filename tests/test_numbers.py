@@ -188,7 +188,7 @@ def test_float32_products_have_the_precision_that_is_set_and_a_sweeps_next_run_h
         trainer()
         assert torch.get_float32_matmul_precision() == "medium"  # as the program has it
         one.prepare()
-        assert one.fingerprint["trainer.matmul_precision"] == "medium"
+        assert one.training.state.fingerprint["trainer.matmul_precision"] == "medium"
     assert torch.get_float32_matmul_precision() == before == "highest"
 
 

@@ -73,7 +73,7 @@ def test_each_of_several_optimizers_is_scaled_and_told():
     task = Pair()
     task.scale_lr = TWICE
     seen = []
-    hooks = Hooks(on_step_end=lambda t: seen.append(t._learning_rates()))
+    hooks = Hooks(on_step_end=lambda t: seen.append(t.updates.learning_rates()))
     fitted(task, callbacks=[hooks], max_epochs=1)
     plain = trainer(Pair())
     plain.prepare()

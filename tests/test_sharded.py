@@ -627,7 +627,7 @@ def of_each_rank(strategy: Strategy, folder: Path) -> Any:
     path, writer = folder / "checkpoints" / "last.ckpt", checkpoint.Writer()
     made.progress.batches_done = 1
     torch.manual_seed(strategy.rank)
-    wanted = strategy.collectives.gather((torch.get_rng_state(), made.means.state_dict()))
+    wanted = strategy.collectives.gather((torch.get_rng_state(), made.training.means.state_dict()))
     state = made.state_dict(whole=False)
     writer.save(state, [path], sharding=strategy.sharding)
     torch.rand(5)  # training goes on

@@ -25,7 +25,6 @@ from dpframe.launch.rank import Parent
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import is_stopped
 from dpframe.strategies.ddp import DDP
-from dpframe.trainer.progress import StopPoll
 
 TWO = ("strategy=ddp", "trainer.gpus=2", "logger=none")
 ONE = ("strategy=cpu", "logger=none")
@@ -180,8 +179,8 @@ def steps_where_one_rank_knows(strategy: DDP) -> list[int]:
         if trainer.global_step == 2 and strategy.rank == 1:
             stop.remember(TERM)
 
-    made = trainer(strategy=strategy, callbacks=[Hooks(on_step_end=see)], max_epochs=10**6)
-    made.stop_poll = StopPoll(strategy, stop)
+    callbacks = [Hooks(on_step_end=see)]
+    made = trainer(strategy=strategy, callbacks=callbacks, interruption=stop, max_epochs=10**6)
     with pytest.raises(Interrupted, match="SIGTERM"):
         made.fit()
     return strategy.collectives.gather(made.global_step)

@@ -137,7 +137,7 @@ def test_a_loader_trains_and_resumes_as_the_same_data_set_by_itself():
 
     mine, wanted = fitted(data=Loaded(batch_size=9)), fitted(data=Rows())
     assert is_same(mine.task.state_dict(), wanted.task.state_dict())
-    assert mine.fingerprint["data.batch_size"] == 4
+    assert mine.training.state.fingerprint["data.batch_size"] == 4
     assert "batches and order by its DataLoader" in mine.feed.train.how
 
 

@@ -153,7 +153,7 @@ def trainer(strategy: Strategy, data: Data, callbacks: Any = (), **settings: Any
 
 
 def fitted(made: Trainer, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    log = made.report.loggers[0].log_ if made.report.loggers else []
+    log = made.recorder.loggers[0].log_ if made.recorder.loggers else []
     made.fit(state)
     return {"log": log, "weights": weights(made.task)}
 

@@ -131,7 +131,7 @@ def test_what_auto_has_chosen_does_not_decide_the_numbers(monkeypatch, noise):
     processes = [run.feed.train.workers.processes for run in runs]
     assert processes == [2, 1 if noise else 0]
     assert is_same(runs[0].task.state_dict(), runs[1].task.state_dict())
-    assert runs[0].fingerprint == runs[1].fingerprint
+    assert runs[0].training.state.fingerprint == runs[1].training.state.fingerprint
 
 
 def test_another_rank_takes_the_first_ones_choice_and_reads_nothing_for_it():
