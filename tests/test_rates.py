@@ -77,7 +77,7 @@ def test_each_of_several_optimizers_is_scaled_and_told():
     fitted(task, callbacks=[hooks], max_epochs=1)
     plain = trainer(Pair())
     plain.prepare()
-    assert seen[-1] == {name: 2 * rate for name, rate in plain._learning_rates().items()}
+    assert seen[-1] == {name: 2 * rate for name, rate in plain.updates.learning_rates().items()}
     assert len(seen[-1]) == 2
 
 

@@ -96,7 +96,7 @@ class Trainer(CallbackView):
             return
         if not self.strategy.is_set_up:
             self._opened.enter_context(self.strategy)
-            atexit.register(self.close)
+            atexit.register(self._opened.close)  # which does not keep the Trainer
         self.strategy = _with_logical_shares(self.strategy, settings, seed)
         self.precision = Precision(
             settings.precision,
@@ -138,7 +138,7 @@ class Trainer(CallbackView):
     def close(self, error: BaseException | None = None) -> None:
         """Closes the strategy if this Trainer has set it up; after an error without waiting for
         other processes."""
-        atexit.unregister(self.close)
+        atexit.unregister(self._opened.close)
         trace = None if error is None else error.__traceback__
         self._opened.__exit__(None if error is None else type(error), error, trace)
 
