@@ -12,6 +12,7 @@ FILES = {
     "loggers",
     "media",
     "memory",
+    "prepare",
     "metrics",
     "parameters",
     "placement",

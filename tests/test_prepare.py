@@ -1,0 +1,125 @@
+"""`Trainer.prepare` makes and checks all that `fit` needs, and writes nothing."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small import Adam, Rows, Small, Streamed, fitted
+from torch.optim import LBFGS
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import Dataset, TensorDataset
+
+from dpframe import RunInfo, Trainer, TrainerSettings, UserError
+from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.callbacks.early_stopping import EarlyStopping
+from dpframe.loggers.csv import CSV
+from dpframe.loggers.tensorboard import TensorBoard
+
+
+class Frozen(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Pair(Small):
+    """Two optimizers and no validation_step."""
+
+    def configure_optimizer(self) -> Any:
+        return {"first": Adam(self.net[0].parameters()), "last": Adam(self.net[3].parameters())}
+
+    def training_step(self, batch: Any, optimizer: str) -> Any:  # type: ignore[override]
+        return super().training_step(batch)
+
+
+class Odd(Small):
+    def configure_optimizer(self) -> Any:
+        return [1]
+
+
+class Broken(Small):
+    def validation_step(self, batch: Any) -> Any:
+        raise UserError("this batch can't be validated")
+
+
+class Empty(Rows):
+    def train_dataset(self) -> Dataset:
+        return TensorDataset(torch.zeros(0, 3), torch.zeros(0))
+
+
+class Unnamed(Rows):
+    def val_dataset(self) -> Any:
+        return {}
+
+
+class Dropping(Rows):
+    def __init__(self) -> None:
+        super().__init__(batch_size=64)
+        self.drop_last = True
+
+
+PLATEAU = partial(Small, Adam, partial(ReduceLROnPlateau, patience=1))
+WAITS = {"callbacks": [EarlyStopping("val/los")]}
+REFUSED: dict[str, tuple[Any, Any, dict[str, Any], str]] = {
+    "frozen": (Frozen, Rows, {}, "has no parameter to train"),
+    "no row": (Small, Empty, {}, "has no rows"),
+    "no set": (Small, Unnamed, {}, "returned an empty dict"),
+    "no batch": (Small, Dropping, {}, "drop_last=true leaves no batch"),
+    "stream": (Small, Streamed, {"validate_every_epochs": 0.5}, "is a share of an epoch"),
+    "odd": (Odd, Rows, {}, "configure_optimizer"),
+    "limit": (Small, Rows, {"clip_norm": {"first": 1.0}}, "there is no such optimizer"),
+    "pair": (Pair, Rows, {}, "has several optimizers"),
+    "closure": (partial(Small, LBFGS), Rows, {"clip_norm": 1.0}, "can't be had with LBFGS"),
+    "block": (Small, Rows, {"checkpoint_activations": ["net.9"]}, "net.9"),
+    "monitor": (Small, Rows, WAITS, "val/los"),
+    "plateau": (PLATEAU, Rows, {"plateau_monitor": "val/los"}, "plateau_monitor"),
+    "sanity": (Broken, Rows, {}, "this batch can't be validated"),
+    "resume file": (Small, Rows, {"resume": "nowhere.ckpt"}, "nowhere.ckpt"),
+    "resume last": (Small, Rows, {"resume": "last"}, "there is no whole checkpoint"),
+    "resume state": (Small, Rows, {"resume": {"task": {}}}, "has no fingerprint"),
+}
+
+
+def made(
+    folder: Path, make: Any, data: Any, callbacks: Any = (), resume: Any = None, **settings: Any
+) -> tuple[Trainer, Any]:
+    """With all that writes files."""
+    trainer = Trainer(
+        make(),
+        data(),
+        settings=TrainerSettings(max_epochs=1, **settings),
+        callbacks=[Checkpoint(), *callbacks],
+        loggers=[CSV(), TensorBoard()],
+        run=RunInfo(directory=str(folder / "run")),
+    )
+    return trainer, resume
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_prepare_refuses_leaves_no_directory(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make, data, given, said = REFUSED[name]
+    with pytest.raises(UserError, match=f"^[^\n]*{said}[^\n]*$"):
+        trainer, resume = made(tmp_path, make, data, **given)
+        trainer.prepare(resume)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_resume_that_differs_leaves_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer, _ = made(tmp_path, Small, Rows, accumulate=2)
+    with pytest.raises(UserError, match="differs from the one that it would continue: .*accumul"):
+        trainer.prepare(fitted().state_dict())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_prepared_has_written_nothing_and_fit_goes_on_from_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trainer, _ = made(tmp_path, Small, Rows)
+    training = trainer.prepare()
+    assert list(tmp_path.iterdir()) == [] and trainer.global_step == 0
+    trainer.fit()
+    assert trainer.training is training and trainer.global_step == 5
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
