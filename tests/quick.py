@@ -18,7 +18,7 @@ FILES = {
     "placement",
     "planted_faults",
     "prefetch",
-    "report",
+    "recorder",
     "snapshot",
     "results",
     "trainer",
