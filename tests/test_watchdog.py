@@ -66,7 +66,7 @@ STACK = """Stack (most recent call first):
   File "/home/me/data.py", line 9 in wait
   File "/home/me/net.py", line 3 in training_step
   File "{house}task.py", line 7 in forward
-  File "{house}cli/run.py", line 5 in _work
+  File "{house}cli/run.py", line 5 in _run_rank
   File "{house}cli/main.py", line 4 in main
 """
 
@@ -78,6 +78,6 @@ def test_a_stack_ends_with_the_work_and_its_place_is_that_of_the_users_frames(mo
     stack = watchdog.read_stack(os.getpid(), read)
     os.close(write)
     os.close(read)
-    assert stack.splitlines()[-1].endswith('run.py", line 5 in _work')
+    assert stack.splitlines()[-1].endswith('run.py", line 5 in _run_rank')
     assert watchdog.locate(stack) == "wait (data.py, line 9) in training_step (net.py, line 3)"
     assert watchdog.locate("") == ""

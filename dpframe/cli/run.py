@@ -66,7 +66,7 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
             check_targets(job)
         return reports.make(job)
     try:
-        return _launched(job)
+        return _launch_again_after_failures(job)
     except UserError as error:
         made = error.told.get("made", [])  # by the main rank, where another one met the mistake
         is_mistake = error.exit_code == UserError.exit_code
@@ -75,7 +75,7 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
         raise
 
 
-def _launched(job: Composed) -> dict[str, Any]:
+def _launch_again_after_failures(job: Composed) -> dict[str, Any]:
     """Starts the ranks again after one has failed, `trainer.max_restarts` times.
 
     What a user did wrong, a lack of memory and a signal end the job at once.
@@ -84,7 +84,7 @@ def _launched(job: Composed) -> dict[str, Any]:
     strategy = _strategy(job)
     for number in count(1):
         try:
-            return strategy.launch(_work, job)
+            return strategy.launch(_run_rank, job)
         except (RankFailed, UserError) as error:
             path = error.told.get("directory", "")
             if os.path.isdir(path):
@@ -96,7 +96,7 @@ def _launched(job: Composed) -> dict[str, Any]:
                     add_going_on(error, job, path)
                 raise
             print(printable(str(error)), file=sys.stderr)
-            job, where = _again(job, path)
+            job, where = _resume(job, path)
             print(f"restart {number} of {allowed} {where}", file=sys.stderr, flush=True)
             signals.raise_if_signaled()
     raise AssertionError
@@ -125,7 +125,7 @@ def _refuse_restarts(strategy: Strategy, allowed: int) -> None:
         )
 
 
-def _again(job: Composed, directory: str) -> tuple[Composed, str]:
+def _resume(job: Composed, directory: str) -> tuple[Composed, str]:
     """The job from its newest checkpoint that is whole; and where that is."""
     if not directory:
         return job, "from the beginning"
@@ -142,17 +142,17 @@ def _again(job: Composed, directory: str) -> tuple[Composed, str]:
 
 @output.goes_on_unread()
 @explain_exits()
-def _work(job: Composed) -> dict[str, Any]:
+def _run_rank(job: Composed) -> dict[str, Any]:
     with signals.watched(job.settings.trainer.hang_seconds), process_settings_restored():
         make = partial(build, trust=trust_of(job))
         strategy = make(job.config["strategy"], "strategy", Strategy)
         signals.raise_if_signaled()
         with strategy:
-            return _worked(job, strategy, make)
+            return _run_trainer(job, strategy, make)
 
 
 @explain_exits()  # before the strategy is told of the error
-def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
+def _run_trainer(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict[str, Any]:
     job, said = elastic.find(job, strategy)
     state = _load_start(job, strategy)
     settings = job.settings
@@ -167,7 +167,7 @@ def _worked(job: Composed, strategy: Strategy, make: Callable[..., Any]) -> dict
     with explain():
         trainer = _trainer(job, strategy, make, best)
     with explain(trainer):
-        notes = [said, *_prepared(job, trainer, state)]
+        notes = [said, *_load_and_prepare(job, trainer, state)]
     signals.raise_if_signaled()
     directory = _directory(job)
     path = strategy.collectives.broadcast(directory.make(job.notes) if strategy.is_main else None)
@@ -261,8 +261,8 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
         task = make(job.config["task"], "task", Task)
     data = make(job.config["data"], "data", DataModule)
     beat()
-    callbacks = _several(make, settings.callbacks, "callbacks", Callback)
-    loggers = _several(make, settings.logger, "logger", Logger)
+    callbacks = _build_group(make, settings.callbacks, "callbacks", Callback)
+    loggers = _build_group(make, settings.logger, "logger", Logger)
     if job.history is not None:
         loggers.append(job.history)
     return Trainer(
@@ -284,7 +284,7 @@ def _trainer(job: Composed, strategy: Strategy, make: Callable[..., Any], best: 
     )
 
 
-def _prepared(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> list[str]:
+def _load_and_prepare(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> list[str]:
     """What a log is to begin with."""
     settings, notes = job.settings, []
     if settings.checkpoint == NONE:
@@ -327,7 +327,9 @@ def _named(start: Path) -> str:
     return f"checkpoint  {start}" + (f", step {step}" if step >= 0 else "")
 
 
-def _several(make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
+def _build_group(
+    make: Callable[..., Any], nodes: dict[str, Any], where: str, kind: type
+) -> list[Any]:
     """The callbacks or loggers of a group, each of a node."""
     return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if not is_off(node)]
 

@@ -33,7 +33,9 @@ FRAME = re.compile(
     r'File "([^"]+)", line (\d+),? in (\S+)'
 )  # in a traceback or a stack of faulthandler
 FRAMES = 4
-START = re.compile(r'((run\.py", line \d+ in _work|rank\.py", line \d+ in rank_main)\b)\n.*', re.S)
+START = re.compile(
+    r'((run\.py", line \d+ in _run_rank|rank\.py", line \d+ in rank_main)\b)\n.*', re.S
+)
 
 _give: Callable[[], object] | None = None  # a sign of life
 _due = 0.0
