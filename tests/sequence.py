@@ -347,6 +347,7 @@ def resumed(strategy: Strategy, folder: str) -> None:
         begun().fit()
     except Stops:
         note("---- resumed")
+        dist.barrier()  # the main rank has written its checkpoint
     stops.clear()
     begun().fit("last")
 
