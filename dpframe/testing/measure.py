@@ -147,12 +147,14 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
         data.setup()
         if data.predict_dataset() is not None:
             trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
-            predictions = trainer.predict()
-            if isinstance(predictions, dict):
-                results.predicted = {name: each.joined() for name, each in predictions.items()}
-            elif predictions is not None:
-                results.predicted = predictions.joined()
+            results.predicted = _joined(trainer.predict())
     return results
+
+
+def _joined(predictions: Any) -> Any:
+    if isinstance(predictions, dict):
+        return {name: _joined(each) for name, each in predictions.items()}
+    return None if predictions is None else predictions.joined()
 
 
 def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
@@ -299,14 +301,12 @@ def _cut(strategy: Strategy, rows: Any) -> Shares:
 
 def collectives(strategy: Strategy) -> list[str]:
     """What they give in this process that they should not."""
-    rank, count = strategy.rank, strategy.world_size
+    rank, count, together = strategy.rank, strategy.world_size, strategy.collectives
     numbers, total = [rank + 1.0, 1.0], [count * (count + 1) / 2, count]
+    vector = torch.tensor(numbers, dtype=torch.float64)
     results: dict[str, tuple[Any, Any]] = {
-        "sum": (
-            strategy.collectives.sum(torch.tensor(numbers, dtype=torch.float64)).tolist(),
-            total,
-        ),
-        "sum_numbers": (strategy.collectives.sum_numbers(numbers), total),
+        "sum": (together.sum(vector).tolist(), total),
+        "sum_numbers": (together.sum_numbers(numbers), total),
     }
     for kind, value in {
         "a number": lambda rank: rank,
@@ -315,11 +315,8 @@ def collectives(strategy: Strategy) -> list[str]:
         "a dict": lambda rank: {"rank": rank, "state": bytes([rank % 256])},
     }.items():
         values = [value(other) for other in range(count)]
-        results[f"gather of {kind}"] = (
-            strategy.collectives.gather(values[rank]),
-            [] if rank else values,
-        )
-        results[f"broadcast of {kind}"] = strategy.collectives.broadcast(values[rank]), values[0]
+        results[f"gather of {kind}"] = together.gather(values[rank]), [] if rank else values
+        results[f"broadcast of {kind}"] = together.broadcast(values[rank]), values[0]
     return [
         f"{name} gave {actual} in rank {rank}, not {expected}"
         for name, (actual, expected) in results.items()
@@ -335,9 +332,8 @@ def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
         trainer = Trainer(Squares(), data, strategy=strategy, settings=settings)
         with suppress(UserError):  # it says that there were no rows
             trainer.validate()
-        predictions = trainer.predict()
-        parts = [] if predictions is None else predictions.joined()
-        order = [int(row) for part in parts for row in part.reshape(-1)]
+        predicted = _joined(trainer.predict())
+        order = [] if predicted is None else predicted.tolist()
         results[rows] = trainer.metrics.get("val/loss", float("nan")), order
     return results
 

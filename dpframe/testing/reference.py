@@ -25,18 +25,20 @@ from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.update import of_turn
 
+INFINITY = float("inf")
+ROUNDINGS = 16  # roundings that may add up in a mean of rounded numbers
+MATCH = 1e-9  # a wrong way that comes this near is the one
+FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
 Log = dict[str, list[tuple[int, float]]]
 """By name, the points of a curve: a step, and the number that was logged."""
 Weights = dict[str, Tensor]
-INFINITY = float("inf")
-ROUNDINGS = 16  # roundings that may add up in a mean of rounded numbers
-Output = dict[str, Any]
-Way = Callable[[list[Tensor]], list[tuple[Tensor, float]]]
-"""From an update's global batches to what it descends: the mean loss of these rows, by a factor."""
+Outputs = list[tuple[int, dict[str, Any]]]
+"""What each batch's step returned, by the rows of the batch."""
 Cut = Callable[[Tensor], Sequence[Tensor]]
 """From the rows of a batch to shares of them."""
-MATCH = 1e-9  # a wrong way that comes this near is the one
-FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
+Way = Callable[[list[Tensor]], list[tuple[Tensor, Any]]]
+"""From an update's global batches to what it descends: the mean loss of these rows, by a factor;
+None: by their part of all rows, or of all that they weigh."""
 
 
 class Apart(NamedTuple):
@@ -54,23 +56,12 @@ class Curve(NamedTuple):
     rounding: Mapping[str, float] = {}  # the relative error of each metric that the task rounds
 
 
-Outputs = list[tuple[int, Output]]
-"""What each batch's step returned, by the rows of the batch."""
+def exact(cut: Cut) -> Way:
+    """The mean over all rows, added up over the parts that `cut` makes of a batch."""
+    return lambda batches: [(part, None) for rows in batches for part in cut(rows)]
 
 
-def means(outputs: Outputs) -> dict[str, float]:
-    sums = Means(None, list)
-    sums.add(outputs)
-    return sums.total()
-
-
-def roundings(outputs: Outputs) -> dict[str, float]:
-    """The relative error of each metric: of one number it may look larger than it is."""
-    names = {name for _, output in outputs for name in output}
-    return {
-        name: min(rounding_of(output[name]) for _, output in outputs if name in output)
-        for name in names - {"weight"}
-    }
+WHOLE = exact(lambda rows: [rows])
 
 
 @lru_cache(maxsize=8)
@@ -79,77 +70,62 @@ def reference(course: Course) -> Curve:
     return trained(course)
 
 
-def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [rows]) -> Curve:
-    """`way` is what a wrong strategy would descend; without it, the mean over all rows, added up
-    over the parts that `cut` makes of a batch."""
+def trained(course: Course, way: Way = WHOLE) -> Curve:
+    """`way` is another one than `WHOLE` where a strategy may have gone it."""
     settings, (task, data) = course.settings, course.build()
     task.double()
     data.setup()
     train: Any = data.train_dataset()
-    per_epoch = len(_updates(course, data, len(train), epoch=0))
+    epochs = [_updates(course, data, len(train), epoch) for epoch in range(course.epochs)]
     by_step = settings.scheduler_every == "step"
-    task.steps_per_epoch, task.total_steps = per_epoch, per_epoch * course.epochs
+    task.steps_per_epoch, task.total_steps = len(epochs[0]), len(epochs[0]) * course.epochs
     task.scheduler_steps = task.total_steps if by_step else course.epochs
     at = SimpleNamespace(global_step=0, epoch=0)
     task.run_context = TaskContext(at)
+    forward = making(torch.float64, task.training_step)
     lean.prepare()
-    optimizers = optimizers_of(task)
-    task.optimizer_names = tuple(filter(None, optimizers))
-    updates = {name: lean.step_of(made.optimizer) for name, made in optimizers.items()}
-    norms = dict.fromkeys(optimizers, float("nan"))
+    optimizer, scheduler, _ = optimizers_of(task)[""]
+    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    update = lean.step_of(optimizer)
     log: Log = {}
     everything: Outputs = []
-    step = 0
 
     def add(kind: str, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
-            log.setdefault(f"{kind}/{name}", []).append((step, value))
+            log.setdefault(f"{kind}/{name}", []).append((at.global_step, value))
 
-    for epoch in range(course.epochs):
+    for updates in epochs:
         if not task.training:
             task.train()
         whole: Outputs = []
-        for batches in _updates(course, data, len(train), epoch):
-            step += 1
-            parts: Iterable[tuple[Tensor, float | None]]
-            parts = way(batches) if way else [(p, None) for rows in batches for p in cut(rows)]
-            measured: Outputs = []
-            for turn in task.turns() or ("",):
-                inputs = (_batch(data, train, rows) for rows, _ in parts)
-                forward = making(torch.float64, task.training_step)
-                outputs = [forward(batch, *filter(None, [turn])) for batch in inputs]
-                pairs = zip(parts, outputs, strict=True)
-                window = [(len(rows), detached(output)) for (rows, _), output in pairs]
-                weights = [float(output.get("weight", rows)) for rows, output in window]
-                task.zero_grad()
-                for (_, factor), weight, output in zip(parts, weights, outputs, strict=True):
-                    factor = weight / sum(weights) if factor is None else factor
-                    (output["loss"] * factor).backward()
-                optimizer, scheduler, _ = optimizers[turn]
-                norms[turn] = _clip(optimizer, turn, settings)
-                updates[turn]()
-                if scheduler is not None and by_step and not _is_plateau(scheduler):
-                    scheduler.step()
-                measured += prefixed(window, turn) if turn else window
+        for batches in updates:
+            parts = way(batches)
+            outputs = [forward(_batch(data, train, rows)) for rows, _ in parts]
+            measured = [
+                (len(rows), detached(o)) for (rows, _), o in zip(parts, outputs, strict=True)
+            ]
+            weights = [float(output.get("weight", rows)) for rows, output in measured]
+            task.zero_grad()
+            for (_, factor), weight, output in zip(parts, weights, outputs, strict=True):
+                (output["loss"] * (weight / sum(weights) if factor is None else factor)).backward()
+            norm = _clip(optimizer, settings)
+            update()
+            if scheduler is not None and by_step and not is_plateau:
+                scheduler.step()
+            at.global_step += 1
+            rate = float(optimizer.param_groups[0]["lr"])
+            add("step", {**task.summarize(means(measured)), "lr": rate, "grad_norm": norm})
             whole += measured
-            at.global_step = step
-            rates = {
-                n: float(made.optimizer.param_groups[0]["lr"]) for n, made in optimizers.items()
-            }
-            logged = {**_by_turn("lr", rates), **_by_turn("grad_norm", norms)}
-            add("step", {**task.summarize(means(measured)), **logged})
         everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
             with restore_modes(task):
-                validated = _validated(task, data, course.batch_size)
-            add("val", _summarized(task, validated))
-        at.epoch = epoch + 1
-        for _, scheduler, _ in optimizers.values():
-            if _is_plateau(scheduler):
-                scheduler.step(log[settings.plateau_monitor][-1][1])
-            elif scheduler is not None and not by_step:
-                scheduler.step()
+                add("val", _summarized(task, _validated(task, data, course.batch_size)))
+        at.epoch += 1
+        if is_plateau:
+            scheduler.step(log[settings.plateau_monitor][-1][1])
+        elif scheduler is not None and not by_step:
+            scheduler.step()
     return Curve(log, weights_of(task.state_dict()), roundings(everything))
 
 
@@ -160,11 +136,17 @@ def sensitivity(course: Course, replicas: int) -> float:
     gradient almost cancel out, it makes steps of what is left, which is rounding. The reference
     itself then moves when it adds up the same gradients by the shares of the replicas, or by rows.
     """
-    cuts: list[Cut] = [lambda rows: rows.chunk(replicas), lambda rows: rows.split(1)]
-    ends = [trained(course, cut=cut).weights for cut in cuts]
+    ways = exact(lambda rows: rows.chunk(replicas)), exact(lambda rows: rows.split(1))
+    ends = [trained(course, way).weights for way in ways]
     moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
     # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.
     return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
+
+
+def means(outputs: Outputs) -> dict[str, float]:
+    sums = Means(None, list)
+    sums.add(outputs)
+    return sums.total()
 
 
 def weights_of(state: dict[str, Any]) -> Weights:
@@ -180,19 +162,11 @@ def _updates(course: Course, data: DataModule, rows: int, epoch: int) -> list[li
     return [batches[start : start + every] for start in range(0, len(batches), every)]
 
 
-def _is_plateau(scheduler: Any) -> bool:
-    return isinstance(scheduler, ReduceLROnPlateau)
-
-
-def _by_turn(what: str, numbers: dict[str, float]) -> dict[str, float]:
-    return {f"{what}/{turn}" if turn else what: number for turn, number in numbers.items()}
-
-
-def _clip(optimizer: Optimizer, turn: str, settings: TrainerSettings) -> float:
+def _clip(optimizer: Optimizer, settings: TrainerSettings) -> float:
     """The gradients, as the settings say; returns their norm before that."""
     gradients = [p.grad for p in updated_by(optimizer) if p.grad is not None]
     norm = float(sum(gradient.square().sum() for gradient in gradients)) ** 0.5
-    clip_norm, clip_value = of_turn(turn, settings.clip_norm, settings.clip_value)
+    clip_norm, clip_value = of_turn("", settings.clip_norm, settings.clip_value)
     for gradient in gradients:
         if clip_norm is not None:
             gradient.mul_(min(1.0, clip_norm / (norm + 1e-6)))
@@ -222,21 +196,39 @@ def evaluated(
 
 
 @torch.no_grad()
+def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
+    """The joined predictions on batches of `size`; without weights, those of an untrained task."""
+    task, data = _restored(course, weights)
+    by_name = {}
+    with seeding.seeded(seed):
+        for name, dataset in sets_of(data.predict_dataset()).items():
+            step = EvalStep(task, "predict_step", name=name)
+            parts = _passed(step, data, dataset, size)
+            by_name[name] = join([by_rows(part, rows, "it returned") for rows, part in parts])
+    return by_name.get("", by_name)
+
+
+@torch.no_grad()
 def _validated(
     task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
 ) -> dict[str, Outputs]:
     """The outputs by the name of the data set; those of all rows by ""."""
     task.to(dtype).eval()
-    by_name: dict[str, Outputs] = {"": []}
+    by_name = {}
     for name, held_out in sets_of(data.val_dataset()).items():
-        step = making(dtype, EvalStep(task, "validation_step", name=name))
-        outputs: Outputs = []
-        for rows in torch.arange(len(held_out)).split(size):
-            outputs += step(Share(_batch(data, held_out, rows, dtype), len(rows)))
-        by_name[""] += outputs
-        if name:
-            by_name[name] = outputs
-    return by_name
+        step = EvalStep(task, "validation_step", name=name)
+        by_name[name] = _passed(step, data, held_out, size, dtype)
+    return {"": [output for outputs in by_name.values() for output in outputs], **by_name}
+
+
+def _passed(
+    step: EvalStep, data: Any, dataset: Any, size: int, dtype: torch.dtype = torch.float64
+) -> Outputs:
+    """What a step returns for the batches of a data set, `size` rows each."""
+    forward = making(dtype, step)
+    batches = torch.arange(len(dataset)).split(size)
+    shares = (Share(_batch(data, dataset, rows, dtype), len(rows)) for rows in batches)
+    return [output for share in shares for output in forward(share)]
 
 
 def _summarized(task: Task, by_name: dict[str, Outputs]) -> dict[str, float]:
@@ -248,26 +240,8 @@ def _summarized(task: Task, by_name: dict[str, Outputs]) -> dict[str, float]:
 
 
 def _named(by_name: dict[str, Outputs]) -> Outputs:
-    return [
-        output
-        for name, outputs in by_name.items()
-        for output in (prefixed(outputs, name) if name else outputs)
-    ]
-
-
-@torch.no_grad()
-def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
-    """The joined predictions on batches of `size`; without weights, those of an untrained task."""
-    task, data = _restored(course, weights)
-    by_name = {}
-    with seeding.seeded(seed):
-        for name, dataset in sets_of(data.predict_dataset()).items():
-            step = making(torch.float64, EvalStep(task, "predict_step", name=name))
-            parts: Outputs = []
-            for rows in torch.arange(len(dataset)).split(size):
-                parts += step(Share(_batch(data, dataset, rows), len(rows)))
-            by_name[name] = join([by_rows(part, rows, "it returned") for rows, part in parts])
-    return by_name.get("", by_name)
+    pairs = by_name.items()
+    return [o for name, outputs in pairs for o in (prefixed(outputs, name) if name else outputs)]
 
 
 def _restored(course: Course, weights: Weights) -> tuple[Task, Any]:
@@ -315,11 +289,10 @@ def separable(course: Course) -> Separable:
         for buffer, before in buffers.values():
             buffer.copy_(before)
         replicas = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
-        step = making(torch.float64, replicas)
-        total = sum(map(len, parts))
-        shares = [Share(_batch(data, train, part), len(part), total) for part in parts]
+        batches = [Share(_batch(data, train, part), len(part), len(rows)) for part in parts]
         with seeding.seeded(seed):
-            return [(rows, detached(output)) for rows, output in step(shares)]
+            returned = making(torch.float64, replicas)(batches)
+        return [(count, detached(output)) for count, output in returned]
 
     def draws() -> bool:
         return "loss" in _unlike(measured(rows), measured(rows, seed=1))
@@ -336,9 +309,7 @@ def separable(course: Course) -> Separable:
             raise
         return Separable(reason)  # a step that needs training mode
     changed = tuple(name for name, (now, before) in buffers.items() if not torch.equal(now, before))
-    if (
-        changed
-    ):  # what each replica of a process does again: only the curve tells whether that matters
+    if changed:  # each replica of a process does that again: the curve tells whether it matters
         return Separable(reason, changed=changed)
     others = _unlike(whole, parts)
     sizes = " ".join(str(len(share)) for share in shares)
@@ -403,13 +374,15 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
     replicas = cuts.replicas
     even = "the mean of the replicas' means,"
     alone = "the main process's own rows alone: nothing is summed over the processes"
-    times, says = (
-        "the gradient: the replicas' gradients are",
-        "and gradient_divisor says that they are",
-    )
+    times = "the gradient: the replicas' gradients are"
+    says = "and gradient_divisor says that they are"
     lost = "micro-batches: the others are lost"
 
-    def way(cut: Cut, counts: Callable[[Tensor, Tensor], float], kept: slice = slice(None)) -> Way:
+    def way(
+        cut: Cut = lambda batch: [batch],
+        counts: Callable[[Tensor, Tensor], float] = lambda part, batch: len(part),
+        kept: slice = slice(None),
+    ) -> Way:
         """A part of a batch counts as that many rows of the update's."""
         return lambda batches: [
             (part, counts(part, batch) / sum(map(len, batches)))
@@ -417,16 +390,16 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
             for part in cut(batch)
         ]
 
-    def micro(kept: slice = slice(None), factor: float = 1.0) -> Way:
-        return way(lambda batch: [batch], lambda batch, _: factor * len(batch), kept)
-
-    return [
-        (f"{replicas} times {times} summed, {says} averaged", micro(factor=replicas)),
-        (f"1/{replicas} of {times} averaged, {says} summed", micro(factor=1 / replicas)),
+    ways = [
         (
-            "the rows of the shares, which are not the batch's: see rows_once",
-            way(cuts.all, lambda part, _: len(part)),
+            f"{replicas} times {times} summed, {says} averaged",
+            way(counts=lambda part, _: len(part) * replicas),
         ),
+        (
+            f"1/{replicas} of {times} averaged, {says} summed",
+            way(counts=lambda part, _: len(part) / replicas),
+        ),
+        ("the rows of the shares, which are not the batch's: see rows_once", way(cuts.all)),
         (
             f"{even} not the mean over all rows",
             way(cuts.all, lambda _, batch: len(batch) / len(cuts.all(batch))),
@@ -435,11 +408,14 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
             f"{even} with 0 for a replica without a row",
             way(cuts.all, lambda _, batch: len(batch) / replicas),
         ),
-        (alone, way(cuts.main, lambda part, _: len(part))),
-        (alone, way(cuts.main, lambda part, _: replicas * len(part))),
-        *((f"each update's first {n} {lost}", micro(slice(n))) for n in range(1, accumulate)),
-        *[(f"each update's last of its {lost}", micro(slice(-1, None)))] * (accumulate > 1),
+        (alone, way(cuts.main)),
+        (alone, way(cuts.main, lambda part, _: len(part) * replicas)),
     ]
+    for n in range(1, accumulate):
+        ways.append((f"each update's first {n} {lost}", way(kept=slice(n))))
+    if accumulate > 1:
+        ways.append((f"each update's last of its {lost}", way(kept=slice(-1, None))))
+    return ways
 
 
 # ---- how far two runs are apart: the largest relative difference, and where it is
@@ -507,6 +483,15 @@ def _leaves(nest: Any, name: str = "all") -> dict[str, Any]:
         return {name: nest}
     prefix = "" if name == "all" else f"{name}."
     return {key: leaf for at in parts for key, leaf in _leaves(parts[at], f"{prefix}{at}").items()}
+
+
+def roundings(outputs: Outputs) -> dict[str, float]:
+    """The relative error of each metric: of one number it may look larger than it is."""
+    names = {name for _, output in outputs for name in output}
+    return {
+        name: min(rounding_of(output[name]) for _, output in outputs if name in output)
+        for name in names - {"weight"}
+    }
 
 
 def rounding_of(value: Any) -> float:
