@@ -33,7 +33,8 @@ class GroupCollectives(Collectives):
 
     def sum_numbers(self, numbers: list[float]) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums, group=self.group)  # on the host, with GPUs too: it runs ahead of the device
+        # On the host, with GPUs too: it runs ahead of the device.
+        dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def sum_in_order(

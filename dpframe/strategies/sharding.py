@@ -40,6 +40,8 @@ class Sharding:
     """`patterns` name the blocks whose weights are gathered together, as `strategy.shard` does.
     `open` comes first: the processes are known once the strategy is set up."""
 
+    fused_optimizers = ("Adam", "AdamW")  # those whose fused kernels take shards
+
     def __init__(
         self,
         patterns: Sequence[str] | None,
