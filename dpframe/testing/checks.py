@@ -101,9 +101,8 @@ class Evidence:
     @property
     def has_lost_randomness(self) -> bool:
         """Replicas that are threads of a process note what they draw in any order."""
-        pairs = [(run.seen["drawn"], run.resumed) for run in self.of_each("watched")]
-        again = [(whole, resumed.seen["drawn"]) for whole, resumed in pairs if resumed is not None]
-        return any(sorted(whole[-len(drawn) :]) != sorted(drawn) for whole, drawn in again)
+        pairs = [(run.seen["drawn"], run.resumed.seen["drawn"]) for run in self.of_each("watched")]
+        return any(sorted(whole[-len(rest) :]) != sorted(rest) for whole, rest in pairs)
 
     def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
         """The shares of that many rows, in the order of the replicas."""

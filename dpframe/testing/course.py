@@ -97,10 +97,9 @@ class Watched(Small):
 
     def _look(self) -> None:
         strategy = self.run_context.strategy
-        gradients = [p.grad.detach() for p in self.parameters() if p.grad is not None]
         if strategy is not None and strategy.sharding is not None:
-            gradients = strategy.sharding.whole(gradients, for_all=True)
-        known = [gradient.cpu().flatten() for gradient in gradients]
+            return  # a process has its shards of them alone
+        known = [p.grad.cpu().flatten() for p in self.parameters() if p.grad is not None]
         gradient = torch.cat(known).tolist() if known else []
         if gradient and gradient not in self.seen["gradients"][-1:]:  # one look a replica
             self.seen["gradients"].append(gradient)

@@ -120,7 +120,7 @@ def trained(course: Course, way: Way = WHOLE) -> Curve:
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
             with restore_modes(task):
-                add("val", _summarized(task, _validated(task, data, course.batch_size)))
+                add("val", _validated(task, data, course.batch_size)[0])
         at.epoch += 1
         if is_plateau:
             scheduler.step(log[settings.plateau_monitor][-1][1])
@@ -190,9 +190,10 @@ def evaluated(
     task, data = _restored(course, weights)
     dtype = torch.float32 if in_half else torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
-        whole, parts = (_validated(task, data, size, dtype) for size in (course.batch_size, 3))
-    log = {f"val/{name}": [(step, v)] for name, v in _summarized(task, whole).items()}
-    return Curve(log, {}, roundings(_named(whole))), _unlike(_named(whole), _named(parts))
+        numbers, whole = _validated(task, data, course.batch_size, dtype)
+        _, parts = _validated(task, data, 3, dtype)
+    log = {f"val/{name}": [(step, value)] for name, value in numbers.items()}
+    return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
 
 
 @torch.no_grad()
@@ -211,14 +212,22 @@ def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> A
 @torch.no_grad()
 def _validated(
     task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
-) -> dict[str, Outputs]:
-    """The outputs by the name of the data set; those of all rows by ""."""
+) -> tuple[dict[str, float], Outputs]:
+    """What is logged of a validation, and what it is made of: that of all data sets, and of each
+    by its name."""
     task.to(dtype).eval()
+    outputs: Outputs = []
     by_name = {}
     for name, held_out in sets_of(data.val_dataset()).items():
         step = EvalStep(task, "validation_step", name=name)
         by_name[name] = _passed(step, data, held_out, size, dtype)
-    return {"": [output for outputs in by_name.values() for output in outputs], **by_name}
+        outputs += by_name[name]
+    numbers, named = dict(task.summarize(means(outputs))), list(outputs)
+    for name, its in by_name.items():
+        if name:
+            numbers |= {f"{name}/{key}": v for key, v in task.summarize(means(its)).items()}
+            named += prefixed(its, name)
+    return numbers, named
 
 
 def _passed(
@@ -229,19 +238,6 @@ def _passed(
     batches = torch.arange(len(dataset)).split(size)
     shares = (Share(_batch(data, dataset, rows, dtype), len(rows)) for rows in batches)
     return [output for share in shares for output in forward(share)]
-
-
-def _summarized(task: Task, by_name: dict[str, Outputs]) -> dict[str, float]:
-    return {
-        f"{name}/{key}" if name else key: value
-        for name, outputs in by_name.items()
-        for key, value in task.summarize(means(outputs)).items()
-    }
-
-
-def _named(by_name: dict[str, Outputs]) -> Outputs:
-    pairs = by_name.items()
-    return [o for name, outputs in pairs for o in (prefixed(outputs, name) if name else outputs)]
 
 
 def _restored(course: Course, weights: Weights) -> tuple[Task, Any]:

@@ -128,9 +128,9 @@ def _report(plan: Plan, names: Iterable[str]) -> Report:
     strategy, returned, details = plan.strategy(), None, ""
     try:
         returned = strategy.launch(measure, plan)
+    except OutOfMemory:
+        raise
     except Exception as error:
-        if isinstance(error, OutOfMemory):
-            raise
         if isinstance(error, UserError) and not read(plan.directory):
             raise  # the caller asked for what the strategy can't do
         details = "".join(traceback.format_exception(error)).rstrip()
