@@ -2,123 +2,27 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dpframe import checkpoint
 from dpframe.errors import UserError, suggestion
 from dpframe.testing import reference as plain
-from dpframe.testing.course import TOLERANCE, Course, courses
-from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Note, Plan, Run, Shares, alone
-from dpframe.testing.reference import Apart, largest, logs_apart, nests_apart, weights_apart
+from dpframe.testing.course import TOLERANCE
+from dpframe.testing.distance import (
+    Apart,
+    largest,
+    logs_apart,
+    nests_apart,
+    relative,
+    weights_apart,
+)
+from dpframe.testing.evidence import Evidence, Finding, Verdict, counted, shown
+from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, alone
 
 ALL = ("weights", "loss", "metrics")
-SHOWN = 6  # numbers of a long list
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`passed` is None where there was nothing to look at."""
-
-    check: str
-    compared: str
-    measured: str
-    passed: bool | None
-    cause: str = ""
-
-    @property
-    def result(self) -> str:
-        return {True: "pass", False: "FAIL", None: "-"}[self.passed]
-
-
-class Verdict(NamedTuple):
-    compared: str
-    measured: float | str | None  # None: there was nothing to look at
-    cause: str = ""  # in words, if something is wrong
-
-
-@dataclass
-class Evidence:
-    """What all processes noted, and what the reference gives beside it."""
-
-    plan: Plan
-    notes: list[Note]  # of each process, by rank
-    returned: object  # by `launch`
-    left: list[str]  # what came with the job and stayed in the process that launched it
-    failure: str  # where and how the job failed
-
-    @property
-    def main(self) -> Note:
-        return self.notes[0]
-
-    @property
-    def replicas(self) -> int:
-        return self.main["facts"]["replicas"]
-
-    def has(self, name: str) -> bool:
-        """Whether every process came this far."""
-        return bool(self.notes) and all(name in note for note in self.notes)
-
-    def of_each(self, name: str) -> list[Any]:
-        return [note[name] for note in self.notes]
-
-    @cached_property
-    def courses(self) -> dict[str, Course]:
-        return courses(self.plan.recipe, self.replicas)
-
-    @cached_property
-    def separable(self) -> plain.Separable:
-        recipe = self.courses.get("recipe")
-        return plain.Separable() if recipe is None else plain.separable(recipe)
-
-    @property
-    def curves(self) -> list[str]:
-        """The courses whose curves all strategies share: the kit's, and the recipe's if it can."""
-        has_recipe = "recipe" in self.courses and not self.separable.reason
-        return ["kit", "recipe"] if has_recipe else ["kit"]
-
-    @cached_property
-    def tolerance(self) -> float:
-        """The tolerance of the recipe's weights, larger if rounding alone moves them farther."""
-        course = self.courses["recipe"]
-        expected = plain.reference(course).weights
-        most = weights_apart(self.main["recipe"].weights, expected, course.tolerance).most
-        if not course.tolerance < most <= plain.FARTHEST:
-            return course.tolerance
-        return max(course.tolerance, plain.sensitivity(course, self.replicas))
-
-    @property
-    def saved(self) -> list[tuple[str, Course, Run]]:
-        """The courses that were resumed as well; the recipe only if it trains."""
-        names = [name for name in ("watched", "recipe") if name in self.courses]
-        return [(n, self.courses[n], self.main[n]) for n in names if self.main[n].steps]
-
-    @property
-    def has_lost_randomness(self) -> bool:
-        """Replicas that are threads of a process note what they draw in any order."""
-        pairs = [(run.seen["drawn"], run.resumed.seen["drawn"]) for run in self.of_each("watched")]
-        return any(sorted(whole[-len(rest) :]) != sorted(rest) for whole, rest in pairs)
-
-    def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
-        """The shares of that many rows, in the order of the replicas."""
-        notes = [self.main] if replicas else self.notes
-        return [share for note in notes for share in note["shares"][replicas, kind, count]]
-
-    @property
-    def cuts(self) -> plain.Cuts:
-        def cut(shares: Shares, rows: Tensor) -> list[Tensor]:
-            return [rows[share] for share in shares if share]
-
-        return plain.Cuts(
-            lambda rows: cut(self.shares(len(rows)), rows),
-            lambda rows: cut(self.main["shares"][0, "tensor", len(rows)], rows),
-            self.replicas,
-        )
 
 
 # ---- the job: who is who, who does what, and what is left when it is over
@@ -404,7 +308,7 @@ def validation(evidence: Evidence) -> Verdict:
     """The mean of 0², 1² … (n-1)² is (n-1)(2n-1)/6."""
     actual = {n: mean for n, (mean, _) in evidence.main["evaluated"].items()}
     expected = {n: (n - 1) * (2 * n - 1) / 6 for n in actual}
-    apart = plain.relative(list(actual.values()), list(expected.values()), least=0.0)
+    apart = relative(list(actual.values()), list(expected.values()), least=0.0)
     wrong = [n for n, gap in zip(actual, apart.tolist(), strict=True) if gap > TOLERANCE]
     cause = ""
     if wrong:
@@ -551,13 +455,3 @@ def judged(name: str, evidence: Evidence) -> Finding:
         return Finding(name, compared, "-", None)
     measured = measured if isinstance(measured, str) else f"{measured:.1e}"
     return Finding(name, compared, measured, not cause, cause)
-
-
-def counted(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
-
-
-def shown(numbers: Iterable[int], most: int = SHOWN) -> str:
-    texts = list(map(str, numbers))
-    return " ".join(texts[:most]) + (" …" if len(texts) > most else "")

@@ -29,7 +29,8 @@ from dpframe.strategies.base import NO_GATHER
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.task import Task
 from dpframe.testing.course import CONTRASTIVE, Course, Frozen, Numbers, Recipe, Squares, courses
-from dpframe.testing.reference import Log, Weights, nests_apart, weights_of
+from dpframe.testing.distance import Log, Weights, nests_apart
+from dpframe.testing.reference import weights_of
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 

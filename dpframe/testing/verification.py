@@ -17,8 +17,9 @@ from dpframe.errors import OutOfMemory, UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
 from dpframe.strategies import Strategy
-from dpframe.testing.checks import Evidence, Finding, chosen, counted, judged, needed
+from dpframe.testing.checks import chosen, judged, needed
 from dpframe.testing.course import TOLERANCE, Recipe
+from dpframe.testing.evidence import Evidence, Finding, counted
 from dpframe.testing.measure import Plan, measure, present, read, since
 
 GIVE_UP_SECONDS = 300.0
