@@ -16,6 +16,6 @@ gives in plain torch; `checks` judge it by `distance`.
 
 from dpframe.testing.course import Recipe
 from dpframe.testing.evidence import Finding
-from dpframe.testing.verification import Report, check_strategy, verify
+from dpframe.testing.verification import Verdict, check_strategy, verify
 
-__all__ = ["Finding", "Recipe", "Report", "check_strategy", "verify"]
+__all__ = ["Finding", "Recipe", "Verdict", "check_strategy", "verify"]

@@ -19,7 +19,7 @@ from dpframe.testing.distance import (
     relative,
     weights_apart,
 )
-from dpframe.testing.evidence import Evidence, Finding, Verdict, counted, shown
+from dpframe.testing.evidence import Evidence, Finding, Outcome, counted, shown
 from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, alone
 
 ALL = ("weights", "loss", "metrics")
@@ -28,7 +28,7 @@ ALL = ("weights", "loss", "metrics")
 # ---- the job: who is who, who does what, and what is left when it is over
 
 
-def launch(evidence: Evidence) -> Verdict:
+def launch(evidence: Evidence) -> Outcome:
     causes, facts = [evidence.failure], evidence.of_each("facts")
     for rank, fact in enumerate(facts):
         due = {"rank": rank, "world_size": len(facts), "is_main": rank == 0}
@@ -42,17 +42,17 @@ def launch(evidence: Evidence) -> Verdict:
         causes.append("launch did not return what `run` returned in the main process")
     measured = "failed" if evidence.failure else counted(len(facts), "process")
     cause = "; ".join(filter(None, causes[:2]))
-    return Verdict("ranks, the main one, what launch returns", measured, cause)
+    return Outcome("ranks, the main one, what launch returns", measured, cause)
 
 
-def collectives(evidence: Evidence) -> Verdict:
+def collectives(evidence: Evidence) -> Outcome:
     wrong = list(chain.from_iterable(evidence.of_each("collectives")))
     meaning = "sum and sum_numbers add up, gather is the main process's list by rank, broadcast its"
     cause = f"{wrong[0]}: {meaning} value" if wrong else ""
-    return Verdict("sum, sum_numbers, gather and broadcast", f"{len(wrong)} wrong", cause)
+    return Outcome("sum, sum_numbers, gather and broadcast", f"{len(wrong)} wrong", cause)
 
 
-def logged_once(evidence: Evidence) -> Verdict:
+def logged_once(evidence: Evidence) -> Outcome:
     writers = [rank for rank, run in enumerate(evidence.of_each("kit")) if run.log]
     times, cause = counted(len(writers), "time"), ""
     if not writers:
@@ -62,14 +62,14 @@ def logged_once(evidence: Evidence) -> Verdict:
             f"each number was logged {times}, by the ranks {shown(writers)}: `logger` must return "
             "the loggers in the main process alone"
         )
-    return Verdict("what every process's logger got", times, cause)
+    return Outcome("what every process's logger got", times, cause)
 
 
-def gradient_sync(evidence: Evidence) -> Verdict:
+def gradient_sync(evidence: Evidence) -> Outcome:
     """Only the backward of an update's last micro-batch may share gradients."""
     compared = "3 micro-batches of one update"
     if len(evidence.notes) == 1 or evidence.main["facts"]["shards_weights"]:  # none are left
-        return Verdict(compared, None)
+        return Outcome(compared, None)
     seen = [run.seen["gradients"][:3] for run in evidence.of_each("watched")]
     is_shared = [
         not any(nests_apart(other, alike[0], 1e-9) for other in alike)
@@ -85,10 +85,10 @@ def gradient_sync(evidence: Evidence) -> Verdict:
             f"the gradients were shared {times} in one update: grad_sync(False) has "
             "no effect, so that each micro-batch waits for the network, which is slow"
         )
-    return Verdict(compared, f"shared {times}", cause)
+    return Outcome(compared, f"shared {times}", cause)
 
 
-def random_numbers(evidence: Evidence) -> Verdict:
+def random_numbers(evidence: Evidence) -> Outcome:
     """A replica in a step draws what no other does, and again what it would have drawn."""
     drawn: list[list[float]] = [run.seen["drawn"] for run in evidence.of_each("watched")]
     numbers = list(chain.from_iterable(drawn))
@@ -107,12 +107,12 @@ def random_numbers(evidence: Evidence) -> Verdict:
             "a run that is resumed within an epoch draws other random numbers than one that never "
             "stopped: their state is lost on the way through `gather`, or seeded over"
         )
-    return Verdict("each replica's, and a resume's", f"{counted(twice, 'number')} twice", cause)
+    return Outcome("each replica's, and a resume's", f"{counted(twice, 'number')} twice", cause)
 
 
-def checkpoints(evidence: Evidence) -> Verdict:
+def checkpoints(evidence: Evidence) -> Outcome:
     """Saved within an epoch, read by plain torch and by a Trainer, which resumes."""
-    verdict, most = partial(Verdict, "saved, read on the CPU, and resumed"), 0.0
+    outcome, most = partial(Outcome, "saved, read on the CPU, and resumed"), 0.0
     for name, course, run in evidence.saved:
         what = course.recipe.name
         expected = list(course.build()[0].state_dict())
@@ -121,11 +121,11 @@ def checkpoints(evidence: Evidence) -> Verdict:
             pairs = zip(names, expected, strict=False)
             mine, its = next(pair for pair in pairs if len({*pair}) > 1)
             cause = f"it has {mine} in place of {its}: wrap must leave the task as it is"
-            return verdict("unlike", f"{cause}, and wrap what holds it")
+            return outcome("unlike", f"{cause}, and wrap what holds it")
         assert run.resumed is not None
         if run.resumed.unlike:
             cause = f"{what}'s {run.resumed.unlike} is not what was saved once it is read again"
-            return verdict("unlike", f"{cause}: state_dict or load_state_dict loses it")
+            return outcome("unlike", f"{cause}: state_dict or load_state_dict loses it")
         apart = weights_apart(run.resumed.weights, run.weights, course.tolerance)
         most = max(most, apart.most)
         if apart.where:
@@ -133,28 +133,28 @@ def checkpoints(evidence: Evidence) -> Verdict:
             if evidence.has_lost_randomness:
                 why = "the random state is lost, see random_numbers"
             cause = f"{what} ends {apart.most:.1e} apart if it stops within an epoch and is resumed"
-            return verdict(most, f"{cause}, {apart.where}: {why}")
-    return verdict(most)
+            return outcome(most, f"{cause}, {apart.where}: {why}")
+    return outcome(most)
 
 
-def shutdown(evidence: Evidence) -> Verdict:
+def shutdown(evidence: Evidence) -> Outcome:
     left = [f"{what}, in the process that launched the job" for what in evidence.left]
     for rank, leftovers in enumerate(evidence.of_each("leftovers")):
         left += [f"{what}, in rank {rank} after close()" for what in leftovers]
     cause = f"left behind: {'; '.join(left)}" if left else ""
-    return Verdict("processes, threads, ports, process group", f"{len(left)} left", cause)
+    return Outcome("processes, threads, ports, process group", f"{len(left)} left", cause)
 
 
 # ---- the rows: each once and in its order
 
 
-def rows_once(evidence: Evidence) -> Verdict:
+def rows_once(evidence: Evidence) -> Outcome:
     keys = evidence.main["shares"]
     counts = {count for *_, count in keys}
     replicas = {replicas for replicas, *_ in keys if replicas}
     wrong = [*(_uneven(evidence, *key) for key in keys), _unread(evidence)]
     several = f" on {min(replicas)} to {max(replicas)} replicas" if replicas else ""
-    return Verdict(
+    return Outcome(
         f"shares of {min(counts)} to {max(counts)} rows{several}",
         f"{counted(max(rows for rows, _ in wrong), 'row')} wrong",
         next((cause for _, cause in wrong if cause), ""),  # the one of the fewest rows
@@ -193,21 +193,21 @@ def _unread(evidence: Evidence) -> tuple[int, str]:
     return len(unlike), cause if unlike else ""
 
 
-def predict_order(evidence: Evidence) -> Verdict:
+def predict_order(evidence: Evidence) -> Outcome:
     actual = {n: order for n, (_, order) in evidence.main["evaluated"].items()}
     wrong = [(n, order) for n, order in actual.items() if order != list(range(n))]
-    verdict = partial(Verdict, f"predictions of {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows")
+    outcome = partial(Outcome, f"predictions of {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows")
     if not any(actual.values()):
-        return verdict("none", "predict returned nothing in the main process")
+        return outcome("none", "predict returned nothing in the main process")
     if not wrong:
         cause = _predicted(evidence)
-        return verdict("other numbers" if cause else "0 rows wrong", cause)
+        return outcome("other numbers" if cause else "0 rows wrong", cause)
     count, order = wrong[len(wrong) // 2]
     why = "some are missing or twice there: see rows_once"
     if sorted(order) == list(range(count)):
         why = "shares have to keep the batch's order, and gather the ranks'"
     cause = f"{count} rows came as {shown(order, len(order))}: {why}"
-    return verdict(f"{len(wrong)} of {len(actual)} wrong", cause)
+    return outcome(f"{len(wrong)} of {len(actual)} wrong", cause)
 
 
 def _predicted(evidence: Evidence) -> str:
@@ -230,7 +230,7 @@ def _predicted(evidence: Evidence) -> str:
 # ---- the numbers: weights, losses and metrics beside the reference's
 
 
-def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Verdict:
+def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Outcome:
     """Compares the `weights`, `loss` and `metrics` of a course, or of all that have a curve."""
     names = [of] if of else evidence.curves
     runs = [(evidence.main[name].steps, evidence.courses[name]) for name in names]
@@ -244,7 +244,7 @@ def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Verd
             if apart.where:
                 causes.setdefault(name, apart.where)  # the rest follows from the first
     compared = evidence.courses[of].compared if of else f"updates: {updates}"
-    return Verdict(compared, most, "; ".join(causes.values()))
+    return Outcome(compared, most, "; ".join(causes.values()))
 
 
 def _weights(evidence: Evidence, name: str) -> Apart:
@@ -289,22 +289,22 @@ def _comparable(names: Iterable[str], others: frozenset[str]) -> set[str]:
     return {name for name in names if not others or name.partition("/")[2] in kept}
 
 
-def mean_over_rows(evidence: Evidence) -> Verdict:
+def mean_over_rows(evidence: Evidence) -> Outcome:
     separable = evidence.separable
     measured = "unlike" if separable.coupled else "alike"
-    return Verdict(separable.compared, measured if separable.compared else None, separable.coupled)
+    return Outcome(separable.compared, measured if separable.compared else None, separable.coupled)
 
 
-def gathered(evidence: Evidence) -> Verdict:
+def gathered(evidence: Evidence) -> Outcome:
     if any(run.refusal for run in evidence.of_each("gathered")):
-        return Verdict(f"none: {evidence.main['facts']['name']} has no gather_rows", None)
+        return Outcome(f"none: {evidence.main['facts']['name']} has no gather_rows", None)
     return curves(evidence, of="gathered")
 
 
 # ---- evaluation
 
 
-def validation(evidence: Evidence) -> Verdict:
+def validation(evidence: Evidence) -> Outcome:
     """The mean of 0², 1² … (n-1)² is (n-1)(2n-1)/6."""
     actual = {n: mean for n, (mean, _) in evidence.main["evaluated"].items()}
     expected = {n: (n - 1) * (2 * n - 1) / 6 for n in actual}
@@ -317,10 +317,10 @@ def validation(evidence: Evidence) -> Verdict:
         cause = f"of 0² to {n - 1}² the mean is {expected[n]:g}; it gave {actual[n]:.6g}"
         cause += f", {why}" if why else ""
     compared = f"means over {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows"
-    return Verdict(compared, largest(apart), cause)
+    return Outcome(compared, largest(apart), cause)
 
 
-def evaluation(evidence: Evidence) -> Verdict:
+def evaluation(evidence: Evidence) -> Outcome:
     """What validation reported is what the same weights give on the CPU."""
     causes, most = [], 0.0
     courses = [(name, course, run) for name, course, run in evidence.saved if run.validated]
@@ -339,7 +339,7 @@ def evaluation(evidence: Evidence) -> Verdict:
                 f"{apart.where}{_why_evaluated(evidence, name, run)}"
             )
     names = ", ".join(course.recipe.name for _, course, _ in courses)
-    return Verdict(f"validation and the weights of {names}", most, "; ".join(causes))
+    return Outcome(f"validation and the weights of {names}", most, "; ".join(causes))
 
 
 def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
@@ -364,15 +364,15 @@ def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
 # ---- logical shares: bits
 
 
-def bits(evidence: Evidence) -> Verdict:
+def bits(evidence: Evidence) -> Outcome:
     """Beside the recipe on one process: the same bits, or where they first differ."""
     course = evidence.courses.get("bits")
     if course is None:
-        return Verdict("trainer.logical_replicas is null", None)
-    verdict = partial(Verdict, f"{course.logical_replicas} logical shares on one process")
+        return Outcome("trainer.logical_replicas is null", None)
+    outcome = partial(Outcome, f"{course.logical_replicas} logical shares on one process")
     mine: Run = evidence.main["bits"]
     if not mine.steps:
-        return verdict(None)
+        return outcome(None)
     path, device = evidence.plan.directory / "alone.ckpt", evidence.main["facts"]["devices"][0]
     wanted = alone(course, device, path)
     traces = {key: value for run in evidence.of_each("bits") for key, value in run.traces.items()}
@@ -386,7 +386,7 @@ def bits(evidence: Evidence) -> Verdict:
                 f"{course.recipe.name} has other bits each time, first in {unlike[0]}: a kernel "
                 "that is not deterministic, or numbers that no seed of the run decides"
             )
-    return verdict(f"{counted(len(places), 'place')} apart", cause)
+    return outcome(f"{counted(len(places), 'place')} apart", cause)
 
 
 def _bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
@@ -405,7 +405,7 @@ def _bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
 
 # ---- all of them
 
-Check = tuple[Callable[[Evidence], Verdict], *tuple[str, ...]]
+Check = tuple[Callable[[Evidence], Outcome], *tuple[str, ...]]
 """What judges, and the measures that it looks at."""
 CHECKS: dict[str, Check] = {
     "launch": (launch,),

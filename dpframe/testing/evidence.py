@@ -30,7 +30,7 @@ class Finding:
         return {True: "pass", False: "FAIL", None: "-"}[self.passed]
 
 
-class Verdict(NamedTuple):
+class Outcome(NamedTuple):
     compared: str
     measured: float | str | None  # None: there was nothing to look at
     cause: str = ""  # in words, if something is wrong

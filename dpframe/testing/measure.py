@@ -160,7 +160,7 @@ def _joined(predictions: Any) -> Any:
 
 def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
     task, data = course.build()
-    recorder, saves = Recorder(), Saves(path)
+    curves, saves = Curves(), Saves(path)
     traces = Traces(task) if course.logical_replicas else None
     trainer = Trainer(
         task,
@@ -168,7 +168,7 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
         strategy=strategy,
         settings=course.settings,
         callbacks=[saves] if course.is_saved else [],
-        loggers=[recorder],
+        loggers=[curves],
         seed=course.recipe.seed,
     )
     metrics, step = trainer.fit(state), trainer.global_step
@@ -178,7 +178,7 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
         weights = sharding.whole(weights, for_all=course.is_small)
     results = Run(
         steps=step,
-        log=recorder.log_,
+        log=curves.points,
         validated={k: [(step, v)] for k, v in metrics.items() if k.startswith("val/")},
         weights=weights_of(weights) if strategy.is_main or course.is_small else {},
         read=rows.read if isinstance(rows, Frozen) else [],
@@ -199,15 +199,15 @@ def alone(course: Course, device: str, path: Path) -> Run:
         strategy.shut()
 
 
-class Recorder(Logger):
+class Curves(Logger):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.log_: Log = {}
+        self.points: Log = {}
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         for name, value in scalars.items():
-            self.log_.setdefault(name, []).append((step, value))
+            self.points.setdefault(name, []).append((step, value))
 
 
 class Traces:

@@ -27,7 +27,7 @@ COLUMNS = ("check", "what was compared", "largest difference", "result")
 
 
 @dataclass
-class Report:
+class Verdict:
     """A table with a line a check, and the cause of each failure."""
 
     title: str
@@ -68,7 +68,7 @@ def check_strategy(
     skip: Collection[str] = (),
     give_up_seconds: float = GIVE_UP_SECONDS,
     **arguments: Any,
-) -> Report:
+) -> Verdict:
     """Raises an AssertionError, with a table and the causes, if the strategy is not exact.
 
     `strategy` is a class, or a function that makes one, called with `arguments`; or the name of a
@@ -91,10 +91,10 @@ def check_strategy(
         make = partial(strategy, **arguments)
     elif make is None:
         raise UserError(f"strategy={strategy} is looked up in a recipe's config; pass recipe=NAME")
-    report = verify(make, recipe=recipe, only=only, skip=skip, give_up_seconds=give_up_seconds)
-    if not report.passed:
-        raise AssertionError(f"\n{report}")
-    return report
+    verdict = verify(make, recipe=recipe, only=only, skip=skip, give_up_seconds=give_up_seconds)
+    if not verdict.passed:
+        raise AssertionError(f"\n{verdict}")
+    return verdict
 
 
 def verify(
@@ -104,7 +104,7 @@ def verify(
     only: Collection[str] = (),
     skip: Collection[str] = (),
     give_up_seconds: float = GIVE_UP_SECONDS,
-) -> Report:
+) -> Verdict:
     """Every process calls `strategy` and the recipe's functions to make its own.
 
     The job starts before this process computes anything, so that its ranks may be forked.
@@ -119,12 +119,12 @@ def verify(
         plan = Plan(strategy, recipe, needed(names), Path(folder), os.getpid(), give_up_seconds)
         try:
             with seeding.seeded(0):  # leaves the caller's random state as it was
-                return _report(plan, names)
+                return _verdict(plan, names)
         finally:
             torch.set_num_threads(threads)
 
 
-def _report(plan: Plan, names: Iterable[str]) -> Report:
+def _verdict(plan: Plan, names: Iterable[str]) -> Verdict:
     before, began = present(with_ports=True), time.monotonic()
     strategy, returned, details = plan.strategy(), None, ""
     try:
@@ -145,7 +145,7 @@ def _report(plan: Plan, names: Iterable[str]) -> Report:
     if failure:
         names = dict.fromkeys(["launch", *names])
     findings = [judged(name, evidence) for name in names]
-    return Report(_title(strategy, evidence), findings, _notes(evidence), details)
+    return Verdict(_title(strategy, evidence), findings, _notes(evidence), details)
 
 
 def _failure(plan: Plan, notes: list[dict[str, Any]], details: str, *, has_hung: bool) -> str:
