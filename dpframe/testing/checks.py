@@ -19,8 +19,8 @@ from dpframe.testing.distance import (
     relative,
     weights_apart,
 )
-from dpframe.testing.evidence import Evidence, Finding, Outcome, counted, shown
-from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, alone
+from dpframe.testing.evidence import Evidence, Finding, Outcome, format_count, format_list
+from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, run_alone
 
 ALL = ("weights", "loss", "metrics")
 
@@ -40,7 +40,7 @@ def launch(evidence: Evidence) -> Outcome:
         causes.append("launch did not call `run` in any process")
     elif not evidence.failure and evidence.returned != facts[0]["pid"]:
         causes.append("launch did not return what `run` returned in the main process")
-    measured = "failed" if evidence.failure else counted(len(facts), "process")
+    measured = "failed" if evidence.failure else format_count(len(facts), "process")
     cause = "; ".join(filter(None, causes[:2]))
     return Outcome("ranks, the main one, what launch returns", measured, cause)
 
@@ -54,13 +54,13 @@ def collectives(evidence: Evidence) -> Outcome:
 
 def logged_once(evidence: Evidence) -> Outcome:
     writers = [rank for rank, run in enumerate(evidence.of_each("kit")) if run.log]
-    times, cause = counted(len(writers), "time"), ""
+    times, cause = format_count(len(writers), "time"), ""
     if not writers:
         cause = "nothing was logged: `logger` must keep the main one's"
     elif writers != [0]:
         cause = (
-            f"each number was logged {times}, by the ranks {shown(writers)}: `logger` must return "
-            "the loggers in the main process alone"
+            f"each number was logged {times}, by the ranks {format_list(writers)}: `logger` must "
+            "return the loggers in the main process alone"
         )
     return Outcome("what every process's logger got", times, cause)
 
@@ -75,7 +75,7 @@ def gradient_sync(evidence: Evidence) -> Outcome:
         not any(nests_apart(other, alike[0], 1e-9) for other in alike)
         for alike in zip(*seen, strict=False)
     ]
-    times, cause = counted(sum(is_shared), "time"), ""
+    times, cause = format_count(sum(is_shared), "time"), ""
     if len(is_shared) < 3:
         cause = "no gradient was left on the task's parameters"
     elif not is_shared[-1]:
@@ -97,7 +97,7 @@ def random_numbers(evidence: Evidence) -> Outcome:
         alike = [rank for rank, its in enumerate(drawn) if rank and its == drawn[0]]
         who = f"{twice} of {len(numbers)} random numbers were drawn before"
         if alike:
-            who = f"rank {shown(alike)} draws the random numbers of rank 0"
+            who = f"rank {format_list(alike)} draws the random numbers of rank 0"
         cause = (
             f"{who}, so that dropout drops the same units: each rank must draw other numbers in "
             "each step"
@@ -107,7 +107,9 @@ def random_numbers(evidence: Evidence) -> Outcome:
             "a run that is resumed within an epoch draws other random numbers than one that never "
             "stopped: their state is lost on the way through `gather`, or seeded over"
         )
-    return Outcome("each replica's, and a resume's", f"{counted(twice, 'number')} twice", cause)
+    return Outcome(
+        "each replica's, and a resume's", f"{format_count(twice, 'number')} twice", cause
+    )
 
 
 def checkpoints(evidence: Evidence) -> Outcome:
@@ -156,7 +158,7 @@ def rows_once(evidence: Evidence) -> Outcome:
     several = f" on {min(replicas)} to {max(replicas)} replicas" if replicas else ""
     return Outcome(
         f"shares of {min(counts)} to {max(counts)} rows{several}",
-        f"{counted(max(rows for rows, _ in wrong), 'row')} wrong",
+        f"{format_count(max(rows for rows, _ in wrong), 'row')} wrong",
         next((cause for _, cause in wrong if cause), ""),  # the one of the fewest rows
     )
 
@@ -171,13 +173,13 @@ def _uneven(evidence: Evidence, replicas: int, kind: str, count: int) -> tuple[i
     wrong = [row for row in {*range(count), *seen} if seen[row] != (row in range(count))]
     sizes = " ".join(str(len(share)) for share in shares)
     what = "" if kind == "tensor" else f", as a {kind} as streams have them,"
-    where = f" on {counted(replicas, 'replica')}" if replicas else ""
-    cause = f"of a batch of {counted(count, 'row')}{what} the shares{where} have {sizes}"
+    where = f" on {format_count(replicas, 'replica')}" if replicas else ""
+    cause = f"of a batch of {format_count(count, 'row')}{what} the shares{where} have {sizes}"
     if not wrong:
-        return 0, f"{cause}, but not in the batch's order: {shown(rows)}"
-    why = f"row {shown(wrong)} is missing or twice there"
+        return 0, f"{cause}, but not in the batch's order: {format_list(rows)}"
+    why = f"row {format_list(wrong)} is missing or twice there"
     if min(seen[row] for row in range(count)) > 0:
-        why = f"they are padded, or overlap; row {shown(wrong)} counts twice"
+        why = f"they are padded, or overlap; row {format_list(wrong)} counts twice"
     return len(wrong), f"{cause}: {why}"
 
 
@@ -188,8 +190,8 @@ def _unread(evidence: Evidence) -> tuple[int, str]:
         return 0, ""
     read = Counter(chain.from_iterable(run.read for run in evidence.of_each("recipe")))
     unlike = [row for row, times in sorted(read.items()) if times != course.epochs]
-    times = shown(read[row] for row in unlike)
-    cause = f"{course.epochs} epochs of {course.recipe.name} read row {shown(unlike)} {times} times"
+    rows, times = format_list(unlike), format_list(read[row] for row in unlike)
+    cause = f"{course.epochs} epochs of {course.recipe.name} read row {rows} {times} times"
     return len(unlike), cause if unlike else ""
 
 
@@ -206,7 +208,7 @@ def predict_order(evidence: Evidence) -> Outcome:
     why = "some are missing or twice there: see rows_once"
     if sorted(order) == list(range(count)):
         why = "shares have to keep the batch's order, and gather the ranks'"
-    cause = f"{count} rows came as {shown(order, len(order))}: {why}"
+    cause = f"{count} rows came as {format_list(order, len(order))}: {why}"
     return outcome(f"{len(wrong)} of {len(actual)} wrong", cause)
 
 
@@ -216,7 +218,7 @@ def _predicted(evidence: Evidence) -> str:
     run: Run = evidence.main["recipe"]
     if course is None or run.predicted is None:
         return ""
-    predict = partial(plain.predictions, course, run.weights)
+    predict = partial(plain.predict, course, run.weights)
     expected = predict(course.batch_size)
     apart = nests_apart(run.predicted, expected, TOLERANCE)
     if not apart or nests_apart(predict(course.batch_size, seed=1), expected):  # drawn at random
@@ -326,7 +328,7 @@ def evaluation(evidence: Evidence) -> Outcome:
     courses = [(name, course, run) for name, course, run in evidence.saved if run.validated]
     for name, course, run in courses:
         try:
-            expected, others = plain.evaluated(course, run.weights, run.steps)
+            expected, others = plain.evaluate(course, run.weights, run.steps)
         except UserError as error:
             causes.append(str(error))
             continue
@@ -356,7 +358,7 @@ def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
                 f": rank {rank} has another {stray} than rank 0, and validates with it: "
                 "sync_weights(for_reading=True) has to make buffers common, too"
             )
-    half, _ = plain.evaluated(evidence.courses[name], run.weights, run.steps, in_half=True)
+    half, _ = plain.evaluate(evidence.courses[name], run.weights, run.steps, in_half=True)
     apart = logs_apart(run.validated, half, half.log, 1e-4)
     return "" if apart.where else ": they are what bfloat16 gives"
 
@@ -374,19 +376,19 @@ def bits(evidence: Evidence) -> Outcome:
     if not mine.steps:
         return outcome(None)
     path, device = evidence.plan.directory / "alone.ckpt", evidence.main["facts"]["devices"][0]
-    wanted = alone(course, device, path)
+    wanted = run_alone(course, device, path)
     traces = {key: value for run in evidence.of_each("bits") for key, value in run.traces.items()}
     places = _bits_apart(mine, traces, wanted)
     cause = ""
     if places:
         cause = f"{course.recipe.name} has other bits than on one process, first in {places[0]}"
-        again = alone(course, device, path)
+        again = run_alone(course, device, path)
         if unlike := _bits_apart(again, again.traces, wanted):
             cause = (
                 f"{course.recipe.name} has other bits each time, first in {unlike[0]}: a kernel "
                 "that is not deterministic, or numbers that no seed of the run decides"
             )
-    return outcome(f"{counted(len(places), 'place')} apart", cause)
+    return outcome(f"{format_count(len(places), 'place')} apart", cause)
 
 
 def _bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
@@ -433,24 +435,24 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def chosen(only: Collection[str], skip: Collection[str]) -> list[str]:
+def choose(only: Collection[str], skip: Collection[str]) -> list[str]:
     for name in (*only, *skip):
         if name not in CHECKS:
             raise UserError(f"there is no check {name}; {suggestion(name, CHECKS)}")
     return [name for name in CHECKS if name not in skip and (not only or name in only)]
 
 
-def needed(names: Collection[str]) -> tuple[str, ...]:
+def list_measures(names: Collection[str]) -> tuple[str, ...]:
     """What has to be measured for these checks, each once."""
     needs = dict.fromkeys(need for name in names for need in CHECKS[name][1:])
     return tuple(need for need in needs if need not in ("facts", "leftovers"))
 
 
-def judged(name: str, evidence: Evidence) -> Finding:
-    judge, *needs = CHECKS[name]
+def judge(name: str, evidence: Evidence) -> Finding:
+    check, *needs = CHECKS[name]
     if not all(map(evidence.has, needs)):
         return Finding(name, "", "not measured", None)
-    compared, measured, cause = judge(evidence)
+    compared, measured, cause = check(evidence)
     if measured is None:
         return Finding(name, compared, "-", None)
     measured = measured if isinstance(measured, str) else f"{measured:.1e}"

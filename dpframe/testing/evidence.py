@@ -115,11 +115,11 @@ class Evidence:
         )
 
 
-def counted(number: int, noun: str) -> str:
+def format_count(number: int, noun: str) -> str:
     plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{number} {noun if number == 1 else plural}"
 
 
-def shown(numbers: Iterable[int], most: int = SHOWN) -> str:
+def format_list(numbers: Iterable[int], most: int = SHOWN) -> str:
     texts = list(map(str, numbers))
     return " ".join(texts[:most]) + (" …" if len(texts) > most else "")

@@ -30,7 +30,7 @@ from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.task import Task
 from dpframe.testing.course import CONTRASTIVE, Course, Frozen, Numbers, Recipe, Squares, courses
 from dpframe.testing.distance import Log, Weights, nests_apart
-from dpframe.testing.reference import weights_of
+from dpframe.testing.reference import copy_weights
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 
@@ -68,7 +68,7 @@ class Plan:
 
 def measure(plan: Plan) -> int:
     """Returns the process id: `launch` has to return the main process's."""
-    before = present()
+    before = list_resources()
     _exit_after(plan.give_up_seconds, plan)
     strategy = plan.strategy()
     strategy.open()
@@ -93,7 +93,7 @@ def measure(plan: Plan) -> int:
     _exit_after(CLOSING_SECONDS, plan)
     strategy.shut()
     is_caller = os.getpid() == plan.caller  # which looks for itself
-    write(plan.directory, "leftovers", [] if is_caller else since(before))
+    write(plan.directory, "leftovers", [] if is_caller else find_leftovers(before))
     return os.getpid()
 
 
@@ -137,28 +137,28 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
     results, (task, data) = Run(), course.build()
     if task.has_own("training_step"):
         try:
-            results, task = _fitted(strategy, course, path)
+            results, task = _fit(strategy, course, path)
         except UserError as error:  # in every process, at the first step
             if NO_GATHER not in str(error) or course.recipe is not CONTRASTIVE:
                 raise
             return Run(refusal=str(error))
         if course.is_saved:
-            results.resumed, _ = _fitted(strategy, course, path, checkpoint.load(path))
+            results.resumed, _ = _fit(strategy, course, path, checkpoint.load(path))
     if task.has_own("predict_step"):
         data.setup()
         if data.predict_dataset() is not None:
             trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
-            results.predicted = _joined(trainer.predict())
+            results.predicted = _join(trainer.predict())
     return results
 
 
-def _joined(predictions: Any) -> Any:
+def _join(predictions: Any) -> Any:
     if isinstance(predictions, dict):
-        return {name: _joined(each) for name, each in predictions.items()}
+        return {name: _join(each) for name, each in predictions.items()}
     return None if predictions is None else predictions.joined()
 
 
-def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
+def _fit(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
     task, data = course.build()
     curves, saves = Curves(), Saves(path)
     traces = Traces(task) if course.logical_replicas else None
@@ -180,7 +180,7 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
         steps=step,
         log=curves.points,
         validated={k: [(step, v)] for k, v in metrics.items() if k.startswith("val/")},
-        weights=weights_of(weights) if strategy.is_main or course.is_small else {},
+        weights=copy_weights(weights) if strategy.is_main or course.is_small else {},
         read=rows.read if isinstance(rows, Frozen) else [],
         seen=getattr(task, "seen", {}),
         unlike=saves.unlike,
@@ -189,12 +189,12 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
     return results, task
 
 
-def alone(course: Course, device: str, path: Path) -> Run:
+def run_alone(course: Course, device: str, path: Path) -> Run:
     """The course on one process, here."""
     strategy = CPU() if device == "cpu" else SingleGPU()
     strategy.open()
     try:
-        return _fitted(strategy, course, path)[0]
+        return _fit(strategy, course, path)[0]
     finally:
         strategy.shut()
 
@@ -325,7 +325,7 @@ def collectives(strategy: Strategy) -> list[str]:
     ]
 
 
-def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
+def evaluate(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
     """By the number of rows: the mean of their squares, and in which order they are predicted."""
     results, settings = {}, TrainerSettings(precision="64")
     for rows in EVALUATED_SIZES:
@@ -333,7 +333,7 @@ def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
         trainer = Trainer(Squares(), data, strategy=strategy, settings=settings)
         with suppress(UserError):  # it says that there were no rows
             trainer.validate()
-        predicted = _joined(trainer.predict())
+        predicted = _join(trainer.predict())
         order = [] if predicted is None else predicted.tolist()
         results[rows] = trainer.metrics.get("val/loss", float("nan")), order
     return results
@@ -342,7 +342,7 @@ def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
 CALLS: dict[str, Callable[[Strategy], Any]] = {
     "shares": shares,
     "collectives": collectives,
-    "evaluated": evaluated,
+    "evaluated": evaluate,
 }
 
 
@@ -373,15 +373,15 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
 # ---- what a process has beside its work
 
 
-def since(before: set[str], *, with_ports: bool = False) -> list[str]:
-    """What has come since `before` was `present`, and stays."""
+def find_leftovers(before: set[str], *, with_ports: bool = False) -> list[str]:
+    """What has come since `before` was `list_resources`, and stays."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while (new := present(with_ports=with_ports) - before) and time.monotonic() < deadline:
+    while (new := list_resources(with_ports=with_ports) - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     return sorted(new)
 
 
-def present(*, with_ports: bool = False) -> set[str]:
+def list_resources(*, with_ports: bool = False) -> set[str]:
     """In a rank without ports: torch's DDP keeps its group's until the rank ends."""
     things = set(_descendants("self"))
     things |= {f"thread {thread.name}" for thread in threading.enumerate()}

@@ -57,10 +57,10 @@ WHOLE = exact_way(lambda rows: [rows])
 @lru_cache(maxsize=8)
 def reference(course: Course) -> Curve:
     """What the course gives in plain torch; the kit's own are the same for every strategy."""
-    return trained(course)
+    return train(course)
 
 
-def trained(course: Course, way: Way = WHOLE) -> Curve:
+def train(course: Course, way: Way = WHOLE) -> Curve:
     """`way` is another one than `WHOLE` where a strategy may have gone it."""
     settings, (task, data) = course.settings, course.build()
     task.double()
@@ -110,13 +110,13 @@ def trained(course: Course, way: Way = WHOLE) -> Curve:
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
             with restore_modes(task):
-                add("val", _validated(task, data, course.batch_size)[0])
+                add("val", _validate(task, data, course.batch_size)[0])
         at.epoch += 1
         if is_plateau:
             scheduler.step(log[settings.plateau_monitor][-1][1])
         elif scheduler is not None and not by_step:
             scheduler.step()
-    return Curve(log, weights_of(task.state_dict()), roundings(everything))
+    return Curve(log, copy_weights(task.state_dict()), roundings(everything))
 
 
 def sensitivity(course: Course, replicas: int) -> float:
@@ -127,7 +127,7 @@ def sensitivity(course: Course, replicas: int) -> float:
     itself then moves when it adds up the same gradients by the shares of the replicas, or by rows.
     """
     ways = exact_way(lambda rows: rows.chunk(replicas)), exact_way(lambda rows: rows.split(1))
-    ends = [trained(course, way).weights for way in ways]
+    ends = [train(course, way).weights for way in ways]
     moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
     # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.
     return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
@@ -139,7 +139,7 @@ def means(outputs: Outputs) -> dict[str, float]:
     return sums.total()
 
 
-def weights_of(state: dict[str, Any]) -> Weights:
+def copy_weights(state: dict[str, Any]) -> Weights:
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
@@ -173,34 +173,34 @@ def _batch(data: DataModule, dataset: Any, rows: Tensor, dtype: torch.dtype = to
 # ---- what trained weights give on the CPU
 
 
-def evaluated(
+def evaluate(
     course: Course, weights: Weights, step: int, *, in_half: bool = False
 ) -> tuple[Curve, frozenset[str]]:
     """The validation of these weights as logged, and the metrics that are not means over rows."""
-    task, data = _restored(course, weights)
+    task, data = _restore(course, weights)
     dtype = torch.float32 if in_half else torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
-        numbers, whole = _validated(task, data, course.batch_size, dtype)
-        _, parts = _validated(task, data, 3, dtype)
+        numbers, whole = _validate(task, data, course.batch_size, dtype)
+        _, parts = _validate(task, data, 3, dtype)
     log = {f"val/{name}": [(step, value)] for name, value in numbers.items()}
     return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
 
 
 @torch.no_grad()
-def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
+def predict(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
     """The joined predictions on batches of `size`; without weights, those of an untrained task."""
-    task, data = _restored(course, weights)
+    task, data = _restore(course, weights)
     by_name = {}
     with seeding.seeded(seed):
         for name, dataset in sets_of(data.predict_dataset()).items():
             step = EvalStep(task, "predict_step", name=name)
-            parts = _passed(step, data, dataset, size)
+            parts = _run_batches(step, data, dataset, size)
             by_name[name] = join([by_rows(part, rows, "it returned") for rows, part in parts])
     return by_name.get("", by_name)
 
 
 @torch.no_grad()
-def _validated(
+def _validate(
     task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
 ) -> tuple[dict[str, float], Outputs]:
     """What is logged of a validation, and what it is made of: that of all data sets, and of each
@@ -210,7 +210,7 @@ def _validated(
     by_name = {}
     for name, held_out in sets_of(data.val_dataset()).items():
         step = EvalStep(task, "validation_step", name=name)
-        by_name[name] = _passed(step, data, held_out, size, dtype)
+        by_name[name] = _run_batches(step, data, held_out, size, dtype)
         outputs += by_name[name]
     numbers, named = dict(task.summarize(means(outputs))), list(outputs)
     for name, its in by_name.items():
@@ -220,7 +220,7 @@ def _validated(
     return numbers, named
 
 
-def _passed(
+def _run_batches(
     step: EvalStep, data: Any, dataset: Any, size: int, dtype: torch.dtype = torch.float64
 ) -> Outputs:
     """What a step returns for the batches of a data set, `size` rows each."""
@@ -230,7 +230,7 @@ def _passed(
     return [output for share in shares for output in forward(share)]
 
 
-def _restored(course: Course, weights: Weights) -> tuple[Task, Any]:
+def _restore(course: Course, weights: Weights) -> tuple[Task, Any]:
     task, data = course.build()
     task.double().eval()
     if weights:
@@ -339,7 +339,7 @@ class Cuts(NamedTuple):
 def why_these_weights(course: Course, weights: Weights, cuts: Cuts) -> str:
     """The wrong way that gives these weights, or an empty text."""
     for words, way in _wrong_ways(cuts, course.accumulate):
-        if weights_apart(weights, trained(course, way).weights, MATCH).most < MATCH:
+        if weights_apart(weights, train(course, way).weights, MATCH).most < MATCH:
             return words
     return ""
 

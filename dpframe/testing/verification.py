@@ -17,10 +17,10 @@ from dpframe.errors import OutOfMemory, UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
 from dpframe.strategies import Strategy
-from dpframe.testing.checks import chosen, judged, needed
+from dpframe.testing.checks import choose, judge, list_measures
 from dpframe.testing.course import TOLERANCE, Recipe
-from dpframe.testing.evidence import Evidence, Finding, counted
-from dpframe.testing.measure import Plan, measure, present, read, since
+from dpframe.testing.evidence import Evidence, Finding, format_count
+from dpframe.testing.measure import Plan, find_leftovers, list_resources, measure, read
 
 GIVE_UP_SECONDS = 300.0
 COLUMNS = ("check", "what was compared", "largest difference", "result")
@@ -113,10 +113,12 @@ def verify(
         raise UserError(
             f"mode=verify starts its own ranks; start it without {environment.find_launcher()}"
         )
-    names = chosen(only, skip)
+    names = choose(only, skip)
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="dpframe_verify_") as folder:
-        plan = Plan(strategy, recipe, needed(names), Path(folder), os.getpid(), give_up_seconds)
+        plan = Plan(
+            strategy, recipe, list_measures(names), Path(folder), os.getpid(), give_up_seconds
+        )
         try:
             with seeding.seeded(0):  # leaves the caller's random state as it was
                 return _verdict(plan, names)
@@ -125,7 +127,7 @@ def verify(
 
 
 def _verdict(plan: Plan, names: Iterable[str]) -> Verdict:
-    before, began = present(with_ports=True), time.monotonic()
+    before, began = list_resources(with_ports=True), time.monotonic()
     strategy, returned, details = plan.strategy(), None, ""
     try:
         returned = strategy.launch(measure, plan)
@@ -141,10 +143,10 @@ def _verdict(plan: Plan, names: Iterable[str]) -> Verdict:
     torch.set_num_threads(1)  # no thread pool: the next job's ranks may be forked, too
     notes = read(plan.directory)
     failure = details and _failure(plan, notes, details, has_hung=has_hung)
-    evidence = Evidence(plan, notes, returned, since(before, with_ports=True), failure)
+    evidence = Evidence(plan, notes, returned, find_leftovers(before, with_ports=True), failure)
     if failure:
         names = dict.fromkeys(["launch", *names])
-    findings = [judged(name, evidence) for name in names]
+    findings = [judge(name, evidence) for name in names]
     return Verdict(_title(strategy, evidence), findings, _notes(evidence), details)
 
 
@@ -170,7 +172,8 @@ def _title(strategy: Strategy, evidence: Evidence) -> str:
     if not evidence.notes:
         return f"{what} on {strategy.name}"
     facts = evidence.main["facts"]
-    places = f"{counted(facts['replicas'], 'replica')} in {counted(len(evidence.notes), 'process')}"
+    replicas = format_count(facts["replicas"], "replica")
+    places = f"{replicas} in {format_count(len(evidence.notes), 'process')}"
     devices = ", ".join(dict.fromkeys(facts["devices"]))
     return f"{what} on {facts['name']}: {places} on {devices}; float64, tolerance {TOLERANCE:g}"
 
