@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from command import attempts, dpframe, environment, write
 
-from dpframe import checkpoint
+from dpframe import Strategy, checkpoint
+from dpframe.strategies.group import GroupCollectives
 
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/*.md"))]
@@ -62,6 +63,20 @@ def test_every_test_that_the_table_of_faults_names_is_there(page):
     }
     named = set(re.findall(r"`(test_\w+)`", text_of(page)))
     assert named and named <= tests, named - tests
+
+
+# Members of a strategy that are the Trainer's, or the base class's own.
+NOT_WRITTEN = {"name", "nodes", "uses_gpus", "choose_devices", "is_set_up", "first_share"}
+NOT_WRITTEN |= {"logical_shares"}
+
+
+def test_the_contract_of_a_strategy_names_each_member_and_each_collective():
+    members = {name for name in vars(Strategy) if not name.startswith("_")} - NOT_WRITTEN
+    collectives = {n for n, m in vars(GroupCollectives).items() if callable(m) and n[0] != "_"}
+    contract = text_of("docs/strategies.md").partition("## One in 20 lines")[0]
+    named = set(re.findall(r"`(?:self\.|strategy\.)?(\w+)", contract))
+    assert members | collectives <= named, (members | collectives) - named
+    assert len(contract.splitlines()) <= 60
 
 
 def test_the_two_commands_of_continuous_integration_are_there():

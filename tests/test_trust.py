@@ -249,7 +249,7 @@ SLOTS = [  # a part that is none, or has a node somewhere; and what its line say
     ({"data": {"_target_": "subprocess.check_output"}}, "check_output is not a dpframe DataModule"),
     ({"callbacks": {"x": {"_target_": "torch.load"}}}, "callbacks.x._target_=torch.load is not a"),
     ({"callbacks": {"x": {"_target_": "mine.tasks.Victim"}}}, "is not a dpframe Callback"),
-    ({"logger": {"x": {"_target_": "dpframe.testing.measure.Recorder"}}}, "is not a dpframe Log"),
+    ({"logger": {"x": {"_target_": "dpframe.testing.measure.Curves"}}}, "is not a dpframe Log"),
     ({"strategy": {"_target_": "builtins.eval"}}, "strategy._target_=builtins.eval is not a"),
     ({"task": {"_target_": "torch.classes.foo.bar"}}, "foo.bar is not a dpframe Task"),
     ({"task": {"_target_": "torchlike.Fine"}}, "torchlike.Fine is not a dpframe Task"),
@@ -319,7 +319,7 @@ SAYS = {
 }
 FINE_SWEEPER = "hydra: {sweeper: {max_batch_size: 3, params: {seed: '1,2'}}}"
 OBJECTS = {  # what YAML makes beside texts and numbers
-    "logger: {x: {_target_: dpframe.testing.measure.Recorder, _args_: "
+    "logger: {x: {_target_: dpframe.testing.measure.Curves, _args_: "
     "'${hydra:sweeper.params.${oc.env:NOT_SET,a}}'}}\n"
     f"hydra: {{sweeper: {{params: {{a: [{PATH} [../outside]]}}}}}}": "is a PosixPath; use text",
     f"vars: {{x: {PATH} [/etc/passwd]}}": "vars.x is a PosixPath; use text, in quotes",

@@ -1,7 +1,6 @@
 """The first rows of the validation set with what the task predicts for them."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +41,8 @@ class SamplePredictions(Callback):
         if self.missing <= 0:
             return
         self.missing -= batch.rows
-        shares, sharding = [], trainer.strategy.sharding
-        with nullcontext() if sharding is None else sharding.whole_weights(trainer.task):
+        shares = []
+        with trainer.strategy.whole_weights(trainer.task):
             for share in batch.shares:
                 if share.rows:
                     inputs = move(share.batch, trainer.strategy.device)

@@ -1,6 +1,5 @@
 """Counts over all rows of a validation, and all replicas."""
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, tensor
@@ -30,8 +29,7 @@ class Tally(Callback):
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
     ) -> None:
-        sharding = trainer.strategy.sharding
-        with nullcontext() if sharding is None else sharding.whole_weights(trainer.task):
+        with trainer.strategy.whole_weights(trainer.task):
             for share in batch.shares:
                 if share.rows:
                     self._add(trainer, move(share.batch, trainer.strategy.device))

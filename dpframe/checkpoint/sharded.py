@@ -22,7 +22,6 @@ from tempfile import mkstemp
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -68,15 +67,15 @@ def split(
     return map_tensors(state, copied), shards
 
 
-def save(shards: Shards, folder: Path, step: int, group: Any) -> seal.Parts | None:
-    """Writes into a new folder in this one. Every process of the group calls it; the first one
-    gets what the seal is to say, or raises what went wrong in any of them."""
+def save(shards: Shards, folder: Path, step: int, collectives: Any) -> seal.Parts | None:
+    """Writes into a new folder in this one. Every process of the collectives' group calls it; the
+    main one gets what the seal is to say, or raises what went wrong in any of them."""
     nan = next((name for name, shard in shards.items() if _has_nan(name, shard.rows)), "")
-    all_nans = _gather(nan, group)
-    if dist.get_rank(group) > 0:
-        if name := _broadcast("", group):
-            with suppress(dcp.CheckpointException):  # the first one raises it
-                _write(shards, folder / name, group)
+    all_nans = collectives.gather(nan)
+    if not collectives.is_main:
+        if name := collectives.broadcast(""):
+            with suppress(dcp.CheckpointException):  # the main one raises it
+                _write(shards, folder / name, collectives)
         return None
     path = folder / f"step{step}-{secrets.token_hex(4)}.parts"
     with files.atomic_write(path) as part:
@@ -85,11 +84,11 @@ def save(shards: Shards, folder: Path, step: int, group: Any) -> seal.Parts | No
                 raise NotANumber(name.removeprefix("task."))
             part.mkdir(parents=True)
         except Exception:
-            _broadcast("", group)
+            collectives.broadcast("")
             raise
-        _broadcast(part.name, group)
+        collectives.broadcast(part.name)
         try:
-            hashes = _write(shards, part, group)
+            hashes = _write(shards, part, collectives)
         except dcp.CheckpointException as error:
             raise _cause(error) from None
         manifest = json.dumps({"files": hashes}).encode()
@@ -100,17 +99,17 @@ def save(shards: Shards, folder: Path, step: int, group: Any) -> seal.Parts | No
     return seal.Parts(path.name, seal.digest(manifest))
 
 
-def _write(shards: Shards, folder: Path, group: Any) -> dict[str, str]:
-    """The hashes of all files, in the first process."""
+def _write(shards: Shards, folder: Path, collectives: Any) -> dict[str, str]:
+    """The hashes of all files, in the main process."""
     dcp.save(
         {name: _as_dtensor(shard) for name, shard in shards.items()},
         # What it copies ahead it waits for, a tensor at a time, behind what training has to do.
         storage_writer=dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0),
         planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True, **AS_THEY_ARE),
-        process_group=group,
+        process_group=collectives.group,
     )
     hashes: dict[str, str] = {}
-    for each in _gather(_hash_files(folder, dist.get_rank(group)), group):
+    for each in collectives.gather(_hash_files(folder, collectives.rank)):
         if isinstance(each, OSError):
             raise each
         hashes |= each
@@ -141,19 +140,6 @@ def _as_dtensor(shard: Shard) -> DTensor:
         shape=shard.of.shape,
         stride=shard.of.stride(),
     )
-
-
-def _gather(value: Any, group: Any) -> list[Any]:
-    is_first = dist.get_rank(group) == 0
-    values: list[Any] | None = [None] * dist.get_world_size(group) if is_first else None
-    dist.gather_object(value, values, group=group)
-    return values or []
-
-
-def _broadcast(name: str, group: Any) -> str:
-    names = [name]
-    dist.broadcast_object_list(names, group=group)
-    return names[0]
 
 
 def _cause(error: dcp.CheckpointException) -> BaseException:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -32,22 +32,24 @@ class Strategy:
     of them).
     """
 
+    # What `setup` finds out.
     rank = 0
     world_size = 1  # processes
     replicas = 1  # over all processes
     gradient_divisor = 1  # gradients come out of backward divided by this many replicas
-    launches_ranks = False  # which `trainer.max_restarts` may start again
     nodes = 1  # machines
+    replicates_task = False  # steps run on copies of the task: attributes they set are lost
+    # What a class is.
     uses_gpus = True  # where there are any
+    launches_ranks = False  # in processes of their own, which `trainer.max_restarts` may restart
+    takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
+    sharding: "Sharding | None" = None  # of weights that each process keeps a shard of
+    # What the Trainer sets, and `Logical`, which is around a strategy.
+    dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
     logical_shares = 0  # of each batch, whatever the number of replicas; 0: one a replica
     first_share: int | None = None  # the first logical share of this process
-    takes_logical_shares = False  # trainer.logical_replicas may add up the gradients instead
-    replicates_task = False  # steps run on copies of the task: attributes they set are lost
     is_set_up = False
     _current: ExitStack | None = None  # what `take` has entered
-    dtype: torch.dtype | None = None  # floats are moved as this type; None: as they are
-    sharding: "Sharding | None" = None  # of weights that each process keeps a shard of
-    fuses: tuple[str, ...] | None = None  # optimizers with fused kernels for them; None: all
 
     def __init_subclass__(cls, *, takes_logical_shares: bool = False, **options: Any) -> None:
         """Each class declares it for itself: a subclass may share gradients in another way."""
@@ -96,7 +98,7 @@ class Strategy:
     @property
     def needs_launch(self) -> bool:
         """Whether `setup` can't run in this process, but in those that `launch` starts."""
-        return False
+        return self.launches_ranks and not (self.is_set_up or environment.is_rank())
 
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Calls `run(*args)` in every process of the job and returns the main one's value."""
@@ -203,6 +205,10 @@ class Strategy:
                 f"self.all_gather: {NO_GATHER}; use strategy=ddp or strategy=data_parallel"
             )
         return x
+
+    def whole_weights(self, task: nn.Module) -> AbstractContextManager[None]:
+        """Within, this process may call the task by itself. Every process enters it."""
+        return nullcontext() if self.sharding is None else self.sharding.whole_weights(task)
 
     def logger(self, loggers: list[Logger]) -> list[Logger]:
         """The loggers that write in this process: the main one's, and nobody else's."""

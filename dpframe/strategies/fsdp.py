@@ -38,7 +38,6 @@ class FSDP(Processes):
     """
 
     sharding: Sharding
-    fuses = ("Adam", "AdamW")
 
     def __init__(
         self,

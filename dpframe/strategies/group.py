@@ -11,21 +11,30 @@ from dpframe.strategies.collectives import Collectives
 
 
 class GroupCollectives(Collectives):
-    """Over all processes. `device` is this process's own."""
+    """Over the processes of `group`; None: over all. `device` is this process's own."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`rank` and `world_size` are those in the group."""
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.group = group
 
     def sum(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(self.device)
-        dist.all_reduce(tensor)
+        dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def sum_numbers(self, numbers: list[float]) -> list[float]:
         sums = torch.tensor(numbers, dtype=torch.float64)
-        dist.all_reduce(sums)  # on the host, with GPUs too: it runs ahead of the device
+        # On the host, with GPUs too: it runs ahead of the device.
+        dist.all_reduce(sums, group=self.group)
         return sums.tolist()
 
     def sum_in_order(
@@ -38,28 +47,27 @@ class GroupCollectives(Collectives):
         padded = nn.functional.pad(torch.stack(vectors), (0, size * ranks - length))
         mine = padded.view(len(vectors), ranks, size).transpose(0, 1).contiguous()
         parts = mine.new_empty(sum(counts), size)
-        dist.all_to_all_single(
-            parts.view(-1), mine.view(-1), [n * size for n in counts], [len(vectors) * size] * ranks
-        )
+        sizes = [n * size for n in counts], [len(vectors) * size] * ranks
+        dist.all_to_all_single(parts.view(-1), mine.view(-1), *sizes, group=self.group)
         total = parts.new_empty(ranks * size)
-        dist.all_gather(list(total.chunk(ranks)), add(list(parts)))
+        dist.all_gather(list(total.chunk(ranks)), add(list(parts)), group=self.group)
         return total[:length]
 
     def gather(self, value: Any) -> list[Any]:
         values: list[Any] | None = [None] * self.world_size if self.rank == 0 else None
-        dist.gather_object(value, values)
+        dist.gather_object(value, values, group=self.group, group_dst=0)
         return values or []
 
     def broadcast(self, value: Any) -> Any:
         values = [value]
-        dist.broadcast_object_list(values)
+        dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             values = tensor.contiguous()
-            dist.broadcast(values, src=0)
+            dist.broadcast(values, group=self.group, group_src=0)
             tensor.copy_(values)
 
 

@@ -52,10 +52,6 @@ class Processes(Strategy):
         self._made: list[dist.ProcessGroup] = []  # these and others; all ranks have made as many
         self._store: dist.Store | None = None  # None: the group is the program's own
 
-    @property
-    def needs_launch(self) -> bool:
-        return not (self.is_set_up or environment.is_rank())
-
     def launch(self, run: Callable[..., Any], *args: Any) -> Any:
         """Starts the ranks, or is one of them where torchrun, srun or mpirun has started them."""
         here = environment.read_rank() if environment.is_rank() else None

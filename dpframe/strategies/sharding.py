@@ -31,6 +31,7 @@ from dpframe.checkpoint.plain import Stored
 from dpframe.errors import UserError, first_line
 from dpframe.parameters import has_sparse
 from dpframe.strategies.collectives import Collectives
+from dpframe.strategies.group import GroupCollectives
 
 KEY = "strategy.shard"
 
@@ -38,6 +39,8 @@ KEY = "strategy.shard"
 class Sharding:
     """`patterns` name the blocks whose weights are gathered together, as `strategy.shard` does.
     `open` comes first: the processes are known once the strategy is set up."""
+
+    fused_optimizers = ("Adam", "AdamW")  # those whose fused kernels take shards
 
     def __init__(
         self,
@@ -63,7 +66,7 @@ class Sharding:
         self.timeout_seconds = timeout_seconds
         self.keeps_casts = False  # autocast saves copies of whole weights for the backward
         self.scalars: dict[Any, list[Tensor]] = {}  # which are not cut, by their task
-        self._saving: dist.ProcessGroup | None = None  # of the threads that save
+        self._saving: GroupCollectives | None = None  # of the threads that save
         self._mesh: Any = None
 
     def open(
@@ -75,7 +78,7 @@ class Sharding:
     def close(self) -> None:
         self.scalars.clear()
         if self._saving is not None and dist.is_initialized():
-            dist.destroy_process_group(self._saving)
+            dist.destroy_process_group(self._saving.group)
         self._saving = None
         self._mesh = None
 
@@ -210,7 +213,9 @@ class Sharding:
         process calls it."""
         if self._saving is None:
             timeout = timedelta(seconds=self.timeout_seconds)
-            self._saving = dist.new_group(backend="gloo", timeout=timeout)
+            group = dist.new_group(backend="gloo", timeout=timeout)
+            rank, count = self._collectives.rank, self._collectives.world_size
+            self._saving = GroupCollectives(rank, count, torch.device("cpu"), group)
         return sharded.split(state, copy, copies_rest=self.is_main)
 
     def save(self, shards: sharded.Shards, folder: Path, step: int) -> seal.Parts | None:

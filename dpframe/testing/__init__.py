@@ -8,10 +8,14 @@ In a plugin's own tests:
         check_strategy(MyStrategy, gpus=2, accelerator="cpu")
 
 At the command line: `python -m dpframe mode=verify recipe=boston strategy=ddp trainer.gpus=2`.
+
+How it works: `verification` launches `measure` by the strategy. Each process trains the courses
+of `course` and notes what it sees in a file. `evidence` is these notes, beside what `reference`
+gives in plain torch; `checks` judge it by `distance`.
 """
 
-from dpframe.testing.checks import Finding
 from dpframe.testing.course import Recipe
-from dpframe.testing.verification import Report, check_strategy, verify
+from dpframe.testing.evidence import Finding
+from dpframe.testing.verification import Verdict, check_strategy, verify
 
-__all__ = ["Finding", "Recipe", "Report", "check_strategy", "verify"]
+__all__ = ["Finding", "Recipe", "Verdict", "check_strategy", "verify"]

@@ -2,230 +2,102 @@
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from dpframe import checkpoint
 from dpframe.errors import UserError, suggestion
-from dpframe.testing.course import TOLERANCE, Course, courses
-from dpframe.testing.measure import (
-    EVALUATED_BATCH,
-    EVALUATED_SIZES,
-    Note,
-    Plan,
-    Run,
-    Shares,
-    alone,
-)
-from dpframe.testing.reference import (
-    FARTHEST,
+from dpframe.testing import reference as plain
+from dpframe.testing.course import TOLERANCE
+from dpframe.testing.distance import (
     Apart,
-    Cuts,
-    Separable,
-    evaluated,
     largest,
     logs_apart,
     nests_apart,
-    predictions,
-    reference,
     relative,
-    sensitivity,
-    separable,
     weights_apart,
-    why_these_weights,
-    why_this_mean,
 )
+from dpframe.testing.evidence import Evidence, Finding, Outcome, format_count, format_list
+from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, run_alone
 
-Verdict = tuple[str, float | str | None, str]
-"""What a check compared; what it measured, None if there was nothing to look at; and the cause in
-words if something is wrong."""
 ALL = ("weights", "loss", "metrics")
-SHOWN = 6  # numbers of a long list
-
-
-@dataclass(frozen=True)
-class Finding:
-    """`passed` is None where there was nothing to look at."""
-
-    check: str
-    compared: str
-    measured: str
-    passed: bool | None
-    cause: str = ""
-
-    @property
-    def result(self) -> str:
-        return {True: "pass", False: "FAIL", None: "-"}[self.passed]
-
-
-@dataclass
-class Evidence:
-    """What all processes noted, and what the reference gives beside it."""
-
-    plan: Plan
-    notes: list[Note]  # of each process, by rank
-    returned: object  # by `launch`
-    left: list[str]  # what came with the job and stayed in the process that launched it
-    failure: str  # where and how the job failed
-
-    @property
-    def main(self) -> Note:
-        return self.notes[0]
-
-    @property
-    def replicas(self) -> int:
-        return self.main["facts"]["replicas"]
-
-    def has(self, name: str) -> bool:
-        """Whether every process came this far."""
-        return bool(self.notes) and all(name in note for note in self.notes)
-
-    def of_each(self, name: str) -> list[Any]:
-        return [note[name] for note in self.notes]
-
-    @cached_property
-    def courses(self) -> dict[str, Course]:
-        return courses(self.plan.recipe, self.replicas)
-
-    @cached_property
-    def separable(self) -> Separable:
-        return separable(self.courses["recipe"]) if "recipe" in self.courses else Separable()
-
-    @property
-    def curves(self) -> list[str]:
-        """The courses whose curves all strategies share: the kit's, and the recipe's if it can."""
-        has_recipe = "recipe" in self.courses and not self.separable.reason
-        return ["kit", "recipe"] if has_recipe else ["kit"]
-
-    @cached_property
-    def tolerance(self) -> float:
-        """The tolerance of the recipe's weights, larger if rounding alone moves them farther."""
-        course = self.courses["recipe"]
-        actual, expected = self.main["recipe"].weights, reference(course).weights
-        most = weights_apart(actual, expected, course.tolerance).most
-        if not course.tolerance < most <= FARTHEST:
-            return course.tolerance
-        return max(course.tolerance, sensitivity(course, self.replicas))
-
-    @property
-    def updates(self) -> str:
-        names = [(self.main[name].steps, self.courses[name].recipe.name) for name in self.curves]
-        return f"updates: {', '.join(f'{steps} of {name}' for steps, name in names)}"
-
-    @property
-    def saved(self) -> list[tuple[str, Course, Run]]:
-        """The courses that were resumed as well; the recipe only if it trains."""
-        names = [name for name in ("watched", "recipe") if name in self.courses]
-        return [(n, self.courses[n], self.main[n]) for n in names if self.main[n].steps]
-
-    @property
-    def has_lost_randomness(self) -> bool:
-        """Replicas that are threads of a process note what they draw in any order."""
-        pairs = [(run.seen["drawn"], run.resumed) for run in self.of_each("watched")]
-        again = [(whole, resumed.seen["drawn"]) for whole, resumed in pairs if resumed is not None]
-        return any(sorted(whole[-len(drawn) :]) != sorted(drawn) for whole, drawn in again)
-
-    def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
-        """The shares of that many rows, in the order of the replicas."""
-        notes = [self.main] if replicas else self.notes
-        return [share for note in notes for share in note["shares"][replicas, kind, count]]
-
-    @property
-    def cuts(self) -> Cuts:
-        def cut(shares: Shares, rows: Tensor) -> list[Tensor]:
-            return [rows[share] for share in shares if share]
-
-        return Cuts(
-            lambda rows: cut(self.shares(len(rows)), rows),
-            lambda rows: cut(self.main["shares"][0, "tensor", len(rows)], rows),
-            self.replicas,
-        )
 
 
 # ---- the job: who is who, who does what, and what is left when it is over
 
 
-def launch(evidence: Evidence) -> Verdict:
-    facts = evidence.of_each("facts")
-    unlike = [
-        f"{name} is {fact[name]} in process {rank} of {len(facts)}, not {value}"
-        for rank, fact in enumerate(facts)
-        for name, value in {
-            "rank": rank,
-            "world_size": len(facts),
-            "is_main": rank == 0,
-            "replicas": len(fact["devices"]),
-        }.items()
-        if fact[name] != value
-    ]
+def launch(evidence: Evidence) -> Outcome:
+    causes, facts = [evidence.failure], evidence.of_each("facts")
+    for rank, fact in enumerate(facts):
+        due = {"rank": rank, "world_size": len(facts), "is_main": rank == 0}
+        for name, value in (due | {"replicas": len(fact["devices"])}).items():
+            if fact[name] != value:
+                where = f"in process {rank} of {len(facts)}"
+                causes.append(f"{name} is {fact[name]} {where}, not {value}")
     if not (facts or evidence.failure):
-        unlike.append("launch did not call `run` in any process")
+        causes.append("launch did not call `run` in any process")
     elif not evidence.failure and evidence.returned != facts[0]["pid"]:
-        unlike.append("launch did not return what `run` returned in the main process")
-    measured = "failed" if evidence.failure else counted(len(facts), "process")
-    causes = [evidence.failure, *unlike[:1]]
-    return "ranks, the main one, what launch returns", measured, "; ".join(filter(None, causes))
+        causes.append("launch did not return what `run` returned in the main process")
+    measured = "failed" if evidence.failure else format_count(len(facts), "process")
+    cause = "; ".join(filter(None, causes[:2]))
+    return Outcome("ranks, the main one, what launch returns", measured, cause)
 
 
-def collectives(evidence: Evidence) -> Verdict:
+def collectives(evidence: Evidence) -> Outcome:
     wrong = list(chain.from_iterable(evidence.of_each("collectives")))
     meaning = "sum and sum_numbers add up, gather is the main process's list by rank, broadcast its"
     cause = f"{wrong[0]}: {meaning} value" if wrong else ""
-    return "sum, sum_numbers, gather and broadcast", f"{len(wrong)} wrong", cause
+    return Outcome("sum, sum_numbers, gather and broadcast", f"{len(wrong)} wrong", cause)
 
 
-def logged_once(evidence: Evidence) -> Verdict:
+def logged_once(evidence: Evidence) -> Outcome:
     writers = [rank for rank, run in enumerate(evidence.of_each("kit")) if run.log]
-    cause = ""
+    times, cause = format_count(len(writers), "time"), ""
     if not writers:
         cause = "nothing was logged: `logger` must keep the main one's"
     elif writers != [0]:
         cause = (
-            f"each number was logged {counted(len(writers), 'time')}, by the ranks "
-            f"{shown(writers)}: `logger` must return the loggers in the main process alone"
+            f"each number was logged {times}, by the ranks {format_list(writers)}: `logger` must "
+            "return the loggers in the main process alone"
         )
-    return "what every process's logger got", counted(len(writers), "time"), cause
+    return Outcome("what every process's logger got", times, cause)
 
 
-def gradient_sync(evidence: Evidence) -> Verdict:
+def gradient_sync(evidence: Evidence) -> Outcome:
     """Only the backward of an update's last micro-batch may share gradients."""
     compared = "3 micro-batches of one update"
-    if len(evidence.notes) == 1 or evidence.notes[0]["facts"]["shards_weights"]:  # none are left
-        return compared, None, ""
+    if len(evidence.notes) == 1 or evidence.main["facts"]["shards_weights"]:  # none are left
+        return Outcome(compared, None)
     seen = [run.seen["gradients"][:3] for run in evidence.of_each("watched")]
     is_shared = [
         not any(nests_apart(other, alike[0], 1e-9) for other in alike)
         for alike in zip(*seen, strict=False)
     ]
-    times, cause = sum(is_shared), ""
+    times, cause = format_count(sum(is_shared), "time"), ""
     if len(is_shared) < 3:
         cause = "no gradient was left on the task's parameters"
     elif not is_shared[-1]:
         cause = "after the last micro-batch the processes still have gradients of their own"
-    elif times > 1:
+    elif sum(is_shared) > 1:
         cause = (
-            f"the gradients were shared {times} times in one update: grad_sync(False) has "
+            f"the gradients were shared {times} in one update: grad_sync(False) has "
             "no effect, so that each micro-batch waits for the network, which is slow"
         )
-    return compared, f"shared {counted(times, 'time')}", cause
+    return Outcome(compared, f"shared {times}", cause)
 
 
-def random_numbers(evidence: Evidence) -> Verdict:
+def random_numbers(evidence: Evidence) -> Outcome:
     """A replica in a step draws what no other does, and again what it would have drawn."""
     drawn: list[list[float]] = [run.seen["drawn"] for run in evidence.of_each("watched")]
     numbers = list(chain.from_iterable(drawn))
-    twice = len(numbers) - len(set(numbers))
-    cause = ""
+    twice, cause = len(numbers) - len(set(numbers)), ""
     if twice:
         alike = [rank for rank, its in enumerate(drawn) if rank and its == drawn[0]]
         who = f"{twice} of {len(numbers)} random numbers were drawn before"
         if alike:
-            who = f"rank {shown(alike)} draws the random numbers of rank 0"
+            who = f"rank {format_list(alike)} draws the random numbers of rank 0"
         cause = (
             f"{who}, so that dropout drops the same units: each rank must draw other numbers in "
             "each step"
@@ -235,12 +107,14 @@ def random_numbers(evidence: Evidence) -> Verdict:
             "a run that is resumed within an epoch draws other random numbers than one that never "
             "stopped: their state is lost on the way through `gather`, or seeded over"
         )
-    return "each replica's, and a resume's", f"{counted(twice, 'number')} twice", cause
+    return Outcome(
+        "each replica's, and a resume's", f"{format_count(twice, 'number')} twice", cause
+    )
 
 
-def checkpoints(evidence: Evidence) -> Verdict:
+def checkpoints(evidence: Evidence) -> Outcome:
     """Saved within an epoch, read by plain torch and by a Trainer, which resumes."""
-    compared, most = "saved, read on the CPU, and resumed", 0.0
+    outcome, most = partial(Outcome, "saved, read on the CPU, and resumed"), 0.0
     for name, course, run in evidence.saved:
         what = course.recipe.name
         expected = list(course.build()[0].state_dict())
@@ -249,11 +123,11 @@ def checkpoints(evidence: Evidence) -> Verdict:
             pairs = zip(names, expected, strict=False)
             mine, its = next(pair for pair in pairs if len({*pair}) > 1)
             cause = f"it has {mine} in place of {its}: wrap must leave the task as it is"
-            return compared, "unlike", f"{cause}, and wrap what holds it"
+            return outcome("unlike", f"{cause}, and wrap what holds it")
         assert run.resumed is not None
         if run.resumed.unlike:
             cause = f"{what}'s {run.resumed.unlike} is not what was saved once it is read again"
-            return compared, "unlike", f"{cause}: state_dict or load_state_dict loses it"
+            return outcome("unlike", f"{cause}: state_dict or load_state_dict loses it")
         apart = weights_apart(run.resumed.weights, run.weights, course.tolerance)
         most = max(most, apart.most)
         if apart.where:
@@ -261,35 +135,31 @@ def checkpoints(evidence: Evidence) -> Verdict:
             if evidence.has_lost_randomness:
                 why = "the random state is lost, see random_numbers"
             cause = f"{what} ends {apart.most:.1e} apart if it stops within an epoch and is resumed"
-            return compared, most, f"{cause}, {apart.where}: {why}"
-    return compared, most, ""
+            return outcome(most, f"{cause}, {apart.where}: {why}")
+    return outcome(most)
 
 
-def shutdown(evidence: Evidence) -> Verdict:
+def shutdown(evidence: Evidence) -> Outcome:
     left = [f"{what}, in the process that launched the job" for what in evidence.left]
-    for note in evidence.notes:
-        rank = note["facts"]["rank"]
-        left += [f"{what}, in rank {rank} after close()" for what in note["leftovers"]]
+    for rank, leftovers in enumerate(evidence.of_each("leftovers")):
+        left += [f"{what}, in rank {rank} after close()" for what in leftovers]
     cause = f"left behind: {'; '.join(left)}" if left else ""
-    return "processes, threads, ports, process group", f"{len(left)} left", cause
+    return Outcome("processes, threads, ports, process group", f"{len(left)} left", cause)
 
 
 # ---- the rows: each once and in its order
 
 
-def rows_once(evidence: Evidence) -> Verdict:
+def rows_once(evidence: Evidence) -> Outcome:
     keys = evidence.main["shares"]
-    counts, replicas = (
-        {count for *_, count in keys},
-        {replicas for replicas, *_ in keys if replicas},
-    )
+    counts = {count for *_, count in keys}
+    replicas = {replicas for replicas, *_ in keys if replicas}
     wrong = [*(_uneven(evidence, *key) for key in keys), _unread(evidence)]
     several = f" on {min(replicas)} to {max(replicas)} replicas" if replicas else ""
-    cause = next((cause for _, cause in wrong if cause), "")  # the one of the fewest rows
-    return (
+    return Outcome(
         f"shares of {min(counts)} to {max(counts)} rows{several}",
-        f"{counted(max(rows for rows, _ in wrong), 'row')} wrong",
-        cause,
+        f"{format_count(max(rows for rows, _ in wrong), 'row')} wrong",
+        next((cause for _, cause in wrong if cause), ""),  # the one of the fewest rows
     )
 
 
@@ -303,13 +173,13 @@ def _uneven(evidence: Evidence, replicas: int, kind: str, count: int) -> tuple[i
     wrong = [row for row in {*range(count), *seen} if seen[row] != (row in range(count))]
     sizes = " ".join(str(len(share)) for share in shares)
     what = "" if kind == "tensor" else f", as a {kind} as streams have them,"
-    where = f" on {counted(replicas, 'replica')}" if replicas else ""
-    cause = f"of a batch of {counted(count, 'row')}{what} the shares{where} have {sizes}"
+    where = f" on {format_count(replicas, 'replica')}" if replicas else ""
+    cause = f"of a batch of {format_count(count, 'row')}{what} the shares{where} have {sizes}"
     if not wrong:
-        return 0, f"{cause}, but not in the batch's order: {shown(rows)}"
-    why = f"row {shown(wrong)} is missing or twice there"
+        return 0, f"{cause}, but not in the batch's order: {format_list(rows)}"
+    why = f"row {format_list(wrong)} is missing or twice there"
     if min(seen[row] for row in range(count)) > 0:
-        why = f"they are padded, or overlap; row {shown(wrong)} counts twice"
+        why = f"they are padded, or overlap; row {format_list(wrong)} counts twice"
     return len(wrong), f"{cause}: {why}"
 
 
@@ -320,26 +190,26 @@ def _unread(evidence: Evidence) -> tuple[int, str]:
         return 0, ""
     read = Counter(chain.from_iterable(run.read for run in evidence.of_each("recipe")))
     unlike = [row for row, times in sorted(read.items()) if times != course.epochs]
-    times = shown(read[row] for row in unlike)
-    cause = f"{course.epochs} epochs of {course.recipe.name} read row {shown(unlike)} {times} times"
+    rows, times = format_list(unlike), format_list(read[row] for row in unlike)
+    cause = f"{course.epochs} epochs of {course.recipe.name} read row {rows} {times} times"
     return len(unlike), cause if unlike else ""
 
 
-def predict_order(evidence: Evidence) -> Verdict:
+def predict_order(evidence: Evidence) -> Outcome:
     actual = {n: order for n, (_, order) in evidence.main["evaluated"].items()}
     wrong = [(n, order) for n, order in actual.items() if order != list(range(n))]
-    compared = f"predictions of {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows"
+    outcome = partial(Outcome, f"predictions of {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows")
     if not any(actual.values()):
-        return compared, "none", "predict returned nothing in the main process"
+        return outcome("none", "predict returned nothing in the main process")
     if not wrong:
         cause = _predicted(evidence)
-        return compared, "other numbers" if cause else "0 rows wrong", cause
+        return outcome("other numbers" if cause else "0 rows wrong", cause)
     count, order = wrong[len(wrong) // 2]
     why = "some are missing or twice there: see rows_once"
     if sorted(order) == list(range(count)):
         why = "shares have to keep the batch's order, and gather the ranks'"
-    cause = f"{count} rows came as {shown(order, len(order))}: {why}"
-    return compared, f"{len(wrong)} of {len(actual)} wrong", cause
+    cause = f"{count} rows came as {format_list(order, len(order))}: {why}"
+    return outcome(f"{len(wrong)} of {len(actual)} wrong", cause)
 
 
 def _predicted(evidence: Evidence) -> str:
@@ -348,11 +218,12 @@ def _predicted(evidence: Evidence) -> str:
     run: Run = evidence.main["recipe"]
     if course is None or run.predicted is None:
         return ""
-    expected, again = (predictions(course, run.weights, course.batch_size, n) for n in (0, 1))
+    predict = partial(plain.predict, course, run.weights)
+    expected = predict(course.batch_size)
     apart = nests_apart(run.predicted, expected, TOLERANCE)
-    if not apart or nests_apart(again, expected):  # it draws them at random
+    if not apart or nests_apart(predict(course.batch_size, seed=1), expected):  # drawn at random
         return ""
-    by_rows = nests_apart(predictions(course, run.weights, 3), expected, TOLERANCE)
+    by_rows = nests_apart(predict(3), expected, TOLERANCE)
     why = "its predict_step returns other numbers for shares than for a batch; " if by_rows else ""
     name = course.recipe.name
     return f"{name} predicts something else than on the CPU: {why}they first differ in {apart}"
@@ -361,25 +232,28 @@ def _predicted(evidence: Evidence) -> str:
 # ---- the numbers: weights, losses and metrics beside the reference's
 
 
-def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Verdict:
-    """Compares the `weights`, `loss` and `metrics` of a course, or of all that can be."""
+def curves(evidence: Evidence, parts: Iterable[str] = ALL, of: str = "") -> Outcome:
+    """Compares the `weights`, `loss` and `metrics` of a course, or of all that have a curve."""
+    names = [of] if of else evidence.curves
+    runs = [(evidence.main[name].steps, evidence.courses[name]) for name in names]
+    updates = ", ".join(f"{steps} of {course.recipe.name}" for steps, course in runs)
     causes: dict[str, str] = {}
     most = 0.0
-    for name in [of] if of else evidence.curves:
+    for name in names:
         for part in parts:
             apart = _weights(evidence, name) if part == "weights" else _log(evidence, name, part)
             most = max(most, apart.most)
             if apart.where:
                 causes.setdefault(name, apart.where)  # the rest follows from the first
-    compared = evidence.courses[of].compared if of else evidence.updates
-    return compared, most, "; ".join(causes.values())
+    compared = evidence.courses[of].compared if of else f"updates: {updates}"
+    return Outcome(compared, most, "; ".join(causes.values()))
 
 
 def _weights(evidence: Evidence, name: str) -> Apart:
     course, runs = evidence.courses[name], evidence.of_each(name)
     actual, causes = runs[0].weights, []
     tolerance = evidence.tolerance if name == "recipe" else course.tolerance
-    apart = weights_apart(actual, reference(course).weights, tolerance)
+    apart = weights_apart(actual, plain.reference(course).weights, tolerance)
     if apart.where:
         causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
     kept = [run.weights for run in runs] if course.is_small else [actual]
@@ -396,14 +270,14 @@ def _weights(evidence: Evidence, name: str) -> Apart:
             why = f"{part:.0%} of its weights never moved: gradients are left out"
         causes.append(f"after batches of {course.batch_size} in float32 {why}")
     elif causes and course.is_small:
-        why = why_these_weights(course, actual, evidence.cuts)
+        why = plain.why_these_weights(course, actual, evidence.cuts)
         causes += [f"they follow from {why}"] if why else []
     return Apart(max(apart.most, *strays), "; ".join(causes))
 
 
 def _log(evidence: Evidence, name: str, part: str) -> Apart:
     course = evidence.courses[name]
-    expected = reference(course)
+    expected = plain.reference(course)
     others = evidence.separable.others if name == "recipe" else frozenset()
     names = {key for key in expected.log if key.endswith("/loss") == (part == "loss")}
     comparable = _comparable(names, others)
@@ -417,23 +291,22 @@ def _comparable(names: Iterable[str], others: frozenset[str]) -> set[str]:
     return {name for name in names if not others or name.partition("/")[2] in kept}
 
 
-def mean_over_rows(evidence: Evidence) -> Verdict:
+def mean_over_rows(evidence: Evidence) -> Outcome:
     separable = evidence.separable
     measured = "unlike" if separable.coupled else "alike"
-    return separable.compared, measured if separable.compared else None, separable.coupled
+    return Outcome(separable.compared, measured if separable.compared else None, separable.coupled)
 
 
-def gathered(evidence: Evidence) -> Verdict:
-    refusals = [run.refusal for run in evidence.of_each("gathered") if run.refusal]
-    if refusals:
-        return f"none: {evidence.main['facts']['name']} has no gather_rows", None, ""
+def gathered(evidence: Evidence) -> Outcome:
+    if any(run.refusal for run in evidence.of_each("gathered")):
+        return Outcome(f"none: {evidence.main['facts']['name']} has no gather_rows", None)
     return curves(evidence, of="gathered")
 
 
 # ---- evaluation
 
 
-def validation(evidence: Evidence) -> Verdict:
+def validation(evidence: Evidence) -> Outcome:
     """The mean of 0², 1² … (n-1)² is (n-1)(2n-1)/6."""
     actual = {n: mean for n, (mean, _) in evidence.main["evaluated"].items()}
     expected = {n: (n - 1) * (2 * n - 1) / 6 for n in actual}
@@ -442,21 +315,20 @@ def validation(evidence: Evidence) -> Verdict:
     cause = ""
     if wrong:
         n = EVALUATED_BATCH if EVALUATED_BATCH in wrong else wrong[0]
-        why = why_this_mean(actual[n], n, EVALUATED_BATCH, evidence.cuts)
+        why = plain.why_this_mean(actual[n], n, EVALUATED_BATCH, evidence.cuts)
         cause = f"of 0² to {n - 1}² the mean is {expected[n]:g}; it gave {actual[n]:.6g}"
         cause += f", {why}" if why else ""
-    return f"means over {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows", largest(apart), cause
+    compared = f"means over {EVALUATED_SIZES[0]} to {EVALUATED_SIZES[-1]} rows"
+    return Outcome(compared, largest(apart), cause)
 
 
-def evaluation(evidence: Evidence) -> Verdict:
+def evaluation(evidence: Evidence) -> Outcome:
     """What validation reported is what the same weights give on the CPU."""
-    causes, most, names = [], 0.0, []
-    for name, course, run in evidence.saved:
-        if not run.validated:
-            continue
-        names.append(course.recipe.name)
+    causes, most = [], 0.0
+    courses = [(name, course, run) for name, course, run in evidence.saved if run.validated]
+    for name, course, run in courses:
         try:
-            expected, others = evaluated(course, run.weights, run.steps)
+            expected, others = plain.evaluate(course, run.weights, run.steps)
         except UserError as error:
             causes.append(str(error))
             continue
@@ -468,7 +340,8 @@ def evaluation(evidence: Evidence) -> Verdict:
                 f"{course.recipe.name} validates other numbers than its weights give on the CPU, "
                 f"{apart.where}{_why_evaluated(evidence, name, run)}"
             )
-    return f"validation and the weights of {', '.join(names)}", most, "; ".join(causes)
+    names = ", ".join(course.recipe.name for _, course, _ in courses)
+    return Outcome(f"validation and the weights of {names}", most, "; ".join(causes))
 
 
 def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
@@ -485,7 +358,7 @@ def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
                 f": rank {rank} has another {stray} than rank 0, and validates with it: "
                 "sync_weights(for_reading=True) has to make buffers common, too"
             )
-    half, _ = evaluated(evidence.courses[name], run.weights, run.steps, in_half=True)
+    half, _ = plain.evaluate(evidence.courses[name], run.weights, run.steps, in_half=True)
     apart = logs_apart(run.validated, half, half.log, 1e-4)
     return "" if apart.where else ": they are what bfloat16 gives"
 
@@ -493,30 +366,29 @@ def _why_evaluated(evidence: Evidence, name: str, run: Run) -> str:
 # ---- logical shares: bits
 
 
-def bits(evidence: Evidence) -> Verdict:
+def bits(evidence: Evidence) -> Outcome:
     """Beside the recipe on one process: the same bits, or where they first differ."""
     course = evidence.courses.get("bits")
     if course is None:
-        return "trainer.logical_replicas is null", None, ""
-    compared = f"{course.logical_replicas} logical shares on one process"
+        return Outcome("trainer.logical_replicas is null", None)
+    outcome = partial(Outcome, f"{course.logical_replicas} logical shares on one process")
     mine: Run = evidence.main["bits"]
     if not mine.steps:
-        return compared, None, ""
-    path = evidence.plan.directory / "alone.ckpt"
-    device = evidence.main["facts"]["devices"][0]
-    wanted = alone(course, device, path)
+        return outcome(None)
+    path, device = evidence.plan.directory / "alone.ckpt", evidence.main["facts"]["devices"][0]
+    wanted = run_alone(course, device, path)
     traces = {key: value for run in evidence.of_each("bits") for key, value in run.traces.items()}
     places = _bits_apart(mine, traces, wanted)
     cause = ""
     if places:
         cause = f"{course.recipe.name} has other bits than on one process, first in {places[0]}"
-        again = alone(course, device, path)
+        again = run_alone(course, device, path)
         if unlike := _bits_apart(again, again.traces, wanted):
             cause = (
                 f"{course.recipe.name} has other bits each time, first in {unlike[0]}: a kernel "
                 "that is not deterministic, or numbers that no seed of the run decides"
             )
-    return compared, f"{counted(len(places), 'place')} apart", cause
+    return outcome(f"{format_count(len(places), 'place')} apart", cause)
 
 
 def _bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
@@ -535,7 +407,7 @@ def _bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
 
 # ---- all of them
 
-Check = tuple[Callable[[Evidence], Verdict], *tuple[str, ...]]
+Check = tuple[Callable[[Evidence], Outcome], *tuple[str, ...]]
 """What judges, and the measures that it looks at."""
 CHECKS: dict[str, Check] = {
     "launch": (launch,),
@@ -563,35 +435,25 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def chosen(only: Collection[str], skip: Collection[str]) -> list[str]:
+def choose(only: Collection[str], skip: Collection[str]) -> list[str]:
     for name in (*only, *skip):
         if name not in CHECKS:
             raise UserError(f"there is no check {name}; {suggestion(name, CHECKS)}")
     return [name for name in CHECKS if name not in skip and (not only or name in only)]
 
 
-def needed(names: Collection[str]) -> tuple[str, ...]:
+def list_measures(names: Collection[str]) -> tuple[str, ...]:
     """What has to be measured for these checks, each once."""
     needs = dict.fromkeys(need for name in names for need in CHECKS[name][1:])
     return tuple(need for need in needs if need not in ("facts", "leftovers"))
 
 
-def judged(name: str, evidence: Evidence) -> Finding:
-    judge, *needs = CHECKS[name]
+def judge(name: str, evidence: Evidence) -> Finding:
+    check, *needs = CHECKS[name]
     if not all(map(evidence.has, needs)):
         return Finding(name, "", "not measured", None)
-    compared, measured, cause = judge(evidence)
+    compared, measured, cause = check(evidence)
     if measured is None:
         return Finding(name, compared, "-", None)
     measured = measured if isinstance(measured, str) else f"{measured:.1e}"
     return Finding(name, compared, measured, not cause, cause)
-
-
-def counted(number: int, noun: str) -> str:
-    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
-    return f"{number} {noun if number == 1 else plural}"
-
-
-def shown(numbers: Iterable[int], most: int = SHOWN) -> str:
-    texts = list(map(str, numbers))
-    return " ".join(texts[:most]) + (" …" if len(texts) > most else "")

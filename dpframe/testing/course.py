@@ -97,10 +97,9 @@ class Watched(Small):
 
     def _look(self) -> None:
         strategy = self.run_context.strategy
-        gradients = [p.grad.detach() for p in self.parameters() if p.grad is not None]
         if strategy is not None and strategy.sharding is not None:
-            gradients = strategy.sharding.whole(gradients, for_all=True)
-        known = [gradient.cpu().flatten() for gradient in gradients]
+            return  # a process has its shards of them alone
+        known = [p.grad.cpu().flatten() for p in self.parameters() if p.grad is not None]
         gradient = torch.cat(known).tolist() if known else []
         if gradient and gradient not in self.seen["gradients"][-1:]:  # one look a replica
             self.seen["gradients"].append(gradient)
@@ -227,9 +226,8 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
     few = min(max(1, replicas - 1), 8)
     many = max(3, 2 * replicas - 1)  # two for each replica but the last
 
-    def four_rows_each(batches: int, course: Course) -> Course:
-        rows = 4 * replicas
-        return replace(course, batch_size=rows, rows=batches * rows, is_even=True)
+    def four_rows_each(batches: int, course: Course, shares: int = replicas) -> Course:
+        return replace(course, batch_size=4 * shares, rows=batches * 4 * shares, is_even=True)
 
     results = {
         "kit": Course(KIT),
@@ -249,14 +247,10 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
         is_even = task.has_own("training_step") and bool(why_not(task))
         results["recipe"] = four_rows_each(3, course) if is_even else course
         if count := recipe.settings.logical_replicas:
-            results["bits"] = Course(
-                recipe,
-                batch_size=4 * count,
-                rows=12 * count,
-                accumulate=accumulate,
+            results["bits"] = replace(
+                four_rows_each(3, course, count),
                 precision=recipe.settings.precision,
-                is_even=True,
-                is_small=False,
+                is_saved=False,
                 logical_replicas=count,
             )
     return results
@@ -325,12 +319,12 @@ class Frozen(Dataset):
 
 
 def takes_turns(task: Task) -> bool:
-    """Whether its training_step wants the name of an optimizer, too."""
+    """Whether its training_step takes the name of an optimizer, too."""
     try:
-        signature(task.training_step).bind("batch")
+        signature(task.training_step).bind("batch", "turn")
     except TypeError:
-        return True
-    return False
+        return False
+    return True
 
 
 def why_not(task: Task) -> str:

@@ -29,7 +29,8 @@ from dpframe.strategies.base import NO_GATHER
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.task import Task
 from dpframe.testing.course import CONTRASTIVE, Course, Frozen, Numbers, Recipe, Squares, courses
-from dpframe.testing.reference import Log, Weights, nests_apart, weights_of
+from dpframe.testing.distance import Log, Weights, nests_apart
+from dpframe.testing.reference import copy_weights
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 
@@ -67,7 +68,7 @@ class Plan:
 
 def measure(plan: Plan) -> int:
     """Returns the process id: `launch` has to return the main process's."""
-    before = present()
+    before = list_resources()
     _exit_after(plan.give_up_seconds, plan)
     with plan.strategy() as strategy:
         try:
@@ -75,7 +76,7 @@ def measure(plan: Plan) -> int:
         finally:
             _exit_after(CLOSING_SECONDS, plan)
     is_caller = os.getpid() == plan.caller  # which looks for itself
-    write(plan.directory, "leftovers", [] if is_caller else since(before))
+    write(plan.directory, "leftovers", [] if is_caller else find_leftovers(before))
     return os.getpid()
 
 
@@ -135,28 +136,30 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
     results, (task, data) = Run(), course.build()
     if task.has_own("training_step"):
         try:
-            results, task = _fitted(strategy, course, path)
+            results, task = _fit(strategy, course, path)
         except UserError as error:  # in every process, at the first step
             if NO_GATHER not in str(error) or course.recipe is not CONTRASTIVE:
                 raise
             return Run(refusal=str(error))
         if course.is_saved:
-            results.resumed, _ = _fitted(strategy, course, path, checkpoint.load(path))
+            results.resumed, _ = _fit(strategy, course, path, checkpoint.load(path))
     if task.has_own("predict_step"):
         data.setup()
         if data.predict_dataset() is not None:
             trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
-            predictions = trainer.predict()
-            if isinstance(predictions, dict):
-                results.predicted = {name: each.joined() for name, each in predictions.items()}
-            elif predictions is not None:
-                results.predicted = predictions.joined()
+            results.predicted = _join(trainer.predict())
     return results
 
 
-def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
+def _join(predictions: Any) -> Any:
+    if isinstance(predictions, dict):
+        return {name: _join(each) for name, each in predictions.items()}
+    return None if predictions is None else predictions.joined()
+
+
+def _fit(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
     task, data = course.build()
-    recorder, saves = Recorder(), Saves(path)
+    curves, saves = Curves(), Saves(path)
     traces = Traces(task) if course.logical_replicas else None
     trainer = Trainer(
         task,
@@ -164,7 +167,7 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
         strategy=strategy,
         settings=course.settings,
         callbacks=[saves] if course.is_saved else [],
-        loggers=[recorder],
+        loggers=[curves],
         seed=course.recipe.seed,
     )
     metrics, step = trainer.fit(state), trainer.global_step
@@ -174,9 +177,9 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
         weights = sharding.whole(weights, for_all=course.is_small)
     results = Run(
         steps=step,
-        log=recorder.log_,
+        log=curves.points,
         validated={k: [(step, v)] for k, v in metrics.items() if k.startswith("val/")},
-        weights=weights_of(weights) if strategy.is_main or course.is_small else {},
+        weights=copy_weights(weights) if strategy.is_main or course.is_small else {},
         read=rows.read if isinstance(rows, Frozen) else [],
         seen=getattr(task, "seen", {}),
         unlike=saves.unlike,
@@ -185,22 +188,22 @@ def _fitted(strategy: Strategy, course: Course, path: Path, state: Any = None) -
     return results, task
 
 
-def alone(course: Course, device: str, path: Path) -> Run:
+def run_alone(course: Course, device: str, path: Path) -> Run:
     """The course on one process, here."""
     strategy = CPU() if device == "cpu" else SingleGPU()
     with strategy:
-        return _fitted(strategy, course, path)[0]
+        return _fit(strategy, course, path)[0]
 
 
-class Recorder(Logger):
+class Curves(Logger):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
-        self.log_: Log = {}
+        self.points: Log = {}
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         for name, value in scalars.items():
-            self.log_.setdefault(name, []).append((step, value))
+            self.points.setdefault(name, []).append((step, value))
 
 
 class Traces:
@@ -295,14 +298,12 @@ def _cut(strategy: Strategy, rows: Any) -> Shares:
 
 def collectives(strategy: Strategy) -> list[str]:
     """What they give in this process that they should not."""
-    rank, count = strategy.rank, strategy.world_size
+    rank, count, together = strategy.rank, strategy.world_size, strategy.collectives
     numbers, total = [rank + 1.0, 1.0], [count * (count + 1) / 2, count]
+    vector = torch.tensor(numbers, dtype=torch.float64)
     results: dict[str, tuple[Any, Any]] = {
-        "sum": (
-            strategy.collectives.sum(torch.tensor(numbers, dtype=torch.float64)).tolist(),
-            total,
-        ),
-        "sum_numbers": (strategy.collectives.sum_numbers(numbers), total),
+        "sum": (together.sum(vector).tolist(), total),
+        "sum_numbers": (together.sum_numbers(numbers), total),
     }
     for kind, value in {
         "a number": lambda rank: rank,
@@ -311,11 +312,8 @@ def collectives(strategy: Strategy) -> list[str]:
         "a dict": lambda rank: {"rank": rank, "state": bytes([rank % 256])},
     }.items():
         values = [value(other) for other in range(count)]
-        results[f"gather of {kind}"] = (
-            strategy.collectives.gather(values[rank]),
-            [] if rank else values,
-        )
-        results[f"broadcast of {kind}"] = strategy.collectives.broadcast(values[rank]), values[0]
+        results[f"gather of {kind}"] = together.gather(values[rank]), [] if rank else values
+        results[f"broadcast of {kind}"] = together.broadcast(values[rank]), values[0]
     return [
         f"{name} gave {actual} in rank {rank}, not {expected}"
         for name, (actual, expected) in results.items()
@@ -323,7 +321,7 @@ def collectives(strategy: Strategy) -> list[str]:
     ]
 
 
-def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
+def evaluate(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
     """By the number of rows: the mean of their squares, and in which order they are predicted."""
     results, settings = {}, TrainerSettings(precision="64")
     for rows in EVALUATED_SIZES:
@@ -331,9 +329,8 @@ def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
         trainer = Trainer(Squares(), data, strategy=strategy, settings=settings)
         with suppress(UserError):  # it says that there were no rows
             trainer.validate()
-        predictions = trainer.predict()
-        parts = [] if predictions is None else predictions.joined()
-        order = [int(row) for part in parts for row in part.reshape(-1)]
+        predicted = _join(trainer.predict())
+        order = [] if predicted is None else predicted.tolist()
         results[rows] = trainer.metrics.get("val/loss", float("nan")), order
     return results
 
@@ -341,7 +338,7 @@ def evaluated(strategy: Strategy) -> dict[int, tuple[float, list[int]]]:
 CALLS: dict[str, Callable[[Strategy], Any]] = {
     "shares": shares,
     "collectives": collectives,
-    "evaluated": evaluated,
+    "evaluated": evaluate,
 }
 
 
@@ -372,15 +369,15 @@ def _values(path: Path) -> Iterator[tuple[str, Any]]:
 # ---- what a process has beside its work
 
 
-def since(before: set[str], *, with_ports: bool = False) -> list[str]:
-    """What has come since `before` was `present`, and stays."""
+def find_leftovers(before: set[str], *, with_ports: bool = False) -> list[str]:
+    """What has come since `before` was `list_resources`, and stays."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while (new := present(with_ports=with_ports) - before) and time.monotonic() < deadline:
+    while (new := list_resources(with_ports=with_ports) - before) and time.monotonic() < deadline:
         time.sleep(0.02)
     return sorted(new)
 
 
-def present(*, with_ports: bool = False) -> set[str]:
+def list_resources(*, with_ports: bool = False) -> set[str]:
     """In a rank without ports: torch's DDP keeps its group's until the rank ends."""
     things = set(_descendants("self"))
     things |= {f"thread {thread.name}" for thread in threading.enumerate()}

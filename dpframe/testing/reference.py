@@ -1,6 +1,6 @@
-"""What every strategy must equal, a loop in plain torch; and how far two runs are apart."""
+"""What every strategy must equal, a loop in plain torch; and the wrong ways that one may go."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +18,18 @@ from dpframe.parameters import updated_by
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Task, TaskContext
 from dpframe.testing.course import Course, takes_turns, why_not
+from dpframe.testing.distance import (
+    INFINITY,
+    ROUNDINGS,
+    Curve,
+    Log,
+    Outputs,
+    Weights,
+    largest,
+    relative,
+    roundings,
+    weights_apart,
+)
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, prefixed
@@ -26,132 +38,86 @@ from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.update import of_turn
 
-Log = dict[str, list[tuple[int, float]]]
-"""By name, the points of a curve: a step, and the number that was logged."""
-Weights = dict[str, Tensor]
-INFINITY = float("inf")
-ROUNDINGS = 16  # roundings that may add up in a mean of rounded numbers
-Output = dict[str, Any]
-Way = Callable[[list[Tensor]], list[tuple[Tensor, float]]]
-"""From an update's global batches to what it descends: the mean loss of these rows, by a factor."""
-Cut = Callable[[Tensor], Sequence[Tensor]]
-"""From the rows of a batch to shares of them."""
 MATCH = 1e-9  # a wrong way that comes this near is the one
 FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
+Cut = Callable[[Tensor], Sequence[Tensor]]
+"""From the rows of a batch to shares of them."""
+Way = Callable[[list[Tensor]], list[tuple[Tensor, Any]]]
+"""From an update's global batches to what it descends: the mean loss of these rows, by a factor;
+None: by their part of all rows, or of all that they weigh."""
 
 
-class Apart(NamedTuple):
-    """`where` continues a sentence, e.g. "most in net.0.weight"; empty within the tolerance."""
-
-    most: float
-    where: str = ""
+def exact_way(cut: Cut) -> Way:
+    """The mean over all rows, added up over the parts that `cut` makes of a batch."""
+    return lambda batches: [(part, None) for rows in batches for part in cut(rows)]
 
 
-class Curve(NamedTuple):
-    """What a training logs and the weights it ends with."""
-
-    log: Log
-    weights: Weights
-    rounding: Mapping[str, float] = {}  # the relative error of each metric that the task rounds
-
-
-Outputs = list[tuple[int, Output]]
-"""What each batch's step returned, by the rows of the batch."""
-
-
-def means(outputs: Outputs) -> dict[str, float]:
-    sums = Means(None, list)
-    sums.add(outputs)
-    return sums.total()
-
-
-def roundings(outputs: Outputs) -> dict[str, float]:
-    """The relative error of each metric: of one number it may look larger than it is."""
-    names = {name for _, output in outputs for name in output}
-    return {
-        name: min(rounding_of(output[name]) for _, output in outputs if name in output)
-        for name in names - {"weight"}
-    }
+WHOLE = exact_way(lambda rows: [rows])
 
 
 @lru_cache(maxsize=8)
 def reference(course: Course) -> Curve:
     """What the course gives in plain torch; the kit's own are the same for every strategy."""
-    return trained(course)
+    return train(course)
 
 
-def trained(course: Course, way: Way | None = None, cut: Cut = lambda rows: [rows]) -> Curve:
-    """`way` is what a wrong strategy would descend; without it, the mean over all rows, added up
-    over the parts that `cut` makes of a batch."""
+def train(course: Course, way: Way = WHOLE) -> Curve:
+    """`way` is another one than `WHOLE` where a strategy may have gone it."""
     settings, (task, data) = course.settings, course.build()
     task.double()
     data.setup()
     train: Any = data.train_dataset()
-    per_epoch = len(_updates(course, data, len(train), epoch=0))
+    epochs = [_updates(course, data, len(train), epoch) for epoch in range(course.epochs)]
     by_step = settings.scheduler_every == "step"
-    task.steps_per_epoch, task.total_steps = per_epoch, per_epoch * course.epochs
+    task.steps_per_epoch, task.total_steps = len(epochs[0]), len(epochs[0]) * course.epochs
     task.scheduler_steps = task.total_steps if by_step else course.epochs
     at = SimpleNamespace(global_step=0, epoch=0)
     task.run_context = TaskContext(at)
+    forward = making(torch.float64, task.training_step)
     lean.prepare()
-    optimizers = optimizers_of(task)
-    task.optimizer_names = tuple(filter(None, optimizers))
-    updates = {name: lean.step_of(made.optimizer) for name, made in optimizers.items()}
-    norms = dict.fromkeys(optimizers, float("nan"))
+    optimizer, scheduler, _ = optimizers_of(task)[""]
+    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    update = lean.step_of(optimizer)
     log: Log = {}
     everything: Outputs = []
-    step = 0
 
     def add(kind: str, numbers: dict[str, float]) -> None:
         for name, value in numbers.items():
-            log.setdefault(f"{kind}/{name}", []).append((step, value))
+            log.setdefault(f"{kind}/{name}", []).append((at.global_step, value))
 
-    for epoch in range(course.epochs):
+    for updates in epochs:
         if not task.training:
             task.train()
         whole: Outputs = []
-        for batches in _updates(course, data, len(train), epoch):
-            step += 1
-            parts: Iterable[tuple[Tensor, float | None]]
-            parts = way(batches) if way else [(p, None) for rows in batches for p in cut(rows)]
-            measured: Outputs = []
-            for turn in task.turns() or ("",):
-                inputs = (_batch(data, train, rows) for rows, _ in parts)
-                forward = making(torch.float64, task.training_step)
-                outputs = [forward(batch, *filter(None, [turn])) for batch in inputs]
-                pairs = zip(parts, outputs, strict=True)
-                window = [(len(rows), detached(output)) for (rows, _), output in pairs]
-                weights = [float(output.get("weight", rows)) for rows, output in window]
-                task.zero_grad()
-                for (_, factor), weight, output in zip(parts, weights, outputs, strict=True):
-                    factor = weight / sum(weights) if factor is None else factor
-                    (output["loss"] * factor).backward()
-                optimizer, scheduler, _ = optimizers[turn]
-                norms[turn] = _clip(optimizer, turn, settings)
-                updates[turn]()
-                if scheduler is not None and by_step and not _is_plateau(scheduler):
-                    scheduler.step()
-                measured += prefixed(window, turn) if turn else window
+        for batches in updates:
+            parts = way(batches)
+            outputs = [forward(_batch(data, train, rows)) for rows, _ in parts]
+            measured = [
+                (len(rows), detached(o)) for (rows, _), o in zip(parts, outputs, strict=True)
+            ]
+            weights = [float(output.get("weight", rows)) for rows, output in measured]
+            task.zero_grad()
+            for (_, factor), weight, output in zip(parts, weights, outputs, strict=True):
+                (output["loss"] * (weight / sum(weights) if factor is None else factor)).backward()
+            norm = _clip(optimizer, settings)
+            update()
+            if scheduler is not None and by_step and not is_plateau:
+                scheduler.step()
+            at.global_step += 1
+            rate = float(optimizer.param_groups[0]["lr"])
+            add("step", {**task.summarize(means(measured)), "lr": rate, "grad_norm": norm})
             whole += measured
-            at.global_step = step
-            rates = {
-                n: float(made.optimizer.param_groups[0]["lr"]) for n, made in optimizers.items()
-            }
-            logged = {**_by_turn("lr", rates), **_by_turn("grad_norm", norms)}
-            add("step", {**task.summarize(means(measured)), **logged})
         everything += whole
         add("train", task.summarize(means(whole)))
         if data.val_dataset() is not None:
             with restore_modes(task):
-                validated = _validated(task, data, course.batch_size)
-            add("val", _summarized(task, validated))
-        at.epoch = epoch + 1
-        for _, scheduler, _ in optimizers.values():
-            if _is_plateau(scheduler):
-                scheduler.step(log[settings.plateau_monitor][-1][1])
-            elif scheduler is not None and not by_step:
-                scheduler.step()
-    return Curve(log, weights_of(task.state_dict()), roundings(everything))
+                add("val", _validate(task, data, course.batch_size)[0])
+        at.epoch += 1
+        if is_plateau:
+            scheduler.step(log[settings.plateau_monitor][-1][1])
+        elif scheduler is not None and not by_step:
+            scheduler.step()
+    return Curve(log, copy_weights(task.state_dict()), roundings(everything))
 
 
 def sensitivity(course: Course, replicas: int) -> float:
@@ -161,14 +127,20 @@ def sensitivity(course: Course, replicas: int) -> float:
     gradient almost cancel out, it makes steps of what is left, which is rounding. The reference
     itself then moves when it adds up the same gradients by the shares of the replicas, or by rows.
     """
-    cuts: list[Cut] = [lambda rows: rows.chunk(replicas), lambda rows: rows.split(1)]
-    ends = [trained(course, cut=cut).weights for cut in cuts]
+    ways = exact_way(lambda rows: rows.chunk(replicas)), exact_way(lambda rows: rows.split(1))
+    ends = [train(course, way).weights for way in ways]
     moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
     # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.
     return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
 
 
-def weights_of(state: dict[str, Any]) -> Weights:
+def means(outputs: Outputs) -> dict[str, float]:
+    sums = Means(None, list)
+    sums.add(outputs)
+    return sums.total()
+
+
+def copy_weights(state: dict[str, Any]) -> Weights:
     return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
 
 
@@ -181,19 +153,11 @@ def _updates(course: Course, data: DataModule, rows: int, epoch: int) -> list[li
     return [batches[start : start + every] for start in range(0, len(batches), every)]
 
 
-def _is_plateau(scheduler: Any) -> bool:
-    return isinstance(scheduler, ReduceLROnPlateau)
-
-
-def _by_turn(what: str, numbers: dict[str, float]) -> dict[str, float]:
-    return {f"{what}/{turn}" if turn else what: number for turn, number in numbers.items()}
-
-
-def _clip(optimizer: Optimizer, turn: str, settings: TrainerSettings) -> float:
+def _clip(optimizer: Optimizer, settings: TrainerSettings) -> float:
     """The gradients, as the settings say; returns their norm before that."""
     gradients = [p.grad for p in updated_by(optimizer) if p.grad is not None]
     norm = float(sum(gradient.square().sum() for gradient in gradients)) ** 0.5
-    clip_norm, clip_value = of_turn(turn, settings.clip_norm, settings.clip_value)
+    clip_norm, clip_value = of_turn("", settings.clip_norm, settings.clip_value)
     for gradient in gradients:
         if clip_norm is not None:
             gradient.mul_(min(1.0, clip_norm / (norm + 1e-6)))
@@ -210,68 +174,64 @@ def _batch(data: DataModule, dataset: Any, rows: Tensor, dtype: torch.dtype = to
 # ---- what trained weights give on the CPU
 
 
-def evaluated(
+def evaluate(
     course: Course, weights: Weights, step: int, *, in_half: bool = False
 ) -> tuple[Curve, frozenset[str]]:
     """The validation of these weights as logged, and the metrics that are not means over rows."""
-    task, data = _restored(course, weights)
+    task, data = _restore(course, weights)
     dtype = torch.float32 if in_half else torch.float64
     with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
-        whole, parts = (_validated(task, data, size, dtype) for size in (course.batch_size, 3))
-    log = {f"val/{name}": [(step, v)] for name, v in _summarized(task, whole).items()}
-    return Curve(log, {}, roundings(_named(whole))), _unlike(_named(whole), _named(parts))
+        numbers, whole = _validate(task, data, course.batch_size, dtype)
+        _, parts = _validate(task, data, 3, dtype)
+    log = {f"val/{name}": [(step, value)] for name, value in numbers.items()}
+    return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
 
 
 @torch.no_grad()
-def _validated(
-    task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
-) -> dict[str, Outputs]:
-    """The outputs by the name of the data set; those of all rows by ""."""
-    task.to(dtype).eval()
-    by_name: dict[str, Outputs] = {"": []}
-    for name, held_out in sets_of(data.val_dataset()).items():
-        step = making(dtype, EvalStep(task, "validation_step", name=name))
-        outputs: Outputs = []
-        for rows in torch.arange(len(held_out)).split(size):
-            outputs += step(Share(_batch(data, held_out, rows, dtype), len(rows)))
-        by_name[""] += outputs
-        if name:
-            by_name[name] = outputs
-    return by_name
-
-
-def _summarized(task: Task, by_name: dict[str, Outputs]) -> dict[str, float]:
-    return {
-        f"{name}/{key}" if name else key: value
-        for name, outputs in by_name.items()
-        for key, value in task.summarize(means(outputs)).items()
-    }
-
-
-def _named(by_name: dict[str, Outputs]) -> Outputs:
-    return [
-        output
-        for name, outputs in by_name.items()
-        for output in (prefixed(outputs, name) if name else outputs)
-    ]
-
-
-@torch.no_grad()
-def predictions(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
+def predict(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
     """The joined predictions on batches of `size`; without weights, those of an untrained task."""
-    task, data = _restored(course, weights)
+    task, data = _restore(course, weights)
     by_name = {}
     with seeding.seeded(seed):
         for name, dataset in sets_of(data.predict_dataset()).items():
-            step = making(torch.float64, EvalStep(task, "predict_step", name=name))
-            parts: Outputs = []
-            for rows in torch.arange(len(dataset)).split(size):
-                parts += step(Share(_batch(data, dataset, rows), len(rows)))
+            step = EvalStep(task, "predict_step", name=name)
+            parts = _run_batches(step, data, dataset, size)
             by_name[name] = join([by_rows(part, rows, "it returned") for rows, part in parts])
     return by_name.get("", by_name)
 
 
-def _restored(course: Course, weights: Weights) -> tuple[Task, Any]:
+@torch.no_grad()
+def _validate(
+    task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
+) -> tuple[dict[str, float], Outputs]:
+    """What is logged of a validation, and what it is made of: that of all data sets, and of each
+    by its name."""
+    task.to(dtype).eval()
+    outputs: Outputs = []
+    by_name = {}
+    for name, held_out in sets_of(data.val_dataset()).items():
+        step = EvalStep(task, "validation_step", name=name)
+        by_name[name] = _run_batches(step, data, held_out, size, dtype)
+        outputs += by_name[name]
+    numbers, named = dict(task.summarize(means(outputs))), list(outputs)
+    for name, its in by_name.items():
+        if name:
+            numbers |= {f"{name}/{key}": v for key, v in task.summarize(means(its)).items()}
+            named += prefixed(its, name)
+    return numbers, named
+
+
+def _run_batches(
+    step: EvalStep, data: Any, dataset: Any, size: int, dtype: torch.dtype = torch.float64
+) -> Outputs:
+    """What a step returns for the batches of a data set, `size` rows each."""
+    forward = making(dtype, step)
+    batches = torch.arange(len(dataset)).split(size)
+    shares = (Share(_batch(data, dataset, rows, dtype), len(rows)) for rows in batches)
+    return [output for share in shares for output in forward(share)]
+
+
+def _restore(course: Course, weights: Weights) -> tuple[Task, Any]:
     task, data = course.build()
     task.double().eval()
     if weights:
@@ -316,11 +276,10 @@ def separable(course: Course) -> Separable:
         for buffer, before in buffers.values():
             buffer.copy_(before)
         replicas = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
-        step = making(torch.float64, replicas)
-        total = sum(map(len, parts))
-        shares = [Share(_batch(data, train, part), len(part), total) for part in parts]
+        batches = [Share(_batch(data, train, part), len(part), len(rows)) for part in parts]
         with seeding.seeded(seed):
-            return [(rows, detached(output)) for rows, output in step(shares)]
+            returned = making(torch.float64, replicas)(batches)
+        return [(count, detached(output)) for count, output in returned]
 
     def draws() -> bool:
         return "loss" in _unlike(measured(rows), measured(rows, seed=1))
@@ -337,9 +296,7 @@ def separable(course: Course) -> Separable:
             raise
         return Separable(reason)  # a step that needs training mode
     changed = tuple(name for name, (now, before) in buffers.items() if not torch.equal(now, before))
-    if (
-        changed
-    ):  # what each replica of a process does again: only the curve tells whether that matters
+    if changed:  # each replica of a process does that again: the curve tells whether it matters
         return Separable(reason, changed=changed)
     others = _unlike(whole, parts)
     sizes = " ".join(str(len(share)) for share in shares)
@@ -383,7 +340,7 @@ class Cuts(NamedTuple):
 def why_these_weights(course: Course, weights: Weights, cuts: Cuts) -> str:
     """The wrong way that gives these weights, or an empty text."""
     for words, way in _wrong_ways(cuts, course.accumulate):
-        if weights_apart(weights, trained(course, way).weights, MATCH).most < MATCH:
+        if weights_apart(weights, train(course, way).weights, MATCH).most < MATCH:
             return words
     return ""
 
@@ -404,13 +361,15 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
     replicas = cuts.replicas
     even = "the mean of the replicas' means,"
     alone = "the main process's own rows alone: nothing is summed over the processes"
-    times, says = (
-        "the gradient: the replicas' gradients are",
-        "and gradient_divisor says that they are",
-    )
+    times = "the gradient: the replicas' gradients are"
+    says = "and gradient_divisor says that they are"
     lost = "micro-batches: the others are lost"
 
-    def way(cut: Cut, counts: Callable[[Tensor, Tensor], float], kept: slice = slice(None)) -> Way:
+    def way(
+        cut: Cut = lambda batch: [batch],
+        counts: Callable[[Tensor, Tensor], float] = lambda part, batch: len(part),
+        kept: slice = slice(None),
+    ) -> Way:
         """A part of a batch counts as that many rows of the update's."""
         return lambda batches: [
             (part, counts(part, batch) / sum(map(len, batches)))
@@ -418,16 +377,16 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
             for part in cut(batch)
         ]
 
-    def micro(kept: slice = slice(None), factor: float = 1.0) -> Way:
-        return way(lambda batch: [batch], lambda batch, _: factor * len(batch), kept)
-
-    return [
-        (f"{replicas} times {times} summed, {says} averaged", micro(factor=replicas)),
-        (f"1/{replicas} of {times} averaged, {says} summed", micro(factor=1 / replicas)),
+    ways = [
         (
-            "the rows of the shares, which are not the batch's: see rows_once",
-            way(cuts.all, lambda part, _: len(part)),
+            f"{replicas} times {times} summed, {says} averaged",
+            way(counts=lambda part, _: len(part) * replicas),
         ),
+        (
+            f"1/{replicas} of {times} averaged, {says} summed",
+            way(counts=lambda part, _: len(part) / replicas),
+        ),
+        ("the rows of the shares, which are not the batch's: see rows_once", way(cuts.all)),
         (
             f"{even} not the mean over all rows",
             way(cuts.all, lambda _, batch: len(batch) / len(cuts.all(batch))),
@@ -436,98 +395,11 @@ def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
             f"{even} with 0 for a replica without a row",
             way(cuts.all, lambda _, batch: len(batch) / replicas),
         ),
-        (alone, way(cuts.main, lambda part, _: len(part))),
-        (alone, way(cuts.main, lambda part, _: replicas * len(part))),
-        *((f"each update's first {n} {lost}", micro(slice(n))) for n in range(1, accumulate)),
-        *[(f"each update's last of its {lost}", micro(slice(-1, None)))] * (accumulate > 1),
+        (alone, way(cuts.main)),
+        (alone, way(cuts.main, lambda part, _: len(part) * replicas)),
     ]
-
-
-# ---- how far two runs are apart: the largest relative difference, and where it is
-
-
-def weights_apart(actual: Weights, expected: Weights, tolerance: float) -> Apart:
-    """Tensor by tensor in their order: another check compares their names."""
-    if [t.shape for t in actual.values()] != [t.shape for t in expected.values()]:
-        return Apart(INFINITY, f"these are not the task's own tensors: {', '.join(actual)}")
-    pairs = zip(actual.values(), expected.items(), strict=True)
-    apart = [(largest(relative(mine, its)), name) for mine, (name, its) in pairs]
-    most, name = max(apart, default=(0.0, ""))
-    return Apart(most, "" if most <= tolerance else f"most in {name}")
-
-
-def logs_apart(actual: Log, expected: Curve, names: Iterable[str], tolerance: float) -> Apart:
-    """Where they first differ: later numbers follow from that one."""
-    most, firsts = 0.0, []
-    for name in sorted(names):
-        mine, its = actual.get(name, []), expected.log[name]
-        if [step for step, _ in mine] != [step for step, _ in its]:
-            return Apart(INFINITY, f"{len(mine)} points of {name} were logged, {len(its)} are due")
-        rounding = _rounding_of(name, expected.rounding)
-        # A number that is nearly 0 by chance, e.g. the loss of one row, lacks its last digits.
-        least = 1.0 if rounding else 1e-3
-        apart = relative([value for _, value in mine], [value for _, value in its], least)
-        most = max(most, largest(apart))
-        for i in (apart > max(tolerance, rounding)).nonzero().flatten().tolist()[:1]:
-            step, value = mine[i]
-            firsts.append((step, f"{name} at step {step}: {value}, not {its[i][1]}"))
-    return Apart(most, f"first apart in {min(firsts)[1]}" if firsts else "")
-
-
-def _rounding_of(name: str, rounding: Mapping[str, float]) -> float:
-    """The rounding of a logged number, which `summarize` may have made of any measured one."""
-    measured = name.partition("/")[2]
-    if measured in ("lr", "grad_norm"):
-        return 0.0
-    return ROUNDINGS * rounding.get(measured, max(rounding.values(), default=0.0))
-
-
-def nests_apart(actual: Any, expected: Any, tolerance: float = 0.0) -> str:
-    """Where two nests of containers first differ; empty if they don't."""
-    mine, its = _leaves(actual), _leaves(expected)
-    unlike = (name for name in its | mine if not _is_near(mine.get(name), its.get(name), tolerance))
-    return next(unlike, "")
-
-
-def _is_near(actual: Any, expected: Any, tolerance: float) -> bool:
-    if not isinstance(actual, float | Tensor) or not isinstance(expected, float | Tensor):
-        return actual == expected
-    if torch.as_tensor(actual).shape != torch.as_tensor(expected).shape:
-        return False
-    rounding = ROUNDINGS * rounding_of(expected) if tolerance else 0.0
-    return largest(relative(actual, expected)) <= max(tolerance, rounding)
-
-
-def _leaves(nest: Any, name: str = "all") -> dict[str, Any]:
-    """What the containers hold, by a dotted name; and the length of each list."""
-    if isinstance(nest, dict):
-        parts = nest
-    elif isinstance(nest, list | tuple):
-        parts = {**dict(enumerate(nest)), "length": len(nest)}
-    else:
-        return {name: nest}
-    prefix = "" if name == "all" else f"{name}."
-    return {key: leaf for at in parts for key, leaf in _leaves(parts[at], f"{prefix}{at}").items()}
-
-
-def rounding_of(value: Any) -> float:
-    """What a float32 can hold may have been one before `.item()` or `.double()`."""
-    if isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float64:
-        return torch.finfo(value.dtype).eps
-    number = torch.as_tensor(value, dtype=torch.float64)
-    return torch.finfo(torch.float32).eps if torch.equal(number.float().double(), number) else 0.0
-
-
-def relative(actual: Any, expected: Any, least: float = 1.0) -> Tensor:
-    """Elementwise, to the expected number or at least to this part of the largest of all."""
-    mine, its = (torch.as_tensor(value, dtype=torch.float64).cpu() for value in (actual, expected))
-    size = its.abs().nan_to_num()
-    if its.numel():
-        size = size.clamp(min=least * float(size.max()))
-    apart = (mine - its).abs() / torch.where(size == 0, 1.0, size)
-    apart = torch.where(mine.isnan() & its.isnan(), 0.0, apart)  # both say: there is no number
-    return apart.nan_to_num(nan=INFINITY, posinf=INFINITY)
-
-
-def largest(apart: Tensor) -> float:
-    return float(apart.max()) if apart.numel() else 0.0
+    for n in range(1, accumulate):
+        ways.append((f"each update's first {n} {lost}", way(kept=slice(n))))
+    if accumulate > 1:
+        ways.append((f"each update's last of its {lost}", way(kept=slice(-1, None))))
+    return ways

@@ -17,16 +17,17 @@ from dpframe.errors import OutOfMemory, UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
 from dpframe.strategies import Strategy
-from dpframe.testing.checks import Evidence, Finding, chosen, counted, judged, needed
+from dpframe.testing.checks import choose, judge, list_measures
 from dpframe.testing.course import TOLERANCE, Recipe
-from dpframe.testing.measure import Plan, measure, present, read, since
+from dpframe.testing.evidence import Evidence, Finding, format_count
+from dpframe.testing.measure import Plan, find_leftovers, list_resources, measure, read
 
 GIVE_UP_SECONDS = 300.0
 COLUMNS = ("check", "what was compared", "largest difference", "result")
 
 
 @dataclass
-class Report:
+class Verdict:
     """A table with a line a check, and the cause of each failure."""
 
     title: str
@@ -67,7 +68,7 @@ def check_strategy(
     skip: Collection[str] = (),
     give_up_seconds: float = GIVE_UP_SECONDS,
     **arguments: Any,
-) -> Report:
+) -> Verdict:
     """Raises an AssertionError, with a table and the causes, if the strategy is not exact.
 
     `strategy` is a class, or a function that makes one, called with `arguments`; or the name of a
@@ -90,10 +91,10 @@ def check_strategy(
         make = partial(strategy, **arguments)
     elif make is None:
         raise UserError(f"strategy={strategy} is looked up in a recipe's config; pass recipe=NAME")
-    report = verify(make, recipe=recipe, only=only, skip=skip, give_up_seconds=give_up_seconds)
-    if not report.passed:
-        raise AssertionError(f"\n{report}")
-    return report
+    verdict = verify(make, recipe=recipe, only=only, skip=skip, give_up_seconds=give_up_seconds)
+    if not verdict.passed:
+        raise AssertionError(f"\n{verdict}")
+    return verdict
 
 
 def verify(
@@ -103,7 +104,7 @@ def verify(
     only: Collection[str] = (),
     skip: Collection[str] = (),
     give_up_seconds: float = GIVE_UP_SECONDS,
-) -> Report:
+) -> Verdict:
     """Every process calls `strategy` and the recipe's functions to make its own.
 
     The job starts before this process computes anything, so that its ranks may be forked.
@@ -112,25 +113,27 @@ def verify(
         raise UserError(
             f"mode=verify starts its own ranks; start it without {environment.find_launcher()}"
         )
-    names = chosen(only, skip)
+    names = choose(only, skip)
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="dpframe_verify_") as folder:
-        plan = Plan(strategy, recipe, needed(names), Path(folder), os.getpid(), give_up_seconds)
+        plan = Plan(
+            strategy, recipe, list_measures(names), Path(folder), os.getpid(), give_up_seconds
+        )
         try:
             with seeding.seeded(0):  # leaves the caller's random state as it was
-                return _report(plan, names)
+                return _verdict(plan, names)
         finally:
             torch.set_num_threads(threads)
 
 
-def _report(plan: Plan, names: Iterable[str]) -> Report:
-    before, began = present(with_ports=True), time.monotonic()
+def _verdict(plan: Plan, names: Iterable[str]) -> Verdict:
+    before, began = list_resources(with_ports=True), time.monotonic()
     strategy, returned, details = plan.strategy(), None, ""
     try:
         returned = strategy.launch(measure, plan)
+    except OutOfMemory:
+        raise
     except Exception as error:
-        if isinstance(error, OutOfMemory):
-            raise
         if isinstance(error, UserError) and not read(plan.directory):
             raise  # the caller asked for what the strategy can't do
         details = "".join(traceback.format_exception(error)).rstrip()
@@ -140,11 +143,11 @@ def _report(plan: Plan, names: Iterable[str]) -> Report:
     torch.set_num_threads(1)  # no thread pool: the next job's ranks may be forked, too
     notes = read(plan.directory)
     failure = details and _failure(plan, notes, details, has_hung=has_hung)
-    evidence = Evidence(plan, notes, returned, since(before, with_ports=True), failure)
+    evidence = Evidence(plan, notes, returned, find_leftovers(before, with_ports=True), failure)
     if failure:
         names = dict.fromkeys(["launch", *names])
-    findings = [judged(name, evidence) for name in names]
-    return Report(_title(strategy, evidence), findings, _notes(evidence), details)
+    findings = [judge(name, evidence) for name in names]
+    return Verdict(_title(strategy, evidence), findings, _notes(evidence), details)
 
 
 def _failure(plan: Plan, notes: list[dict[str, Any]], details: str, *, has_hung: bool) -> str:
@@ -169,7 +172,8 @@ def _title(strategy: Strategy, evidence: Evidence) -> str:
     if not evidence.notes:
         return f"{what} on {strategy.name}"
     facts = evidence.main["facts"]
-    places = f"{counted(facts['replicas'], 'replica')} in {counted(len(evidence.notes), 'process')}"
+    replicas = format_count(facts["replicas"], "replica")
+    places = f"{replicas} in {format_count(len(evidence.notes), 'process')}"
     devices = ", ".join(dict.fromkeys(facts["devices"]))
     return f"{what} on {facts['name']}: {places} on {devices}; float64, tolerance {TOLERANCE:g}"
 

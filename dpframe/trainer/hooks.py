@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -58,27 +59,26 @@ class Hooks:
         return [partial(hook, trainer) for hook in self._lists[name]]
 
     def call(self, name: str, trainer: Any, *args: Any) -> None:
-        sharding = self._strategy.sharding
-        if sharding is not None and not sharding.whole_in_hooks:
-            sharding = None
         for hook in self._lists[name]:
             beat()
-            if sharding is not None and may_run_task(name, hook):
-                with sharding.whole_weights(self._task):
-                    hook(trainer, *args)
-            else:
+            with self._weights_for(name, hook):
                 hook(trainer, *args)
 
     def call_on_main(self, name: str, trainer: Any, *args: Any) -> None:
         """All processes take part in gathering sharded weights, and the main one calls."""
-        sharding = self._strategy.sharding
         if self._strategy.is_main:
             self.call(name, trainer, *args)
-        elif sharding is not None and sharding.whole_in_hooks:
-            for hook in self._lists[name]:
-                if may_run_task(name, hook):
-                    with sharding.whole_weights(self._task):
-                        pass
+            return
+        for hook in self._lists[name]:
+            with self._weights_for(name, hook):
+                pass
+
+    def _weights_for(self, name: str, hook: Hook) -> AbstractContextManager[None]:
+        """Within, a hook that may run the task has its whole weights."""
+        sharding = self._strategy.sharding
+        if sharding is None or not sharding.whole_in_hooks or not may_run_task(name, hook):
+            return nullcontext()
+        return self._strategy.whole_weights(self._task)
 
     def after_batch(self, name: str, trainer: Any) -> Callable[[Batch, list[Any]], None] | None:
         """What an evaluation calls after each batch; None where no hook does anything."""

@@ -75,7 +75,9 @@ class Update:
         with suppress(AttributeError):  # a user's class that has not called Optimizer.__init__
             self.optimizer.register_state_dict_post_hook(partial(named_state, self._named))
             self.optimizer.register_load_state_dict_pre_hook(self._adapted)
-        fuse(self.optimizer, task, kinds=strategy.fuses)
+        sharding = strategy.sharding
+        kinds = None if sharding is None else sharding.fused_optimizers
+        fuse(self.optimizer, task, kinds=kinds)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)

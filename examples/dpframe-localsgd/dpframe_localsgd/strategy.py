@@ -87,8 +87,7 @@ class LocalSGD(DDP):
         if training:
             self.weights = list(module.parameters())
             self.buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
-            for tensor in (*module.parameters(), *module.buffers()):
-                dist.broadcast(tensor.detach(), src=0)
+            self.collectives.broadcast_tensors([*self.weights, *module.buffers()])
             self.rounds = self.early_rounds = self.sent_bytes = self.ddp_bytes = 0
             self._begin()
         return module

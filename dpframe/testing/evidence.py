@@ -1,0 +1,125 @@
+"""What a job has left for the checks to judge, and the words that they say it in."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from dpframe.testing import reference as plain
+from dpframe.testing.course import Course, courses
+from dpframe.testing.distance import weights_apart
+from dpframe.testing.measure import Note, Plan, Run, Shares
+
+SHOWN = 6  # numbers of a long list
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`passed` is None where there was nothing to look at."""
+
+    check: str
+    compared: str
+    measured: str
+    passed: bool | None
+    cause: str = ""
+
+    @property
+    def result(self) -> str:
+        return {True: "pass", False: "FAIL", None: "-"}[self.passed]
+
+
+class Outcome(NamedTuple):
+    compared: str
+    measured: float | str | None  # None: there was nothing to look at
+    cause: str = ""  # in words, if something is wrong
+
+
+@dataclass
+class Evidence:
+    """What all processes noted, and what the reference gives beside it."""
+
+    plan: Plan
+    notes: list[Note]  # of each process, by rank
+    returned: object  # by `launch`
+    left: list[str]  # what came with the job and stayed in the process that launched it
+    failure: str  # where and how the job failed
+
+    @property
+    def main(self) -> Note:
+        return self.notes[0]
+
+    @property
+    def replicas(self) -> int:
+        return self.main["facts"]["replicas"]
+
+    def has(self, name: str) -> bool:
+        """Whether every process came this far."""
+        return bool(self.notes) and all(name in note for note in self.notes)
+
+    def of_each(self, name: str) -> list[Any]:
+        return [note[name] for note in self.notes]
+
+    @cached_property
+    def courses(self) -> dict[str, Course]:
+        return courses(self.plan.recipe, self.replicas)
+
+    @cached_property
+    def separable(self) -> plain.Separable:
+        recipe = self.courses.get("recipe")
+        return plain.Separable() if recipe is None else plain.separable(recipe)
+
+    @property
+    def curves(self) -> list[str]:
+        """The courses whose curves all strategies share: the kit's, and the recipe's if it can."""
+        has_recipe = "recipe" in self.courses and not self.separable.reason
+        return ["kit", "recipe"] if has_recipe else ["kit"]
+
+    @cached_property
+    def tolerance(self) -> float:
+        """The tolerance of the recipe's weights, larger if rounding alone moves them farther."""
+        course = self.courses["recipe"]
+        expected = plain.reference(course).weights
+        most = weights_apart(self.main["recipe"].weights, expected, course.tolerance).most
+        if not course.tolerance < most <= plain.FARTHEST:
+            return course.tolerance
+        return max(course.tolerance, plain.sensitivity(course, self.replicas))
+
+    @property
+    def saved(self) -> list[tuple[str, Course, Run]]:
+        """The courses that were resumed as well; the recipe only if it trains."""
+        names = [name for name in ("watched", "recipe") if name in self.courses]
+        return [(n, self.courses[n], self.main[n]) for n in names if self.main[n].steps]
+
+    @property
+    def has_lost_randomness(self) -> bool:
+        """Replicas that are threads of a process note what they draw in any order."""
+        pairs = [(run.seen["drawn"], run.resumed.seen["drawn"]) for run in self.of_each("watched")]
+        return any(sorted(whole[-len(rest) :]) != sorted(rest) for whole, rest in pairs)
+
+    def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
+        """The shares of that many rows, in the order of the replicas."""
+        notes = [self.main] if replicas else self.notes
+        return [share for note in notes for share in note["shares"][replicas, kind, count]]
+
+    @property
+    def cuts(self) -> plain.Cuts:
+        def cut(shares: Shares, rows: Tensor) -> list[Tensor]:
+            return [rows[share] for share in shares if share]
+
+        return plain.Cuts(
+            lambda rows: cut(self.shares(len(rows)), rows),
+            lambda rows: cut(self.main["shares"][0, "tensor", len(rows)], rows),
+            self.replicas,
+        )
+
+
+def format_count(number: int, noun: str) -> str:
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
+def format_list(numbers: Iterable[int], most: int = SHOWN) -> str:
+    texts = list(map(str, numbers))
+    return " ".join(texts[:most]) + (" …" if len(texts) > most else "")
