@@ -40,6 +40,7 @@ BEFORE_TORCH = {
     "num_workers=2": "did you mean data.workers?",
     "ckpt_path=best": "did you mean checkpoint?",
     "trainer.accumulate_grad_batches=2": "did you mean trainer.accumulate?",
+    "trainer.lean=false": "did you mean trainer.skip_dynamo_import?",
     "trainer.gradient_clip_val=1": "did you mean trainer.clip_norm?",
     "trainer.fast_dev_run=true": "experiment=debug does that",
     "ddp": "'ddp' is not an override; did you mean strategy=ddp?",

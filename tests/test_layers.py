@@ -33,7 +33,6 @@ GROUND |= {
     "exact",
     "floats",
     "lightning_names",
-    "lean",
     "parameters",
     "launch",
 }

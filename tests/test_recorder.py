@@ -14,7 +14,7 @@ CONFIG = {
         "scheduler": None,
     },
     "data": {"_target_": "dpframe.recipes.boston.BostonData", "batch_size": 128},
-    "trainer": {"max_epochs": 5, "precision": "64", "lean": True, "gpus": [0, 1]},
+    "trainer": {"max_epochs": 5, "precision": "64", "skip_dynamo_import": True, "gpus": [0, 1]},
     "callbacks": {"checkpoint": {"_target_": "dpframe.callbacks.checkpoint.Checkpoint"}},
     "logger": {"csv": {"file": "metrics.csv"}},
 }

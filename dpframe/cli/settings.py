@@ -128,6 +128,7 @@ WHOLE = {  # whole keys by their last part, or by their name in other frameworks
     **{name: f"task.{name}" for name in ("optimizer", "optimizers", "scheduler", "net")},
     **dict.fromkeys(("lr", "learning_rate"), "task.optimizer.lr"),
     "model": "task",
+    "lean": "trainer.skip_dynamo_import",  # its name before
 }
 
 
@@ -246,5 +247,7 @@ def _refusal(full_key: str, config: Mapping[str, Any]) -> UserError:
     hints, prefix = get_type_hints(kind), f"{group}." * bool(name)
     if (name or group) not in hints:
         near = suggestion(name or group, hints).replace("mean ", f"mean {prefix}")
+        if name in WHOLE:
+            near = f"did you mean {WHOLE[name]}?"
         return UserError(f"{key} is not a key of the config; {near}")
     return unfit(key, config[group][name] if name else config[group], hints[name or group])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpframe import checkpoint, lean, seeding
+from dpframe import checkpoint, seeding
 from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.floats import making
 from dpframe.metrics import Means
@@ -30,6 +30,7 @@ from dpframe.testing.distance import (
     roundings,
     weights_apart,
 )
+from dpframe.trainer import dynamo
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, prefixed
@@ -74,10 +75,10 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
     at = SimpleNamespace(global_step=0, epoch=0)
     task.run_context = TaskContext(at)
     forward = making(torch.float64, task.training_step)
-    lean.prepare()
+    dynamo.skip_import()
     optimizer, scheduler, _ = optimizers_of(task)[""]
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-    update = lean.step_of(optimizer)
+    update = dynamo.step_of(optimizer)
     log: Log = {}
     everything: Outputs = []
 

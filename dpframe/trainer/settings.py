@@ -93,7 +93,7 @@ class TrainerSettings:
     compile: Any = False  # or True, a mode of torch.compile, or a dict of COMPILE_OPTIONS
     checkpoint_activations: Any = None  # or True, a pattern of modules' names, or a list of these
     data_on_device: Any = "auto"  # or True, or False
-    lean: bool = True
+    skip_dynamo_import: bool = True
     channels_last: bool = False
     cudnn_benchmark: bool | None = None
     profile: bool = False

@@ -12,12 +12,12 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpframe import lean
 from dpframe.errors import UserError, refuse_unmeasured
 from dpframe.floats import making
 from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer import dynamo
 from dpframe.trainer.fused import fuse, unfuse_late
 from dpframe.trainer.optimizer_state import (
     Mismatch,
@@ -104,7 +104,9 @@ class Update:
         self.weighting = Weighting(
             strategy.collectives, strategy.device, is_exact=strategy.logical_shares > 0
         )
-        self._optimize = lean.step_of(self.optimizer) if settings.lean else self.optimizer.step
+        self._optimize = (
+            dynamo.step_of(self.optimizer) if settings.skip_dynamo_import else self.optimizer.step
+        )
         self._timed = timed
         self.backward = timed("backward", Tensor.backward)
         if scaler is not None:

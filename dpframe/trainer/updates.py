@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from dpframe import lean
 from dpframe.errors import UserError, suggestion
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
+from dpframe.trainer import dynamo
 from dpframe.trainer.optimizers import check_signature, optimizers_of
 from dpframe.trainer.profile import Timed, untimed
 from dpframe.trainer.rates import ScaledRates
@@ -133,8 +133,8 @@ def updates_of(
         raise UserError(
             f"{type(task).__name__} has no parameter to train; leave some with requires_grad=True"
         )
-    if settings.lean and settings.compile_mode is None:
-        lean.prepare()
+    if settings.skip_dynamo_import and settings.compile_mode is None:
+        dynamo.skip_import()
     optimizers = optimizers_of(task)
     for key in ("clip_norm", "clip_value"):
         limits = getattr(settings, key)

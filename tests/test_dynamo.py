@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpframe import lean
+from dpframe.trainer import dynamo
 
 STOCK = [
     name
@@ -18,20 +18,20 @@ STOCK = [
     and name not in ("Optimizer", "LBFGS", "SparseAdam")
 ]
 
-# Each runs in an interpreter of its own: once dynamo is imported, lean leaves everything stock.
+# Each runs in an interpreter of its own: once dynamo is imported, it leaves everything stock.
 TRAINED = """
 import sys, torch
 from torch import nn
-from dpframe import lean
+from dpframe.trainer import dynamo
 
-def trained(kind, is_lean):
+def trained(kind, is_skipped):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    if is_lean:
-        lean.prepare()
+    if is_skipped:
+        dynamo.skip_import()
     weights = [weight for weight in net.parameters() if kind.__name__ != "Muon" or weight.ndim == 2]
     optimizer = kind(weights, lr=0.01)
-    step = lean.step_of(optimizer) if is_lean else optimizer.step
+    step = dynamo.step_of(optimizer) if is_skipped else optimizer.step
     calls = []
     optimizer.register_step_post_hook(lambda *args: calls.append(1))
     for number in range(5):
@@ -41,10 +41,10 @@ def trained(kind, is_lean):
     return net.state_dict(), optimizer.state_dict(), calls
 
 kinds = [getattr(torch.optim, name) for name in sys.argv[1:]]
-lean_results = [trained(kind, True) for kind in kinds]
+skipped_results = [trained(kind, True) for kind in kinds]
 assert "torch._dynamo" not in sys.modules
 import torch._dynamo
-for kind, mine in zip(kinds, lean_results):
+for kind, mine in zip(kinds, skipped_results):
     torch.testing.assert_close(mine, trained(kind, False), rtol=0, atol=0)
     assert len(mine[2]) == 5, kind
 print("equal", len(kinds))
@@ -52,11 +52,11 @@ print("equal", len(kinds))
 
 COMPILED = """
 import sys, torch
-from dpframe import lean
+from dpframe.trainer import dynamo
 
-lean.prepare()
+dynamo.skip_import()
 net = torch.nn.Linear(2, 1)
-step = lean.step_of(torch.optim.SGD(net.parameters(), lr=0.1))
+step = dynamo.step_of(torch.optim.SGD(net.parameters(), lr=0.1))
 net(torch.ones(1, 2)).sum().backward()
 step()
 assert "torch._dynamo" not in sys.modules
@@ -77,7 +77,7 @@ def test_every_stock_optimiser_steps_alike_to_the_bit_and_calls_its_hooks() -> N
     assert python(TRAINED, *STOCK) == f"equal {len(STOCK)}"
 
 
-def test_torch_compile_still_works_in_a_lean_process() -> None:
+def test_torch_compile_still_works_where_its_import_is_skipped() -> None:
     assert python(COMPILED) == "compiled (1, 1)"
 
 
@@ -87,7 +87,7 @@ def test_an_optimiser_of_the_users_own_keeps_its_step() -> None:
             return super().step(closure)
 
     optimizer = Mine([nn.Parameter(torch.ones(1))], lr=0.1)
-    assert lean.step_of(optimizer) == optimizer.step
+    assert dynamo.step_of(optimizer) == optimizer.step
 
 
 RUN = """
@@ -102,7 +102,8 @@ print("dynamo", "torch._dynamo" in sys.modules)
 
 
 @pytest.mark.parametrize(
-    ("setting", "is_imported"), [("trainer.lean=true", False), ("trainer.lean=false", True)]
+    ("setting", "is_imported"),
+    [("trainer.skip_dynamo_import=true", False), ("trainer.skip_dynamo_import=false", True)],
 )
 def test_a_plain_run_imports_dynamo_only_when_told_to(
     setting: str, is_imported: bool, tmp_path: Path

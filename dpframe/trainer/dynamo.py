@@ -2,7 +2,7 @@
 
 Torch imports it when the first optimizer is made, and again at each step, only to tell it not to
 compile them. Where torch is not as expected here, or dynamo is imported already, all stays as torch
-has it. `trainer.lean=false` turns this off.
+has it. `trainer.skip_dynamo_import=false` turns this off.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 UNCOMPILED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
-def prepare() -> None:
+def skip_import() -> None:
     """Sets what torch would set on these methods after it had imported dynamo: call them as is."""
     if "torch._dynamo" in sys.modules:
         return
