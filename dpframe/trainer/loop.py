@@ -22,12 +22,11 @@ from dpframe.launch.watchdog import beat
 from dpframe.loggers import Logger
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
-from dpframe.strategies.logical import Logical
-from dpframe.strategies.single import auto
 from dpframe.task import Task, TaskContext
 from dpframe.trainer import given
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
+from dpframe.trainer.choose import add_logical_shares, choose_strategy
 from dpframe.trainer.evaluation import means_of, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order
@@ -88,7 +87,7 @@ class Trainer(CallbackView):
         self.is_extra_validation = False  # at the end of training: a longer run would not make it
         self.checkpoint: str | None = None
         self._opened = ExitStack()  # holds the strategy, if it was set up here
-        self.strategy = _chosen(strategy, settings)
+        self.strategy = choose_strategy(strategy, settings)
         if self.strategy.needs_launch:
             parts = {"task": task, "data": data, "settings": settings, "callbacks": callbacks}
             parts |= {"loggers": loggers, "seed": seed, "run": self.run}
@@ -97,7 +96,7 @@ class Trainer(CallbackView):
         if not self.strategy.is_set_up:
             self._opened.enter_context(self.strategy)
             atexit.register(self._opened.close)  # which does not keep the Trainer
-        self.strategy = _with_logical_shares(self.strategy, settings, seed)
+        self.strategy = add_logical_shares(self.strategy, settings, seed)
         self.precision = Precision(
             settings.precision,
             self.strategy.device,
@@ -506,35 +505,6 @@ class Trainer(CallbackView):
             self.progress, self.checkpoint = ended.progress, ended.checkpoint
             self.stop_reason = ended.stop_reason
         return ended.value if mode == "predict" else self.metrics
-
-
-def _chosen(strategy: Strategy | None, settings: TrainerSettings) -> Strategy:
-    if strategy is None:
-        return auto(settings.gpus, settings.accelerator, settings.max_replicas_per_core)
-    if not strategy.is_set_up:
-        _refuse_other_devices(strategy, settings)
-    return strategy
-
-
-def _with_logical_shares(strategy: Strategy, settings: TrainerSettings, seed: int) -> Strategy:
-    """The strategy itself, unless `trainer.logical_replicas` says how batches are computed."""
-    if settings.logical_replicas is not None:
-        strategy = Logical(strategy, settings.logical_replicas, seed)
-    is_logical = strategy.logical_shares and strategy.device.type != "cpu"
-    if settings.deterministic or is_logical:
-        seeding.refuse_nondeterminism(strategy.device)
-    return strategy
-
-
-def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None:
-    """In a config both have one value; from Python each is made with its own."""
-    for key, unset in (("gpus", None), ("accelerator", "auto")):
-        there, here = getattr(strategy, key, unset), getattr(settings, key)
-        if here not in (unset, there):
-            raise UserError(
-                f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
-                f"{there!r}); pass {key} to the strategy alone"
-            )
 
 
 def _changed(settings: TrainerSettings, more: dict[str, Any]) -> TrainerSettings:
