@@ -17,7 +17,7 @@ import pytest
 import torch
 from small import SGD, Clock, Hooks, Rows, Scripted, Small, fitted, is_same
 
-from dpframe import Callback, Strategy, UserError, checkpoint
+from dpframe import Callback, Strategy, Trainer, UserError, checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.checkpoint import file as one_file
 from dpframe.checkpoint import seal
@@ -673,7 +673,10 @@ def test_last_is_written_every_n_steps_epochs_or_minutes_and_at_the_end(
     monkeypatch, given, settings, steps
 ):
     # A step takes 0.4 minutes by the clock that all processes share.
-    clock = Hooks(on_step_end=lambda t: setattr(t, "clock", t.global_step * 0.4 * 60))
+    def tick(trainer: Trainer) -> None:
+        trainer.training.schedule.clock = trainer.global_step * 0.4 * 60
+
+    clock = Hooks(on_step_end=tick)
     saves = saved_steps(monkeypatch, Checkpoint(keep=0, **given), more=[clock], **settings)
     assert saves == [("last", step) for step in steps]
 

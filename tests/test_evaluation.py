@@ -24,7 +24,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 from dpframe.trainer import spool
-from dpframe.trainer.evaluation import as_table, join
+from dpframe.trainer.predictions import as_table, join
 
 SIZES = range(1, 12)  # up to two batches and a bit
 BATCH_SIZE = 5  # on four replicas 2 2 1 0

@@ -641,10 +641,8 @@ def refusals(group: FSDP) -> list[str]:
     """All in one group of ranks."""
     said = []
     for arguments, make, settings, _ in REFUSED:
-        strategy = FSDP(3, "cpu", **arguments)
         try:
-            with strategy:
-                fitted(make=make, strategy=strategy, **settings)
+            fitted(make=make, strategy=FSDP(3, "cpu", **arguments), **settings)
             said.append("nothing")
         except UserError as error:
             said.append(str(error))

@@ -30,7 +30,7 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 from dpframe.loggers import Logger, tensorboard
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
-from dpframe.trainer import report
+from dpframe.trainer import recorder
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,7 +71,7 @@ def test_flushed_scalars_survive_a_killed_process(tmp_path):
     code = """
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
-from dpframe.trainer import report
+from dpframe.trainer import recorder
 loggers = [TensorBoard(), CSV()]
 for logger in loggers:
     logger.open(RUN, config="a: 1", hparams={"lr": 0.1}, purge_step=None)
@@ -300,7 +300,7 @@ def test_a_full_disk_is_one_warning(tmp_path, monkeypatch, caplog):
 
 
 def test_files_that_may_not_grow_stop_their_loggers_and_nothing_else(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(report, "BETWEEN_FLUSHES", 0.0)
+    monkeypatch.setattr(recorder, "BETWEEN_FLUSHES", 0.0)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     try:

@@ -710,7 +710,6 @@ def test_ranks_on_devices_of_two_models_are_refused_in_one_line():
 @pytest.fixture
 def no_group(monkeypatch):
     """A strategy of ranks counts as set up."""
-    monkeypatch.setattr(Own, "open", lambda self: False)
     monkeypatch.setattr(Own, "is_set_up", True)
 
 

@@ -25,7 +25,7 @@ from dpframe.cli.directory import Directory
 from dpframe.cli.output import logging_to
 from dpframe.cli.resume import resumed_file
 from dpframe.errors import Failure
-from dpframe.trainer.evaluation import Predictions
+from dpframe.trainer.predictions import Predictions
 
 BOSTON = ["recipe=boston", "logger=csv", "hydra.run.dir=run"]
 START = [*BOSTON, "trainer.max_epochs=2", "task.optimizer.lr=0.02", "callbacks.checkpoint.keep=2"]
