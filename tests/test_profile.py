@@ -66,7 +66,7 @@ def test_each_part_gets_its_own_time():
     _, parts = profiled(make=Slow, callbacks=[sleeps])
     assert parts["forward"] >= 0.1
     assert parts["callbacks"] >= 0.2
-    assert all(seconds > 0 for seconds in parts.values())
+    assert min(parts.values()) > 0, parts
 
 
 def test_a_profile_changes_nothing_that_is_computed():
