@@ -214,7 +214,7 @@ CHILD = """
 import gc, io, json, os, sys, threading
 from pathlib import Path
 import torch
-from fakecuda import cards, report
+from fakecuda import gpus, report
 done, told = {}, Path(os.environ["FAKECUDA_REPORT"])
 for name, code in json.load(sys.stdin):
     pipe = os.pipe()
@@ -229,8 +229,8 @@ for name, code in json.load(sys.stdin):
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.set_per_process_memory_fraction(1.0, 0)
     told.write_text("")
-    cards.library.violations(True)
-    cards.library.forget_contexts()
+    gpus.library.violations(True)
+    gpus.library.forget_contexts()
 json.dump(done, sys.stdout)
 """
 

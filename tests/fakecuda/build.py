@@ -110,7 +110,7 @@ def _compile(work: Path, library: Path) -> None:
     with ThreadPoolExecutor() as pool:
         objects = list(pool.map(compiled, [together, HERE / OPTIMIZED], ["-O0", "-O2"]))
     names = ("c10", "torch_cpu", "torch", "torch_python")
-    libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed"]  # cards.py loads those of this torch
+    libraries = [f"-L{torch / 'lib'}", "-Wl,--no-as-needed"]  # gpus.py loads those of this torch
     _gxx("-shared", *objects, *libraries, *(f"-l{name}" for name in names), "-o", library)
 
 

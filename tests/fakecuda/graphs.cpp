@@ -8,7 +8,7 @@
 
 #include <cstring>
 
-#include "cards.h"
+#include "gpus.h"
 #include "run.h"
 
 namespace fake {

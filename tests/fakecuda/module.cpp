@@ -1,11 +1,11 @@
-// What Python sees of the cards; cards.py gives it to torch under torch's names.
+// What Python sees of the cards; gpus.py gives it to torch under torch's names.
 #include <pybind11/stl.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <cstring>
 
-#include "cards.h"
+#include "gpus.h"
 #include "graphs.h"
 #include "run.h"
 

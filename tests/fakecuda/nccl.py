@@ -4,13 +4,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fakecuda import cards
+from fakecuda import gpus
 
 NAME = "fakenccl"
 
 
 def install() -> None:
-    cards.library.define_nccl()
+    gpus.library.define_nccl()
     dist.Backend.register_backend(NAME, make, devices=["cuda"])
     original = dist.init_process_group
 
@@ -23,4 +23,4 @@ def install() -> None:
 
 def make(store: Any, rank: int, size: int, timeout: Any) -> Any:
     gloo = dist.ProcessGroupGloo(dist.PrefixStore(NAME, store), rank, size, timeout)
-    return cards.library.NCCL(gloo, store)
+    return gpus.library.NCCL(gloo, store)

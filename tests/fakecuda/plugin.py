@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fakecuda import cards, report
+from fakecuda import gpus, report
 
 REPORT = "FAKECUDA_REPORT"  # the file to which every process adds a line for a violation
 
@@ -56,22 +56,22 @@ def complain(item: pytest.Item) -> None:
 
 def forget() -> None:
     Path(os.environ[REPORT]).write_text("")
-    if cards.library is not None:
-        cards.library.violations(True)
-        cards.library.forget_contexts()
+    if gpus.library is not None:
+        gpus.library.violations(True)
+        gpus.library.forget_contexts()
 
 
 def streams_left() -> list[str]:
-    count = cards.library.device_count() if cards.library is not None else 0
-    left = {card: cards.library.get_stream(card) for card in range(count)}
+    count = gpus.library.device_count() if gpus.library is not None else 0
+    left = {card: gpus.library.get_stream(card) for card in range(count)}
     return [f"cuda:{card} is left on its stream {one}" for card, one in left.items() if one]
 
 
 def restore() -> None:
     """The state of a process that others would meet."""
-    if cards.library is None:
+    if gpus.library is None:
         return
-    cards.library.set_sync_debug_mode(0)
-    for card in reversed(range(cards.library.device_count())):
-        cards.library.set_memory_fraction(1.0, card)
-        cards.library.set_stream(0, card)
+    gpus.library.set_sync_debug_mode(0)
+    for card in reversed(range(gpus.library.device_count())):
+        gpus.library.set_memory_fraction(1.0, card)
+        gpus.library.set_stream(0, card)

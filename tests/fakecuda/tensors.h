@@ -2,7 +2,7 @@
 #pragma once
 #include <ATen/core/Tensor.h>
 
-#include "cards.h"
+#include "gpus.h"
 
 namespace fake {
 

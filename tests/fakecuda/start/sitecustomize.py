@@ -25,9 +25,9 @@ def give_torch_the_cards() -> None:
     assert spec is not None and spec.loader is not None
     sys.modules["fakecuda"] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    from fakecuda import cards
+    from fakecuda import gpus
 
-    cards.wait_for_torch()
+    gpus.wait_for_torch()
 
 
 run_the_next_one()

@@ -1,5 +1,5 @@
 // The cards as torch sees them: hooks, device guard, streams, events, allocators, generators.
-#include "cards.h"
+#include "gpus.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/CachingHostAllocator.h>
