@@ -62,7 +62,7 @@ def refuse_nondeterminism(device: torch.device) -> None:
 
 
 def fix_workspaces(device: torch.device) -> None:
-    """Before the first matrix product on a card: which kernels it has depends on their size."""
+    """Before the first matrix product on a GPU: which kernels it has depends on their size."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 

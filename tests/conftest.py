@@ -21,7 +21,7 @@ PR_SET_CHILD_SUBREAPER = 36
 # Set by pytest; by torch, when it is imported and when it finds CUDA; by lightning's import.
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "CUDA_MODULE_LOADING"}
 SET_BY_OTHERS |= {"PYTORCH_NVML_BASED_CUDA_CHECK"}
-HAS_CARDS = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+HAS_GPUS = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
@@ -42,9 +42,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Only those that are marked `gpu` see a card: the others are of the CPU, on every machine."""
-    has_cards = item.get_closest_marker("gpu") is not None
-    with nullcontext() if has_cards else cards_hidden():
+    """Only those that are marked `gpu` see a GPU: the others are of the CPU, on every machine."""
+    has_gpus = item.get_closest_marker("gpu") is not None
+    with nullcontext() if has_gpus else gpus_hidden():
         return (yield)
 
 
@@ -65,9 +65,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 @contextmanager
-def cards_hidden() -> Iterator[None]:
+def gpus_hidden() -> Iterator[None]:
     """From this process, and from those that it starts, if this machine has some."""
-    if not (HAS_CARDS or "FAKECUDA" in os.environ):
+    if not (HAS_GPUS or "FAKECUDA" in os.environ):
         yield
         return
     with pytest.MonkeyPatch.context() as hidden:
@@ -83,7 +83,7 @@ def cards_hidden() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`quick` is for those of quick.py; `gpu` takes all CUDA devices there are, `gpu(2)`
-    needs two; `one_card` is for those of `gpu(1)`, which more devices are no other case of."""
+    needs two; `one_gpu` is for those of `gpu(1)`, which more devices are no other case of."""
     for item in items:
         if is_quick(item.path.stem, item.originalname):
             item.add_marker(pytest.mark.quick)
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     available = torch.cuda.device_count()
     for item, mark in marked:
         if mark.args == (1,):
-            item.add_marker(pytest.mark.one_card)
+            item.add_marker(pytest.mark.one_gpu)
         needed = mark.args[0] if mark.args else 1
         if available < needed:
             reason = (

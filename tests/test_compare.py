@@ -141,10 +141,10 @@ def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_
 
 
 @pytest.mark.parametrize(
-    "cards, counts", [(0, [2]), (1, [2]), (2, [2]), (4, [2, 4]), (6, [2, 4, 6])]
+    "gpus, counts", [(0, [2]), (1, [2]), (2, [2]), (4, [2, 4]), (6, [2, 4, 6])]
 )
-def test_all_cards_are_tried_also_where_they_are_no_power_of_two(monkeypatch, cards, counts):
-    monkeypatch.setattr(compare, "present", lambda accelerator: [torch.device("cpu")] * cards)
+def test_all_gpus_are_tried_also_where_they_are_no_power_of_two(monkeypatch, gpus, counts):
+    monkeypatch.setattr(compare, "present", lambda accelerator: [torch.device("cpu")] * gpus)
     assert compare._counts(composed(["recipe=boston"])) == counts
 
 

@@ -118,7 +118,7 @@ def test_a_file_of_an_export_before_does_not_count(tmp_path):
 
 
 @pytest.mark.gpu(1)
-def test_a_task_on_a_card_is_exported_for_the_cpu(tmp_path):
+def test_a_task_on_a_gpu_is_exported_for_the_cpu(tmp_path):
     with trainer(Small(), Rows(), strategy=SingleGPU()) as made:
         lines = exported(made, tmp_path, ["program", "weights"])
     assert lines[-1] == "loaded without dpframe: the same outputs for 4 and 2 rows"

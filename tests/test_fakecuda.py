@@ -1,4 +1,4 @@
-"""The fake cards notice what is planted, and nothing in the same code done right."""
+"""The fake GPUs notice what is planted, and nothing in the same code done right."""
 
 import json
 import multiprocessing
@@ -39,7 +39,7 @@ FREED = """
     x.record_stream(side)
     del x
 """
-TO_CARD = """
+TO_GPU = """
     x = torch.ones(1000, pin_memory=True)
     y = x.to("cuda", non_blocking=True)
     torch.cuda.current_stream().synchronize()
@@ -124,9 +124,9 @@ PLANTED = {
         "HAZARD: memory of cuda:0 stream 0 is freed",
     ),
     "a pinned tensor is overwritten while it is copied": (
-        TO_CARD,
+        TO_GPU,
         ("torch.cuda.current_stream().synchronize()", ""),
-        "HAZARD: aten::zero_ on the CPU writes a tensor that a copy to the card",
+        "HAZARD: aten::zero_ on the CPU writes a tensor that a copy to the GPU",
     ),
     "a number is used before it is there": (
         TO_HOST,
@@ -153,12 +153,12 @@ PLANTED = {
         ("torch.cuda.synchronize()", ""),
         "HAZARD: memory of the host is freed while a copy to the host",
     ),
-    "an optimizer's state is on another card": (
+    "an optimizer's state is on another GPU": (
         ADAM,
         ('state["exp_avg"].to("cuda:1")', 'state["exp_avg"].to("cuda:0")'),
         "RuntimeError: Tensors of the same index must be on the same device",
     ),
-    "a tensor of the CPU meets one of a card": (
+    "a tensor of the CPU meets one of a GPU": (
         ADAM,
         ("adam.step()\n", 'weight.detach() + torch.ones(3, device="cpu")\n'),
         "RuntimeError: Expected all tensors to be on the same device",
@@ -172,7 +172,7 @@ PLANTED = {
         'x = torch.ones(3).pin_memory(); torch.cuda.set_sync_debug_mode("error"); '
         'x.to("cuda", non_blocking=True)',
         ("non_blocking=True", "non_blocking=False"),
-        "RuntimeError: called a synchronizing CUDA operation (a copy to the card)",
+        "RuntimeError: called a synchronizing CUDA operation (a copy to the GPU)",
     ),
     "a GPU is made current and not used": (
         CONTEXT,
@@ -271,7 +271,7 @@ def test_what_is_right_is_left_alone(name):
     assert right == []
 
 
-# What torch computes by kernels for cards alone, or chooses by the device
+# What torch computes by kernels for GPUs alone, or chooses by the device
 
 
 @pytest.mark.gpu
@@ -280,7 +280,7 @@ def test_what_is_right_is_left_alone(name):
     [nn.GRU(3, 4, 2), nn.GRU(3, 4, bias=False), nn.LSTM(3, 4, 2), nn.ConvTranspose1d(5, 2, 2)],
     ids=str,
 )
-def test_a_card_computes_what_the_cpu_does(module):
+def test_a_gpu_computes_what_the_cpu_does(module):
     def gradients(device):
         mine = deepcopy(module).to(device, torch.float64)
         given = rows.to(device).requires_grad_()
@@ -335,7 +335,7 @@ def test_a_build_that_failed_leaves_nothing_that_is_taken_for_one(tmp_path, monk
     compiler.chmod(0o700)
     monkeypatch.setenv("PATH", str(compiler.parent), prepend=os.pathsep)
     with pytest.raises(
-        build.CanNotBuild, match=r"^g\+\+ can't compile fake cards: g\+\+: error: no"
+        build.CanNotBuild, match=r"^g\+\+ can't compile fake GPUs: g\+\+: error: no"
     ):
         build.built()
     assert [path.suffix for path in build.cache().iterdir()] == [".lock"]
@@ -343,17 +343,17 @@ def test_a_build_that_failed_leaves_nothing_that_is_taken_for_one(tmp_path, monk
 
 def test_without_a_compiler_the_command_and_its_tests_say_so_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    line = "fake cards are compiled by g++, and there is none; install g++"
+    line = "fake GPUs are compiled by g++, and there is none; install g++"
     assert build.why_not() == line
     command = [sys.executable, str(HERE / "fakecuda"), "1", "-c", "pass"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f"{line}\n")
 
 
-def test_a_command_has_its_cards_whatever_is_hidden_and_within_another_one(monkeypatch, tmp_path):
+def test_a_command_has_its_gpus_whatever_is_hidden_and_within_another_one(monkeypatch, tmp_path):
     if reason := build.why_not():
         pytest.skip(reason)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # of real cards
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")  # of real GPUs
     copytree(HERE / "fakecuda", tmp_path / "fakecuda", ignore=ignore_patterns("__pycache__"))
     commands = [sys.executable, HERE / "fakecuda", "1", tmp_path / "fakecuda", "2"]
     code = "import torch; print(torch.cuda.device_count())"
@@ -361,7 +361,7 @@ def test_a_command_has_its_cards_whatever_is_hidden_and_within_another_one(monke
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
 
 
-def test_the_cards_are_not_bound_to_the_environment_that_they_were_compiled_in():
+def test_the_gpus_are_not_bound_to_the_environment_that_they_were_compiled_in():
     if reason := build.why_not():
         pytest.skip(reason)
     spec = find_spec("torch")
@@ -370,7 +370,7 @@ def test_the_cards_are_not_bound_to_the_environment_that_they_were_compiled_in()
     assert libraries.encode() not in (build.built() / build.LIBRARY).read_bytes()
 
 
-# Bugs planted in dpframe: where, what, what instead, and the test that notices it on two cards
+# Bugs planted in dpframe: where, what, what instead, and the test that notices it on two GPUs
 GPU, SNAPSHOT = "tests/test_gpu.py::", "tests/test_snapshot.py::"
 MUTANTS = {
     "a copied batch has no record_stream": (
@@ -398,11 +398,11 @@ MUTANTS = {
         "self._is_deferred = False",
         GPU + "test_nothing_waits_for_the_gpu_between_log_steps[SingleGPU-{}]",
     ),
-    "a rank does not make its card the current one": (
+    "a rank does not make its GPU the current one": (
         "strategies/base.py",
         "self._current.enter_context(torch.accelerator.device_index(device.index))",
         "pass",
-        GPU + "test_ranks_take_the_cards_in_the_order_of_the_list",
+        GPU + "test_ranks_take_the_gpus_in_the_order_of_the_list",
     ),
     "a snapshot does not wait for the step before it": (
         "checkpoint/snapshot.py",
@@ -426,7 +426,7 @@ MUTANTS = {
         "checkpoint/snapshot.py",
         "event.synchronize()",
         "pass",
-        SNAPSHOT + "test_a_save_from_a_card_makes_the_same_file",
+        SNAPSHOT + "test_a_save_from_a_gpu_makes_the_same_file",
     ),
 }
 
@@ -446,7 +446,7 @@ def test_a_bug_that_is_planted_in_dpframe_fails_its_test(tmp_path, name):
     text = path.read_text()
     assert text.count(here) == 1, f"dpframe/{file} has another text; change MUTANTS"
     path.write_text(text.replace(here, instead))
-    pytest_on_cards = [sys.executable, "tests/fakecuda", "2", "-m", "pytest", "-q", "-n", "0", "-x"]
-    done = subprocess.run([*pytest_on_cards, test], cwd=house, capture_output=True, text=True)
+    pytest_on_gpus = [sys.executable, "tests/fakecuda", "2", "-m", "pytest", "-q", "-n", "0", "-x"]
+    done = subprocess.run([*pytest_on_gpus, test], cwd=house, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.search(r"1 failed|violation\(s\)", done.stdout), done.stdout

@@ -125,7 +125,7 @@ def test_a_program_catches_what_it_always_caught():
 @pytest.mark.parametrize(
     "kind, said",
     [
-        ("ecc", "uncorrectable ECC error encountered; the memory of this card is damaged, "),
+        ("ecc", "uncorrectable ECC error encountered; the memory of this GPU is damaged, "),
         ("assert", "device-side assert triggered; a kernel met a value out of range, e.g. an "),
         ("launch", "unspecified launch failure; CUDA_LAUNCH_BLOCKING=1 in the environment makes "),
     ],
@@ -170,7 +170,7 @@ def test_no_second_error_of_a_device_hides_the_first(caplog):
     assert "CUDA error: a second one" in caplog.text
 
 
-# On a card
+# On a GPU
 
 
 class Hungry(Small):
@@ -181,7 +181,7 @@ class Hungry(Small):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
-def test_a_card_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
+def test_a_gpu_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
     strategy = kind(accelerator="cuda")
     strategy.setup()
     made = trainer(Hungry(), Rows(40, 12), strategy=strategy)

@@ -35,7 +35,7 @@ def test_it_passes_every_check_as_its_readme_shows_with_nothing_but_send_and_rec
 
 
 @pytest.mark.gpu(2)
-def test_it_passes_every_check_on_cards():
+def test_it_passes_every_check_on_gpus():
     from from_scratch import FromScratch
 
     assert check_strategy(FromScratch, gpus=2, accelerator="cuda").passed

@@ -87,18 +87,18 @@ def test_each_program_gives_the_same_in_threads(tmp_path, program):
     assert fresh(printed, program, folder=tmp_path).splitlines()[-1] == "the same"
 
 
-# On cards
+# On GPUs
 
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_each_program_gives_the_same_on_cards(tmp_path, monkeypatch, program):
+def test_each_program_gives_the_same_on_gpus(tmp_path, monkeypatch, program):
     monkeypatch.chdir(write(tmp_path, PROGRAMS))
     assert printed(program).splitlines()[-1] == "the same"
 
 
 @pytest.mark.gpu(2)
-def test_weights_of_one_card_are_taken_on_another_and_on_none(tmp_path):
+def test_weights_of_one_gpu_are_taken_on_another_and_on_none(tmp_path):
     torch.save(network().to("cuda:1").state_dict(), tmp_path / "theirs.pt")
     state = checkpoint.load(tmp_path / "theirs.pt")
     for device in ("cuda:0", "cpu"):
@@ -125,14 +125,14 @@ def wide() -> nn.Sequential:
 
 
 def peaks() -> list[float]:
-    found = [torch.cuda.max_memory_allocated(card) / 2**20 for card in (0, 1)]
-    for card in (0, 1):
-        torch.cuda.reset_peak_memory_stats(card)
+    found = [torch.cuda.max_memory_allocated(gpu) / 2**20 for gpu in (0, 1)]
+    for gpu in (0, 1):
+        torch.cuda.reset_peak_memory_stats(gpu)
     return found
 
 
 @pytest.mark.gpu(2)
-def test_the_first_card_needs_little_more_than_the_second_unless_it_gathers_the_outputs():
+def test_the_first_gpu_needs_little_more_than_the_second_unless_it_gathers_the_outputs():
     peaks()
     gathering()
     theirs = peaks()
@@ -151,7 +151,7 @@ def gathering() -> None:
     optimizer = torch.optim.Adam(net.parameters())
     columns = (column.split(1024) for column in WideData().train_dataset().tensors)
     for x, y in zip(*columns, strict=True):
-        halves = [(half.to(f"cuda:{card}"),) for card, half in enumerate(x.chunk(2))]
+        halves = [(half.to(f"cuda:{gpu}"),) for gpu, half in enumerate(x.chunk(2))]
         outputs = parallel_apply(replicate(net, [0, 1]), halves)
         gathered = torch.cat([output.to("cuda:0") for output in outputs])
         cross_entropy(gathered, y.to("cuda:0")).backward()

@@ -655,18 +655,18 @@ def test_what_can_not_be_had_with_parts_is_refused_in_one_line():
         assert "\n" not in said
 
 
-# On cards
+# On GPUs
 
 
 @pytest.mark.frees_by_waits  # torch's own streams wait before they use a gradient's memory again
 @pytest.mark.parametrize(
-    ("cards", "offloads"),
+    ("gpus", "offloads"),
     [
         pytest.param(1, True, marks=pytest.mark.gpu(1)),
         pytest.param(2, False, marks=pytest.mark.gpu(2)),
     ],
 )
-def test_cards_with_parts_train_as_the_cpu(cards, offloads):
-    mine = on(FSDP(cards, "cuda", cpu_offload=offloads), numbers, Deep)
+def test_gpus_with_parts_train_as_the_cpu(gpus, offloads):
+    mine = on(FSDP(gpus, "cuda", cpu_offload=offloads), numbers, Deep)
     wanted = numbers(CPU(), Deep)
     assert weights_apart(mine["weights"], wanted["weights"]) < 1e-9

@@ -163,7 +163,7 @@ def test_logical_shares_have_the_same_bits_on_ranks_as_in_one_process():
     assert [name for name in wanted if not is_same(mine[name], wanted[name])] == []
 
 
-def on_cards(strategy: Strategy, names: list[str]) -> dict[str, Any]:
+def on_gpus(strategy: Strategy, names: list[str]) -> dict[str, Any]:
     return {name: numbers(strategy, name) for name in names if not MISSING[name]}
 
 
@@ -178,14 +178,14 @@ def on_cards(strategy: Strategy, names: list[str]) -> dict[str, Any]:
         ),
     ],
 )
-def test_recipes_train_on_cards_as_on_the_cpu(kind, most):
-    """All on one card, and each on several by one of the strategies."""
-    cards = min(torch.cuda.device_count(), most)
-    if cards < 2 <= most:
+def test_recipes_train_on_gpus_as_on_the_cpu(kind, most):
+    """All on one GPU, and each on several by one of the strategies."""
+    gpus = min(torch.cuda.device_count(), most)
+    if gpus < 2 <= most:
         pytest.skip("needs 2 CUDA devices")
     turn = [DDP, FSDP, DataParallel]  # torchmetrics, in multilabel, can't count in copies
     names = [n for i, n in enumerate(sorted(TINY)) if most == 1 or turn[i % 3] is kind]
-    found = on(kind(cards, "cuda"), on_cards, names)
+    found = on(kind(gpus, "cuda"), on_gpus, names)
     assert len(found) >= (7 if most == 1 else 2)
     for name, mine in found.items():
         wanted = by_one(name)

@@ -1,4 +1,4 @@
-"""On real cards: the same numbers, no waiting between log steps, checkpoints that travel."""
+"""On real GPUs: the same numbers, no waiting between log steps, checkpoints that travel."""
 
 import gc
 import inspect
@@ -105,7 +105,7 @@ EPOCHS = 8
 
 @pytest.mark.parametrize("name", test_parity.CASES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_cards_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, name):
+def test_all_gpus_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, name):
     strategy = started(kind(accelerator="cuda"))
     test_parity.check(test_parity.trained(strategy, name, "64"), name, "64")
 
@@ -117,7 +117,7 @@ def fitted_in(precision: str, kind: type[Strategy]) -> Trainer:
     return trainer
 
 
-def on_all_cards(strategy: DDP) -> dict[str, Any]:
+def on_all_gpus(strategy: DDP) -> dict[str, Any]:
     halves = {half: boston(strategy, precision=half, max_epochs=EPOCHS) for half in HALVES}
     results = {
         "parity": {name: test_parity.trained(strategy, name, "64") for name in test_parity.CASES},
@@ -130,10 +130,10 @@ def on_all_cards(strategy: DDP) -> dict[str, Any]:
     return {**results, "synced": kinds}
 
 
-def test_ranks_on_all_cards():
+def test_ranks_on_all_gpus():
     """One test, as each of pytest's processes would start them anew: they equal the hand-written
     loop, see each row once, train in half precision, and BatchNorm is synced where asked for."""
-    ranks = on(DDP(accelerator="cuda"), on_all_cards)
+    ranks = on(DDP(accelerator="cuda"), on_all_gpus)
     for name, trained in ranks["parity"].items():
         test_parity.check(trained, name, "64")
     each_row_was_seen_once(ranks["evaluation"])
@@ -143,7 +143,7 @@ def test_ranks_on_all_cards():
     assert "BatchNorm1d" not in ranks["synced"]
 
 
-def test_evaluation_on_all_cards_of_a_process_sees_every_row_once_and_in_order():
+def test_evaluation_on_all_gpus_of_a_process_sees_every_row_once_and_in_order():
     strategy = started(DataParallel(accelerator="cuda"))
     each_row_was_seen_once(test_evaluation.results_on(strategy))
 
@@ -168,7 +168,7 @@ class Matrices(Small):
 
 
 OPTIONS = {"LBFGS": {"max_iter": 2}}
-TORCHS = {  # all but SparseAdam: fake cards have no sparse tensors
+TORCHS = {  # all but SparseAdam: fake GPUs have no sparse tensors
     name: partial(
         Matrices if name == "Muon" else Small, partial(kind, **OPTIONS.get(name, {}), lr=0.01)
     )
@@ -186,7 +186,7 @@ def close(one: Trainer, other: Trainer) -> None:
 
 
 @pytest.mark.parametrize("name", TORCHS)
-def test_every_optimizer_of_torch_trains_and_resumes_on_a_card_as_on_the_cpu(tmp_path, name):
+def test_every_optimizer_of_torch_trains_and_resumes_on_a_gpu_as_on_the_cpu(tmp_path, name):
     make, given = TORCHS[name], {"data": Rows(40, 6), "max_epochs": 2, "precision": "64"}
     here = fitted(make=make, strategy=started(CPU()), **given)
     close(one_gpu(task=make, **given), here)
@@ -198,7 +198,7 @@ def test_every_optimizer_of_torch_trains_and_resumes_on_a_card_as_on_the_cpu(tmp
 
 
 @pytest.mark.parametrize("name", TORCHS)
-def test_every_optimizer_of_torch_resumes_on_a_card_to_the_bit(tmp_path, name):
+def test_every_optimizer_of_torch_resumes_on_a_gpu_to_the_bit(tmp_path, name):
     make = TORCHS[name]
     whole = one_gpu(task=make)
     begun = one_gpu(task=make, max_steps=10)
@@ -209,7 +209,7 @@ def test_every_optimizer_of_torch_resumes_on_a_card_to_the_bit(tmp_path, name):
 
 @pytest.mark.parametrize("how", ["foreach", "fused", "capturable"])
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD])
-def test_an_implementation_that_the_user_chose_is_kept_on_a_card(tmp_path, kind, how):
+def test_an_implementation_that_the_user_chose_is_kept_on_a_gpu(tmp_path, kind, how):
     if how not in inspect.signature(kind).parameters:
         pytest.skip(f"{kind.__name__} has no such one")
     make, plain = (partial(Small, partial(kind, lr=0.01, **more)) for more in ({how: True}, {}))
@@ -222,7 +222,7 @@ def test_an_implementation_that_the_user_chose_is_kept_on_a_card(tmp_path, kind,
     assert is_same(one_gpu(task=make, resume=state).task.state_dict(), whole.task.state_dict())
 
 
-def test_a_run_goes_on_on_a_card_by_another_implementation(tmp_path):
+def test_a_run_goes_on_on_a_gpu_by_another_implementation(tmp_path):
     """Its state has another place for the count of steps."""
     make = partial(Small, partial(torch.optim.Adagrad, lr=0.01, foreach=True))
     begun = fitted(make=make, data=Rows(40, 6), strategy=started(CPU()), max_steps=10)
@@ -235,10 +235,10 @@ def test_a_run_goes_on_on_a_card_by_another_implementation(tmp_path):
     close(resumed, fitted(make=make, data=Rows(40, 6), strategy=started(CPU())))
 
 
-# The cards
+# The GPUs
 
 
-def test_the_card_that_was_asked_for_is_taken():
+def test_the_gpu_that_was_asked_for_is_taken():
     last = torch.cuda.device_count() - 1
     strategy = started(SingleGPU([last], "cuda"))
     trainer = boston(strategy, max_steps=1)
@@ -250,7 +250,7 @@ def test_the_card_that_was_asked_for_is_taken():
 
 
 @pytest.mark.gpu(2)
-def test_data_parallel_takes_the_cards_in_the_order_of_the_list():
+def test_data_parallel_takes_the_gpus_in_the_order_of_the_list():
     strategy = started(DataParallel([1, 0], "cuda"))
     assert strategy.devices == ["cuda:1", "cuda:0"]
     trainer = boston(strategy, max_steps=3)
@@ -269,13 +269,13 @@ def devices_of_the_ranks() -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.gpu(2)
-def test_ranks_take_the_cards_in_the_order_of_the_list():
+def test_ranks_take_the_gpus_in_the_order_of_the_list():
     devices, current = DDP([1, 0], "cuda").launch(devices_of_the_ranks)
     assert (devices, current) == (["cuda:1", "cuda:0"], ["1", "0"])
 
 
 @pytest.mark.parametrize("strategy", [DataParallel, DDP])
-def test_one_card_more_than_there_is_is_refused(strategy):
+def test_one_gpu_more_than_there_is_is_refused(strategy):
     there_are = torch.cuda.device_count()
     with pytest.raises(UserError, match=f"trainer.gpus={there_are + 1} but this machine has"):
         asked = strategy(there_are + 1)
@@ -420,9 +420,9 @@ def test_a_run_begun_on_a_gpu_goes_on_as_on_the_cpu(tmp_path: Path):
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
-def test_a_run_begun_on_one_card_goes_on_to_the_bit_on_another(tmp_path, kind):
-    def trained(card: int, steps: int, state: Any = None) -> Trainer:
-        strategy = started(kind([card], "cuda"))
+def test_a_run_begun_on_one_gpu_goes_on_to_the_bit_on_another(tmp_path, kind):
+    def trained(gpu: int, steps: int, state: Any = None) -> Trainer:
+        strategy = started(kind([gpu], "cuda"))
         torch.manual_seed(0)
         task, settings = Small(SGD, dropout=0.5), TrainerSettings(max_steps=steps)
         made = Trainer(task, Rows(40, 6), strategy=strategy, settings=settings)
@@ -440,7 +440,7 @@ def on_host(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in trainer.task.state_dict().items()}
 
 
-def test_a_state_of_before_0_2_is_put_back_by_the_cards_numbers():
+def test_a_state_of_before_0_2_is_put_back_by_the_gpus_numbers():
     torch.cuda.manual_seed_all(5)
     old = seeding.random_state(())
     old["cuda"] = torch.cuda.get_rng_state_all()
@@ -451,7 +451,7 @@ def test_a_state_of_before_0_2_is_put_back_by_the_cards_numbers():
 
 
 @pytest.mark.gpu(2)
-def test_two_cards_of_a_process_pass_every_check_so_they_draw_different_numbers():
+def test_two_gpus_of_a_process_pass_every_check_so_they_draw_different_numbers():
     assert check_strategy(DataParallel, gpus=2, accelerator="cuda").passed
 
 
@@ -466,7 +466,7 @@ def test_the_processes_of_gpus_divide_the_cores():
 
 
 @pytest.mark.gpu(2)
-def test_a_strategy_takes_nothing_on_the_card_that_it_was_not_given():
+def test_a_strategy_takes_nothing_on_the_gpu_that_it_was_not_given():
     gc.collect()  # what an earlier test left there would be freed meanwhile
     before = torch.cuda.current_device(), torch.cuda.memory_allocated(0)
     strategy = DataParallel([1], "cuda")
@@ -570,7 +570,7 @@ def test_data_parallel_computes_on_copied_batches_what_it_computes_on_the_cpu(gi
 
 
 class Pins(SingleGPU):
-    """Notes of all that is on its way to the card whether it is in pinned memory."""
+    """Notes of all that is on its way to the GPU whether it is in pinned memory."""
 
     def __init__(self) -> None:
         super().__init__(accelerator="cuda")
@@ -703,7 +703,7 @@ def test_every_batch_is_in_pinned_memory_and_copied_without_a_wait(monkeypatch, 
 def test_what_can_not_be_pinned_is_taken_as_it_is():
     there = torch.zeros(2, device="cuda")
     assert pinned({"x": there})["x"] is there
-    if torch.version.cuda:  # fake cards have no sparse tensors
+    if torch.version.cuda:  # fake GPUs have no sparse tensors
         sparse = torch.eye(2).to_sparse()
         assert pinned(sparse) is sparse
 
@@ -736,7 +736,7 @@ class Big(DataModule):
         return TensorDataset(x, x.sum(1))
 
 
-@pytest.mark.skipif("FAKECUDA" in os.environ, reason="needs a card that is slower than its copies")
+@pytest.mark.skipif("FAKECUDA" in os.environ, reason="needs a GPU that is slower than its copies")
 def test_no_batch_is_overwritten_while_a_step_reads_it():
     """The copies' memory is used anew: had it not been waited for, a sum would be off."""
     runs = [
@@ -785,8 +785,8 @@ def test_a_run_of_cuda_graphs_resumes(tmp_path):
         torch.testing.assert_close(resumed.task.state_dict(), whole.task.state_dict())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
-def test_the_time_of_each_card_is_told():
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_time_of_each_gpu_is_told():
     times = StepTimes()
     made = fitted(strategy=DataParallel(2, "cuda"), callbacks=[times], max_epochs=2)
     took = times.seconds()

@@ -36,7 +36,7 @@ def test_the_operations_of_a_token_are_those_counted_by_hand():
     assert formulas.flops_per_token(124_439_808, 12, 12, 768, 1024) == by_hand == 859_885_056
 
 
-def test_utilization_is_of_the_peak_of_the_card():
+def test_utilization_is_of_the_peak_of_the_gpu():
     assert formulas.utilization(989e12, 2.0, "NVIDIA H100 80GB HBM3") == pytest.approx(0.5)
     assert formulas.utilization(756e12, 1.0, "NVIDIA H100 PCIe") == pytest.approx(1.0)
     assert formulas.peak_flops("NVIDIA H200") == 989e12
@@ -59,7 +59,7 @@ def test_idle_is_what_no_kernel_covers(busy, idle):
     assert formulas.idle_share(busy) == (idle if idle is None else pytest.approx(idle))
 
 
-def test_a_card_works_in_kernels_and_copies_and_in_nothing_else_of_a_trace(tmp_path):
+def test_a_gpu_works_in_kernels_and_copies_and_in_nothing_else_of_a_trace(tmp_path):
     kinds = {"kernel": 0, "gpu_memcpy": 10, "gpu_memset": 20, "cpu_op": 30, "cuda_runtime": 40}
     events = [{"cat": kind, "ts": begin, "dur": 5} for kind, begin in kinds.items()]
     with gzip.open(tmp_path / "trace.json.gz", "wt") as file:
@@ -125,7 +125,7 @@ def told(turns, **given):
         "tolerance": 0.02,
         "aims": {},
         "least_utilization": None,
-        "card": "NVIDIA H200",
+        "gpu": "NVIDIA H200",
         **given,
     }
     records = [
@@ -187,8 +187,8 @@ def test_what_is_missed_or_fails_is_a_problem():
     assert "**Lightning failed**: out of memory" in page(report(found))
 
 
-def test_a_card_without_a_known_peak_has_no_mfu_and_the_page_says_so():
-    found = told({ways.OURS: turns(2.0)}, card="NVIDIA H900")
+def test_a_gpu_without_a_known_peak_has_no_mfu_and_the_page_says_so():
+    found = told({ways.OURS: turns(2.0)}, gpu="NVIDIA H900")
     assert "No MFU: the peak of NVIDIA H900 is not in benchmarks/gpu/formulas.py." in page(
         report(found)
     )
@@ -290,7 +290,7 @@ def test_a_line_that_was_cut_is_no_record(tmp_path):
 # All of it
 
 
-def test_without_a_card_it_says_how_to_try_it_out(monkeypatch, tmp_path):
+def test_without_a_gpu_it_says_how_to_try_it_out(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("FAKECUDA", raising=False)
     done = benchmark("--out", tmp_path / "out")

@@ -47,7 +47,7 @@ class Told(dpframe.Callback):
                 time.sleep(0.01)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         threads = torch.get_num_threads()
-        print(f"uses {cores()} cores, {threads} threads, cards {visible}", flush=True)
+        print(f"uses {cores()} cores, {threads} threads, GPUs {visible}", flush=True)
         sys.stderr.write("half a line")
 """
 LINE = ("-m", "recipe=boston", "trainer.max_epochs=2", "logger=none", "hydra.sweep.dir=swept")
@@ -150,7 +150,7 @@ def job_of(gpus: Any, accelerator: str = "auto") -> Any:
 
 
 @pytest.mark.parametrize(
-    ("count", "cores", "cards", "visible", "shares"),
+    ("count", "cores", "gpus", "visible", "shares"),
     [
         (2, 4, 0, "", [([0, 1], None), ([2, 3], None)]),
         (2, 5, 2, "", [([0, 1], "0"), ([2, 3, 4], "1")]),
@@ -159,18 +159,18 @@ def job_of(gpus: Any, accelerator: str = "auto") -> Any:
         (2, 2, 2, "5,GPU-3", [([0], "5"), ([1], "GPU-3")]),
     ],
 )
-def test_lanes_divide_cores_and_cards(monkeypatch, count, cores, cards, visible, shares):
-    there = [torch.device("cuda", index) for index in range(cards)]
+def test_lanes_divide_cores_and_gpus(monkeypatch, count, cores, gpus, visible, shares):
+    there = [torch.device("cuda", index) for index in range(gpus)]
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(jobs, "present", lambda accelerator: there)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     made = lanes([job_of(None)], count)
     assert [(lane.cores, lane.environment.get("CUDA_VISIBLE_DEVICES")) for lane in made] == shares
-    assert all(lane.has_cards == bool(cards) for lane in made)
+    assert all(lane.has_gpus == bool(gpus) for lane in made)
     assert not any(lane.environment for lane in lanes([job_of(None, "cpu")], count))
 
 
-def test_a_run_that_needs_more_cards_than_its_share_is_refused(monkeypatch):
+def test_a_run_that_needs_more_gpus_than_its_share_is_refused(monkeypatch):
     there = [torch.device("cuda", index) for index in range(4)]
     monkeypatch.setattr(jobs, "present", lambda accelerator: there)
     assert lanes([job_of(2), job_of([0, 1, 2, 3])], 2)
@@ -179,14 +179,14 @@ def test_a_run_that_needs_more_cards_than_its_share_is_refused(monkeypatch):
 
 
 @pytest.mark.gpu(2)
-def test_two_runs_at_a_time_have_a_card_each(tmp_path):
+def test_two_runs_at_a_time_have_a_gpu_each(tmp_path):
     write(tmp_path, {"own.py": OWN})
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     line = [*LINE, "seed=1,2", TOLD, "sweep.jobs=2"]
     done = cold_dpframe(*line, cwd=tmp_path, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
-    cards = dict(re.findall(r"^\[(\d)\] uses .* cards (\S+)$", done.stdout, re.M))
-    assert sorted(cards) == ["1", "2"] and len(set(cards.values())) == 2
+    gpus = dict(re.findall(r"^\[(\d)\] uses .* GPUs (\S+)$", done.stdout, re.M))
+    assert sorted(gpus) == ["1", "2"] and len(set(gpus.values())) == 2
     for (run,) in told(tmp_path, "directory"):
         summary = json.loads((tmp_path / "swept" / run / "summary.json").read_text())
         assert summary["devices"] == ["cuda:0"], "of those that it sees"

@@ -795,45 +795,45 @@ def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
     assert verified(ByTime).cause.startswith(said)
 
 
-# On cards
+# On GPUs
 
-ON_CARDS = ["all at once", "images in channels_last", "words in bf16"]
-ELASTIC_ON_CARDS = "all at once"
-CARDS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 3)]
+ON_GPUS = ["all at once", "images in channels_last", "words in bf16"]
+ELASTIC_ON_GPUS = "all at once"
+GPUS = [pytest.param(count, marks=pytest.mark.gpu(count)) for count in (1, 3)]
 
 
 @once
-def of_cards(count: int) -> dict[str, Any]:
-    """On ranks; on 0 cards: on the first one, in one process."""
+def of_gpus(count: int) -> dict[str, Any]:
+    """On ranks; on 0 GPUs: on the first one, in one process."""
     if not count:
-        return fresh(of_one_card)
-    return on(DDP(count, "cuda"), results, ON_CARDS, of_cards(0)["elastic"])
+        return fresh(of_one_gpu)
+    return on(DDP(count, "cuda"), results, ON_GPUS, of_gpus(0)["elastic"])
 
 
-def of_one_card() -> dict[str, Any]:
+def of_one_gpu() -> dict[str, Any]:
     strategy = SingleGPU(accelerator="cuda")
     with strategy:
-        before = gone_on(strategy, {ELASTIC_ON_CARDS: None})
+        before = gone_on(strategy, {ELASTIC_ON_GPUS: None})
         goes_on = gone_on(strategy, loaded(before))
-        ended = {name: result(strategy, CASES[name]) for name in ON_CARDS}
+        ended = {name: result(strategy, CASES[name]) for name in ON_GPUS}
     return ended | {"elastic": before, "gone on": goes_on}
 
 
-@pytest.mark.parametrize("cards", CARDS)
-def test_ranks_on_cards_have_the_bits_of_one_card(cards):
-    for name in ON_CARDS:
-        assert is_same(of_cards(cards)[name], of_cards(0)[name]), name
+@pytest.mark.parametrize("gpus", GPUS)
+def test_ranks_on_gpus_have_the_bits_of_one_gpu(gpus):
+    for name in ON_GPUS:
+        assert is_same(of_gpus(gpus)[name], of_gpus(0)[name]), name
 
 
-@pytest.mark.parametrize("cards", CARDS)
-def test_a_run_that_goes_on_on_another_number_of_cards_has_the_bits_of_one_card(cards):
-    mine, wanted = loaded(of_cards(cards)["elastic"]), loaded(of_cards(0)["gone on"])
+@pytest.mark.parametrize("gpus", GPUS)
+def test_a_run_that_goes_on_on_another_number_of_gpus_has_the_bits_of_one_gpu(gpus):
+    mine, wanted = loaded(of_gpus(gpus)["elastic"]), loaded(of_gpus(0)["gone on"])
     for part in ("task", "optimizer", "scheduler", "metrics"):
-        assert is_same(mine[ELASTIC_ON_CARDS][part], wanted[ELASTIC_ON_CARDS][part]), part
+        assert is_same(mine[ELASTIC_ON_GPUS][part], wanted[ELASTIC_ON_GPUS][part]), part
 
 
 @pytest.mark.gpu
-def test_verify_looks_at_the_bits_of_cards():
+def test_verify_looks_at_the_bits_of_gpus():
     finding = fresh(partial(verified, only=("rows_once", "bits")), Reads, DDP, None, "cuda")
     assert finding.result == "pass", finding.cause
 
@@ -847,7 +847,7 @@ class Reads(Norms):
 
 
 @pytest.mark.gpu(2)
-def test_copies_on_several_cards_are_refused_in_one_line():
+def test_copies_on_several_gpus_are_refused_in_one_line():
     assert "DataParallel computes on copies of the task on 2 devices; use" in fresh(refusal)
 
 

@@ -45,7 +45,7 @@ def test_summary_json_of_the_cpu_says_null(tmp_path):
     assert json.loads((tmp_path / "run/summary.json").read_text())["peak_memory"] is None
 
 
-# On cards
+# On GPUs
 
 
 class Large(Small):
@@ -58,7 +58,7 @@ class Large(Small):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
-def test_the_most_that_tensors_took_on_each_card_is_told(capsys, kind):
+def test_the_most_that_tensors_took_on_each_gpu_is_told(capsys, kind):
     strategy = kind(accelerator="cuda")
     strategy.setup()
     memory.begin_peak(strategy.device)

@@ -202,7 +202,7 @@ def test_gloo_waits_for_each_gather_and_scatter():
     assert clipped.waits(TIMES, 2, gloo) == pytest.approx(gathers + scatters + 0.8)
 
 
-def test_on_cards_only_what_computation_does_not_hide_is_waited_for():
+def test_on_gpus_only_what_computation_does_not_hide_is_waited_for():
     # The rest's gather, and the last scatter: blocks' gathers of 2 s hide behind 2 s each, but
     # for the backward's first one, which nothing hides; and so do their scatters.
     assert BLOCKS.waits(TIMES, 2, NCCL) == pytest.approx(1 + 2 + 1)

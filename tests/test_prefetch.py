@@ -200,7 +200,7 @@ class Stream:
         self.seen.append(f"{self.name} waits for {event.name}")
 
 
-class OnACard(Tensor):
+class OnAGPU(Tensor):
     device = torch.device("cuda", 0)  # type: ignore[assignment]
 
     def record_stream(self, stream: Stream) -> None:  # type: ignore[override]
@@ -220,9 +220,9 @@ def test_a_step_waits_for_its_own_copy_and_its_memory_is_kept_from_the_next(stre
     side = prefetch.SideStreams([torch.device("cpu")])
     first = side.mark()
     side.mark()
-    side.hand_over([torch.zeros(2).as_subclass(OnACard), 3], first)
+    side.hand_over([torch.zeros(2).as_subclass(OnAGPU), 3], first)
     assert streams == ["steps waits for copies 1", "memory is used by steps"]
-    side.hand_over([torch.zeros(2).as_subclass(OnACard)], None)  # made on the steps' own stream
+    side.hand_over([torch.zeros(2).as_subclass(OnAGPU)], None)  # made on the steps' own stream
     assert len(streams) == 2
 
 
@@ -246,7 +246,7 @@ def test_the_host_is_at_most_three_steps_in_front(streams):
 # Data that is kept on the GPU
 
 MiB = 2**20
-CARD = torch.device("cuda", 0)
+GPU = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize(
@@ -267,8 +267,8 @@ def test_tensors_are_kept_on_the_gpu_if_they_take_a_tenth_of_what_is_free(
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 80 * 2**30))
     monkeypatch.setattr(prefetch, "move", lambda tensors, *where: moves.append(where))
     tensors = torch.zeros(2**17), torch.zeros(2**17)  # of one MiB together
-    kept = prefetch.keep_on(CARD, tensors, dtype=dtype, data_on_device=data_on_device)
-    assert moves == ([(CARD, dtype)] if expected else [])
+    kept = prefetch.keep_on(GPU, tensors, dtype=dtype, data_on_device=data_on_device)
+    assert moves == ([(GPU, dtype)] if expected else [])
     assert expected or kept is tensors
 
 
@@ -276,7 +276,7 @@ def test_more_than_the_gpu_has_free_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (99, 80 * 2**30))
     line = "trainer.data_on_device=true but the data takes 1,048,576 bytes and cuda:0 has 99 free"
     with pytest.raises(UserError, match=f"^{line}; use"):
-        prefetch.keep_on(CARD, (torch.zeros(2**18),), dtype=None, data_on_device=True)
+        prefetch.keep_on(GPU, (torch.zeros(2**18),), dtype=None, data_on_device=True)
 
 
 def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_for():
@@ -284,9 +284,9 @@ def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_
         def val_dataset(self) -> Dataset:
             return Listed()
 
-    def on_the_card(replicas: int) -> Strategy:
+    def on_the_gpu(replicas: int) -> Strategy:
         strategy = Strategy()
-        strategy.device, strategy.replicas = CARD, replicas
+        strategy.device, strategy.replicas = GPU, replicas
         return strategy
 
     def loaded(data: DataModule, strategy: Strategy, data_on_device: Any) -> Loader:
@@ -294,8 +294,8 @@ def test_data_that_can_not_be_kept_on_the_gpu_is_refused_only_if_that_was_asked_
         return evaluated("val", data, strategy, settings, seed=0)[""]
 
     for data, strategy, line in (
-        (OneByOne(), on_the_card(1), "the data set is not a plain TensorDataset"),
-        (Rows(10), on_the_card(2), "Strategy has several devices in one process"),
+        (OneByOne(), on_the_gpu(1), "the data set is not a plain TensorDataset"),
+        (Rows(10), on_the_gpu(2), "Strategy has several devices in one process"),
     ):
         loaded(data, strategy, "auto")
         loaded(data, Strategy(), True)

@@ -77,7 +77,7 @@ def test_a_rank_that_raises_has_its_traceback_last_on_stderr(tmp_path, rank):
 def test_a_rank_that_raises_is_told_at_once_while_its_peer_waits_in_nccl(
     tmp_path, monkeypatch, rank
 ):
-    """NCCL lets go of a group when all ranks do so; fake cards play that by this switch."""
+    """NCCL lets go of a group when all ranks do so; fake GPUs play that by this switch."""
     monkeypatch.setenv("FAKENCCL_STRICT", "1")
     lines, _ = broken(tmp_path, "trainer.accelerator=cuda", rank=rank, kind="raise")
     assert f"rank {rank} failed:" in lines
@@ -176,7 +176,7 @@ def waits_in_a_collective() -> None:
 
 
 @pytest.mark.gpu(2)
-def test_a_rank_that_comes_to_no_collective_of_cards_is_named_in_time():
+def test_a_rank_that_comes_to_no_collective_of_gpus_is_named_in_time():
     with pytest.raises(RankFailed, match=r"(?s)^rank 0 ended .*\nrank 1 hung; its stack:\n"):
         DDP(2, accelerator="cuda", timeout_seconds=TIMEOUT).launch(waits_in_a_collective)
 

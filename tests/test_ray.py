@@ -436,9 +436,9 @@ def test_what_ray_knows_about_the_end_of_a_process_is_told():
     assert ray._end_of(RuntimeError(text.splitlines()[0])) == "A worker health check failed."
 
 
-def test_cards_that_are_named_and_torchruns_ranks_are_refused(monkeypatch):
+def test_gpus_that_are_named_and_torchruns_ranks_are_refused(monkeypatch):
     for gpus in ([0, 1], "GPU-8f2a"):
-        with pytest.raises(UserError, match="names cards, and under strategy=ray Ray chooses"):
+        with pytest.raises(UserError, match="names GPUs, and under strategy=ray Ray chooses"):
             ray.Ray(gpus)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -776,26 +776,26 @@ def test_killed_at_any_change_of_a_file_a_save_leaves_the_old_checkpoint_or_the_
     assert set(steps) == {1, 2}
 
 
-# On cards
+# On GPUs
 
 
 @pytest.fixture(scope="module")
-def on_cards(tmp_path_factory):
+def on_gpus(tmp_path_factory):
     @once
-    def on_cards() -> tuple[Path, dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("cards")
+    def on_gpus() -> tuple[Path, dict[str, Any]]:
+        folder = tmp_path_factory.mktemp("gpus")
         return folder, on(FSDP(2, "cuda"), kept, folder)
 
-    return on_cards
+    return on_gpus
 
 
 @pytest.mark.frees_by_waits  # torch's own streams wait before they use a gradient's memory again
 @pytest.mark.parametrize(
-    "cards", [pytest.param(cards, marks=pytest.mark.gpu(max(cards, 2))) for cards in (0, 1, 4)]
+    "gpus", [pytest.param(gpus, marks=pytest.mark.gpu(max(gpus, 2))) for gpus in (0, 1, 4)]
 )
-def test_parts_of_two_cards_go_on_on_others_and_on_the_cpu(cards, on_cards, tmp_path):
-    folder, wanted = on_cards()
-    here = FSDP(cards, "cuda") if cards else CPU()
+def test_parts_of_two_gpus_go_on_on_others_and_on_the_cpu(gpus, on_gpus, tmp_path):
+    folder, wanted = on_gpus()
+    here = FSDP(gpus, "cuda") if gpus else CPU()
     mine = on(here, ended, tmp_path, folder / "kept/last.ckpt")
     assert weights_apart(mine["weights"], wanted["weights"]) < 1e-9
     assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=1e-9)
@@ -825,7 +825,7 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
 
 @pytest.mark.gpu
 @pytest.mark.frees_by_waits
-def test_parts_are_copied_from_cards_while_training_goes_on(tmp_path):
+def test_parts_are_copied_from_gpus_while_training_goes_on(tmp_path):
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 CUDA devices")
     assert on(FSDP(2, "cuda"), saved_beside_steps, tmp_path) == [0, 0, 0]

@@ -155,7 +155,7 @@ def test_pinned_memory_is_hardly_more_than_its_tensors(monkeypatch):
     assert sum(sizes) < 1.4 * whole, (sizes, whole)
 
 
-# On a card: `room` is how much of what is free may be used for copies there
+# On a GPU: `room` is how much of what is free may be used for copies there
 
 
 @pytest.fixture(params=["copied there first", "waited for by its next step"])
@@ -165,14 +165,14 @@ def room(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_save_from_a_card_makes_the_same_file(tmp_path, room):
+def test_a_save_from_a_gpu_makes_the_same_file(tmp_path, room):
     for number in range(3):  # the later ones have the pinned memory of the earlier ones
         path = tmp_path / f"{number}.ckpt"
         assert saved(state_on("cuda"), path) == saved(state_on("cpu"), tmp_path / "b.ckpt")
 
 
 @pytest.mark.gpu
-def test_a_save_waits_for_nothing_that_a_card_has_to_do(tmp_path, room):
+def test_a_save_waits_for_nothing_that_a_gpu_has_to_do(tmp_path, room):
     state, writer = {"weight": torch.zeros(1 << 20, device="cuda")}, checkpoint.Writer()
     writer.save(state, [tmp_path / "first.ckpt"])
     writer.wait()

@@ -58,19 +58,19 @@ def driver_says(monkeypatch, text: str) -> None:
 
 
 @pytest.fixture
-def two_cards(monkeypatch):
+def two_gpus(monkeypatch):
     machine(monkeypatch, "cuda", 2)
 
 
 @pytest.fixture
-def no_card(monkeypatch):
+def no_gpu(monkeypatch):
     machine(monkeypatch, "cuda", 0)
     driver_says(monkeypatch, "Found no NVIDIA driver on your system. Please check that")
 
 
 NONE = "torch can use no CUDA device: Found no NVIDIA driver on your system"
 SEVERAL = [DataParallel, DDP]
-REFUSED = [  # which strategies, on how many cards, what they are given, and what is said
+REFUSED = [  # which strategies, on how many GPUs, what they are given, and what is said
     *[
         (SEVERAL, 2, {"gpus": gpus}, f"trainer.gpus={gpus} but this machine has 2 CUDA devices; "
          "use trainer.gpus=2, or trainer.accelerator=cpu to rehearse")
@@ -98,11 +98,9 @@ REFUSED = [  # which strategies, on how many cards, what they are given, and wha
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kinds, cards, given, said", REFUSED)
-def test_devices_that_can_not_be_had_are_refused_in_one_line(
-    monkeypatch, kinds, cards, given, said
-):
-    machine(monkeypatch, "cuda", cards)
+@pytest.mark.parametrize("kinds, gpus, given, said", REFUSED)
+def test_devices_that_can_not_be_had_are_refused_in_one_line(monkeypatch, kinds, gpus, given, said):
+    machine(monkeypatch, "cuda", gpus)
     driver_says(monkeypatch, "Found no NVIDIA driver on your system. Please check that")
     for kind in kinds:
         strategy = kind(**given)
@@ -111,7 +109,7 @@ def test_devices_that_can_not_be_had_are_refused_in_one_line(
         assert str(error.value) == said
 
 
-def test_more_replicas_than_the_cpu_can_bear_are_refused(no_card):
+def test_more_replicas_than_the_cpu_can_bear_are_refused(no_gpu):
     with pytest.raises(UserError, match="asks for 1000 replicas on"):
         DataParallel(1000).setup()
 
@@ -131,7 +129,7 @@ def test_more_replicas_than_the_cpu_can_bear_are_refused(no_card):
         ([0, "GPU-8f2a"], "cpu", ["cpu", "cpu"]),
     ],
 )
-def test_the_devices_are_those_that_were_asked_for(two_cards, gpus, accelerator, devices):
+def test_the_devices_are_those_that_were_asked_for(two_gpus, gpus, accelerator, devices):
     for strategy in SEVERAL:
         chosen = strategy(gpus, accelerator).choose_devices(default=None)
         assert [str(device) for device in chosen] == devices
@@ -141,7 +139,7 @@ def test_the_devices_are_those_that_were_asked_for(two_cards, gpus, accelerator,
 
 
 @pytest.mark.parametrize(
-    ("cards", "gpus", "accelerator", "kind"),
+    ("there_are", "gpus", "accelerator", "kind"),
     [
         (0, None, "auto", CPU),
         (0, 1, "auto", SingleGPU),  # it rehearses, and says so
@@ -159,8 +157,8 @@ def test_the_devices_are_those_that_were_asked_for(two_cards, gpus, accelerator,
         (0, None, "cuda", SingleGPU),  # which refuses
     ],
 )
-def test_auto_takes_the_strategy_that_fits(monkeypatch, cards, gpus, accelerator, kind):
-    machine(monkeypatch, "cuda", cards)
+def test_auto_takes_the_strategy_that_fits(monkeypatch, there_are, gpus, accelerator, kind):
+    machine(monkeypatch, "cuda", there_are)
     assert type(auto(gpus, accelerator)) is kind
 
 
@@ -178,7 +176,7 @@ def test_auto_takes_the_strategy_that_fits(monkeypatch, cards, gpus, accelerator
     ],
     ids=lambda given: given.name if isinstance(given, Strategy) else "",
 )
-def test_a_rehearsal_is_announced_in_one_line(no_card, capfd, strategy, said):
+def test_a_rehearsal_is_announced_in_one_line(no_gpu, capfd, strategy, said):
     strategy.launch(strategy.setup if strategy.name != "DDP" else int)
     printed = capfd.readouterr()
     line = f"*** REHEARSAL ON THE CPU: {NONE}, so {said} ***\n"
@@ -225,7 +223,7 @@ def test_a_rehearsal_says_why_there_is_no_gpu(
         strategy.setup()
 
 
-def test_cards_that_the_driver_tells_of_and_torch_can_not_use_are_no_silent_cpu_run(
+def test_gpus_that_the_driver_tells_of_and_torch_can_not_use_are_no_silent_cpu_run(
     monkeypatch, capfd
 ):
     machine(monkeypatch, "cuda", 1, usable=False)
@@ -248,7 +246,7 @@ UUIDS = ["8f2a0c11-1111-2222-3333-444444444444", "8f2a0c99-1111-2222-3333-444444
         (["GPU-8f2a0c99", 1], "has a device twice; name each one once"),
     ],
 )
-def test_cards_may_be_named_by_their_uuids(monkeypatch, two_cards, gpus, chosen):
+def test_gpus_may_be_named_by_their_uuids(monkeypatch, two_gpus, gpus, chosen):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda one: SimpleNamespace(uuid=UUIDS[one.index])
     )
@@ -277,13 +275,13 @@ def test_auto_takes_the_devices_that_torch_names(monkeypatch, kind, gpus, there)
         assert [str(device) for device in chosen] == there
 
 
-def test_ranks_that_see_one_card_each_take_it(monkeypatch):
+def test_ranks_that_see_one_gpu_each_take_it(monkeypatch):
     machine(monkeypatch, "cuda", 1)
     given = {"RANK": 3, "LOCAL_RANK": 3, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 4}
     for name, value in (given | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}).items():
         monkeypatch.setenv(name, str(value))
-    one_card = "this machine has 1 CUDA device; use --nproc-per-node=1, or trainer.accelerator=cpu"
-    with pytest.raises(UserError, match=f"^torchrun started 4 ranks but {one_card}"):
+    one_gpu = "this machine has 1 CUDA device; use --nproc-per-node=1, or trainer.accelerator=cpu"
+    with pytest.raises(UserError, match=f"^torchrun started 4 ranks but {one_gpu}"):
         DDP().launch(int)  # which would share it
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     places = DDP().choose_devices(default=4)
@@ -325,7 +323,7 @@ def test_one_device_of_any_kind_is_one_replica_of_data_parallel(monkeypatch):
 
 
 @pytest.mark.parametrize("kind, gpus", [(DataParallel, [1, 0]), (SingleGPU, [1])])
-def test_the_first_device_is_the_current_one_until_the_strategy_closes(two_cards, kind, gpus):
+def test_the_first_device_is_the_current_one_until_the_strategy_closes(two_gpus, kind, gpus):
     strategy = kind(gpus)
     strategy.setup()
     assert torch.accelerator.current_device_index() == 1

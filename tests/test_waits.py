@@ -1,4 +1,4 @@
-"""Nothing waits for a card between log points, whatever a run has switched on."""
+"""Nothing waits for a GPU between log points, whatever a run has switched on."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -145,7 +145,7 @@ def test_nothing_waits_between_log_points(name):
 @pytest.mark.parametrize(
     "name", ["several optimizers", "weights and accumulation", "EMA", "bf16", "copied batches"]
 )
-def test_nothing_waits_for_one_of_several_cards(name):
+def test_nothing_waits_for_one_of_several_gpus(name):
     trained(DataParallel, **CASES[name])
 
 

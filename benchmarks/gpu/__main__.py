@@ -75,7 +75,7 @@ def measure(options: Namespace) -> NoReturn:
     job = Job(options.seconds, device, options.dry_run, Records(options.records))
     SECTIONS[options.section](job)
     sys.stdout.flush()
-    os._exit(0)  # torch aborts now and then where autograd's thread of a card outlives Python
+    os._exit(0)  # torch aborts now and then where autograd's thread of a GPU outlives Python
 
 
 def report_of(sections: list[dict[str, Any]], options: Namespace) -> dict[str, Any]:

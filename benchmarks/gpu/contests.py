@@ -15,8 +15,8 @@ from dpframe.cli.build import build, check_targets
 from dpframe.cli.compose import composed
 from dpframe.recipes.gpt import GPT
 
-ROOM = 60 * 2**30  # bytes of a card that takes the larger batch of GPT-2
-TUNED, LIGHTNING, RESIDENT = "the tuned loop", "Lightning", "Lightning, data on the card"
+ROOM = 60 * 2**30  # bytes of a GPU that takes the larger batch of GPT-2
+TUNED, LIGHTNING, RESIDENT = "the tuned loop", "Lightning", "Lightning, data on the GPU"
 
 
 class Problem(NamedTuple):

@@ -1,8 +1,8 @@
-"""Numbers that follow from others: the share of a card's peak, and how long it was idle."""
+"""Numbers that follow from others: the share of a GPU's peak, and how long it was idle."""
 
 from collections.abc import Iterable
 
-# Dense bf16 products, TFLOP/s, by what the card's name contains.
+# Dense bf16 products, TFLOP/s, by what the GPU's name contains.
 PEAKS = {
     "H200": 989,
     "H100 PCIe": 756,
@@ -10,14 +10,14 @@ PEAKS = {
     "H100 SXM": 989,
     "A100": 312,
 }
-OTHERS = ("NVL", "MIG")  # of these names, and with another peak: fewer watts, or a part of a card
+OTHERS = ("NVL", "MIG")  # of these names, and with another peak: fewer watts, or a part of a GPU
 
 
-def peak_flops(card: str) -> float | None:
-    """In bf16, dense, a second; None for a card that is not in the table."""
-    if any(word in card for word in OTHERS):
+def peak_flops(gpu: str) -> float | None:
+    """In bf16, dense, a second; None for a GPU that is not in the table."""
+    if any(word in gpu for word in OTHERS):
         return None
-    return next((1e12 * peak for name, peak in PEAKS.items() if name in card), None)
+    return next((1e12 * peak for name, peak in PEAKS.items() if name in gpu), None)
 
 
 def flops_per_token(parameters: int, layers: int, heads: int, width: int, tokens: int) -> int:
@@ -26,9 +26,9 @@ def flops_per_token(parameters: int, layers: int, heads: int, width: int, tokens
     return 6 * parameters + 12 * layers * heads * (width // heads) * tokens
 
 
-def utilization(flops: float, seconds: float, card: str) -> float | None:
-    """The share of the card's peak that `flops` in `seconds` are: MFU."""
-    peak = peak_flops(card)
+def utilization(flops: float, seconds: float, gpu: str) -> float | None:
+    """The share of the GPU's peak that `flops` in `seconds` are: MFU."""
+    peak = peak_flops(gpu)
     return None if peak is None else flops / seconds / peak
 
 

@@ -69,8 +69,8 @@ def contest_parts(contest: Record) -> Iterable[str]:
         f"relative to the first epoch's; up to {contest['tolerance']:.0%} it is the same curve."
     )
     if contest["has_formula"] and all(way["utilization"] is None for way in contest["ways"]):
-        card = contest["card"] or "a CPU"
-        yield f"No MFU: the peak of {card} is not in benchmarks/gpu/formulas.py."
+        gpu = contest["gpu"] or "a CPU"
+        yield f"No MFU: the peak of {gpu} is not in benchmarks/gpu/formulas.py."
 
 
 def cells(way: Record) -> list[str]:

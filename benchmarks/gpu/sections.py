@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MOST_TURNS = 5
 SHOWN_FAILURES = 20
 ENDING_SECONDS = 15  # for tests that are stopped: they still report what ran
-ONE_TEST = "tests/test_gpu.py::test_the_card_that_was_asked_for_is_taken"
+ONE_TEST = "tests/test_gpu.py::test_the_gpu_that_was_asked_for_is_taken"
 
 
 @dataclass
@@ -66,12 +66,12 @@ def machine(job: Job) -> None:
     fact("Python", platform.python_version())
     fact("torch", torch.__version__)
     if not job.is_cuda:
-        job.records.note("No card: everything ran on the CPU.")
+        job.records.note("No GPU: everything ran on the CPU.")
         return
-    card = torch.cuda.get_device_properties(job.device)
-    fact("card", card.name)
-    fact("cards", torch.cuda.device_count())
-    fact("memory of the card", card.total_memory / 2**30, "GiB")
+    gpu = torch.cuda.get_device_properties(job.device)
+    fact("GPU", gpu.name)
+    fact("GPUs", torch.cuda.device_count())
+    fact("memory of the GPU", gpu.total_memory / 2**30, "GiB")
     fact("CUDA", torch.version.cuda)
     fact("driver", driver())
     size = 64 if job.is_dry else 8192
@@ -160,7 +160,7 @@ def race(job: Job, names: Sequence[str]) -> None:
     has_lightning = importlib.util.find_spec("lightning") is not None
     if not has_lightning:
         job.records.note("Lightning is not installed, so it is missing here.")
-    torch.set_num_threads(1)  # the card computes; on the CPU a pool of threads only wakes and waits
+    torch.set_num_threads(1)  # the GPU computes; on the CPU a pool of threads only wakes and waits
     runners = {}
     for name in names:
         contest = job.contest(name)
@@ -190,7 +190,7 @@ def describe(records: Records, name: str, contest: Contest) -> None:
         tolerance=contest.tolerance,
         aims=contest.aims,
         least_utilization=contest.least_utilization,
-        card=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
+        gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else "",
     )
 
 
@@ -236,8 +236,8 @@ def measure_idle_time(job: Job, name: str) -> None:
         trace = Path(folder, "trace.json.gz")
         ours(contest, job.device, callbacks=[Traced(contest.warm_steps, steps, trace)])
         share = idle_share(kernels(trace))
-    note = "" if share is not None else "no work of the card was recorded"
-    job.records.fact(f"idle share of the card, {name}", share, note=note)
+    note = "" if share is not None else "no work of the GPU was recorded"
+    job.records.fact(f"idle share of the GPU, {name}", share, note=note)
 
 
 class Traced(Callback):
@@ -245,7 +245,7 @@ class Traced(Callback):
 
     def __init__(self, first: int, steps: int, path: Path) -> None:
         self.first, self.last, self.path = first, first + steps, path
-        # Of a card its work alone: the calls on the CPU would make most of the trace.
+        # Of a GPU its work alone: the calls on the CPU would make most of the trace.
         cuda = {torch.profiler.ProfilerActivity.CUDA}
         activities = torch.profiler.supported_activities()
         self.profiler = torch.profiler.profile(activities=activities & cuda or activities)
@@ -259,7 +259,7 @@ class Traced(Callback):
 
 
 def kernels(trace: Path) -> list[tuple[float, float]]:
-    """From when to when the card worked, in microseconds: kernels and copies."""
+    """From when to when the GPU worked, in microseconds: kernels and copies."""
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
     is_work = {"kernel", "gpu_memcpy", "gpu_memset"}
@@ -324,10 +324,10 @@ class Saves(Checkpoint):
 
 
 def ddp(job: Job) -> None:
-    """One card by ddp and by single_gpu, in turns; then all cards, with a batch for each."""
+    """One GPU by ddp and by single_gpu, in turns; then all GPUs, with a batch for each."""
     contest = job.contest("gpt")
     assert contest is not None
-    cards = torch.cuda.device_count() if job.is_cuda else 1
+    gpus = torch.cuda.device_count() if job.is_cuda else 1
     seconds: dict[str, list[float]] = {"single": [], "ddp": [], "all": []}
     single = SingleGPU(gpus=1, accelerator="cuda") if job.is_cuda else CPU()
     last = 0.0
@@ -337,28 +337,28 @@ def ddp(job: Job) -> None:
         began = time.monotonic()
         seconds["single"].append(launched(single, job))
         seconds["ddp"].append(launched(DDP(1, job.device.type), job))
-        if cards > 1:
-            seconds["all"].append(launched(DDP(cards, job.device.type), job, copies=cards))
+        if gpus > 1:
+            seconds["all"].append(launched(DDP(gpus, job.device.type), job, copies=gpus))
         last = time.monotonic() - began
     alone, one = statistics.median(seconds["single"]), statistics.median(seconds["ddp"])
     fact = job.records.fact
-    fact("GPT-2 on one card by single_gpu", 1e3 * alone, "ms a step")
+    fact("GPT-2 on one GPU by single_gpu", 1e3 * alone, "ms a step")
     fact("the same by ddp", 1e3 * one, "ms a step", f"{one / alone:.3f} of single_gpu")
-    if cards > 1:
+    if gpus > 1:
         several = statistics.median(seconds["all"])
-        note = f"{cards * alone / several:.2f} times the tokens of one card"
-        fact(f"{cards} times the batch on {cards} cards by ddp", 1e3 * several, "ms a step", note)
+        note = f"{gpus * alone / several:.2f} times the tokens of one GPU"
+        fact(f"{gpus} times the batch on {gpus} GPUs by ddp", 1e3 * several, "ms a step", note)
     else:
-        job.records.note("There is one card, so scaling over several was not measured.")
+        job.records.note("There is one GPU, so scaling over several was not measured.")
 
 
 def launched(strategy: Strategy, job: Job, copies: int = 1) -> float:
-    free()  # ranks are other processes, on the same card
+    free()  # ranks are other processes, on the same GPU
     return strategy.launch(in_rank, strategy, job.is_dry, copies)
 
 
 def in_rank(strategy: Strategy, is_dry: bool, copies: int) -> float:
-    """Seconds a step, with the batch of one card for each of `copies` cards."""
+    """Seconds a step, with the batch of one GPU for each of `copies` GPUs."""
     with strategy:
         contest = contests(is_tiny=is_dry)["gpt"]
         contest = replace(contest, make=partial(larger, contest.make, copies))
@@ -374,7 +374,7 @@ def larger(make: Callable[[], Problem], copies: int) -> Problem:
 
 
 def free() -> None:
-    """Gives the card what nothing refers to any more."""
+    """Gives the GPU what nothing refers to any more."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

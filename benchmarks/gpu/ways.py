@@ -1,6 +1,6 @@
 """The ways to train one thing: by a tuned loop, in dpframe, in Lightning. Each returns a Turn.
 
-All train the same task with the same weights and rows in the same order. Data lies on the card,
+All train the same task with the same weights and rows in the same order. Data lies on the GPU,
 but where Lightning reads it by a DataLoader.
 """
 

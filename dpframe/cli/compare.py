@@ -100,13 +100,13 @@ def devices_of(strategy: Strategy) -> list[str]:
 
 
 def _names(job: Composed) -> list[str]:
-    """The strategies to try; single_gpu only where there is a card."""
-    has_cards = job.settings.trainer.accelerator != "cpu" and bool(present("auto"))
-    return [name for name in strategies(job) if has_cards or name != "single_gpu"]
+    """The strategies to try; single_gpu only where there is a GPU."""
+    has_gpus = job.settings.trainer.accelerator != "cpu" and bool(present("auto"))
+    return [name for name in strategies(job) if has_gpus or name != "single_gpu"]
 
 
 def _counts(job: Composed) -> list[int]:
-    """2, 4 and so on and all, of the cards; where there are none, a rehearsal."""
+    """2, 4 and so on and all, of the GPUs; where there are none, a rehearsal."""
     accelerator = job.settings.trainer.accelerator
     most = len(present("auto")) if accelerator != "cpu" else 0
     counts = [REHEARSED_REPLICAS]

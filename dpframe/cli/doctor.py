@@ -120,7 +120,7 @@ def _problems() -> Iterator[str]:
             f"start (CPython's issue 112275), until it is started again; use {fixed} or newer"
         )
     if not present("auto") and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield f"there is an NVIDIA card, and {why_none('auto')}; install torch's build for CUDA"
+        yield f"there is an NVIDIA GPU, and {why_none('auto')}; install torch's build for CUDA"
     if SHARED_MEMORY.is_dir() and _shared() < LEAST_SHARED:
         yield (
             f"{SHARED_MEMORY} has {size(_shared())}, which data workers may fill; use "

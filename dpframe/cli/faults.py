@@ -23,7 +23,7 @@ ECC = "ECC error"
 CAUSES = {
     "device-side assert": "a kernel met a value out of range, e.g. an index or a label",
     "illegal memory access": "a kernel read or wrote outside of its tensors",
-    ECC: "the memory of this card is damaged, see nvidia-smi -q -d ECC",
+    ECC: "the memory of this GPU is damaged, see nvidia-smi -q -d ECC",
 }
 
 

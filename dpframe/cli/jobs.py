@@ -54,26 +54,26 @@ class Lane(NamedTuple):
     """What one of the processes that run at a time may use."""
 
     cores: list[int]
-    environment: dict[str, str]  # which limits the cards that it sees
-    has_cards: bool
+    environment: dict[str, str]  # which limits the GPUs that it sees
+    has_gpus: bool
 
 
 def lanes(jobs: Sequence[Composed], count: int) -> list[Lane]:
-    """Equal shares; where there are fewer cores or cards than lanes, lanes share them."""
+    """Equal shares; where there are fewer cores or GPUs than lanes, lanes share them."""
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     there = present("auto") if any(_trainer(job).accelerator != "cpu" for job in jobs) else []
     variable = HIDES[there[0].type][0] if there and there[0].type in HIDES else ""
     visible = os.environ.get(variable, "") if variable else ""
     names = visible.split(",") if visible else map(str, range(len(there) if variable else 0))
-    cards = list(names)[: len(there)]
-    shares = [_share(cards, at, count) for at in range(count)]
+    devices = list(names)[: len(there)]
+    shares = [_share(devices, at, count) for at in range(count)]
     least = min(map(len, shares))
     for job in jobs:
         gpus = _trainer(job).gpus
-        if cards and isinstance(gpus, int) and gpus > least:
+        if devices and isinstance(gpus, int) and gpus > least:
             raise UserError(
                 f"trainer.gpus={gpus} but sweep.jobs={count} leaves each run {least} of "
-                f"{len(cards)} devices; use sweep.jobs={max(1, len(cards) // gpus)}"
+                f"{len(devices)} devices; use sweep.jobs={max(1, len(devices) // gpus)}"
             )
     return [
         Lane(_share(own, at, count), {variable: ",".join(share)} if share else {}, bool(there))
@@ -135,8 +135,8 @@ class _Process:
     def __init__(self, job: Composed, lane: Lane) -> None:
         self.job = job
         self.lane = lane
-        # A process that has seen a card can't be forked.
-        method = local.choose_start_method(uses_gpus=lane.has_cards)
+        # A process that has seen a GPU can't be forked.
+        method = local.choose_start_method(uses_gpus=lane.has_gpus)
         context: Any = multiprocessing.get_context(method)
         pairs = [context.Pipe(duplex=False) for _ in range(2)]
         label = f"[{(job.number or 0) + 1}] "
@@ -147,7 +147,7 @@ class _Process:
         writers = [writer for _, writer in pairs]
         environment = {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
         gpus = _trainer(job).gpus
-        if gpus in (None, *WORDS) or isinstance(gpus, int):  # names no cards
+        if gpus in (None, *WORDS) or isinstance(gpus, int):  # names no GPUs
             environment |= lane.environment
         args = (job, lane.cores, environment, *writers)
         self.process = context.Process(target=_live, args=args)

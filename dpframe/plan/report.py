@@ -97,7 +97,7 @@ def _memory(measured: Measured) -> str:
     ]
     if costs.copies_gradients:
         parts.append(f"buckets {size(costs.gradients)} from 2 replicas on")
-    peak = f"; on the card at most {size(costs.peak)}, all replicas' rows" if costs.peak else ""
+    peak = f"; on the GPU at most {size(costs.peak)}, all replicas' rows" if costs.peak else ""
     return f"{'memory':<10}{' + '.join(parts)}{peak}"
 
 

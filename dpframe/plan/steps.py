@@ -21,7 +21,7 @@ class StepTimes(Callback):
     """The replicas of this process, by hooks on the module that computes their losses.
 
     On the CPU: the processor time of the thread that computes a replica, so waiting does not count.
-    On a card: from a share's first kernel to its last one, with all waiting in between. The update
+    On a GPU: from a share's first kernel to its last one, with all waiting in between. The update
     is the first replica's.
     """
 
@@ -33,16 +33,16 @@ class StepTimes(Callback):
         self._within: dict[int, int] = {}  # by thread, the replica whose forward it computes
         self._handles: list[Any] = []
         self._places: list[torch.device] = []
-        self._is_on_cards = False
+        self._is_on_gpus = False
 
     def seconds(self) -> list[float] | None:
         """Of a step, by replica; None: not measured."""
-        for place in self._places if self._is_on_cards else ():
+        for place in self._places if self._is_on_gpus else ():
             torch.accelerator.synchronize(place)
         sums = [[0.0] * len(self._places) for _ in self._steps]
         for numbers, spans in zip(sums, self._steps, strict=True):
             for replica, start, stop in spans:
-                took = start.elapsed_time(stop) / 1000 if self._is_on_cards else stop - start
+                took = start.elapsed_time(stop) / 1000 if self._is_on_gpus else stop - start
                 numbers[replica] += took
         return [median(column) for column in zip(*sums, strict=True)] or None
 
@@ -51,7 +51,7 @@ class StepTimes(Callback):
         is_one = strategy.world_size > 1 or strategy.replicas == 1
         devices = [strategy.device] if is_one else strategy.devices
         self._places = [torch.device(device) for device in devices]
-        self._is_on_cards = strategy.device.type != "cpu"
+        self._is_on_gpus = strategy.device.type != "cpu"
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self._handles:
@@ -73,13 +73,13 @@ class StepTimes(Callback):
 
     def on_batch_start(self, trainer: Trainer, batch: Any) -> None:
         self._calls = 0
-        if self._handles and self._is_on_cards:
+        if self._handles and self._is_on_gpus:
             self._start(0)
 
     def on_batch_end(self, trainer: Trainer, batch: Any, outputs: Any) -> None:
         if self._handles:
             for replica in list(self._open):
-                if replica or not self._is_on_cards:  # a card's first span ends with the step
+                if replica or not self._is_on_gpus:  # a GPU's first span ends with the step
                     self._stop(replica)
 
     def on_before_step(self, trainer: Trainer) -> None:
@@ -93,7 +93,7 @@ class StepTimes(Callback):
 
     def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
         replica, loss = self._within.pop(threading.get_ident()), output[0]
-        if not self._is_on_cards:
+        if not self._is_on_gpus:
             self._stop(replica)
             if loss.requires_grad:
                 loss.register_hook(partial(self._enter_backward, replica))
@@ -107,7 +107,7 @@ class StepTimes(Callback):
     def _replica(self) -> int:
         if len(self._places) == 1:
             return 0
-        if not self._is_on_cards:
+        if not self._is_on_gpus:
             return self._calls  # they take turns
         return [place.index for place in self._places].index(
             torch.accelerator.current_device_index()
@@ -123,7 +123,7 @@ class StepTimes(Callback):
             self._spans.append((replica, start, self._mark(replica)))
 
     def _mark(self, replica: int) -> Any:
-        if not self._is_on_cards:
+        if not self._is_on_gpus:
             return time.thread_time()
         place = self._places[replica]
         event = torch.Event(place, enable_timing=True)

@@ -79,7 +79,7 @@ class Ray(DDP):
         )
         if not (gpus in (None, "auto", "all") or isinstance(gpus, int)):
             raise UserError(
-                f"trainer.gpus={gpus} names cards, and under strategy=ray Ray chooses them; use a "
+                f"trainer.gpus={gpus} names GPUs, and under strategy=ray Ray chooses them; use a "
                 "number, e.g. trainer.gpus=2"
             )
         if gpus == 0:
@@ -147,17 +147,17 @@ class Ray(DDP):
         import ray
 
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        cards = int(sum(node.get("GPU", 0) for node in nodes)) if self.accelerator != "cpu" else 0
-        needs = self.resources | ({"GPU": 1.0} if cards else {})
+        gpus = int(sum(node.get("GPU", 0) for node in nodes)) if self.accelerator != "cpu" else 0
+        needs = self.resources | ({"GPU": 1.0} if gpus else {})
         total = _in_words(ray.cluster_resources(), {"CPU": 0, "GPU": 0} | needs)
         there = f"the Ray cluster has {total} on {len(nodes)} node{'s' if len(nodes) > 1 else ''}"
-        if self.accelerator not in ("auto", "cpu") and not cards:
+        if self.accelerator not in ("auto", "cpu") and not gpus:
             raise UserError(
                 f"trainer.accelerator={self.accelerator} but {there}; "
                 "use trainer.accelerator=auto, or cpu to rehearse"
             )
         asked = self.gpus if isinstance(self.gpus, int) else None
-        count = asked or cards or REHEARSED_REPLICAS
+        count = asked or gpus or REHEARSED_REPLICAS
         room = sum(_room(node, needs) for node in nodes)
         if room < count:
             fix = f"use trainer.gpus={room}, " if room else "set strategy.resources to less, "

@@ -20,7 +20,7 @@ class CPU(Strategy, takes_logical_shares=True):
 
 
 class SingleGPU(Strategy, takes_logical_shares=True):
-    """`trainer.gpus=[2]` picks the card."""
+    """`trainer.gpus=[2]` picks the GPU."""
 
     def setup(self) -> None:
         super().setup()

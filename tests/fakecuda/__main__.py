@@ -1,4 +1,4 @@
-"""`python tests/fakecuda N ARGUMENTS…` runs `python ARGUMENTS…`, and its children, on N cards."""
+"""`python tests/fakecuda N ARGUMENTS…` runs `python ARGUMENTS…`, and its children, on N GPUs."""
 
 import os
 import subprocess
@@ -12,13 +12,13 @@ sys.path[0] = str(HERE.parent)
 from fakecuda import build, report  # noqa: E402
 
 USAGE = "python tests/fakecuda N ARGUMENTS, e.g. python tests/fakecuda 2 -m pytest -m gpu"
-MOST_CARDS = 16
-HIDES = "CUDA_VISIBLE_DEVICES"  # real cards, by numbers that the fake ones may not have
+MOST_GPUS = 16
+HIDES = "CUDA_VISIBLE_DEVICES"  # real GPUs, by numbers that the fake ones may not have
 
 
 def main(count: str = "", *arguments: str) -> int:
-    if not count.isdigit() or not 1 <= int(count) <= MOST_CARDS or not arguments:
-        return refused(f"usage: {USAGE}; N is 1 to {MOST_CARDS}")
+    if not count.isdigit() or not 1 <= int(count) <= MOST_GPUS or not arguments:
+        return refused(f"usage: {USAGE}; N is 1 to {MOST_GPUS}")
     try:
         folder = build.built()
     except build.CanNotBuild as error:

@@ -19,13 +19,13 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 TRIED = ("2.13",)  # the versions of torch whose inner interfaces these sources are written for
 OPTIMIZED = "races.cpp"  # it runs for each operator; the others would compile for minutes more
-LIBRARY, OPERATORS = "_cards.so", "operators.json"
+LIBRARY, OPERATORS = "_gpus.so", "operators.json"
 # NDEBUG, as torch is built with it: without, some of its classes have more members.
-FLAGS = ["-w", "-std=c++20", "-fPIC", "-DNDEBUG", "-DTORCH_EXTENSION_NAME=_cards"]
+FLAGS = ["-w", "-std=c++20", "-fPIC", "-DNDEBUG", "-DTORCH_EXTENSION_NAME=_gpus"]
 
 
 class CanNotBuild(Exception):
-    """In one line, why there are no fake cards here."""
+    """In one line, why there are no fake GPUs here."""
 
 
 def built() -> Path:
@@ -44,13 +44,13 @@ def built() -> Path:
 def why_not() -> str | None:
     torch = version("torch")
     if not torch.startswith(TRIED):
-        return f"fake cards are made for torch {', '.join(TRIED)}, this is {torch}"
+        return f"fake GPUs are made for torch {', '.join(TRIED)}, this is {torch}"
     if sys.platform != "linux":
-        return f"fake cards need Linux, this is {sys.platform}"
+        return f"fake GPUs need Linux, this is {sys.platform}"
     if shutil.which("g++") is None:
-        return "fake cards are compiled by g++, and there is none; install g++"
+        return "fake GPUs are compiled by g++, and there is none; install g++"
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        return "fake cards are compiled with Python.h, and there is none; install python3-dev"
+        return "fake GPUs are compiled with Python.h, and there is none; install python3-dev"
     return None
 
 
@@ -80,7 +80,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _build(folder: Path) -> None:
-    print(f"compiling fake cards for torch {version('torch')}, half a minute", file=sys.stderr)
+    print(f"compiling fake GPUs for torch {version('torch')}, half a minute", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         made = Path(name) / "made"
         made.mkdir()
@@ -118,4 +118,4 @@ def _gxx(*arguments: object) -> None:
     done = subprocess.run(["g++", *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line]
-        raise CanNotBuild(f"g++ can't compile fake cards: {(errors or [done.stderr.strip()])[0]}")
+        raise CanNotBuild(f"g++ can't compile fake GPUs: {(errors or [done.stderr.strip()])[0]}")

@@ -1,4 +1,4 @@
-// The fused cells of GRU and LSTM, which torch has for cards alone: here by operators of the card.
+// The fused cells of GRU and LSTM, which torch has for GPUs alone: here by operators of the GPU.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 

@@ -1,4 +1,4 @@
-// The cards as torch sees them: hooks, device guard, streams, events, allocators, generators.
+// The GPUs as torch sees them: hooks, device guard, streams, events, allocators, generators.
 #include "gpus.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -33,7 +33,7 @@ thread_local int device_now = 0;  // torch's current device
 thread_local int device_set = 0;  // CUDA's, which is another one until torch uses that without a context
 std::set<int> contexts, in_use, with_collectives;
 thread_local std::map<int, int64_t> streams_now;
-constexpr int64_t STREAMS = 32;  // of a card; more are the first ones again, as torch's are
+constexpr int64_t STREAMS = 32;  // of a GPU; more are the first ones again, as torch's are
 std::map<int, int64_t> streams_made;
 std::map<int, Memory> memories;
 std::map<char*, size_t> pinned_memory;
@@ -321,11 +321,11 @@ void synchronizing(StreamKey stream, const std::string& op) {
 namespace {
 constexpr uint64_t NUMBERS_OF_A_DRAW = 4;
 
-// Its state are 16 bytes, a seed and an offset, as on a card.
-struct CardGenerator final : c10::GeneratorImpl {
+// Its state are 16 bytes, a seed and an offset, as on a GPU.
+struct GPUGenerator final : c10::GeneratorImpl {
   uint64_t seed_ = c10::default_rng_seed_val, offset_ = 0;
 
-  explicit CardGenerator(int index)
+  explicit GPUGenerator(int index)
       : GeneratorImpl(device_at(index), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
   void set_current_seed(uint64_t seed) override { seed_ = seed, offset_ = 0; }
   void set_offset(uint64_t offset) override { offset_ = offset; }
@@ -353,8 +353,8 @@ struct CardGenerator final : c10::GeneratorImpl {
   c10::intrusive_ptr<c10::GeneratorImpl> graphsafe_get_state() const override {
     return c10::intrusive_ptr<c10::GeneratorImpl>::reclaim(clone_impl());
   }
-  CardGenerator* clone_impl() const override {
-    auto* copy = new CardGenerator(device().index());
+  GPUGenerator* clone_impl() const override {
+    auto* copy = new GPUGenerator(device().index());
     copy->seed_ = seed_, copy->offset_ = offset_;
     return copy;
   }
@@ -365,7 +365,7 @@ const at::Generator& default_generator(int index) {
   LOCKED;
   auto entry = generators.find(index);
   if (entry == generators.end())
-    entry = generators.emplace(index, at::make_generator<CardGenerator>(index)).first;
+    entry = generators.emplace(index, at::make_generator<GPUGenerator>(index)).first;
   return entry->second;
 }
 
@@ -402,7 +402,7 @@ struct Hooks final : at::CUDAHooksInterface {
     return default_generator(index < 0 ? device_now : index);
   }
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
-    return at::make_generator<CardGenerator>(index < 0 ? device_now : index);
+    return at::make_generator<GPUGenerator>(index < 0 ? device_now : index);
   }
   c10::Device getDeviceFromPtr(void* pointer) const override {
     LOCKED;

@@ -1,4 +1,4 @@
-// The cards of this process: current device and streams, memory, random numbers.
+// The GPUs of this process: current device and streams, memory, random numbers.
 #pragma once
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
@@ -9,7 +9,7 @@
 namespace fake {
 
 extern int device_count;
-constexpr int64_t capacity = int64_t(80) << 30;  // of each card, in bytes
+constexpr int64_t capacity = int64_t(80) << 30;  // of each GPU, in bytes
 
 int current_device();
 void set_device(int device);        // refuses one that is not there; makes its context
@@ -18,7 +18,7 @@ StreamKey current_stream(int device);
 void set_stream(StreamKey stream);
 StreamKey new_stream(int device);
 
-// A card is current within a scope.
+// A GPU is current within a scope.
 class OnDevice {
  public:
   explicit OnDevice(int device) : before_(current_device()) { set_device(device); }

@@ -52,28 +52,28 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 def visible() -> list[int]:
-    """The cards that CUDA_VISIBLE_DEVICES leaves, in its order, up to the first that is none."""
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, in its order, up to the first that is none."""
     count = int(os.environ["FAKECUDA"])
     asked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if asked is None:
         return list(range(count))
-    cards: list[int] = []
+    gpus: list[int] = []
     for word in asked.split(","):
-        named = [card for card in range(count) if names(word.strip(), card)]
+        named = [gpu for gpu in range(count) if names(word.strip(), gpu)]
         if len(named) != 1:
             break
-        cards += named
-    return cards
+        gpus += named
+    return gpus
 
 
-def names(word: str, card: int) -> bool:
+def names(word: str, gpu: int) -> bool:
     if word.startswith("GPU-"):
-        return f"GPU-{uuid(card)}".startswith(word)
-    return word == str(card)
+        return f"GPU-{uuid(gpu)}".startswith(word)
+    return word == str(gpu)
 
 
-def uuid(card: int) -> str:
-    return f"{card:08x}-fa4e-fa4e-fa4e-{card:012x}"
+def uuid(gpu: int) -> str:
+    return f"{gpu:08x}-fa4e-fa4e-fa4e-{gpu:012x}"
 
 
 def folder() -> Path:
@@ -81,15 +81,15 @@ def folder() -> Path:
 
 
 def preload() -> None:
-    """With the torch that is being imported: the cards may have been compiled in another place."""
+    """With the torch that is being imported: the GPUs may have been compiled in another place."""
     ctypes.CDLL(str(Path(str(sys.modules["torch"].__file__)).parent / "lib/libtorch_python.so"))
-    loaded = ctypes.CDLL(str(folder() / "_cards.so"))
+    loaded = ctypes.CDLL(str(folder() / "_gpus.so"))
     loaded.fakecuda_set_device_count(len(visible()))
 
 
 def name_what_a_cuda_build_has() -> None:
     global library
-    spec = importlib.util.spec_from_file_location("_cards", folder() / "_cards.so")
+    spec = importlib.util.spec_from_file_location("_gpus", folder() / "_gpus.so")
     assert spec is not None and spec.loader is not None
     library = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(library)
@@ -130,8 +130,8 @@ def devices() -> dict[str, Any]:
         if not library.device_count():
             raise RuntimeError("No CUDA GPUs are available")
         library.initialise()
-        cards = range(library.device_count())
-        torch.cuda.default_generators = tuple(map(library.generator, cards))
+        gpus = range(library.device_count())
+        torch.cuda.default_generators = tuple(map(library.generator, gpus))
         torch.cuda._get_device_properties = lambda index: Properties(visible()[index])
 
     def lazily(call: Callable) -> Callable:
@@ -171,9 +171,9 @@ class Error:
 
 
 class Properties:
-    """Of the card with this number, whatever is visible."""
+    """Of the GPU with this number, whatever is visible."""
 
-    def __init__(self, card: int) -> None:
+    def __init__(self, gpu: int) -> None:
         self.name = "FAKE CUDA"
         self.major, self.minor = 9, 0
         self.total_memory = TOTAL
@@ -183,7 +183,7 @@ class Properties:
         self.max_threads_per_multi_processor = 2048
         self.shared_memory_per_multiprocessor = 233472
         self.is_integrated = self.is_multi_gpu_board = 0
-        self.uuid = uuid(card)
+        self.uuid = uuid(gpu)
 
 
 def streams(_C: Any) -> dict[str, Any]:
@@ -215,8 +215,8 @@ def streams(_C: Any) -> dict[str, Any]:
         "_CudaStreamBase": StreamBase,
         "_CudaEventBase": EventBase,
         "_cuda_setStream": set_stream,
-        "_cuda_getCurrentStream": lambda card: (library.get_stream(card), card, CUDA),
-        "_cuda_getDefaultStream": lambda card: (0, card, CUDA),
+        "_cuda_getCurrentStream": lambda gpu: (library.get_stream(gpu), gpu, CUDA),
+        "_cuda_getDefaultStream": lambda gpu: (0, gpu, CUDA),
         "_cuda_getCurrentRawStream": library.get_stream,
     }
 
@@ -231,8 +231,8 @@ def _lazy_init() -> None:
 
 
 def memory() -> dict[str, Any]:
-    def stats(card: int) -> dict[str, Any]:
-        known = library.memory(card)
+    def stats(gpu: int) -> dict[str, Any]:
+        known = library.memory(gpu)
         counts = {name: known[name] for name in ("current", "peak", "allocated", "freed")}
         sizes = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
         return {size: {"all": counts} for size in sizes} | {"num_ooms": known["out_of_memory"]}
@@ -248,9 +248,9 @@ def memory() -> dict[str, Any]:
     }
 
 
-def free_and_total(card: int) -> tuple[int, int]:
-    library.use_context(card, "cudaMemGetInfo")
-    return TOTAL - library.memory(card)["current"], TOTAL
+def free_and_total(gpu: int) -> tuple[int, int]:
+    library.use_context(gpu, "cudaMemGetInfo")
+    return TOTAL - library.memory(gpu)["current"], TOTAL
 
 
 def graphs() -> dict[str, Any]:
@@ -265,11 +265,11 @@ def graphs() -> dict[str, Any]:
 
 
 def copies() -> dict[str, Any]:
-    def on(card: int, tensor: Any) -> Any:
-        return tensor if tensor.get_device() == card else tensor.to(card, non_blocking=True)
+    def on(gpu: int, tensor: Any) -> Any:
+        return tensor if tensor.get_device() == gpu else tensor.to(gpu, non_blocking=True)
 
-    def broadcast_coalesced(tensors: list, cards: list[int], size: int) -> list[list]:
-        return [[on(card, tensor) for tensor in tensors] for card in cards]
+    def broadcast_coalesced(tensors: list, gpus: list[int], size: int) -> list[list]:
+        return [[on(gpu, tensor) for tensor in tensors] for gpu in gpus]
 
     return {"_broadcast_coalesced": broadcast_coalesced}
 

@@ -59,7 +59,7 @@ void Graph::uses(const Touched& memory) {
     contents[memory.base] = {memory.base, memory.base + region.size};
 }
 
-// What was computed while capturing is undone: on a card it has not run.
+// What was computed while capturing is undone: on a GPU it has not run.
 void Graph::end() {
   LOCKED;
   leave(this);

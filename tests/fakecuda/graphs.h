@@ -13,7 +13,7 @@ struct Touched {
   bool writes;
 };
 
-// A call of an operator, with tensors that are the CPU's but lie in the cards' memory.
+// A call of an operator, with tensors that are the CPU's but lie in the GPUs' memory.
 struct Recorded {
   c10::OperatorHandle op;
   std::vector<c10::IValue> arguments, results;

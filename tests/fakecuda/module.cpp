@@ -1,4 +1,4 @@
-// What Python sees of the cards; gpus.py gives it to torch under torch's names.
+// What Python sees of the GPUs; gpus.py gives it to torch under torch's names.
 #include <pybind11/stl.h>
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/utils/pybind.h>

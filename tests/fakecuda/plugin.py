@@ -63,8 +63,8 @@ def forget() -> None:
 
 def streams_left() -> list[str]:
     count = gpus.library.device_count() if gpus.library is not None else 0
-    left = {card: gpus.library.get_stream(card) for card in range(count)}
-    return [f"cuda:{card} is left on its stream {one}" for card, one in left.items() if one]
+    left = {gpu: gpus.library.get_stream(gpu) for gpu in range(count)}
+    return [f"cuda:{gpu} is left on its stream {one}" for gpu, one in left.items() if one]
 
 
 def restore() -> None:
@@ -72,6 +72,6 @@ def restore() -> None:
     if gpus.library is None:
         return
     gpus.library.set_sync_debug_mode(0)
-    for card in reversed(range(gpus.library.device_count())):
-        gpus.library.set_memory_fraction(1.0, card)
-        gpus.library.set_stream(0, card)
+    for gpu in reversed(range(gpus.library.device_count())):
+        gpus.library.set_memory_fraction(1.0, gpu)
+        gpus.library.set_stream(0, gpu)

@@ -28,7 +28,7 @@ struct Access {
   std::string op;
 };
 
-// Memory of a card, or of the host while a copy may still read or write it.
+// Memory of a GPU, or of the host while a copy may still read or write it.
 struct Region {
   uint64_t id;
   size_t size;
@@ -63,7 +63,7 @@ bool is_host_memory_in_use();
 
 // ---- the end of memory
 
-void check_free(const Region& region);  // of a card
+void check_free(const Region& region);  // of a GPU
 void check_host_free(char* base);       // of the host, pageable
 void forget_host_memory(char* base);
 

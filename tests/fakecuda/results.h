@@ -14,7 +14,7 @@ struct Collective {
   StreamKey stream;
   uint64_t time;  // of the stream
   std::function<void(std::vector<at::Tensor>& results)> compute;
-  std::vector<at::Tensor> outputs;  // the cards' memory, seen as the CPU's; null: it was freed
+  std::vector<at::Tensor> outputs;  // the GPUs' memory, seen as the CPU's; null: it was freed
 };
 
 // The collectives of a group in this process, one after the other, on a thread of their own.

@@ -31,7 +31,7 @@ const std::set<std::string> SYNCHRONIZING = {
 const std::set<std::string> DRAWS_UNASKED = {"native_dropout"};
 
 struct Borrowed {
-  Tensor card, cpu;
+  Tensor gpu, cpu;
   bool is_written;
 };
 
@@ -50,15 +50,15 @@ class Call {
     auto arguments = torch::jit::pop(*stack, schema_.arguments().size());
     c10::Stack cpu = borrow(arguments);
     if (device_ < 0) device_ = current_device();
-    refuse_what_a_card_refuses();
+    refuse_what_a_gpu_refuses();
     auto stream = current_stream(device_);
     if (SYNCHRONIZING.count(name_) || (may_mix() && has_host_tensor_)) synchronizing(stream, name_);
-    draw_from_card(cpu);
+    draw_from_gpu(cpu);
     auto* graph = order(stream);
     auto kept = graph ? cpu : c10::Stack();
     compute(cpu);
     take_over_resized();
-    for (auto& value : cpu) value = to_card(value);
+    for (auto& value : cpu) value = to_gpu(value);
     if (graph) record(graph, std::move(kept), cpu);
     for (auto& value : cpu) stack->push_back(std::move(value));
   }
@@ -113,7 +113,7 @@ class Call {
     if (device_ >= 0 && device_ != index) other_device_ = index;
     device_ = index;
     for (auto& one : borrowed_)
-      if (one.card.is_same(tensor)) {
+      if (one.gpu.is_same(tensor)) {
         one.is_written |= writes;
         return one.cpu;
       }
@@ -121,12 +121,12 @@ class Call {
     return borrowed_.back().cpu;
   }
 
-  bool may_mix() const {  // index tensors and scalars of the host are copied to the card
+  bool may_mix() const {  // index tensors and scalars of the host are copied to the GPU
     auto begins = [&](const char* with) { return name_.rfind(with, 0) == 0; };
     return begins("index") || begins("_index_put") || begins("_foreach");
   }
 
-  void refuse_what_a_card_refuses() const {
+  void refuse_what_a_gpu_refuses() const {
     TORCH_CHECK_NOT_IMPLEMENTED(facts_ & HAS_CUDA_KERNEL, "Could not run 'aten::", name_,
                                 "' with arguments from the 'CUDA' backend.");
     bool is_mixed = other_device_ >= 0 || (has_host_tensor_ && !may_mix() && !borrowed_.empty());
@@ -137,7 +137,7 @@ class Call {
                 ")");
   }
 
-  void draw_from_card(c10::Stack& arguments) const {
+  void draw_from_gpu(c10::Stack& arguments) const {
     for (size_t i = 0; i < arguments.size(); i++) {
       static const std::string kind = "Generator";
       if (schema_.arguments()[i].type()->str().find(kind) == std::string::npos) continue;
@@ -154,13 +154,13 @@ class Call {
     check_fork();
     launch(stream);
     for (auto& one : borrowed_) {
-      auto span = span_of(one.card);
+      auto span = span_of(one.gpu);
       auto* region = region_of(device_memory, span.begin);
       (one.is_written ? write : read)(stream, region, span.begin, span.end, name_);
     }
     auto* graph = graph_of(stream);
     if (graph)
-      for (auto& one : borrowed_) graph->uses(touched(one.card, one.is_written));
+      for (auto& one : borrowed_) graph->uses(touched(one.gpu, one.is_written));
     return graph;
   }
 
@@ -180,33 +180,33 @@ class Call {
 
   void take_over_resized() const {  // an out= that was too small
     for (auto& one : borrowed_) {
-      if (!one.is_written || one.cpu.sizes().equals(one.card.sizes())) continue;
-      if (memory_at(one.cpu) != memory_at(one.card)) {
+      if (!one.is_written || one.cpu.sizes().equals(one.gpu.sizes())) continue;
+      if (memory_at(one.cpu) != memory_at(one.gpu)) {
         auto bytes = one.cpu.storage().nbytes();
-        resize_memory(one.card, bytes);
-        std::memcpy(memory_at(one.card), memory_at(one.cpu), bytes);
+        resize_memory(one.gpu, bytes);
+        std::memcpy(memory_at(one.gpu), memory_at(one.cpu), bytes);
       }
-      one.card.unsafeGetTensorImpl()->set_sizes_and_strides(one.cpu.sizes(), one.cpu.strides());
+      one.gpu.unsafeGetTensorImpl()->set_sizes_and_strides(one.cpu.sizes(), one.cpu.strides());
     }
   }
 
-  IValue to_card(const IValue& value) const {
-    if (value.isTensor()) return to_card(value.toTensor());
+  IValue to_gpu(const IValue& value) const {
+    if (value.isTensor()) return to_gpu(value.toTensor());
     if (!value.isTensorList()) return value;
     c10::List<Tensor> list;
-    for (Tensor tensor : value.toTensorList()) list.push_back(to_card(tensor));
+    for (Tensor tensor : value.toTensorList()) list.push_back(to_gpu(tensor));
     return list;
   }
 
-  Tensor to_card(const Tensor& tensor) const {
+  Tensor to_gpu(const Tensor& tensor) const {
     if (!tensor.defined() || !tensor.is_cpu()) return tensor;
     for (auto& one : borrowed_)
-      if (one.cpu.is_same(tensor)) return one.card;
+      if (one.cpu.is_same(tensor)) return one.gpu;
     for (auto& one : borrowed_)
-      if (tensor.storage().nbytes() && memory_at(tensor) == memory_at(one.card))
-        return at::native::as_strided_tensorimpl(one.card, tensor.sizes(), tensor.strides(),
+      if (tensor.storage().nbytes() && memory_at(tensor) == memory_at(one.gpu))
+        return at::native::as_strided_tensorimpl(one.gpu, tensor.sizes(), tensor.strides(),
                                                  tensor.storage_offset());
-    auto result = fake::to_card(tensor, device_);
+    auto result = fake::to_gpu(tensor, device_);
     LOCKED;
     auto span = span_of(result);
     write(current_stream(device_), region_of(device_memory, span.begin), span.begin, span.end,
@@ -217,7 +217,7 @@ class Call {
   void record(Graph* graph, c10::Stack arguments, const c10::Stack& results) const {
     LOCKED;
     Recorded call{op_, std::move(arguments), {}, {}, name_};
-    for (auto& one : borrowed_) call.touched.push_back(touched(one.card, one.is_written));
+    for (auto& one : borrowed_) call.touched.push_back(touched(one.gpu, one.is_written));
     auto keep = [&](const Tensor& tensor) {
       if (!tensor.defined() || !tensor.is_cuda()) return tensor;
       call.touched.push_back(touched(tensor, true));
@@ -264,7 +264,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 
 void call_on_cpu(const c10::OperatorHandle& op, c10::Stack& stack, int device, bool draws_unasked) {
   if (!draws_unasked) return op.callBoxed(stack);
-  static std::mutex one_draw;  // threads of other cards borrow the same generator
+  static std::mutex one_draw;  // threads of other GPUs borrow the same generator
   std::lock_guard<std::mutex> locked(one_draw);
   auto cpu = at::detail::getDefaultCPUGenerator();
   auto before = cpu.get_state();

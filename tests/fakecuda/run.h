@@ -1,4 +1,4 @@
-// All operators that compute something: refused as on a card, else run by the CPU's kernels.
+// All operators that compute something: refused as on a GPU, else run by the CPU's kernels.
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 

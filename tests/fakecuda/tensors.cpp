@@ -1,4 +1,4 @@
-// What needs no kernel: empty tensors, views, resizing, copies between host and cards.
+// What needs no kernel: empty tensors, views, resizing, copies between host and GPUs.
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>
@@ -27,7 +27,7 @@ at::Tensor as_cpu(const at::Tensor& tensor) {
   return cpu;
 }
 
-at::Tensor to_card(const at::Tensor& cpu, int device) {
+at::Tensor to_gpu(const at::Tensor& cpu, int device) {
   OnDevice there(device);
   at::Tensor tensor = at::detail::empty_strided_generic(
       cpu.sizes(), cpu.strides(), device_allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
@@ -117,7 +117,7 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 // ---- copies
 
 // A copy may use the host's memory after it has returned to the caller. Pageable memory that goes to
-// a card is staged first.
+// a GPU is staged first.
 Region* host_region(const Tensor& tensor) {
   return use_host_memory(memory_at(tensor), tensor.storage().nbytes());
 }
@@ -125,9 +125,9 @@ Region* host_region(const Tensor& tensor) {
 void order_copy(const Tensor& to, const Tensor& from, StreamKey stream, bool waits,
                 const std::string& name) {
   auto source = span_of(from), target = span_of(to);
-  bool between_cards = to.is_cuda() && from.is_cuda() && to.device() != from.device();
+  bool between_gpus = to.is_cuda() && from.is_cuda() && to.device() != from.device();
   auto other = current_stream(to.is_cuda() ? to.device().index() : stream.device);
-  if (between_cards) wait(stream, clock_of(other));
+  if (between_gpus) wait(stream, clock_of(other));
   launch(stream);
   if (from.is_cuda())
     read(stream, region_of(device_memory, source.begin), source.begin, source.end, name);
@@ -139,7 +139,7 @@ void order_copy(const Tensor& to, const Tensor& from, StreamKey stream, bool wai
     write(stream, region_of(device_memory, target.begin), target.begin, target.end, name);
   else if (target.begin != target.end)
     write(stream, host_region(to), target.begin, target.end, name);
-  if (between_cards) wait(other, clock_of(stream));
+  if (between_gpus) wait(other, clock_of(stream));
 }
 
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
@@ -150,9 +150,9 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   int device = source.is_cuda() ? source.device().index() : self.device().index();
   auto stream = current_stream(device);
   bool is_within = !crosses && self.device() == source.device();
-  std::string name = is_within          ? "a copy within a card"
-                     : !crosses       ? "a copy between cards"
-                     : self.is_cuda() ? "a copy to the card"
+  std::string name = is_within          ? "a copy within a GPU"
+                     : !crosses       ? "a copy between GPUs"
+                     : self.is_cuda() ? "a copy to the GPU"
                                       : "a copy to the host";
   auto from = source.is_cuda() ? as_cpu(source) : source, to = self.is_cuda() ? as_cpu(self) : self;
   {

@@ -1,4 +1,4 @@
-// Tensors of a card seen as the CPU's, and which bytes they span.
+// Tensors of a GPU seen as the CPU's, and which bytes they span.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -7,7 +7,7 @@
 namespace fake {
 
 at::Tensor as_cpu(const at::Tensor& tensor);  // the same memory
-at::Tensor to_card(const at::Tensor& cpu, int device);  // new memory
+at::Tensor to_gpu(const at::Tensor& cpu, int device);  // new memory
 void resize_memory(const at::Tensor& tensor, size_t bytes);  // what is in it is kept
 
 struct Span {

@@ -17,7 +17,7 @@ def run_the_next_one() -> None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def give_torch_the_cards() -> None:
+def give_torch_the_gpus() -> None:
     package = HERE.parent
     spec = importlib.util.spec_from_file_location(
         "fakecuda", package / "__init__.py", submodule_search_locations=[str(package)]
@@ -32,4 +32,4 @@ def give_torch_the_cards() -> None:
 
 run_the_next_one()
 if "FAKECUDA" in os.environ:
-    give_torch_the_cards()
+    give_torch_the_gpus()
