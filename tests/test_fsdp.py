@@ -23,7 +23,7 @@ from dpframe.callbacks.histograms import Histograms
 from dpframe.callbacks.sample_predictions import SamplePredictions
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
-from dpframe.strategies.processes import abort
+from dpframe.strategies.processes import abort_groups
 from dpframe.strategies.single import CPU
 
 EXACT = 1e-12
@@ -263,7 +263,7 @@ class Waiting:
 
 def test_groups_are_aborted_together():
     both = threading.Barrier(2)
-    abort([Waiting(both), Waiting(both)])
+    abort_groups([Waiting(both), Waiting(both)])
 
 
 MIB = 2**20

@@ -18,7 +18,7 @@ from dpframe import files
 from dpframe.checkpoint import foreign, seal
 from dpframe.checkpoint.plain import (
     NotANumber,
-    Sharding,
+    ShardWriter,
     Stored,
     Unusable,
     map_tensors,
@@ -198,7 +198,7 @@ def load_task(
     *,
     is_resumed: bool = False,
     key: str = "checkpoint",
-    sharding: Sharding | None = None,
+    sharding: ShardWriter | None = None,
 ) -> None:
     """Where the weights were averaged, their average; a run resumes with the weights themselves.
     `sharding`: the strategy's, of a Trainer that has the task."""
@@ -217,7 +217,7 @@ def load_task(
     task.load_state_dict({n: _like(here[n], value, sharding) for n, value in weights.items()})
 
 
-def _like(here: Any, value: Any, sharding: Sharding | None) -> Any:
+def _like(here: Any, value: Any, sharding: ShardWriter | None) -> Any:
     if sharding is not None and isinstance(value, Tensor):
         return sharding.shard_like(value, here)
     return value.read() if isinstance(value, Stored) else value

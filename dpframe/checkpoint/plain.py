@@ -34,7 +34,7 @@ class Stored(Tensor):
         return target
 
 
-class Sharding(Protocol):
+class ShardWriter(Protocol):
     """What a checkpoint asks of a strategy whose processes each have a shard of a tensor. Every
     process calls it, and the main one writes the checkpoint's file."""
 

@@ -11,7 +11,7 @@ import torch
 
 from dpframe import accelerator
 from dpframe.checkpoint import file, seal
-from dpframe.checkpoint.plain import Sharding, map_tensors
+from dpframe.checkpoint.plain import ShardWriter, map_tensors
 from dpframe.checkpoint.snapshot import Memory, Snapshot
 
 LARGE = 64 << 20  # bytes of a state
@@ -63,7 +63,7 @@ class Writer:
         paths: Sequence[Path],
         drop: Sequence[Path] = (),
         *,
-        sharding: Sharding | None = None,
+        sharding: ShardWriter | None = None,
     ) -> None:
         """From its return on `state` may change; `drop` is removed when the new files are there.
 

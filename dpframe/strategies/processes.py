@@ -27,7 +27,7 @@ with suppress(ImportError):  # it is deprecated, and there is nothing to guard w
     # Before any group is open: by their defaults, its functions would keep that one for ever.
     import torch.distributed.nn
 
-_groups = itertools.count()  # numbers the groups of this process
+_group_numbers = itertools.count()  # numbers the groups of this process
 
 
 class Processes(Strategy):
@@ -104,7 +104,7 @@ class Processes(Strategy):
         store = self._hosted(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
         store.set_timeout(timeout)
         # torchrun's store outlives a group; the next one must not find the keys of this one.
-        self._store = dist.PrefixStore(f"dpframe{next(_groups)}", store)
+        self._store = dist.PrefixStore(f"dpframe{next(_group_numbers)}", store)
         # Not with `device_id`: NCCL then splits groups, which takes ranks that `_first` leaves out.
         dist.init_process_group(
             backend_of(self.device),
@@ -209,11 +209,11 @@ class Processes(Strategy):
         if self.device.type != "cpu" and dist.is_initialized() and (groups := self.groups()):
             if isinstance(error, Interrupted):
                 torch.accelerator.synchronize(self.device)  # until the others have joined in
-            abort(groups)
+            abort_groups(groups)
         super().abort(error)
 
 
-def abort(groups: Sequence[dist.ProcessGroup]) -> None:
+def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     """At once: to abort one may wait for a collective that the device has begun in another."""
     with ThreadPoolExecutor(len(groups)) as threads:
         for aborted in [threads.submit(group.abort) for group in groups]:

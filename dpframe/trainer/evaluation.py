@@ -21,9 +21,9 @@ from dpframe.task import Task
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import Precision
 from dpframe.trainer.predictions import Predictions, by_rows, collected
-from dpframe.trainer.progress import StopPoll
 from dpframe.trainer.spool import Spool, fitting, size_of
 from dpframe.trainer.step import EvalStep
+from dpframe.trainer.stop_poll import StopPoll
 from dpframe.trainer.task_metrics import TaskMetrics
 
 NO_ROWS = "the data set gave no rows; check its stream"

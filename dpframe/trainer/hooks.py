@@ -3,9 +3,9 @@
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any
+from weakref import ref
 
 from dpframe.data import Batch
 from dpframe.errors import UserError, miscalled, suggestion
@@ -55,8 +55,14 @@ class Hooks:
         return self._lists[name]
 
     def bound(self, name: str, trainer: Any) -> list[Hook]:
-        """Those that take what is left of the arguments, for parts that have no Trainer."""
-        return [partial(hook, trainer) for hook in self._lists[name]]
+        """Those that take what is left of the arguments, for parts that have no Trainer, and do not
+        keep it: its workers end with the last use of it, not with a later garbage collection."""
+        refer = ref(trainer)
+
+        def bind(hook: Hook) -> Hook:
+            return lambda *args: hook(refer(), *args)
+
+        return [bind(hook) for hook in self._lists[name]]
 
     def call(self, name: str, trainer: Any, *args: Any) -> None:
         for hook in self._lists[name]:

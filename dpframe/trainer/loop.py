@@ -33,13 +33,14 @@ from dpframe.trainer.hooks import Hooks, in_order
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.predictions import Predictions
-from dpframe.trainer.prepare import Training, prepare
+from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.profile import timed, untimed
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks
 from dpframe.trainer.recorder import Recorder, RunInfo, refuse_nowhere
+from dpframe.trainer.schedule import EpochEnd
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.setup import Setup
+from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.validation import refuse_misspelt
@@ -118,7 +119,7 @@ class Trainer(CallbackView):
         times = timed if settings.profile else untimed
         self.hooks = Hooks(task, self.callbacks, self.strategy, times)
         self.recorder = Recorder(self.strategy.logger(loggers), self.run, times)
-        self.setup = Setup(
+        self.shared = Shared(
             task,
             data,
             self.strategy,
@@ -154,8 +155,8 @@ class Trainer(CallbackView):
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
         # The task may ask for its lengths while its parts are made.
         self.feed = Feed.of(self.data, self.strategy, self.settings, seed=self.seed)
-        self.training = training = prepare(
-            self.setup,
+        self.training = training = make_training(
+            self.shared,
             self.settings,
             self.feed,
             self.callbacks,
@@ -221,7 +222,7 @@ class Trainer(CallbackView):
         by_name: dict[str, Predictions] = {}
         after_batch = self.hooks.after_batch("on_predict_batch_end", self)
         with restore_modes(self.task):
-            evaluations = self.setup.evaluations("predict", self.settings)
+            evaluations = self.shared.evaluations("predict", self.settings)
             self.hooks.call("on_predict_start", self)
             self.task.begin_pass("predict")
             for name, evaluation in evaluations.items():
@@ -239,7 +240,7 @@ class Trainer(CallbackView):
         self._refuse_closed()
         self.mode = mode
         with restore_modes(self.task):
-            evaluations = self.setup.evaluations(kind, self.settings)
+            evaluations = self.shared.evaluations(kind, self.settings)
             self.hooks.call(f"{hook}_start", self)
             after_batch = self.hooks.after_batch(f"{hook}_batch_end", self)
             self.metrics.update(means_of(evaluations, after_batch=after_batch))
@@ -308,34 +309,23 @@ class Trainer(CallbackView):
         progress, schedule = self.progress, training.schedule
         self._read_losses(training)
         rates = training.updates.learning_rates()
-        is_whole = not self.should_stop or progress.batches_done == training.feed.batches_in(
-            progress.epoch
-        )
+        batches = training.feed.batches_in(progress.epoch)
+        is_whole = not self.should_stop or progress.batches_done == batches
         if not schedule.has_polled(progress.global_step):
             self._poll(training)
-        epochs = progress.epoch + is_whole
-        is_last = self.should_stop or bool(schedule.reached(epochs, progress.global_step))
-        is_due = is_whole and schedule.validates_after_epoch(epochs)
-        self.is_extra_validation = not (is_due or schedule.validates(progress))
-        validated: dict[str, float] = {}
-        if training.validation and (is_last or is_due):
-            random_state = None if is_whole else seeding.random_state(self.strategy.local_devices)
-            validated = self._measure_validation(training, training.means)
-            if random_state is not None:  # a resumed run draws as if this one had not ended
-                seeding.restore_random_state(random_state, self.strategy.local_devices)
-        total = training.means.total()
-        means = self.task.summarize(total) if total else {}
-        measured = {f"train/{name}": value for name, value in means.items()}
-        measured |= self.task_metrics.results("train", measured)
-        if not total:  # every step was left out: the epoch before must not stand in for this one
-            self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
+        end = schedule.end_epoch(progress, is_whole=is_whole, should_stop=self.should_stop)
+        self.is_extra_validation = end.is_extra_validation
+        validated = self._validate_epoch(training, end)
+        measured = self._measure_epoch(training)
         self.metrics.update(measured | validated)
         if is_whole:
-            progress.epoch, progress.batches_done = epochs, 0
+            progress.epoch, progress.batches_done = end.epochs, 0
             training.means.reset()
             self.step_metrics = {}
             self.task_metrics.reset()
-        self.should_stop = self.should_stop or is_last  # hooks of the validation may have said so
+        self.should_stop = (
+            self.should_stop or end.is_last
+        )  # hooks of the validation may have said so
         if validated:
             self.hooks.call("on_validation_end", self)
         if is_whole:
@@ -348,6 +338,28 @@ class Trainer(CallbackView):
         progress.ended_step = progress.global_step
         self.hooks.call("on_epoch_end", self)
         self.recorder.tend()
+
+    def _validate_epoch(self, training: Training, end: EpochEnd) -> dict[str, float]:
+        """The new metrics of the validation after an epoch, or at the end of training."""
+        if not (training.validation and end.validates):
+            return {}
+        if end.is_whole:
+            return self._measure_validation(training, training.means)
+        random_state = seeding.random_state(self.strategy.local_devices)
+        validated = self._measure_validation(training, training.means)
+        # A resumed run draws as if this one had not ended.
+        seeding.restore_random_state(random_state, self.strategy.local_devices)
+        return validated
+
+    def _measure_epoch(self, training: Training) -> dict[str, float]:
+        """The metrics of the epoch's updates."""
+        total = training.means.total()
+        means = self.task.summarize(total) if total else {}
+        measured = {f"train/{name}": value for name, value in means.items()}
+        measured |= self.task_metrics.results("train", measured)
+        if not total:  # every step was left out: the epoch before must not stand in for this one
+            self.metrics = {k: v for k, v in self.metrics.items() if not k.startswith("train/")}
+        return measured
 
     def _finish_resumed_step(self, training: Training) -> None:
         """The validation and the end of the epoch that the checkpoint's step has still to come
@@ -410,7 +422,7 @@ class Trainer(CallbackView):
         logged = logged if logged_step == self.global_step else {}
         state = training.state.capture(self.metrics, logged)
         if self.is_extra_validation:
-            # A stream's last step does not tell that it is the last: a resumed run finds out.
+            # Only as training ended here: a resumed, longer run must not count it.
             state["progress"]["validated_step"] = -1
         self.hooks.call("on_save", self, state)
         return state if sharding is None or not whole else sharding.whole(state)

@@ -1,4 +1,7 @@
-"""What `fit` needs, made and checked before there is a run directory: a straight line of values."""
+"""What `fit` needs, made and checked before there is a run directory: a straight line of values.
+
+The task is told its lengths on the way, as its optimizers and schedules may ask for them.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -18,14 +21,15 @@ from dpframe.trainer.fingerprint import fingerprint
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.placement import Precision
 from dpframe.trainer.profile import Profile, timed, untimed
-from dpframe.trainer.progress import Progress, StopPoll
+from dpframe.trainer.progress import Progress
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.schedule import Schedule
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
-from dpframe.trainer.setup import Setup
+from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Resumable
 from dpframe.trainer.step import Step, StepByHand, TrainStep
+from dpframe.trainer.stop_poll import StopPoll
 from dpframe.trainer.updates import Updates, updates_of
 from dpframe.trainer.validation import Validation
 
@@ -48,8 +52,8 @@ class Training:
     changes: list[str]  # what is not as it was there
 
 
-def prepare(
-    setup: Setup,
+def make_training(
+    shared: Shared,
     settings: TrainerSettings,
     feed: Feed,
     callbacks: Sequence[Callback],
@@ -61,13 +65,13 @@ def prepare(
     resumed_from: dict[str, Any] | None,
     resume_anyway: bool,
 ) -> Training:
-    task, data, strategy = setup.task, setup.data, setup.strategy
+    task, data, strategy = shared.task, shared.data, shared.strategy
     profile = Profile() if settings.profile else None
     if settings.on_nonfinite == "skip":
         strategy.check_skips(settings.accumulate)
     validation = Validation(
         task,
-        setup.evaluations("val", settings, feed.validation) if feed.validation else {},
+        shared.evaluations("val", settings, feed.validation) if feed.validation else {},
         timed if settings.profile else untimed,
     )
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
@@ -80,7 +84,7 @@ def prepare(
         task,
         strategy,
         settings,
-        setup.precision.scaler,
+        shared.precision.scaler,
         scaled_rates,
         timed if settings.profile else untimed,
     )
@@ -90,9 +94,9 @@ def prepare(
             "of one; write validation_step, or return None from val_dataset"
         )
     recomputed = drop_activations(task, settings.checkpoint_activations)
-    wrap_steps(updates, task, strategy, settings, setup.precision)
+    wrap_steps(updates, task, strategy, settings, shared.precision)
     means = means_over(strategy)
-    setup.task_metrics.reset()
+    shared.task_metrics.reset()
     guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
     is_cuda = strategy.device.type == "cuda"
     step = Step(
@@ -100,7 +104,7 @@ def prepare(
         strategy,
         progress,
         guard,
-        setup.task_metrics,
+        shared.task_metrics,
         feed.to_device,
         on_batch_start=on_batch_start,
         on_batch_end=on_batch_end,
@@ -113,13 +117,13 @@ def prepare(
         feed,
         updates,
         means,
-        setup.task_metrics,
+        shared.task_metrics,
         callbacks,
         progress,
         strategy.local_devices,
-        setup.seed,
+        shared.seed,
         run.recipe,
-        fingerprint(task, data, feed, updates, settings, run, setup.seed),
+        fingerprint(task, data, feed, updates, settings, run, shared.seed),
     )
     changes = []
     if resumed_from is not None:
@@ -129,7 +133,7 @@ def prepare(
         step,
         updates,
         means,
-        Schedule(settings, feed, StopPoll(strategy, setup.interruption)),
+        Schedule(settings, feed, StopPoll(strategy, shared.interruption)),
         validation,
         guard,
         state,
@@ -154,7 +158,7 @@ def wrap_steps(
     if updates.by_hand is not None:
         step = strategy.wrap(StepByHand(task, precision.autocast), training=False)
         for update in (updates.by_hand, *updates.values()):
-            update.run(step)
+            update.use(step)
         return
     compiled = None
     if mode is not None:
@@ -162,7 +166,7 @@ def wrap_steps(
     for name, update in updates.items():
         step = TrainStep(task, precision.autocast, name, compiled)
         with update.alone() if name else nullcontext():
-            update.run(strategy.wrap(step, training=True))
+            update.use(strategy.wrap(step, training=True))
 
 
 def notes_of(

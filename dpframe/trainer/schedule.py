@@ -1,8 +1,21 @@
 """When to log, to validate, to look at clock and signals, and to stop."""
 
+from typing import NamedTuple
+
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.progress import Progress, StopPoll
+from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.stop_poll import StopPoll
+
+
+class EpochEnd(NamedTuple):
+    """The end of an epoch, or of training within one."""
+
+    epochs: int  # that are whole then
+    is_whole: bool
+    is_last: bool  # training ends
+    validates: bool
+    is_extra_validation: bool  # only as training ends here: a longer run would not validate
 
 
 class Schedule:
@@ -31,8 +44,13 @@ class Schedule:
         is_due = every is not None and progress.global_step % every == 0
         return is_due or progress.batches_done in self._validates_after
 
-    def validates_after_epoch(self, epochs: int) -> bool:
-        return epochs % max(1, int(self._settings.validate_every_epochs)) == 0
+    def end_epoch(self, progress: Progress, *, is_whole: bool, should_stop: bool) -> EpochEnd:
+        epochs = progress.epoch + is_whole
+        is_last = should_stop or bool(self.reached(epochs, progress.global_step))
+        every = max(1, int(self._settings.validate_every_epochs))
+        is_due = is_whole and epochs % every == 0
+        is_extra = not (is_due or self.validates(progress))
+        return EpochEnd(epochs, is_whole, is_last, is_due or is_last, is_extra)
 
     def reached(self, epochs: int, steps: int) -> list[str]:
         """The limits that a run of this length has come to, as they are typed."""

@@ -74,7 +74,7 @@ class Step:
         strategy, progress, context = self._strategy, self._progress, self._task.run_context
         module = strategy.begin_step(update.module)
         if module is not update.module:
-            update.run(module)
+            update.use(module)
         if self._uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         rows = 0

@@ -121,7 +121,7 @@ class Update:
         rates = {str(group["name"]): group["lr"] for group in groups if "name" in group}
         return {n: float(rate) * factor for n, rate in {"": groups[0]["lr"], **rates}.items()}
 
-    def run(self, module: nn.Module) -> None:
+    def use(self, module: nn.Module) -> None:
         """`module` computes the loss of this optimizer from now on."""
         self.module, self.forward = module, self._timed("forward", module)
         if self.dtype is not None:
@@ -180,7 +180,9 @@ class Update:
             clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:
             self._awaits_momenta = unfuse_late(self.optimizer)
-        unscaled = None if self.scaled_rates is None else self.scaled_rates.apply(self.optimizer)
+        rates_before = None
+        if self.scaled_rates is not None:
+            rates_before = self.scaled_rates.apply(self.optimizer)
         if closure is not None:
             self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
         elif self.scaler is None:
@@ -188,8 +190,8 @@ class Update:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        if self.scaled_rates is not None and unscaled is not None:
-            self.scaled_rates.undo(self.optimizer, unscaled)
+        if self.scaled_rates is not None and rates_before is not None:
+            self.scaled_rates.undo(self.optimizer, rates_before)
         self.clear()
         if self.schedules_steps:
             self.scheduler.step()

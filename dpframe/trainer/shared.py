@@ -14,7 +14,7 @@ from dpframe.trainer.task_metrics import TaskMetrics
 
 
 @dataclass(frozen=True)
-class Setup:
+class Shared:
     task: Task
     data: DataModule
     strategy: Strategy
