@@ -9,15 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from forked import on
-from recorded import Recorder
+from recorded import Recorder, once, weights, weights_apart
 from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 
-from dpframe import Callback, UserError
+from dpframe import Callback, Strategy, UserError
 from dpframe.callbacks import progress
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
@@ -26,6 +27,8 @@ from dpframe.callbacks.progress import Progress, banner
 from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.single import CPU
 from dpframe.trainer import callback
 from dpframe.trainer.callback import HOOKS
 
@@ -546,3 +549,26 @@ def test_the_modes_print_their_numbers_once(capsys):
     assert capsys.readouterr().out.count("test/loss") == 1
     one.predict()
     assert capsys.readouterr().out == "predicted    5 batches\n"
+
+
+def with_noise(strategy: Strategy) -> dict[str, Any]:
+    """The weights after the noise of docs/tasks.md."""
+    page = (Path(__file__).parent.parent / "docs/tasks.md").read_text()
+    code = re.search(r"`mine/noise.py`:\n```python\n(.*?)```", page, re.S)
+    assert code is not None
+    there: dict[str, Any] = {"__name__": "noise"}
+    exec(code[1], there)
+    noise = there["GradientNoise"](std=0.5)
+    return weights(fitted(callbacks=[noise], strategy=strategy, precision="64").task)
+
+
+@once
+def with_noise_on_one() -> dict[str, Any]:
+    return with_noise(CPU())
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP, DataParallel])
+def test_the_noise_of_the_docs_is_the_same_on_every_strategy(strategy):
+    plain = weights(fitted(precision="64").task)
+    assert weights_apart(with_noise_on_one(), plain) > 1e-3
+    assert weights_apart(on(strategy(2, "cpu"), with_noise), with_noise_on_one()) < 1e-12

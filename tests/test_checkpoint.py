@@ -737,3 +737,40 @@ def test_a_folder_that_is_moved_while_a_checkpoint_is_written_is_told(
     assert not seal.damage(path)
     said = f"{tmp_path / 'run'} was moved or deleted; what is saved goes on there"
     assert caplog.messages == [said] * times
+
+
+class Elsewhere(checkpoint.Writer):
+    """Another store, as docs/reliability.md has it."""
+
+    store: dict[str, bytes] = {}
+
+    def after_write(self, paths: Sequence[Path], removed: Sequence[Path]) -> None:
+        for path in paths:
+            assert seal.damage(path) == ""
+            self.store[path.name] = path.read_bytes()
+        for path in removed:
+            assert not path.exists()
+            del self.store[path.name]
+
+
+class Stored(Checkpoint):
+    writer_type = Elsewhere
+
+
+def test_another_store_gets_each_file_when_it_is_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(Elsewhere, "store", store := {})
+    fitted(callbacks=[Stored(keep=2, seconds_between=0)], directory=tmp_path, max_epochs=4)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").glob("*.ckpt")}
+    assert len(files) == 4 and store == files
+    (tmp_path / "fetched.ckpt").write_bytes(store["last.ckpt"])
+    resumed = tmp_path / "fetched.ckpt"
+    assert fitted(resume=resumed, directory=tmp_path / "other", max_epochs=5).epoch == 5
+
+
+def test_what_another_store_raises_ends_the_run(tmp_path, monkeypatch):
+    def fail(*_: Any) -> None:
+        raise OSError("no bucket")
+
+    monkeypatch.setattr(Elsewhere, "after_write", fail)
+    with pytest.raises(OSError, match="no bucket"):
+        fitted(callbacks=[Stored()], directory=tmp_path)

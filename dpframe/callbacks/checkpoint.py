@@ -31,8 +31,9 @@ class Checkpoint(Callback):
     """`keep` is how many of the best are kept; the best of all is always `best.ckpt`.
 
     The best are judged at the epochs of `every_n_epochs`, at validations within an epoch, and at
-    the end of training. Files are written on a thread of their own while training goes on. An
-    epoch that ends less than `seconds_between` after the last save is saved only if it is a best.
+    the end of training. Files are written on a thread of their own while training goes on, and
+    `seconds_between` is the least time between two writes. An epoch that ends sooner after the last
+    save is saved only if it is a best.
 
     With a `file`, e.g. `f1-{epoch}-{val/f1:.3f}`, it keeps the best under names of that pattern and
     of their steps, and leaves `last.ckpt` and `best.ckpt` to another of these callbacks.
@@ -40,6 +41,7 @@ class Checkpoint(Callback):
 
     runs_last = True  # what the others decide at this hook belongs in the checkpoint
     needs_directory = True
+    writer_type = checkpoint.Writer
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class Checkpoint(Callback):
         self.saved_step = -1
         self.saved_clock = 0.0
         self.judged_step = -1
-        self.writer = checkpoint.Writer(seconds_between)
+        self.writer = self.writer_type(seconds_between)
 
     def monitored(self) -> list[tuple[str, str]]:
         return [(f"{self.monitor.key}.monitor", self.monitor.name)] if self.keep else []

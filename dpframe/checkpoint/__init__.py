@@ -12,8 +12,8 @@
 to its `writer`, which copies it and writes it later. A file is there once it is sealed, on disk and
 renamed over the one before; a sharded one's folder is there before that.
 
-Another store, e.g. a bucket, is a class with the `save`, `wait` and `finish` of `Writer`, which the
-callback has as its `writer`; and where it is read, a branch at the top of `file.load`.
+Another store, e.g. a bucket, gets the files when they are whole: see `Writer.after_write`. What a
+run goes on from is always a file; fetch it, and give its name as `resume=FILE`.
 """
 
 # Each name is imported when first used: `seal` alone, which chooses a checkpoint, imports no torch.

@@ -1,4 +1,4 @@
-"""Checkpoints: plain containers, written whole or not at all, read without running code."""
+"""One checkpoint file: saved whole or not at all, loaded without running code, put into a task."""
 
 import logging
 import os
@@ -32,8 +32,7 @@ FORMAT = 2
 
 
 SaveShards = Callable[[Path, int], seal.Parts | None]
-"""Writes shards into a new folder in this one, together with all other processes; of this step. The
-main process gets what the seal is to say."""
+"""`ShardWriter.save`, of shards that are known: into a folder below this one, of this step."""
 
 
 def save(state: dict[str, Any], path: Path, *copies: Path) -> None:

@@ -47,8 +47,9 @@ class ShardWriter(Protocol):
         """A copy of the state without these tensors, and copies of this process's shards."""
 
     def save(self, shards: Any, folder: Path, step: int) -> Parts | None:
-        """Writes the shards into a new folder in this one, on a thread. The main process gets what
-        the seal is to say of it, or raises what went wrong in any of them."""
+        """Writes the shards into a new folder below this one, on a thread. The main process gets
+        the folder's name and the hash of its list, for the checkpoint's seal, or raises what went
+        wrong in any process."""
 
     def shard_like(self, whole: Tensor, like: Any) -> Tensor:
         """A tensor, which may be Stored, cut as the weight `like` is."""

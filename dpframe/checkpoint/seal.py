@@ -26,6 +26,8 @@ SEAL = re.compile(
 LONGEST = 256  # bytes of a seal
 BLOCK = 1 << 20
 MANIFEST = "parts.json"
+UNSEALED = "it has no checksum: truncated, or not written by dpframe"
+DAMAGED = "damaged: its hash is different"
 STRANGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What reading a list of parts may raise that no save has written."""
 
@@ -48,10 +50,6 @@ def add(file: BinaryIO, *, step: int | None = None, parts: Parts | None = None) 
     comment = b"dpframe sha256 " + _hash(file, file.seek(0, os.SEEK_END), told) + told
     file.seek(-2, os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
-
-
-UNSEALED = "it has no checksum: truncated, or not written by dpframe"
-DAMAGED = "damaged: its hash is different"
 
 
 def damage(path: Path, *, reads_parts: bool = True) -> str:

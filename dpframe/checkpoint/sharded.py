@@ -68,8 +68,7 @@ def split(
 
 
 def save(shards: Shards, folder: Path, step: int, collectives: Any) -> seal.Parts | None:
-    """Writes into a new folder in this one. Every process of the collectives' group calls it; the
-    main one gets what the seal is to say, or raises what went wrong in any of them."""
+    """As `ShardWriter.save`; every process of the collectives' group calls it."""
     nan = next((name for name, shard in shards.items() if _has_nan(name, shard.rows)), "")
     all_nans = collectives.gather(nan)
     if not collectives.is_main:

@@ -55,7 +55,7 @@ class Writer:
         self._failure: BaseException | None = None
 
     def __reduce__(self) -> tuple:  # in another process there is nothing to write yet
-        return Writer, (self._seconds_between,)
+        return type(self), (self._seconds_between,)
 
     def save(
         self,
@@ -109,6 +109,13 @@ class Writer:
         self.wait()
         self._spare = {}
 
+    def after_write(self, paths: Sequence[Path], removed: Sequence[Path]) -> None:
+        """Called on the thread when these files are whole and on disk, and those are gone: to keep
+        them in another store, too. What it raises ends the run as a failed save does.
+
+        The shards of a sharded one are in the folder beside it that `seal.parts_of(path)` names.
+        """
+
     def _raise(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
@@ -133,6 +140,8 @@ class Writer:
         for path in dropped:
             with _removing_replaced_parts([path]):
                 path.unlink(missing_ok=True)
+        if any(copy.is_main for copy in waiting.values()):
+            self.after_write([*waiting], dropped)
 
     def _take(self) -> tuple[dict[Path, Copy], list[Path]] | None:
         with self._lock:

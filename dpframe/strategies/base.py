@@ -187,7 +187,8 @@ class Strategy:
         """Before each optimizer update: refuses gradients that are not the whole job's."""
 
     def sync_weights(self, for_reading: bool) -> None:
-        """After each optimizer update; and, `for_reading`, before something looks at the weights.
+        """Once after each step, whatever its turns, also after one that is left out; and, with
+        `for_reading`, before something looks at the weights.
 
         For strategies whose replicas have weights or buffers of their own in between: when a
         validation, a checkpoint or the end of training looks at them, all replicas must have the

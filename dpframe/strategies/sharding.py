@@ -219,8 +219,7 @@ class Sharding:
         return sharded.split(state, copy, copies_rest=self.is_main)
 
     def save(self, shards: sharded.Shards, folder: Path, step: int) -> seal.Parts | None:
-        """Writes them into a new folder in this one, on a thread. Every process calls it; the main
-        one gets what the seal is to say, or raises what went wrong in any of them."""
+        """As `ShardWriter.save`; every process calls it."""
         return sharded.save(shards, folder, step, self._saving)
 
     def check_folder(self, folder: Path) -> None:

@@ -60,9 +60,12 @@ class Callback:
         """`outputs` is what training_step returned for each share, without gradients."""
 
     def on_before_step(self, trainer: "Trainer") -> None:
-        """The whole job's gradients are in the weights of `trainer.update.optimizer`, not clipped.
+        """The whole job's gradients are in `grad` of the weights of `trainer.update.optimizer`, not
+        clipped; under fsdp shards of them.
 
-        `trainer.recompute_gradients()` computes them again, at the weights as they are now.
+        `trainer.recompute_gradients()` computes them again, at the weights as they are now. What
+        is drawn here has to be the same in all processes. A task that steps its optimizers itself
+        has stepped them already.
         """
 
     def on_step_end(self, trainer: "Trainer") -> None:

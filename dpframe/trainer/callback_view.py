@@ -23,8 +23,8 @@ PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}  # 
 
 
 class CallbackView:
-    """A Trainer is one. Besides, its attributes `task`, `data`, `strategy`, `settings`, `seed`,
-    `callbacks`, `run`, `mode`, `metrics`, `step_metrics` and `checkpoint` are for reading."""
+    """A Trainer inherits this. Hooks may also read its attributes `task`, `data`, `settings`,
+    `seed`, `callbacks`, `step_metrics` and `checkpoint`."""
 
     strategy: Strategy
     run: RunInfo
@@ -95,7 +95,7 @@ class CallbackView:
 
     def recompute_gradients(self) -> list[Measured] | None:
         """For `on_before_step`: computes the gradients of this step's batches again, at the current
-        weights, and returns what the steps measured."""
+        weights, and returns what the steps measured; None if the step is skipped."""
         return self.training.step.recompute()
 
     def log(self, scalars: Mapping[str, Any]) -> None:

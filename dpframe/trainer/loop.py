@@ -323,9 +323,7 @@ class Trainer(CallbackView):
             training.means.reset()
             self.step_metrics = {}
             self.task_metrics.reset()
-        self.should_stop = (
-            self.should_stop or end.is_last
-        )  # hooks of the validation may have said so
+        self.should_stop |= end.is_last  # hooks of the validation may have said so
         if validated:
             self.hooks.call("on_validation_end", self)
         if is_whole:

@@ -15,7 +15,7 @@ class EpochEnd(NamedTuple):
     is_whole: bool
     is_last: bool  # training ends
     validates: bool
-    is_extra_validation: bool  # only as training ends here: a longer run would not validate
+    is_extra_validation: bool  # if any: a longer run would not validate here
 
 
 class Schedule:

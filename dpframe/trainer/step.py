@@ -81,7 +81,7 @@ class Step:
         for batch in batches:
             rows += batch.rows
         of = rows / strategy.gradient_divisor
-        weights: list[Any] = []
+        row_weights: list[Any] = []
         all_measured: list[Measured] = []
         for index, batch in enumerate(batches, progress.batches_done):
             if self._accumulates:
@@ -94,7 +94,7 @@ class Step:
             loss, measured = update.forward(shares, of)
             if self._uses_cuda_graphs:  # the next step writes over what this one returned
                 measured = cloned(measured)
-            weights += update.weighting.of(measured)
+            row_weights += update.weighting.of(measured)
             if self._guard.refuses(measured, progress, index):
                 return None
             update.backward(loss)
@@ -107,7 +107,7 @@ class Step:
         if update.scaler is not None:
             update.unscale()
         if update.weighting.is_used:
-            update.scale_gradients(update.weighting.factor(rows, weights))
+            update.scale_gradients(update.weighting.factor(rows, row_weights))
         return all_measured
 
     def recompute(self) -> list[Measured] | None:
