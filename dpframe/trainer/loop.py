@@ -253,7 +253,8 @@ class Trainer(CallbackView):
     def _train_epoch(self, training: Training) -> None:
         progress, hooks, schedule = self.progress, self.hooks, training.schedule
         updates, profile = training.updates, training.profile
-        # Each process draws its own, e.g. for dropout. Between epochs there is nothing to save.
+        # Each process draws its own, e.g. for dropout. They follow from the epoch, so that a
+        # checkpoint between two epochs needs no random state.
         if progress.batches_done == 0:
             seed = seeding.mix(self.seed, self.strategy.draws_as, progress.epoch)
             seeding.reseed(seed, self.strategy.local_devices)

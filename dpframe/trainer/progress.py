@@ -11,7 +11,7 @@ LEAST = {"validated_step": -1}
 
 @dataclass
 class Progress:
-    global_step: int = 0  # optimizer updates
+    global_step: int = 0  # steps: of several optimizers, whatever turns they took
     epoch: int = 0  # whole epochs done
     batches_done: int = 0  # of the current epoch
     rows_seen: int = 0

@@ -41,7 +41,8 @@ NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on pa
 class Update:
     """One optimizer of a task and all that its step needs; `name` is "" where there is no other.
 
-    `module` is the task's training step as the strategy has wrapped it, for this optimizer.
+    `module` is the task's training step as the strategy has wrapped it, for this optimizer: `use`
+    sets it. `step` is `_clip_and_step`, and `backward` torch's, in a profile timed.
     """
 
     module: nn.Module
@@ -79,6 +80,7 @@ class Update:
         kinds = None if sharding is None else sharding.fused_optimizers
         fuse(self.optimizer, task, kinds=kinds)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        # See `fused.unfuse_late`.
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.plateau_monitor = settings.plateau_monitor

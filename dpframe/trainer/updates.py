@@ -37,9 +37,11 @@ class Updates(Mapping[str, Update]):
         self._compares_turns = collectives.world_size > 1 and task.has_own("turns")
         self.by_hand = by_hand
         self.current = next(iter(by_name.values()))  # the one whose turn it is
-        self._single_update = () if self.current.name else (self.current,)
+        self._single_update: tuple[Update, ...] = ()  # empty: several take turns
         if by_hand is not None:
             self._single_update = (by_hand,)
+        elif not self.current.name:
+            self._single_update = (self.current,)
 
     def __getitem__(self, name: str) -> Update:
         return self._by_name[name]
