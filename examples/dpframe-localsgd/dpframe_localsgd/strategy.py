@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpframe import UserError
-from dpframe.strategies.ddp import DDP
 from dpframe.strategies.devices import Gpus
+from dpframe.strategies.processes import Processes
 
 
 class Exchange(NamedTuple):
@@ -40,8 +40,8 @@ class Exchange(NamedTuple):
         return [next(parts[value.dtype]).view_as(value) for value in self.values]
 
 
-class LocalSGD(DDP):
-    """The ranks, their shares and their metrics are ddp's; what they send, and when, is not."""
+class LocalSGD(Processes):
+    """The ranks, their shares and their metrics are as for ddp; gradients stay where they are."""
 
     def __init__(
         self,
@@ -91,9 +91,6 @@ class LocalSGD(DDP):
             self.rounds = self.early_rounds = self.sent_bytes = self.ddp_bytes = 0
             self._begin()
         return module
-
-    def grad_sync(self, is_last: bool) -> None:
-        """Gradients stay where they are."""
 
     @torch.no_grad()
     def sync_weights(self, for_reading: bool) -> None:

@@ -15,6 +15,7 @@ from dpframe.data import permutation, split
 from dpframe.launch.local import allow_fork
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.processes import Processes
 from dpframe.testing import check_strategy
 
 PLAIN = {"inner_steps": 1, "outer_learning_rate": 1.0, "outer_momentum": 0.0}
@@ -84,7 +85,7 @@ def counts(strategy: Any) -> tuple[int, ...]:
     return tuple(getattr(strategy, name, 0) for name in names)
 
 
-def on_ranks(strategy: DDP, *args: Any, **settings: Any) -> tuple[Any, ...]:
+def on_ranks(strategy: Processes, *args: Any, **settings: Any) -> tuple[Any, ...]:
     return strategy.launch(partial(fitted, **settings), strategy, *args)
 
 
