@@ -1,21 +1,25 @@
 """`Trainer.prepare` makes and checks all that `fit` needs, and writes nothing."""
 
+import gc
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from small import Adam, Rows, Small, Streamed, fitted
+from small import Adam, Hooks, Rows, Small, Streamed, fitted, is_same
+from small import trainer as trainer_of
 from torch.optim import LBFGS
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, TensorDataset
 
-from dpframe import RunInfo, Trainer, TrainerSettings, UserError
+from dpframe import Callback, RunInfo, Trainer, TrainerSettings, UserError
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
+from dpframe.trainer.callback import HOOKS
 
 
 class Frozen(Small):
@@ -123,3 +127,62 @@ def test_what_is_prepared_has_written_nothing_and_fit_goes_on_from_it(tmp_path, 
     trainer.fit()
     assert trainer.training is training and trainer.global_step == 5
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_fit_after_a_refused_prepare_prepares_afresh():
+    trainer = trainer_of()
+    with pytest.raises(UserError, match="nowhere.ckpt"):
+        trainer.prepare("nowhere.ckpt")
+    trainer.fit()
+    assert is_same(trainer.task.state_dict(), fitted().task.state_dict())
+
+
+class Failing(Small):
+    """Its first validation fails: the one that is tried before training."""
+
+    has_failed = False
+
+    def validation_step(self, batch: Any) -> Any:
+        if not self.has_failed:
+            self.has_failed = True
+            raise ValueError("a bug")
+        return super().training_step(batch)
+
+
+def test_a_fit_after_a_failed_try_of_the_validation_tries_it_again():
+    trainer = trainer_of(Failing(), sanity_batches=1)
+    with pytest.raises(ValueError, match="a bug"):
+        trainer.prepare()
+    assert trainer.prepare() is trainer.training
+    trainer.fit()
+    assert trainer.global_step == 10
+
+
+def test_what_a_failed_resume_has_loaded_in_part_is_not_trained():
+    def fail(_: Any) -> None:
+        raise ValueError("a bug")
+
+    state, hooks = fitted().state_dict(), Hooks(on_load=fail)
+    trainer = trainer_of(callbacks=[hooks], max_epochs=3)
+    with pytest.raises(ValueError, match="a bug"):
+        trainer.fit(state)
+    with pytest.raises(UserError, match="^a resume has failed .* make another Trainer$"):
+        trainer.fit()
+    del hooks.at["on_load"]
+    trainer.fit(state)
+    wanted = fitted(callbacks=[Hooks()], max_epochs=3, resume=state)
+    assert is_same(trainer.task.state_dict(), wanted.task.state_dict())
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are(name):
+    callback = type("One", (Callback,), {name: lambda self, trainer, *args: None})()
+    gc.collect()
+    gc.disable()
+    try:
+        trainer = fitted(callbacks=[callback])
+        there = weakref.ref(trainer)
+        del trainer
+        assert there() is None
+    finally:
+        gc.enable()

@@ -55,6 +55,8 @@ class Trainer(CallbackView):
     """
 
     ranks: Ranks | None = None  # None: this process computes
+    _is_prepared = False
+    _is_half_loaded = False  # from a checkpoint, by a resume that failed
     _logged_at: float
     _logged_rows: int
     _began_at: float
@@ -151,8 +153,14 @@ class Trainer(CallbackView):
         newest one in the run directory; `resume_anyway` accepts one of a run with another config
         or code."""
         self._refuse_closed()
-        self.mode, self.is_validating = "fit", False
+        self.mode, self.is_validating, self._is_prepared = "fit", False, False
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
+        if self._is_half_loaded and state is None:
+            raise UserError(
+                "a resume has failed when it had loaded a part of its checkpoint; pass resume "
+                "again, or make another Trainer"
+            )
+        self._is_half_loaded = state is not None
         # The task may ask for its lengths while its parts are made.
         self.feed = Feed.of(self.data, self.strategy, self.settings, seed=self.seed)
         self.training = training = make_training(
@@ -179,6 +187,7 @@ class Trainer(CallbackView):
             monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
             monitored += training.updates.monitored()
             refuse_misspelt(monitored, measured, self.hooks)
+        self._is_prepared, self._is_half_loaded = True, False
         return training
 
     def fit(
@@ -188,7 +197,7 @@ class Trainer(CallbackView):
         if self.ranks is not None:
             return self._take_over("fit", resume, resume_anyway=resume_anyway)
         self._refuse_closed()
-        if self.mode != "fit" or resume is not None:
+        if not self._is_prepared or self.mode != "fit" or resume is not None:
             own = deepcopy(resume) if isinstance(resume, dict) else resume
             self.prepare(own, resume_anyway=resume_anyway)
         training = self.training
