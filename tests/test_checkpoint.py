@@ -108,6 +108,8 @@ def test_last_goes_on_unless_another_has_more_steps_and_without_it_the_one_of_th
     more.unlink()
     last.unlink()
     assert seal.newest_good(tmp_path) == best
+    most = written("epoch0002-step10.ckpt", 10, at=100)
+    assert seal.newest_good(tmp_path) == most
 
 
 def test_a_resumed_run_keeps_the_best_and_makes_the_best_ckpt_that_a_killed_one_was_about_to_write(
