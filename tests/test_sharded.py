@@ -831,6 +831,24 @@ def test_parts_are_copied_from_gpus_while_training_goes_on(tmp_path):
     assert on(FSDP(2, "cuda"), saved_beside_steps, tmp_path) == [0, 0, 0]
 
 
+def collected(strategy: FSDP, folder: Path) -> float:
+    """How far whole weights are from the right ones, collected while the host waits for none."""
+    made = fit(strategy, folder, max_steps=2, callbacks=[])
+    wanted = weights(made.task)
+    torch.cuda.set_sync_debug_mode("error")
+    state = strategy.sharding.whole(made.task.state_dict())
+    torch.cuda.set_sync_debug_mode("default")
+    if not strategy.is_main:
+        return 0.0
+    return weights_apart({name: each.cpu().numpy() for name, each in state.items()}, wanted)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.frees_by_waits
+def test_whole_weights_are_collected_from_gpus_without_a_wait_for_each(tmp_path):
+    assert on(FSDP(2, "cuda"), collected, tmp_path) == 0
+
+
 def ended_by_a_signal(strategy: FSDP, folder: Path) -> None:
     """The other rank is at its end while the main one has collected nothing yet."""
 

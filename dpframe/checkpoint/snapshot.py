@@ -50,6 +50,17 @@ class Snapshot:
             self._copies[key] = self._copied(tensor.detach())
         return self._copies[key]
 
+    def copy_in_turn(self, tensor: Tensor) -> Tensor:
+        """The copy of a tensor that nobody keeps, made on the device's own stream: its memory is
+        free for what comes next there, and the host waits for nothing until `wait`."""
+        self.nbytes += tensor.nbytes
+        if tensor.device == CPU or not has_streams(tensor.device) or not self._is_small():
+            return tensor.to(CPU, copy=True)
+        host, place = self._pinned.like(tensor)
+        place.copy_(tensor, non_blocking=True)
+        self._done = [torch.accelerator.current_stream(tensor.device).record_event()]
+        return host
+
     def start(self) -> None:
         self._spare.clear()
         for device, pairs in self._pairs.items():

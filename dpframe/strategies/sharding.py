@@ -28,6 +28,7 @@ from dpframe import seeding
 from dpframe.blocks import blocks, matching
 from dpframe.checkpoint import seal, sharded
 from dpframe.checkpoint.plain import Stored
+from dpframe.checkpoint.snapshot import Snapshot
 from dpframe.errors import UserError, first_line
 from dpframe.parameters import has_sparse
 from dpframe.strategies.collectives import Collectives
@@ -172,11 +173,15 @@ class Sharding:
         """A state with whole tensors in it, on the main process; elsewhere only if it is `for_all`.
         Every process has to call it."""
 
-        def collect(tensor: Any) -> Any:
-            full = tensor.full_tensor()
-            return full.detach().cpu() if for_all or self._collectives.is_main else None
+        copies = Snapshot()
 
-        return _map_dtensors(collect, value)
+        def collect(tensor: Any) -> Any:
+            full = tensor.full_tensor().detach()
+            return copies.copy_in_turn(full) if for_all or self._collectives.is_main else None
+
+        collected = _map_dtensors(collect, value)
+        copies.wait()
+        return collected
 
     def total_norm(self, gradients: list[Any]) -> Tensor:
         """The norm of all gradients together, those of all processes."""
