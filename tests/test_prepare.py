@@ -174,6 +174,15 @@ def test_what_a_failed_resume_has_loaded_in_part_is_not_trained():
     assert is_same(trainer.task.state_dict(), wanted.task.state_dict())
 
 
+def test_a_resume_that_is_refused_has_loaded_nothing_and_a_plain_fit_trains():
+    trainer = trainer_of()
+    with pytest.raises(UserError, match="differs from the one that it would continue"):
+        trainer.prepare(fitted(accumulate=2).state_dict())
+    trainer.prepare()
+    trainer.fit()
+    assert trainer.global_step == 10
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are(name):
     callback = type("One", (Callback,), {name: lambda self, trainer, *args: None})()

@@ -160,7 +160,6 @@ class Trainer(CallbackView):
                 "a resume has failed when it had loaded a part of its checkpoint; pass resume "
                 "again, or make another Trainer"
             )
-        self._is_half_loaded = state is not None
         # The task may ask for its lengths while its parts are made.
         self.feed = Feed.of(self.data, self.strategy, self.settings, seed=self.seed)
         self.training = training = make_training(
@@ -176,6 +175,8 @@ class Trainer(CallbackView):
             resume_anyway=resume_anyway,
         )
         if state is not None:
+            self._is_half_loaded = True
+            training.changes.extend(training.state.restore(state))
             self.metrics = dict(state["metrics"])
             self.hooks.call("on_load", self, state)
         limits = training.schedule.reached(self.epoch, self.global_step)

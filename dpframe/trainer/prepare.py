@@ -67,12 +67,13 @@ def make_training(
 ) -> Training:
     task, data, strategy = shared.task, shared.data, shared.strategy
     profile = Profile() if settings.profile else None
+    times = timed if settings.profile else untimed
     if settings.on_nonfinite == "skip":
         strategy.check_skips(settings.accumulate)
     validation = Validation(
         task,
         shared.evaluations("val", settings, feed.validation) if feed.validation else {},
-        timed if settings.profile else untimed,
+        times,
     )
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
     task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
@@ -86,7 +87,7 @@ def make_training(
         settings,
         shared.precision.scaler,
         scaled_rates,
-        timed if settings.profile else untimed,
+        times,
     )
     if task.optimizer_names and validation and not task.has_own("validation_step"):
         raise UserError(
@@ -125,9 +126,7 @@ def make_training(
         recipe=run.recipe,
         fingerprint=fingerprint(task, data, feed, updates, settings, run, shared.seed),
     )
-    changes = []
-    if resumed_from is not None:
-        changes = state.restore(resumed_from, anyway=resume_anyway)
+    changes = [] if resumed_from is None else state.check(resumed_from, anyway=resume_anyway)
     return Training(
         feed=feed,
         step=step,

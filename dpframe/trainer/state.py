@@ -88,11 +88,14 @@ class Resumable:
         names = dict.fromkeys(chain.from_iterable(everywhere))
         return {name: [each[name] for each in everywhere if name in each] for name in names}
 
-    def restore(self, state: dict[str, Any], *, anyway: bool) -> list[str]:
-        """Refuses a state of another run unless `anyway`; returns what differs."""
+    def check(self, state: dict[str, Any], *, anyway: bool) -> list[str]:
+        """Refuses a state of another run unless `anyway`; returns what differs. Loads nothing."""
+        return changes_since(state, self.fingerprint, anyway=anyway)
+
+    def restore(self, state: dict[str, Any]) -> list[str]:
+        """Loads a checked state; returns what could not be as it was."""
         strategy, progress = self.strategy, self.progress
         rank, world_size = strategy.rank, strategy.world_size
-        changes = changes_since(state, self.fingerprint, anyway=anyway)
         checkpoint.load_task(self.task, state, is_resumed=True, sharding=strategy.sharding)
         with refusing(state):
             before = json.loads(state["fingerprint"])
@@ -114,7 +117,7 @@ class Resumable:
             if of_callback := state["callbacks"].get(name):
                 callback.load_state_dict(of_callback)
         with refusing(state):
-            return changes + self._restore_place(state, int(before["data.batch_size"]))
+            return self._restore_place(state, int(before["data.batch_size"]))
 
     def _restore_place(self, state: dict[str, Any], batch_size: int) -> list[str]:
         """The random numbers and the place in the data; what could not be as it was."""
