@@ -144,12 +144,6 @@ def remove_parts(folder: Path, names: Iterable[str] | None = None) -> None:
         shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def identity(path: Path) -> str:
-    """What tells a sealed file from others without reading it: its hash, step and parts."""
-    sealed = _read_seal(path)
-    return (sealed.hash + sealed.told).decode() if sealed is not None else ""
-
-
 def newest_good(directory: Path, *, but: Path | None = None) -> Path | None:
     """The checkpoint that was written last, of those that are whole.
 

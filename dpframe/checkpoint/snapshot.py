@@ -54,7 +54,7 @@ class Snapshot:
         """The copy of a tensor that nobody keeps, made on the device's own stream: its memory is
         free for what comes next there, and the host waits for nothing until `wait`."""
         self.nbytes += tensor.nbytes
-        if tensor.device == CPU or not has_streams(tensor.device) or not self._is_small():
+        if not self._pins(tensor):
             return tensor.to(CPU, copy=True)
         host, place = self._pinned.like(tensor)
         place.copy_(tensor, non_blocking=True)
@@ -88,7 +88,7 @@ class Snapshot:
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.layout is not torch.strided:
             return tensor.to(CPU, copy=True)
-        if tensor.device != CPU and has_streams(tensor.device) and self._is_small():
+        if self._pins(tensor):
             host, place = self._pinned.like(tensor)
             self._pairs.setdefault(tensor.device, []).append((tensor, place))
             return host
@@ -97,6 +97,9 @@ class Snapshot:
         host = spare.pop() if spare else torch.empty_like(tensor, device=CPU)
         self.memory.setdefault(form, []).append(host)
         return host.copy_(tensor)
+
+    def _pins(self, tensor: Tensor) -> bool:
+        return tensor.device != CPU and has_streams(tensor.device) and self._is_small()
 
     def _is_small(self) -> bool:
         return self.nbytes <= memory.machine() // SHARE_OF_HOST // processes_here()
