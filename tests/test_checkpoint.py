@@ -156,6 +156,27 @@ def test_of_states_that_come_too_often_the_newest_is_written_last_and_at_once(mo
     assert written == [(0, (last,)), (3, (best,)), (4, (last,))]
 
 
+def test_a_state_that_waits_and_is_dropped_meanwhile_is_neither_written_nor_kept_elsewhere(
+    tmp_path,
+):
+    calls, is_first_there = [], threading.Event()
+
+    class Elsewhere(checkpoint.Writer):
+        def after_write(self, paths, removed):
+            calls.append(([*paths], [*removed]))
+            is_first_there.set()
+
+    writer = Elsewhere(seconds_between=600)
+    last, first, second, third = (tmp_path / name for name in ("last", "1", "2", "3"))
+    writer.save({"n": 1}, [first, last])
+    assert is_first_there.wait(60)
+    writer.save({"n": 2}, [second, last])
+    writer.save({"n": 3}, [third, last], drop=[first, second])
+    writer.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "last"]
+    assert calls == [([first, last], []), ([third, last], [first])]
+
+
 @pytest.mark.parametrize(
     "seconds_a_step, seconds_to_validate, epochs",
     [(0.01, 0.0, [1, 2, 12, 20]), (0.12, 0.0, [*range(1, 21)]), (0.001, 0.6, [*range(1, 21)])],

@@ -65,7 +65,8 @@ class Writer:
         *,
         sharding: ShardWriter | None = None,
     ) -> None:
-        """From its return on `state` may change; `drop` is removed when the new files are there.
+        """From its return on `state` may change; `drop` is removed when the new files are there,
+        and not written if it still waits.
 
         With a `sharding` every process calls it, and the main one writes the files."""
         if sharding is not None:
@@ -86,6 +87,8 @@ class Writer:
             for path in paths:
                 self._waiting.pop(path, None)  # the newest is written last
                 self._waiting[path] = copy
+            for path in drop:
+                self._waiting.pop(path, None)
             self._dropped += drop
             is_writing, self._is_writing = self._is_writing, True
         if not is_writing:
@@ -137,11 +140,12 @@ class Writer:
             copy.write([path for path in waiting if waiting[path] is copy])
             with self._lock:
                 self._spare = copy.snapshot.memory
-        for path in dropped:
+        removed = [path for path in dropped if path.exists()]
+        for path in removed:
             with _removing_replaced_parts([path]):
                 path.unlink(missing_ok=True)
         if any(copy.is_main for copy in waiting.values()):
-            self.after_write([*waiting], dropped)
+            self.after_write([*waiting], removed)
 
     def _take(self) -> tuple[dict[Path, Copy], list[Path]] | None:
         with self._lock:
