@@ -11,8 +11,8 @@ from contextlib import redirect_stdout
 from typing import Any
 
 from dpframe import Callback, DataModule, Strategy, Task, Trainer, seeding
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import composed
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import composed
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 

@@ -16,9 +16,9 @@ from os.path import normpath, relpath
 from pathlib import Path
 from typing import get_type_hints
 
-from dpframe.cli.configs import GROUPS, Configs
-from dpframe.cli.settings import RunSettings
-from dpframe.cli.topics import Setting, option_of, top_level
+from dpframe.config.schema import RunSettings
+from dpframe.config.search import GROUPS, Configs
+from dpframe.config.topics import Setting, option_of, top_level
 from dpframe.trainer.settings import CHOICES
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -31,14 +31,14 @@ _HOME = {
     "Trainer": "dpframe.trainer",
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
-    "load": "dpframe.cli.load",
+    "load": "dpframe.config.load",
     "run": "dpframe.cli.api",
 }
 
 if TYPE_CHECKING:
     from dpframe.callbacks import Callback
     from dpframe.cli.api import Result, run
-    from dpframe.cli.load import load
+    from dpframe.config.load import load
     from dpframe.data import DataModule
     from dpframe.data.stream import ShardedStream
     from dpframe.errors import UserError

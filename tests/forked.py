@@ -33,7 +33,7 @@ HANG_SECONDS = 200.0  # before pytest's timeout, which does not show where a ran
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     [
-        "dpframe.cli.run",
+        "dpframe.modes.run",
         "dpframe.loggers.tensorboard",
         "dpframe.recipes.boston",
         "dpframe.strategies.ddp",

@@ -10,7 +10,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from dpframe.cli import main, run  # noqa: F401  imports torch
+from dpframe.cli import main  # noqa: F401  imports torch
+from dpframe.modes import run  # noqa: F401  imports torch
 from dpframe.recipes import boston  # noqa: F401
 
 BEGIN = [

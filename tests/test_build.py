@@ -8,9 +8,9 @@ import pytest
 from command import write
 from small import Small
 
-from dpframe.cli import build as building
-from dpframe.cli.locate import locate
-from dpframe.cli.trust import Trust
+from dpframe.config import build as building
+from dpframe.config.locate import locate
+from dpframe.config.trust import Trust
 from dpframe.errors import UserError
 from dpframe.trainer.callback import Callback
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from command import ROOT, attempts, cold_attempts, environment, write
 
-from dpframe.cli.compose import composed
-from dpframe.cli.settings import checked
+from dpframe.config.compose import composed
+from dpframe.config.schema import checked
 from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
@@ -298,7 +298,7 @@ def test_help_mistakes_completion_and_cfg_import_nothing_heavy(light):
 
 
 def test_garbage_is_collected_in_a_run_but_not_among_what_was_imported(tmp_path):
-    code = "import gc, sys; from dpframe.cli import main; import dpframe.cli.run as cli\n"
+    code = "import gc, sys; from dpframe.cli import main; import dpframe.modes.run as cli\n"
     code += "cli.run = lambda job: print(gc.isenabled(), gc.get_freeze_count() > 100_000)\n"
     code += "main(['recipe=shapes'])"
     words = [sys.executable, "-c", code]

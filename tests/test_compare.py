@@ -12,8 +12,8 @@ from command import attempts, dpframe
 from small import Hooks, Rows, Small, fitted
 
 from dpframe import TrainerSettings
-from dpframe.cli import compare
-from dpframe.cli.compose import composed
+from dpframe.config.compose import composed
+from dpframe.modes import compare
 from dpframe.plan import steps
 from dpframe.plan.contest import Contest, Entry, trained
 from dpframe.plan.measure import WARM_UPS

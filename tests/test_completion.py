@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, environment, write
 
-from dpframe.cli.settings import MODES
+from dpframe.config.schema import MODES
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
 RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml"))

@@ -5,7 +5,7 @@ import yaml
 from command import ROOT, attempts, write
 
 from dpframe import checkpoint
-from dpframe.cli.compose import composed
+from dpframe.config.compose import composed
 
 SECRET = "s3cr3t-t0k3n"
 EXPERIMENT = """

@@ -11,12 +11,12 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import composed
-from dpframe.cli.configs import GROUPS
-from dpframe.cli.locate import locate
-from dpframe.cli.settings import is_off
-from dpframe.cli.trust import slots
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import composed
+from dpframe.config.locate import locate
+from dpframe.config.schema import is_off
+from dpframe.config.search import GROUPS
+from dpframe.config.trust import slots
 from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from command import write
 
-from dpframe.cli.configs import Configs
+from dpframe.config.search import Configs
 from dpframe.errors import UserError
 
 LAUNCHER = """

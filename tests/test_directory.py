@@ -12,10 +12,10 @@ from disk import library
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from dpframe.cli.configs import quoted
-from dpframe.cli.directory import UTF8, Directory
-from dpframe.cli.resume import as_notes, resumed_file, with_saved
+from dpframe.config.search import quoted
+from dpframe.config.start import as_notes, resumed_file, with_saved
 from dpframe.errors import UserError
+from dpframe.modes.directory import UTF8, Directory
 
 
 def test_two_runs_of_one_second_get_a_directory_each(tmp_path):

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 from command import dpframe
 
-from dpframe.cli import doctor
-from dpframe.cli.compare import strategies
-from dpframe.cli.compose import composed
+from dpframe.config.compose import composed
+from dpframe.modes import doctor
+from dpframe.modes.compare import strategies
 from dpframe.plan.operations import flop
 
 

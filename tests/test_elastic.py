@@ -7,8 +7,8 @@ import pytest
 from command import write
 
 from dpframe import Strategy, checkpoint
-from dpframe.cli import elastic
-from dpframe.cli.compose import Composed, composed
+from dpframe.config.compose import Composed, composed
+from dpframe.modes import elastic
 from dpframe.strategies.collectives import Collectives
 
 

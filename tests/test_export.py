@@ -12,9 +12,9 @@ from torch import nn
 
 from dpframe import UserError, checkpoint, load
 from dpframe.checkpoint import seal
-from dpframe.cli import export
-from dpframe.cli.export import PROGRAM, SAFETENSORS, WEIGHTS, exported
 from dpframe.errors import Failure
+from dpframe.modes import export
+from dpframe.modes.export import PROGRAM, SAFETENSORS, WEIGHTS, exported
 from dpframe.recipes.boston import BostonData
 from dpframe.strategies.single import SingleGPU
 

@@ -9,8 +9,8 @@ from injector import fail_at, last, run, weights
 from small import Rows, Small, fitted, is_same, trainer
 
 import dpframe
-from dpframe.cli import faults
 from dpframe.errors import Failure
+from dpframe.modes import faults
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import SingleGPU
 

@@ -19,9 +19,9 @@ from recorded import Recorder, logs_apart, once, weights, weights_apart
 from small import Hooks, is_same
 
 from dpframe import Callback, Logger, Strategy, Trainer, UserError, checkpoint, seeding
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import composed
-from dpframe.cli.settings import is_off
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import composed
+from dpframe.config.schema import is_off
 from dpframe.data import DataModule
 from dpframe.recipes import clip, gpt, huggingface, multilabel, stream, text, transfer, vae
 from dpframe.strategies.data_parallel import DataParallel

@@ -3,7 +3,7 @@
 import pytest
 from command import attempts, cold_attempts, write
 
-from dpframe.cli.locate import parameters_of
+from dpframe.config.locate import parameters_of
 
 RECIPE = """
 # @package _global_

@@ -14,8 +14,10 @@ import dpframe
 
 ROOT = Path(dpframe.__file__).parent
 FLOORS = {
-    "cli": 6,
-    "plan": 5,
+    "cli": 7,
+    "modes": 6,
+    "config": 5,
+    "plan": 4,
     "trainer": 3,
     "lightning": 4,
     "callbacks": 4,
@@ -38,8 +40,8 @@ GROUND |= {
 }
 ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
 OWNERS = {
-    "hydra": ["cli"],
-    "omegaconf": ["cli"],
+    "hydra": ["cli", "config"],
+    "omegaconf": ["cli", "config"],
     "torch.distributed": [
         "checkpoint.sharded",
         "launch.faults",
@@ -163,7 +165,7 @@ def _targets(path: Path) -> set[str]:
         name = name.removeprefix("dpframe.")
         if path.name == "callback.py" and is_within(name, "trainer"):
             continue  # the one hint that points upwards: a callback's hooks take the Trainer
-        if not at_top and above in ("cli", "testing"):
+        if not at_top and above in ("cli", "config", "modes", "testing"):
             continue  # the command's own circles, which its modes leave when they get a room
         if name in MODULES:
             found.add(name)

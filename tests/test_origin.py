@@ -9,7 +9,7 @@ import yaml
 from attempted import Attempt
 from command import attempts, write
 
-from dpframe.cli.compose import composed
+from dpframe.config.compose import composed
 
 SHORT = ["recipe=boston", "trainer.max_epochs=1", "logger=none"]
 BEST, MOVED = "checkpoint=run/checkpoints/best.ckpt", "checkpoint=moved.ckpt"

@@ -14,7 +14,7 @@ from forked import run
 from small import trainer
 
 from dpframe.callbacks.progress import Progress
-from dpframe.cli.output import logging_to
+from dpframe.modes.output import logging_to
 
 OWN = """
 import logging

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.swa_utils import SWALR
 
 from dpframe import UserError
-from dpframe.cli.build import build, check
+from dpframe.config.build import build, check
 from dpframe.parameters import matching
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1}

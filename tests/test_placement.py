@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import dpframe
 from dpframe import UserError
-from dpframe.cli.settings import checked
+from dpframe.config.schema import checked
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer.placement import CHANNELS_LAST, align
 

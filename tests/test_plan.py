@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpframe import DataModule, TrainerSettings, UserError
-from dpframe.cli.compose import composed
-from dpframe.cli.reports import planned
+from dpframe.config.compose import composed
+from dpframe.modes.reports import planned
 from dpframe.plan import failures, model, report
 from dpframe.plan.measure import measure
 from dpframe.plan.model import Bucket, Costs, Gradient, Line

@@ -459,7 +459,7 @@ def test_the_other_ranks_of_torchrun_let_the_main_one_speak_first(monkeypatch):
     events: list[str] = []
     monkeypatch.setattr(time, "sleep", lambda seconds: events.append(f"waits {seconds}"))
     monkeypatch.setattr(sys.stderr, "write", events.append)
-    monkeypatch.delitem(sys.modules, "dpframe.cli.run", raising=False)
+    monkeypatch.delitem(sys.modules, "dpframe.modes.run", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)

@@ -16,8 +16,8 @@ from torch import nn
 
 import dpframe
 from dpframe import Task, UserError
-from dpframe.cli.compose import composed
-from dpframe.cli.run import run
+from dpframe.config.compose import composed
+from dpframe.modes.run import run
 from dpframe.recipes import boston, lenet
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.recipes.lenet import LeNet, LeNetData

@@ -21,10 +21,10 @@ from forked import fresh, started
 
 from dpframe import checkpoint
 from dpframe.checkpoint import seal
-from dpframe.cli.directory import Directory
-from dpframe.cli.output import logging_to
-from dpframe.cli.resume import resumed_file
+from dpframe.config.start import resumed_file
 from dpframe.errors import Failure
+from dpframe.modes.directory import Directory
+from dpframe.modes.output import logging_to
 from dpframe.trainer.predictions import Predictions
 
 BOSTON = ["recipe=boston", "logger=csv", "hydra.run.dir=run"]

@@ -233,7 +233,7 @@ def test_a_terminal_that_can_not_go_back_gets_lines(terminal, monkeypatch, kind,
 def test_what_is_printed_or_logged_on_a_terminal_comes_above_the_bar(
     terminal, second_a_step, tmp_path
 ):
-    from dpframe.cli.output import logging_to
+    from dpframe.modes.output import logging_to
 
     def speak(trainer):
         if trainer.global_step == 12:

@@ -12,9 +12,9 @@ from command import ROOT, Attempt, attempts, dpframe, write
 from omegaconf import OmegaConf
 
 from dpframe import UserError
-from dpframe.cli.compose import Objective, objective_of
-from dpframe.cli.configs import directory_name
 from dpframe.cli.sweep import direction
+from dpframe.config.compose import Objective, objective_of
+from dpframe.config.search import directory_name
 
 OWN = """
 import gc

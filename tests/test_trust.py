@@ -14,10 +14,10 @@ from command import attempts, environment, write
 from forked import fresh, run
 
 import dpframe
-from dpframe.cli import locate
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import composed
-from dpframe.cli.trust import FUNCTIONS, NOBODY, Trust, known
+from dpframe.config import locate
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import composed
+from dpframe.config.trust import FUNCTIONS, NOBODY, Trust, known
 from dpframe.errors import UserError
 from dpframe.strategies.ddp import DDP
 from dpframe.task import Task
@@ -173,9 +173,9 @@ torch.nn.parallel.DistributedDataParallel torch.nn.Parameter torch.nn.utils.fusi
 torch.nn.utils.parametrize.register_parametrization torch.nn.utils.prune.custom_from_mask
 torch.nn.Embedding.from_pretrained.__func__ torch.optim.swa_utils.update_bn
 torch.optim.swa_utils.itertools torch.optim.optimizer.register_optimizer_step_pre_hook
-torch.optim.lr_scheduler.partial dpframe.cli.main dpframe.cli.build.build dpframe.cli.run.run
-dpframe.cli.build.locate dpframe.cli.locate.importlib.import_module dpframe.cli.trust.known
-dpframe.cli.trust.Trust dpframe.checkpoint.load dpframe.launch.local.launch dpframe.Trainer
+torch.optim.lr_scheduler.partial dpframe.cli.main dpframe.config.build.build dpframe.modes.run.run
+dpframe.config.build.locate dpframe.config.locate.importlib.import_module dpframe.config.trust.known
+dpframe.config.trust.Trust dpframe.checkpoint.load dpframe.launch.local.launch dpframe.Trainer
 dpframe.launch.local.os.system dpframe.recipes.boston.csv.reader dpframe.recipes.boston.Path
 dpframe.recipes.boston.Path.write_text dpframe.recipes.boston.torch.load
 dpframe.importlib.import_module mine.tasks.os.system mine.tasks.innocent mine.tasks.Net.system

@@ -13,9 +13,9 @@ from small import SGD, Adam, Rows, Small, Streamed, fitted
 from torch import nn
 
 from dpframe import Task, TrainerSettings, UserError
-from dpframe.cli.compose import composed
-from dpframe.cli.reports import replicas_of, tuned
+from dpframe.config.compose import composed
 from dpframe.errors import Failure
+from dpframe.modes.reports import replicas_of, tuned
 from dpframe.plan.curve import Point, chart, smoothed, svg
 from dpframe.plan.report import Tuning
 from dpframe.plan.settings import TuneSettings

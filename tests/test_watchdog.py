@@ -66,7 +66,7 @@ STACK = """Stack (most recent call first):
   File "/home/me/data.py", line 9 in wait
   File "/home/me/net.py", line 3 in training_step
   File "{house}task.py", line 7 in forward
-  File "{house}cli/run.py", line 5 in _run_rank
+  File "{house}modes/run.py", line 5 in _run_rank
   File "{house}cli/main.py", line 4 in main
 """
 

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 from benchmarks.gpu.formulas import flops_per_token
 from benchmarks.gpu.resnet import Images, ResNet50
 from dpframe import DataModule, Task, TrainerSettings
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import composed
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import composed
 from dpframe.recipes.gpt import GPT
 
 ROOM = 60 * 2**30  # bytes of a GPU that takes the larger batch of GPT-2

@@ -1,4 +1,4 @@
-"""The command line: owns Hydra and OmegaConf, and hands plain containers down."""
+"""The command line: arguments, exit codes, sweeps."""
 
 from dpframe.cli.main import main
 

@@ -12,9 +12,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime
 
-from dpframe.cli.compose import Composed, composed
-from dpframe.cli.configs import quoted
-from dpframe.cli.settings import EVALUATIONS, is_off, shown
+from dpframe.config.compose import Composed, composed
+from dpframe.config.schema import EVALUATIONS, is_off, shown
+from dpframe.config.search import quoted
 from dpframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class Result:
     @cached_property
     def task(self) -> "Task":
         """The task with the weights of `checkpoint`, on the CPU, in evaluation mode."""
-        from dpframe.cli.load import trained
-        from dpframe.cli.trust import trust_of
+        from dpframe.config.load import trained
+        from dpframe.config.trust import trust_of
 
         job = self.job
         if self.checkpoint is None:
@@ -77,10 +77,10 @@ def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Resu
 
 def _run(job: Composed) -> dict[str, Any]:
     # These import torch: only now that the config is known to be good.
-    from dpframe.cli.build import build, check_targets
-    from dpframe.cli.run import run as run_job
+    from dpframe.config.build import build, check_targets
     from dpframe.launch import fresh
     from dpframe.loggers.history import History
+    from dpframe.modes.run import run as run_job
     from dpframe.seeding import seeded
     from dpframe.strategies import Strategy
 

@@ -15,8 +15,8 @@ from typing import Any
 from hydra.core.plugins import Plugins
 from hydra.plugins.completion_plugin import CompletionPlugin
 
-from dpframe.cli.configs import CONFIG_NAME, Configs
-from dpframe.cli.settings import MODES
+from dpframe.config.schema import MODES
+from dpframe.config.search import CONFIG_NAME, Configs
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import CHOICES as SETTINGS
 from dpframe.trainer.settings import TrainerSettings

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 
 from dpframe.accelerator import cores
-from dpframe.cli.compose import Composed
 from dpframe.cli.main import leave_after, show_failure
 from dpframe.cli.results import Outcome, ProcessLost, outcome_of
-from dpframe.cli.run import run
+from dpframe.config.compose import Composed
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line, printable
 from dpframe.launch import local, signals
 from dpframe.launch.rank import SAFE_PATH, SIGNALED
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS, TICK_SECONDS
+from dpframe.modes.run import run
 from dpframe.strategies.devices import HIDES, WORDS, present, use_threads
 from dpframe.trainer.settings import TrainerSettings
 

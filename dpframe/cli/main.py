@@ -12,10 +12,10 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from dpframe import __version__
-from dpframe.cli import output
 from dpframe.errors import Interrupted, UserError, printable, suggestion
 from dpframe.launch import environment
 from dpframe.launch.signals import Interruption, end_children, raise_if_signaled
+from dpframe.modes import output
 
 # Keys of the config, known before it is read.
 KEYS = {"recipe", "strategy", "trainer", "task", "data", "callbacks", "logger", "experiment"}
@@ -129,7 +129,7 @@ def _command(given: Sequence[str]) -> int:
 
         print(complete(arguments.overrides), end="")
     elif arguments.help or arguments.cfg or arguments.info or arguments.hydra_help:
-        from dpframe.cli.help import shown_for
+        from dpframe.config.help import shown_for
 
         print(shown_for(arguments, parser().format_help()))
     elif arguments.multirun or _is_sweep(arguments.overrides):
@@ -143,17 +143,17 @@ def _command(given: Sequence[str]) -> int:
 
 
 def _is_sweep(overrides: Sequence[str]) -> bool:
-    from dpframe.cli.resume import value_of
+    from dpframe.config.start import value_of
 
     return "hydra.mode=MULTIRUN" in overrides or value_of("sweep.resume", overrides) is not None
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from dpframe.cli.compose import composed
+    from dpframe.config.compose import composed
 
     job = composed(arguments.overrides, config_dir=arguments.config_dir)
     raise_if_signaled()
-    from dpframe.cli.run import run  # imports torch: only now that the config is known to be good
+    from dpframe.modes.run import run  # imports torch: only now that the config is known to be good
 
     gc.freeze()  # imported objects stay: collections skip them
     gc.enable()
@@ -165,7 +165,7 @@ def _say(error: UserError | Interrupted) -> int:
     """Prints one line once: all ranks of a launcher find the same mistake in the config."""
     if isinstance(error, Interrupted) and not _is_main():
         return error.exit_code
-    if not _is_main() and "dpframe.cli.run" not in sys.modules:
+    if not _is_main() and "dpframe.modes.run" not in sys.modules:
         # Torchrun ends all ranks when the first one exits: that has to be the one that prints.
         time.sleep(RANK_0_SECONDS)
     line = " ".join(str(error).splitlines())

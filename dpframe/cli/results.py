@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from dpframe import files
 from dpframe.callbacks.monitor import PRUNED
-from dpframe.cli.compose import Composed, Objective
-from dpframe.cli.resume import key_of, saved_overrides
+from dpframe.config.compose import Composed, Objective
+from dpframe.config.start import key_of, saved_overrides
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import table_text
 

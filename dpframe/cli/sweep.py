@@ -28,7 +28,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dpframe import files
 from dpframe.checkpoint import seal
-from dpframe.cli.compose import (
+from dpframe.cli.picture import svg
+from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, earlier
+from dpframe.config.compose import (
     Composed,
     Objective,
     compose,
@@ -36,14 +38,12 @@ from dpframe.cli.compose import (
     objective_of,
     overrides_of,
 )
-from dpframe.cli.configs import Configs, quoted, with_path_quoted
-from dpframe.cli.directory import create, refuse_ways_out
-from dpframe.cli.picture import svg
-from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, earlier
-from dpframe.cli.resume import MACHINES, WORDS, key_of, value_of, with_saved
-from dpframe.cli.settings import SweepSettings, shown, sweep_settings
+from dpframe.config.schema import SweepSettings, shown, sweep_settings
+from dpframe.config.search import Configs, quoted, with_path_quoted
+from dpframe.config.start import MACHINES, WORDS, key_of, value_of, with_saved
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
+from dpframe.modes.directory import create, refuse_ways_out
 
 # A sweeper's key, and its values for the modes min, which is every sweeper's default, and max.
 DIRECTIONS: dict[str, dict[str, Any]] = {
@@ -187,7 +187,7 @@ def _checked(point: list[str], number: int, configs: Configs) -> Point:
 
 
 def _check_targets(runs: list[Point]) -> None:
-    from dpframe.cli.run import check_targets  # imports torch: only now that the rest is good
+    from dpframe.modes.run import check_targets  # imports torch: only now that the rest is good
 
     for run in runs:
         check_targets(run.job)

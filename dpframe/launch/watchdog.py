@@ -33,7 +33,7 @@ FRAME = re.compile(
     r'File "([^"]+)", line (\d+),? in (\S+)'
 )  # in a traceback or a stack of faulthandler
 FRAMES = 4
-# The frames below a run's own: `cli.run._run_rank`, or `rank.rank_main`.
+# The frames below a run's own: `modes.run._run_rank`, or `rank.rank_main`.
 START = re.compile(
     r'((run\.py", line \d+ in _run_rank|rank\.py", line \d+ in rank_main)\b)\n.*', re.S
 )

@@ -79,8 +79,8 @@ def check_strategy(
     """
     make: Callable[[], Strategy] | None = None
     if isinstance(recipe, str):
-        from dpframe.cli.compose import composed  # the command line imports this module
-        from dpframe.cli.reports import recipe_of, strategy_of
+        from dpframe.config.compose import composed  # the command line imports this module
+        from dpframe.modes.reports import recipe_of, strategy_of
 
         named = [f"strategy={strategy}"] if isinstance(strategy, str) else []
         job = composed([f"recipe={recipe}", *named, *overrides], config_dir=config_dir)

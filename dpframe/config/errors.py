@@ -19,8 +19,8 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from dpframe.cli.hints import has, hint, is_taken
-from dpframe.cli.resume import key_of
+from dpframe.config.hints import has, hint, is_taken
+from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, suggestion
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dpframe.checkpoint import seal
-from dpframe.cli.compose import Composed
-from dpframe.cli.resume import key_of
+from dpframe.config.compose import Composed
+from dpframe.config.start import key_of
 from dpframe.launch import environment
 from dpframe.launch.rank import has_parent
 

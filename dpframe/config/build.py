@@ -16,10 +16,10 @@ import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
-from dpframe.cli.compose import Composed
-from dpframe.cli.locate import locate
-from dpframe.cli.settings import is_off, kind_of, shown, unfit
-from dpframe.cli.trust import NOBODY, THEIRS, Trust, slots, trust_of
+from dpframe.config.compose import Composed
+from dpframe.config.locate import locate
+from dpframe.config.schema import is_off, kind_of, shown, unfit
+from dpframe.config.trust import NOBODY, THEIRS, Trust, slots, trust_of
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, suggestion
 

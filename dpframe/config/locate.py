@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import dpframe
-from dpframe.cli import plugins
+from dpframe.config import plugins
 from dpframe.errors import UserError, first_line, nearest
 
 LIGHTNING = ("lightning", "pytorch_lightning")  # the packages of one library

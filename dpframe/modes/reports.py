@@ -12,17 +12,17 @@ import torch
 
 from dpframe import memory, seeding
 from dpframe.callbacks import Callback
-from dpframe.cli import compare, doctor
-from dpframe.cli.build import build
-from dpframe.cli.compose import Composed
-from dpframe.cli.directory import Directory
-from dpframe.cli.locate import locate
-from dpframe.cli.resume import value_of
-from dpframe.cli.settings import is_off
-from dpframe.cli.trust import trust_of
+from dpframe.config.build import build
+from dpframe.config.compose import Composed
+from dpframe.config.locate import locate
+from dpframe.config.schema import is_off
+from dpframe.config.start import value_of
+from dpframe.config.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError, first_line, printable
 from dpframe.launch import environment
+from dpframe.modes import compare, doctor
+from dpframe.modes.directory import Directory
 from dpframe.plan.contest import a_few_steps
 from dpframe.plan.curve import svg
 from dpframe.plan.failures import outcomes

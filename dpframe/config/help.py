@@ -8,12 +8,12 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 
-from dpframe.cli import plugins
-from dpframe.cli.compose import compose, from_hydra, without_hydra
-from dpframe.cli.configs import CONFIG_NAME, Configs
-from dpframe.cli.hints import has, hint
-from dpframe.cli.resume import value_of
-from dpframe.cli.settings import MODES, shown
+from dpframe.config import plugins
+from dpframe.config.compose import compose, from_hydra, without_hydra
+from dpframe.config.hints import has, hint
+from dpframe.config.schema import MODES, shown
+from dpframe.config.search import CONFIG_NAME, Configs
+from dpframe.config.start import value_of
 from dpframe.errors import UserError, printable
 
 USAGE = """\
@@ -62,7 +62,7 @@ def shown_for(arguments: argparse.Namespace, options: str) -> str:
     """What `--help`, `--cfg`, `--info` or `--hydra-help` prints; `options` are the command's."""
     configs, overrides = Configs(arguments.config_dir), arguments.overrides
     if arguments.help and overrides:
-        from dpframe.cli.topics import settings_of
+        from dpframe.config.topics import settings_of
 
         text = "\n\n".join(settings_of(topic, configs) for topic in overrides)
     elif arguments.help:

@@ -31,12 +31,12 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dpframe.cli import plugins
-from dpframe.cli.hints import elsewhere, has, is_taken, similar
-from dpframe.cli.locate import see_own_folders
-from dpframe.cli.refusal import one_line
-from dpframe.cli.resume import key_of
-from dpframe.cli.settings import TOP_LEVEL, WHOLE, literal
+from dpframe.config import plugins
+from dpframe.config.errors import one_line
+from dpframe.config.hints import elsewhere, has, is_taken, similar
+from dpframe.config.locate import see_own_folders
+from dpframe.config.schema import TOP_LEVEL, WHOLE, literal
+from dpframe.config.start import key_of
 from dpframe.errors import UserError
 
 CONFIG_NAME = "config"

@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from dpframe import checkpoint, files
-from dpframe.cli.build import build
-from dpframe.cli.resume import run_directory
-from dpframe.cli.trust import Trust, with_theirs
+from dpframe.config.build import build
+from dpframe.config.start import run_directory
+from dpframe.config.trust import Trust, with_theirs
 from dpframe.errors import UserError
 from dpframe.task import Task
 from dpframe.trainer.placement import Precision

@@ -14,7 +14,7 @@ import yaml
 
 from dpframe import files
 from dpframe.checkpoint import seal
-from dpframe.cli.settings import EVALUATIONS, NONE, RunSettings
+from dpframe.config.schema import EVALUATIONS, NONE, RunSettings
 from dpframe.errors import UserError, first_line, nearest, printable
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"

@@ -17,8 +17,8 @@ from torch.optim import lr_scheduler
 from torch.utils.data import Dataset, Sampler
 
 from dpframe.callbacks import Callback
-from dpframe.cli.compose import Composed
-from dpframe.cli.locate import (
+from dpframe.config.compose import Composed
+from dpframe.config.locate import (
     LIGHTNING,
     locate,
     no_module,
@@ -28,7 +28,7 @@ from dpframe.cli.locate import (
     see_own_folders,
     spec_of,
 )
-from dpframe.cli.settings import RunSettings, is_off
+from dpframe.config.schema import RunSettings, is_off
 from dpframe.data import DataModule
 from dpframe.errors import UserError, nearest
 from dpframe.loggers import Logger

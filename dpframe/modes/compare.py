@@ -6,11 +6,11 @@ from contextlib import redirect_stderr
 from functools import partial
 from typing import NamedTuple
 
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import Composed, composed
-from dpframe.cli.configs import Configs
-from dpframe.cli.resume import key_of
-from dpframe.cli.trust import trust_of
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import Composed, composed
+from dpframe.config.search import Configs
+from dpframe.config.start import key_of
+from dpframe.config.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of
 from dpframe.launch import signals

@@ -14,11 +14,11 @@ import torch
 
 from dpframe import __version__, memory
 from dpframe.accelerator import cores
-from dpframe.cli.compare import strategies, with_strategy
-from dpframe.cli.compose import Composed
+from dpframe.config.compose import Composed
 from dpframe.errors import UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
+from dpframe.modes.compare import strategies, with_strategy
 from dpframe.plan.report import size
 from dpframe.strategies import Strategy
 from dpframe.strategies.ddp import DDP

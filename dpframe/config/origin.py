@@ -5,9 +5,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpframe.cli.compose import Composed
-from dpframe.cli.resume import LIMITS, key_of, refuse_recipe
-from dpframe.cli.settings import TOP_LEVEL, shown
+from dpframe.config.compose import Composed
+from dpframe.config.schema import TOP_LEVEL, shown
+from dpframe.config.start import LIMITS, key_of, refuse_recipe
 from dpframe.data import DataModule
 from dpframe.errors import UserError
 from dpframe.task import Task

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from dpframe.cli import plugins
-from dpframe.cli.configs import Configs
-from dpframe.cli.help import first_comment
-from dpframe.cli.hints import parameters_of_node
-from dpframe.cli.locate import see_own_folders
-from dpframe.cli.resume import key_of
+from dpframe.config import plugins
+from dpframe.config.help import first_comment
+from dpframe.config.hints import parameters_of_node
+from dpframe.config.locate import see_own_folders
+from dpframe.config.search import Configs
+from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, suggestion
 
 WIDEST = 44  # columns of a setting, for the comments to begin in one

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from dpframe.checkpoint import seal
-from dpframe.cli.compose import Composed
-from dpframe.cli.resume import run_directory
+from dpframe.config.compose import Composed
+from dpframe.config.start import run_directory
 from dpframe.strategies import Strategy
 
 NOTE = "torchrun"  # in .hydra/

@@ -18,15 +18,12 @@ from dpframe import checkpoint, files, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
-from dpframe.cli import elastic, faults, output
-from dpframe.cli.build import build, check_targets
-from dpframe.cli.compose import OPTIMIZED, Composed
-from dpframe.cli.directory import Directory, remove
-from dpframe.cli.ending import add_going_on, ending, going_on
-from dpframe.cli.origin import compared
-from dpframe.cli.resume import run_directory, saved_since
-from dpframe.cli.settings import EVALUATIONS, NONE, is_off
-from dpframe.cli.trust import trust_of
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import OPTIMIZED, Composed
+from dpframe.config.origin import compared
+from dpframe.config.schema import EVALUATIONS, NONE, is_off
+from dpframe.config.start import run_directory, saved_since
+from dpframe.config.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.errors import (
     DeviceLost,
@@ -42,6 +39,9 @@ from dpframe.launch.faults import RankFailed
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
 from dpframe.loggers import Logger
+from dpframe.modes import elastic, faults, output
+from dpframe.modes.directory import Directory, remove
+from dpframe.modes.ending import add_going_on, ending, going_on
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
 from dpframe.task import Task
@@ -60,7 +60,7 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
         local.allow_fork()
     signals.set_grace(job.settings.trainer.grace_seconds)
     if job.settings.mode not in ("fit", *EVALUATIONS):
-        from dpframe.cli import reports
+        from dpframe.modes import reports
 
         with explain_exits():  # in a module that it imports
             check_targets(job)
@@ -373,7 +373,7 @@ def _evaluate(trainer: Trainer, job: Composed, path: str) -> None:
         of = "the predictions of " if settings.mode == "predict" else ""
         log.warning("no checkpoint=FILE: these are %suntrained weights", of)
     if settings.mode == "export":
-        from dpframe.cli.export import exported
+        from dpframe.modes.export import exported
 
         if trainer.strategy.is_main:
             lines = exported(trainer, Path(path), settings.export.formats, job.start)

@@ -6,8 +6,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from dpframe.cli.locate import parameters_of
-from dpframe.cli.settings import WHOLE
+from dpframe.config.locate import parameters_of
+from dpframe.config.schema import WHOLE
 from dpframe.errors import nearest, suggestion
 from dpframe.trainer.settings import ScaleSettings
 

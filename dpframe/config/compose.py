@@ -13,10 +13,11 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dpframe import files
-from dpframe.cli import plugins
-from dpframe.cli.configs import Configs, quoted, register_resolver
-from dpframe.cli.refusal import unresolved
-from dpframe.cli.resume import (
+from dpframe.config import plugins
+from dpframe.config.errors import unresolved
+from dpframe.config.schema import RunSettings, checked, shown
+from dpframe.config.search import Configs, quoted, register_resolver
+from dpframe.config.start import (
     MACHINES,
     WORDS,
     as_notes,
@@ -26,7 +27,6 @@ from dpframe.cli.resume import (
     value_of,
     with_saved,
 )
-from dpframe.cli.settings import RunSettings, checked, shown
 from dpframe.errors import UserError
 from dpframe.trainer.settings import several_machines
 
