@@ -79,11 +79,6 @@ class Strategy:
         return self.rank == 0
 
     @property
-    def draws_as(self) -> int:
-        """Which process's random numbers this one draws."""
-        return self.rank
-
-    @property
     def devices(self) -> list[str]:
         """One name a replica, in replica order."""
         return [str(self.device)]
@@ -173,9 +168,6 @@ class Strategy:
         have to wrap again, where some were frozen or thawed since.
         """
         return module
-
-    def begin_pass(self, module: nn.Module) -> None:
-        """Before a validation, a test or a prediction by this wrapped module."""
 
     def grad_sync(self, is_last: bool) -> None:
         """Before each micro-batch under accumulation: only the last one's gradients are shared."""

@@ -9,7 +9,7 @@ own; the rest is added up from those of all processes.
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +58,6 @@ class Logical(Strategy):
         return self._within.is_set_up
 
     @property
-    def draws_as(self) -> int:
-        return 0  # each share has random numbers of its own
-
-    @property
     def devices(self) -> list[str]:
         return self._within.devices
 
@@ -91,11 +87,8 @@ class Logical(Strategy):
         return [s._replace(batch=move(s.batch, self.device, self.dtype)) for s in shares]
 
     def begin_step(self, module: nn.Module) -> nn.Module:
-        self.begin_pass(module)
+        module.batches = 0  # type: ignore[assignment]  # of TrainShares
         return module
-
-    def begin_pass(self, module: Any) -> None:
-        module.batches = 0
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
         raise UserError(
@@ -249,6 +242,11 @@ class Shares(nn.Module):
 
 
 class EvalShares(Shares):
+    def train(self, mode: bool = True) -> Self:
+        """Each pass begins with `eval()`."""
+        self.batches = 0
+        return super().train(mode)
+
     def forward(self, shares: list[Share]) -> Any:
         results = []
         for number, share in enumerate(shares, self._first):

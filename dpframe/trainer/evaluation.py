@@ -130,7 +130,6 @@ class Evaluation:
     ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
         to_device = self.to_device
         self.step.eval()
-        self.strategy.begin_pass(self.step)
         look_at = 0 if at_most else self.stop_poll.begin(0)
         batches = self.loader.batches
         may_look = batches is None or batches >= look_at

@@ -3,7 +3,6 @@
 import atexit
 import inspect
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -57,9 +56,6 @@ class Trainer(CallbackView):
     ranks: Ranks | None = None  # None: this process computes
     _is_prepared = False
     _is_half_loaded = False  # from a checkpoint, by a resume that failed
-    _logged_at: float
-    _logged_rows: int
-    _began_at: float
 
     def __init__(
         self,
@@ -210,7 +206,8 @@ class Trainer(CallbackView):
                 self._train_epoch(training)
             self.strategy.sync_weights(for_reading=True)
             if training.profile is not None:
-                self._log_profile(training.profile)
+                is_main = self.strategy.is_main
+                self._record(training.profile.summarize(self.run.directory, is_main=is_main))
             self.hooks.call("on_fit_end", self)
         return self.metrics
 
@@ -266,7 +263,7 @@ class Trainer(CallbackView):
         # Each process draws its own, e.g. for dropout. They follow from the epoch, so that a
         # checkpoint between two epochs needs no random state.
         if progress.batches_done == 0:
-            seed = seeding.mix(self.seed, self.strategy.draws_as, progress.epoch)
+            seed = seeding.mix(self.seed, self.shared.draws_as, progress.epoch)
             seeding.reseed(seed, self.strategy.local_devices)
         if not self.task.training:
             self.task.train()
@@ -306,10 +303,7 @@ class Trainer(CallbackView):
         window = training.means.window()  # waits for the GPU; empty if all its steps were left out
         means = self.task.summarize(window) if window else {}
         self.step_metrics = {f"step/{name}": value for name, value in means.items()}
-        now, rows = time.perf_counter(), self.progress.rows_seen
-        rate = (rows - self._logged_rows) / (now - self._logged_at)
-        self._logged_at, self._logged_rows = now, rows
-        updates = training.updates
+        rate, updates = self.progress.rows_per_second(), training.updates
         scalars = {**means, **updates.learning_rates(), **updates.gradient_norms()}
         scalars["samples_per_second"] = rate
         self._record({f"step/{name}": value for name, value in scalars.items()})
@@ -343,7 +337,7 @@ class Trainer(CallbackView):
                 update.end_epoch(self.metrics, is_stale=is_stale)
         at = {f"progress/{name}": rate for name, rate in rates.items()}
         self._record({**measured, **validated, **at, "progress/epoch": float(progress.epoch)})
-        self._read_clock()
+        progress.read_clock()
         progress.ended_step = progress.global_step
         self.hooks.call("on_epoch_end", self)
         self.recorder.tend()
@@ -413,11 +407,6 @@ class Trainer(CallbackView):
         """Checks the losses that were not read at once; waits for the GPU if there are any."""
         training.guard.read(self.global_step, self.checkpoint, self.run.directory)
 
-    def _read_clock(self) -> None:
-        now = time.perf_counter()
-        self.progress.seconds += now - self._began_at
-        self._began_at = now
-
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """All that decides the rest of training. Every process calls it, and the main one gets it.
 
@@ -425,7 +414,7 @@ class Trainer(CallbackView):
         """
         training, strategy, sharding = self.training, self.strategy, self.strategy.sharding
         self._read_losses(training)
-        self._read_clock()
+        self.progress.read_clock()
         strategy.sync_weights(for_reading=True)
         logged_step, logged = self.recorder.last
         logged = logged if logged_step == self.global_step else {}
@@ -447,7 +436,7 @@ class Trainer(CallbackView):
         else:
             self.recorder.open(self.strategy)
             # From here on every process draws its own random numbers, e.g. in on_fit_start.
-            seed = seeding.mix(self.seed, self.strategy.draws_as)
+            seed = seeding.mix(self.seed, self.shared.draws_as)
             seeding.seed_everything(seed, self.strategy.local_devices)
         if self.strategy.is_main:
             training.feed.warn_of_a_short_batch()
@@ -456,15 +445,17 @@ class Trainer(CallbackView):
         self.task_metrics.tables.clear()  # those of a validation before
         if training.profile is not None:
             training.profile.start()
-        self._began_at = self._logged_at = time.perf_counter()
-        self._logged_rows = self.progress.rows_seen
+        self.progress.start_clock()
         training.schedule.begin(self.global_step)
         self.has_begun = True
         try:
             yield
         except BaseException as error:
             explain(error, self.layout)
-            self._end_by(error, training)
+            ends = [] if training.profile is None else [training.profile.stop]
+            ends.append(partial(self.recorder.close, self.metrics, succeeded=False))
+            ends.append(partial(self.hooks.call, "on_exception", self, error))
+            _end_by(error, ends)
             raise
         if keep_loggers_open:
             self.recorder.flush()
@@ -482,26 +473,6 @@ class Trainer(CallbackView):
         self.recorder.open(self.strategy, purge_step=self.global_step)
         if logged := training.resumed_from["progress"]["logged"]:
             self._record(logged)
-
-    def _end_by(self, error: BaseException, training: Training) -> None:
-        profile = training.profile
-        ends: list[Callable[[], None]] = [] if profile is None else [profile.stop]
-        ends.append(partial(self.recorder.close, self.metrics, succeeded=False))
-        ends.append(partial(self.hooks.call, "on_exception", self, error))
-        for end in ends:
-            try:
-                end()
-            except Exception as second:
-                if not isinstance(error, torch.AcceleratorError):
-                    raise
-                log.warning("%s", second)  # the same dead device; the first error tells more
-
-    def _log_profile(self, profile: Any) -> None:
-        is_main = self.strategy.is_main
-        table, scalars = profile.summary(self.run.directory if is_main else "")
-        self._record(scalars)
-        if is_main:
-            log.info("%s", table)
 
     # ---- where it runs
 
@@ -526,6 +497,16 @@ class Trainer(CallbackView):
             self.progress, self.checkpoint = ended.progress, ended.checkpoint
             self.stop_reason = ended.stop_reason
         return ended.value if mode == "predict" else self.metrics
+
+
+def _end_by(error: BaseException, ends: Iterable[Callable[[], object]]) -> None:
+    for end in ends:
+        try:
+            end()
+        except Exception as second:
+            if not isinstance(error, torch.AcceleratorError):
+                raise
+            log.warning("%s", second)  # the same dead device; the first error tells more
 
 
 def _changed(settings: TrainerSettings, more: dict[str, Any]) -> TrainerSettings:

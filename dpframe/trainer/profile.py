@@ -67,14 +67,16 @@ class Profile:
             self._is_on = False
             self._profiler.stop()
 
-    def summary(self, directory: str) -> tuple[str, dict[str, float]]:
-        """A table of where the time went, and its seconds as `profile/forward` … for the loggers.
+    def summarize(self, directory: str, *, is_main: bool) -> dict[str, float]:
+        """Where the time went: as `profile/forward` … for the loggers, and as a table in the log.
 
-        The whole record is in `trace.json.gz` of the directory, if there is one.
+        The main process writes the whole record to `trace.json.gz` of the directory, if it has one.
         """
         self.stop()
         if not self._has_recorded:
-            return "trainer.profile=true: there were too few steps to record any", {}
+            if is_main:
+                log.info("trainer.profile=true: there were too few steps to record any")
+            return {}
         ranges = {
             event.key.removeprefix(PREFIX): event
             for event in self._profiler.key_averages()
@@ -88,11 +90,12 @@ class Profile:
         if "optimizer" in ranges:
             steps = ranges["optimizer"].count
         seconds["rest"] = max(0.0, whole - sum(seconds.values()))
-        table = _table(seconds, on_gpu, whole, steps)
-        if directory and self._export(path := Path(directory) / "trace.json.gz"):
-            table += f"\nevery operation on a timeline: open {path} in {VIEWER}"
-        scalars = {f"profile/{part.replace(' ', '_')}": value for part, value in seconds.items()}
-        return table, scalars
+        if is_main:
+            table = _table(seconds, on_gpu, whole, steps)
+            if directory and self._export(path := Path(directory) / "trace.json.gz"):
+                table += f"\nevery operation on a timeline: open {path} in {VIEWER}"
+            log.info("%s", table)
+        return {f"profile/{part.replace(' ', '_')}": value for part, value in seconds.items()}
 
     def _export(self, path: Path) -> bool:
         try:

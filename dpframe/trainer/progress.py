@@ -1,5 +1,6 @@
 """How far a run has come: the counters that a checkpoint keeps."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -25,6 +26,27 @@ class Progress:
     def current_epoch(self) -> int:
         """The one of the newest step, as people count them: from 1."""
         return max(1, self.epoch + (self.batches_done > 0))
+
+    # Not fields, as no checkpoint keeps them.
+    _read_at = _rated_at = 0.0
+    _rated_rows = 0
+
+    def start_clock(self) -> None:
+        self._read_at = self._rated_at = time.perf_counter()
+        self._rated_rows = self.rows_seen
+
+    def read_clock(self) -> None:
+        """Brings `seconds` up to date."""
+        now = time.perf_counter()
+        self.seconds += now - self._read_at
+        self._read_at = now
+
+    def rows_per_second(self) -> float:
+        """Since it was asked last."""
+        now, rows = time.perf_counter(), self.rows_seen
+        rate = (rows - self._rated_rows) / (now - self._rated_at)
+        self._rated_at, self._rated_rows = now, rows
+        return rate
 
     def count(self, batches: Sequence[Batch]) -> None:
         """After an update by them."""

@@ -23,6 +23,11 @@ class Shared:
     task_metrics: TaskMetrics
     interruption: Interruption | None
 
+    @property
+    def draws_as(self) -> int:
+        """Which process's random numbers this one draws; each logical share has its own."""
+        return 0 if self.strategy.logical_shares else self.strategy.rank
+
     def evaluations(
         self, kind: str, settings: TrainerSettings, loaders: dict[str, Loader] | None = None
     ) -> dict[str, Evaluation]:
