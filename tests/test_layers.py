@@ -401,6 +401,38 @@ def defined(tree: ast.AST) -> Iterator[str]:
 OURS = {name for path in FILES for name in defined(tree_of(path))}
 
 
+# ---- sizes
+
+FILE, CLASS, METHODS = 450, 350, 25  # lines, lines, methods and properties
+LARGER = {  # a file or a class, and why it may be so
+    "trainer.loop": "the loop and the four modes, which a reader follows from top to bottom",
+    "trainer.loop.Trainer": "as its file",
+    "cli.sweep": "two engines",
+    "strategies.ray": "more than what Ray does not do",
+    "testing.checks": "a table of checks",
+    "lightning.task.Lightning": "a task, whose hooks are each a hook of a LightningModule's",
+    "lightning.trainer.TheirTrainer": "what modules read of a Lightning Trainer, a line each",
+}
+
+
+def test_files_and_classes_stay_as_large_as_a_reader_keeps_in_mind():
+    large = {name for name, path in MODULES.items() if len(path.read_text().splitlines()) > FILE}
+    large |= {
+        f"{module}.{node.name}"
+        for module, path in MODULES.items()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+        and (len(methods_of(node)) > METHODS or node.end_lineno - node.lineno >= CLASS)
+    }
+    assert large == set(LARGER)
+
+
+def methods_of(node: ast.ClassDef) -> list[str]:
+    """Without those that Python calls."""
+    named = [child.name for child in node.body if isinstance(child, ast.FunctionDef)]
+    return [name for name in named if not name.startswith("__")]
+
+
 # ---- English
 
 RIDDLES = r"\b(anew|lest|hitherto|thereof|mend|mends|mended|of ours)\b"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
 from dpframe.floats import made_as
 from dpframe.lightning.by_hand import ByHand
@@ -26,6 +25,7 @@ from dpframe.lightning.module import (
     refuse_uncalled,
 )
 from dpframe.lightning.numbers import NOTHING, Log, bare, evaluated, found, means_of_all, trained
+from dpframe.lightning.optimizer_step import StepsAgain, StepsByModule, mean_loss
 from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
 from dpframe.lightning.trainer import TheirTrainer
 from dpframe.metrics import is_number
@@ -381,20 +381,7 @@ class Lightning(Task):
                 f"{type(self.optimizers[0]).__name__} takes gradients that are computed once; "
                 "set self.automatic_optimization = False in __init__ and step it in training_step"
             )
-        strategy = self.trainer_here.strategy
-        if strategy.logical_shares:  # added up without rounding
-            losses = [rows * float(output["loss"]) for rows, output in outputs]
-            total, count = strategy.collectives.sum_columns(
-                [losses, [rows for rows, _ in outputs]], is_exact=True
-            )
-            return torch.tensor(total / count, device=self.device)
-        dtype = torch.float64 if has_float64(self.device) else torch.float32
-        sums = torch.zeros(2, dtype=dtype, device=self.device)
-        for rows, output in outputs:
-            sums[0] += rows * output["loss"].detach().to(sums)
-            sums[1] += rows
-        total, count = strategy.collectives.sum(sums)
-        return total / count
+        return mean_loss(outputs, self.trainer_here.strategy, self.device)
 
     def _step_schedules(self, interval: str, count: int, *, plateaus: bool = False) -> None:
         """As in Lightning, all but those that wait for a metric come before the validation."""
@@ -444,32 +431,6 @@ class Held:
 
     def __reduce__(self) -> tuple:
         return Held, ()
-
-
-class StepsByModule(Optimizer):
-    """An optimizer whose step is the module's `optimizer_step`: all else is the optimizer's own."""
-
-    def __init__(self, optimizer: Optimizer, task: Lightning) -> None:
-        self.optimizer = optimizer
-        self.task = task
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        task = self.task
-        at = task.current_epoch, task.run_context.batch_index
-        task.module.optimizer_step(*at, self.optimizer, closure or task.loss_of_step)
-
-    def __getattribute__(self, name: str) -> Any:
-        own = ("optimizer", "task", "step", "__class__", "__dict__")
-        if name in own:
-            return object.__getattribute__(self, name)
-        return getattr(object.__getattribute__(self, "optimizer"), name)
-
-
-class StepsAgain(StepsByModule):
-    """For an optimizer that computes the gradients several times, e.g. LBFGS."""
-
-    def step(self, closure: Any) -> None:  # type: ignore[override]
-        super().step(closure)
 
 
 def _hook(module: Any, stage: str, moment: str) -> Any:
