@@ -64,7 +64,7 @@ def begin_peak(device: torch.device) -> None:
 
 
 def free(device: torch.device) -> int | None:
-    """The bytes that are free on a device; None where nobody knows."""
+    """The bytes that are free on a device; None where that is unknown."""
     module = torch.get_device_module(device)
     if device.type == "mps":  # memory of the machine's: as much of it as Apple recommends
         return module.recommended_max_memory() - module.driver_allocated_memory()
@@ -77,7 +77,7 @@ def fullest(devices: Iterable[torch.device]) -> torch.device:
 
 
 def described(device: torch.device) -> str:
-    """`76.2 of 79.1 GiB are in use, 70.5 GiB by this process`; "" where nobody knows."""
+    """`76.2 of 79.1 GiB are in use, 70.5 GiB by this process`; "" where that is unknown."""
     gib = 2**30
     if device.type == "cpu":
         import resource  # not on Windows

@@ -53,7 +53,7 @@ class TaskContext:
         self.strategy = strategy
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
-        self.batches: int | None = None  # of an evaluation's pass; None where nobody knows
+        self.batches: int | None = None  # of an evaluation's pass; None where it is unknown
         self.end_share = end_share  # called after the step of a logical share
 
     def __deepcopy__(self, memo: dict) -> "TaskContext":

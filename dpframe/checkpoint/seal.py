@@ -45,9 +45,9 @@ class Parts(NamedTuple):
 
 def add(file: BinaryIO, *, step: int | None = None, parts: Parts | None = None) -> None:
     """Adds it to a zip file without a comment, which ends with the comment's length, 0."""
-    told = b"" if step is None else b" step %d" % step
-    told += b"" if parts is None else f" parts {parts.name} {parts.hash}".encode()
-    comment = b"dpframe sha256 " + _hash(file, file.seek(0, os.SEEK_END), told) + told
+    facts = b"" if step is None else b" step %d" % step
+    facts += b"" if parts is None else f" parts {parts.name} {parts.hash}".encode()
+    comment = b"dpframe sha256 " + _hash(file, file.seek(0, os.SEEK_END), facts) + facts
     file.seek(-2, os.SEEK_END)
     file.write(len(comment).to_bytes(2, "little") + comment)
 
@@ -63,7 +63,7 @@ def damage(path: Path, *, reads_parts: bool = True) -> str:
             sealed = _parse_seal(file)
             if sealed is None:
                 return UNSEALED
-            if _hash(file, sealed.begin, b"\0\0" + sealed.told) != sealed.hash:
+            if _hash(file, sealed.begin, b"\0\0" + sealed.facts) != sealed.hash:
                 return f"it is {DAMAGED}"
     except OSError as error:
         return error.strerror or str(error)
@@ -188,7 +188,7 @@ def time_of(path: Path) -> int:
 class _Seal(NamedTuple):
     begin: int  # where the file goes over into it
     hash: bytes
-    told: bytes  # e.g. b" step 40"
+    facts: bytes  # e.g. b" step 40"
     step: int  # -1: it does not tell
     parts: Parts | None
 

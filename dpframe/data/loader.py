@@ -52,7 +52,7 @@ class Loader:
         division: Division | None = None,
         tally: Tally = lambda numbers: numbers,
         drop_last: bool = False,
-        told: str = "train_sampler returned",
+        label: str = "train_sampler returned",
         options: Mapping[str, Any] | None = None,
     ) -> None:
         """By `rank`, each process's workers draw random numbers of their own; rows of logical
@@ -61,7 +61,7 @@ class Loader:
         those of a DataLoader."""
         rows = Rows(dataset, collate)
         self.order = order_of(
-            dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, told=told
+            dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, label=label
         )
         self.batch_size = batch_size
         self.seed = seed

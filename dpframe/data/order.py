@@ -24,16 +24,16 @@ def order_of(
     agree: Agree,
     *,
     drop_last: bool = False,
-    told: str = "train_sampler returned",
+    label: str = "train_sampler returned",
 ) -> "Order | SamplerOrder | None":
-    """None for a stream, whose order nobody knows. `told` begins the errors about the sampler."""
+    """None for a stream, whose order is unknown. `label` begins the errors about the sampler."""
     if isinstance(dataset, IterableDataset):
         if sampler is not None:
             raise UserError("an IterableDataset has its own order; return None from train_sampler")
         return None
     if sampler is not None:
         return SamplerOrder(
-            sampler, batch_size, len(dataset), seed, agree, drop_last=drop_last, told=told
+            sampler, batch_size, len(dataset), seed, agree, drop_last=drop_last, label=label
         )
     return Order(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
 
@@ -82,7 +82,7 @@ class SamplerOrder:
         agree: Agree = lambda value: value,
         *,
         drop_last: bool = False,
-        told: str = "train_sampler returned",
+        label: str = "train_sampler returned",
     ) -> None:
         self._sampler = sampler
         self._batch_size = batch_size
@@ -90,9 +90,9 @@ class SamplerOrder:
         self._seed = seed
         self._agree = agree
         self._drop_last = drop_last
-        self._told = told
+        self._label = label
         self._drawn: tuple[int, list[Tensor]] = (-1, [])  # the last epoch, and its batches
-        _check_length(sampler, told)
+        _check_length(sampler, label)
 
     @cached_property
     def batches(self) -> int:
@@ -122,12 +122,12 @@ class SamplerOrder:
         drawn = self._agree(self._draw(epoch))
         if not drawn:
             raise UserError(
-                f"{self._told} a {type(self._sampler).__name__} of no rows; make it draw some"
+                f"{self._label} a {type(self._sampler).__name__} of no rows; make it draw some"
             )
         if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
             if self._drop_last:
                 raise UserError(
-                    f"data.drop_last=true, and {self._told} a {type(self._sampler).__name__}, "
+                    f"data.drop_last=true, and {self._label} a {type(self._sampler).__name__}, "
                     "which makes the batches itself; leave out the last one there, and set "
                     "data.drop_last=false"
                 )
@@ -139,24 +139,24 @@ class SamplerOrder:
         for row in (int(row) for batch in batches for row in batch.aminmax()):
             if not -self._rows <= row < self._rows:
                 raise UserError(
-                    f"{self._told} a {type(self._sampler).__name__} that drew row {row} of a data "
+                    f"{self._label} a {type(self._sampler).__name__} that drew row {row} of a data "
                     f"set of {self._rows} rows; draw 0 to {self._rows - 1}"
                 )
         return [batch % self._rows for batch in batches]
 
 
-def _check_length(sampler: Any, told: str) -> None:
+def _check_length(sampler: Any, label: str) -> None:
     if isinstance(sampler, DistributedSampler) or isinstance(
         getattr(sampler, "sampler", None), DistributedSampler
     ):
         raise UserError(
-            f"{told} a DistributedSampler, which pads and splits by itself; "
+            f"{label} a DistributedSampler, which pads and splits by itself; "
             "return the plain sampler: the strategy splits each global batch exactly"
         )
     try:
         len(sampler)
     except TypeError:
         raise UserError(
-            f"{told} a {type(sampler).__name__} without __len__: an endless "
+            f"{label} a {type(sampler).__name__} without __len__: an endless "
             "order can't be split exactly; give it a length"
         ) from None

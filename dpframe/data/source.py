@@ -25,7 +25,7 @@ class Source:
     workers: int | str
     collate: Callable[[list], Any]
     drop_last: bool = False
-    told: str = "train_sampler returned"  # begins the errors about the sampler
+    label: str = "train_sampler returned"  # begins the errors about the sampler
     timeout_seconds: float = 0.0  # 0: trainer.data_timeout_seconds
     options: dict[str, Any] = field(default_factory=dict)  # of the DataLoader that has the workers
     is_divided: bool = False  # if it is a stream
@@ -57,11 +57,11 @@ class Source:
 def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -> Source:
     """Its batch is the global one. Its order is kept, but for a plain shuffle: that is ours, by the
     seed and the epoch, and evaluations read in the order of the data set instead."""
-    told = f"{method} returned a DataLoader with"
+    label = f"{method} returned a DataLoader with"
     trains = kind == "train"
-    _check(given, told)
+    _check(given, label)
     if trains and data.train_sampler(given.dataset) is not None:
-        raise UserError(f"{told} an order of its own, and train_sampler another; keep one of them")
+        raise UserError(f"{label} an order of its own, and train_sampler another; keep one of them")
     is_plain = _is_shuffle(given.sampler) or type(given.sampler) is SequentialSampler
     is_plain = (is_plain and given.batch_size is not None) or isinstance(
         given.dataset, IterableDataset
@@ -81,7 +81,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         given.num_workers,
         data.collate if collate is default_collate else collate,
         is_dropped,
-        told,
+        label,
         given.timeout,
         {
             "worker_init_fn": given.worker_init_fn,
@@ -92,7 +92,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
     )
 
 
-def _check(given: DataLoader, told: str) -> None:
+def _check(given: DataLoader, label: str) -> None:
     """Refuses what can't be kept."""
     if given.batch_sampler is None and given.batch_size is None:
         what = "batch_size=None, so its rows have no known number; give it the global batch_size"
@@ -102,7 +102,7 @@ def _check(given: DataLoader, told: str) -> None:
         what = f"a way of its own, {type(given).__name__}; return a torch.utils.data.DataLoader"
     else:
         return
-    raise UserError(f"{told} {what}")
+    raise UserError(f"{label} {what}")
 
 
 def _is_shuffle(sampler: Any) -> bool:

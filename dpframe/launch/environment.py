@@ -121,7 +121,7 @@ def choose_interface() -> None:
 
 
 def find_interface(host: str, port: int) -> str | None:
-    """The interface of this machine that leads to this address; None: nobody knows."""
+    """The interface of this machine that leads to this address; None if that is unknown."""
     if sys.platform != "linux":
         return None
     with suppress(OSError):

@@ -147,7 +147,7 @@ class _Rank:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nobody knows yet how it ends."""
+        """Whether its end is still unknown."""
         return not (self.ending or self.fault)
 
     def receive(self) -> Iterator[tuple[str, Any]]:

@@ -84,7 +84,7 @@ class LightningData(DataModule):
         return returned
 
     def _checked(self, returned: Any, kind: str) -> Any:
-        told = f"{type(self._owner).__name__}.{kind}_{LOADER}"
+        label = f"{type(self._owner).__name__}.{kind}_{LOADER}"
         if isinstance(returned, list | tuple) and len(returned) == 1:
             returned = returned[0]
         if returned is None or isinstance(returned, DataLoader):
@@ -99,13 +99,13 @@ class LightningData(DataModule):
             several = {"": returned}
         if kind == "train" and len(several) > 1:
             raise UserError(
-                f"{told} returned {len(several)} loaders, whose rows can't be divided alike; "
+                f"{label} returned {len(several)} loaders, whose rows can't be divided alike; "
                 "return one, e.g. of a data set that pairs their rows"
             )
         for loader in several.values():
             if not isinstance(loader, DataLoader):
                 raise UserError(
-                    f"{told} returned a {type(loader).__name__}, whose rows nobody can divide; "
+                    f"{label} returned a {type(loader).__name__}, whose rows nobody can divide; "
                     "return a torch.utils.data.DataLoader"
                 )
         return next(iter(several.values())) if kind == "train" else several

@@ -71,8 +71,8 @@ class Configured(NamedTuple):
     schedules: list[Schedule]
 
 
-def configured(returned: Any, told: str) -> list[Configured]:
-    """Each optimizer with its schedules. `told` begins the errors."""
+def configured(returned: Any, label: str) -> list[Configured]:
+    """Each optimizer with its schedules. `label` begins the errors."""
     monitor: str | None = None
     schedulers: list[Any] = []
     if isinstance(returned, Optimizer):
@@ -87,16 +87,16 @@ def configured(returned: Any, told: str) -> list[Configured]:
         optimizers, schedulers = list(returned[0]), returned[1]
         schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
     else:
-        raise UserError(f"{told} returned {_kinds(returned)}; {RETURNS}")
+        raise UserError(f"{label} returned {_kinds(returned)}; {RETURNS}")
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise UserError(f"{told} returned {_kinds(returned)}; {RETURNS}")
-    schedules = [_schedule(each, monitor, told) for each in schedulers]
+        raise UserError(f"{label} returned {_kinds(returned)}; {RETURNS}")
+    schedules = [_schedule(each, monitor, label) for each in schedulers]
     groups: dict[int, list[Schedule]] = {id(optimizer): [] for optimizer in optimizers}
     for schedule in schedules:
         its = getattr(schedule.scheduler, "optimizer", optimizers[0])
         if id(its) not in groups:
             raise UserError(
-                f"{told}: a scheduler is of an optimizer that was not returned; return it, too"
+                f"{label}: a scheduler is of an optimizer that was not returned; return it, too"
             )
         groups[id(its)].append(schedule)
     return [Configured(optimizer, groups[id(optimizer)]) for optimizer in optimizers]
@@ -109,31 +109,31 @@ def _of_dicts(dicts: Iterable[Mapping[str, Any]]) -> tuple[list[Any], list[Any],
     return [each.get("optimizer") for each in dicts], schedulers, monitor
 
 
-def _schedule(given: Any, monitor: str | None, told: str) -> Schedule:
+def _schedule(given: Any, monitor: str | None, label: str) -> Schedule:
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
     known = ("scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name")
     for key in options:
         if key not in known:
-            raise UserError(f"{told}: lr_scheduler has no key {key}; {suggestion(key, known)}")
+            raise UserError(f"{label}: lr_scheduler has no key {key}; {suggestion(key, known)}")
     if "scheduler" not in options:
-        raise UserError(f"{told}: lr_scheduler has no scheduler; add it")
+        raise UserError(f"{label}: lr_scheduler has no scheduler; add it")
     if options.get("interval", "epoch") not in ("epoch", "step"):
         raise UserError(
-            f"{told}: lr_scheduler has interval={options['interval']!r}; use 'epoch' or 'step'"
+            f"{label}: lr_scheduler has interval={options['interval']!r}; use 'epoch' or 'step'"
         )
     schedule = Schedule(**{"monitor": monitor, **options})
     if schedule.reduce_on_plateau and schedule.interval == "step":
         raise UserError(
-            f"{told}: a ReduceLROnPlateau with interval='step' waits for a mean over all replicas "
+            f"{label}: a ReduceLROnPlateau with interval='step' waits for a mean over all replicas "
             "after each step; use 'epoch'"
         )
     if schedule.reduce_on_plateau and schedule.monitor is None:
         raise UserError(
-            f"{told}: a ReduceLROnPlateau without a monitor; add 'monitor': 'val_loss', say"
+            f"{label}: a ReduceLROnPlateau without a monitor; add 'monitor': 'val_loss', say"
         )
     if schedule.reduce_on_plateau and str(schedule.monitor).endswith("_step"):
         raise UserError(
-            f"{told}: a ReduceLROnPlateau monitors {schedule.monitor}, the number of one batch; "
+            f"{label}: a ReduceLROnPlateau monitors {schedule.monitor}, the number of one batch; "
             f"monitor {str(schedule.monitor).removesuffix('_step')}, the epoch's mean"
         )
     return schedule

@@ -97,10 +97,10 @@ class Lightning(Task):
         self.module.trainer = self._theirs
 
     def configure_optimizer(self) -> Any:
-        told = f"{type(self.module).__name__}.configure_optimizers"
+        label = f"{type(self.module).__name__}.configure_optimizers"
         with self._theirs.setting_up():
             returned = self.module.configure_optimizers()
-        made = configured(returned, told)
+        made = configured(returned, label)
         self.optimizers = self._theirs.optimizers = [each.optimizer for each in made]
         self.schedules = [schedule for each in made for schedule in each.schedules]
         self._theirs.lr_scheduler_configs = self.schedules
@@ -108,7 +108,7 @@ class Lightning(Task):
             self.by_hand.take(self.optimizers)
         elif len(made) > 1:
             raise UserError(
-                f"{told} returned {len(made)} optimizers, which takes manual optimization; set "
+                f"{label} returned {len(made)} optimizers, which takes manual optimization; set "
                 "self.automatic_optimization = False in __init__, and step them in training_step"
             )
         pairs = [self._pair(each) for each in made]
@@ -160,8 +160,8 @@ class Lightning(Task):
                     module.on_before_zero_grad(self.optimizers[0])
                 module.on_before_backward(loss)
         if is_new and owns(module, "on_train_batch_end"):
-            told = output if isinstance(output, dict) else {"loss": loss.detach()}
-            self._ended.append((told, batch, index))
+            outputs = output if isinstance(output, dict) else {"loss": loss.detach()}
+            self._ended.append((outputs, batch, index))
         return trained(loss, numbers)
 
     def validation_step(self, batch: Any, name: str = "") -> dict[str, Any]:

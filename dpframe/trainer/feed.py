@@ -166,18 +166,18 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
         raise UserError(f"{method} returned an empty dict; return a data set for each name")
     sources = {}
     for name, dataset in (sets_of(returned) if is_dict else {"": returned}).items():
-        told = f"{method}[{name!r}]" if is_dict else method
+        label = f"{method}[{name!r}]" if is_dict else method
         if is_dict and not (isinstance(name, str) and NAME.fullmatch(name)):
             raise UserError(
                 f"{method} has a data set named {name!r}; use letters, digits, _ and -, e.g. clean"
             )
         if dataset is None:
-            raise UserError(f"{told} returned None; return a data set")
-        sources[name] = source = Source.of(dataset, data, told, kind=kind)
+            raise UserError(f"{label} returned None; return a data set")
+        sources[name] = source = Source.of(dataset, data, label, kind=kind)
         if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
             is_alone = kind == "val" and not is_dict
             hint = "return None for no validation" if is_alone else "it needs at least one"
-            raise UserError(f"{told} has no rows; {hint}")
+            raise UserError(f"{label} has no rows; {hint}")
     return sources
 
 
@@ -237,7 +237,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         division=division,
         tally=strategy.collectives.sum_numbers,
         drop_last=source.drop_last,
-        told=source.told,
+        label=source.label,
         options=source.options,
     )
     if source.options:

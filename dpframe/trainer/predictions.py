@@ -100,35 +100,35 @@ def head(value: Any) -> Any:
     return value[0][None] if is_uneven else value[:1]
 
 
-def by_rows(value: Any, rows: int, told: str) -> Any:
+def by_rows(value: Any, rows: int, label: str) -> Any:
     """A share's output on the CPU. A part without an entry a row is refused: what is joined would
     depend on the number of replicas."""
     if isinstance(value, dict) and value:
-        return {name: by_rows(part, rows, _at(told, name)) for name, part in value.items()}
+        return {name: by_rows(part, rows, _at(label, name)) for name, part in value.items()}
     if isinstance(value, tuple) and value:
-        return tuple(by_rows(part, rows, _at(told, at)) for at, part in enumerate(value))
+        return tuple(by_rows(part, rows, _at(label, at)) for at, part in enumerate(value))
     if isinstance(value, dict | tuple) or value is None:
         what = "None" if value is None else f"an empty {type(value).__name__}"
-        raise UserError(f"{told} {what}; {WANTED}")
+        raise UserError(f"{label} {what}; {WANTED}")
     value = on_cpu(value)
     of = f"for a batch of {rows} rows"
     if isinstance(value, Tensor):
         if not value.ndim or len(value) != rows:
             shape = tuple(value.shape)
             raise UserError(
-                f"{told} a tensor of shape {shape} {of}; make the rows its first dimension"
+                f"{label} a tensor of shape {shape} {of}; make the rows its first dimension"
             )
     elif not isinstance(value, list):
-        raise UserError(f"{told} a {type(value).__name__} {of}; return an entry a row")
+        raise UserError(f"{label} a {type(value).__name__} {of}; return an entry a row")
     elif len(value) != rows:
         raise UserError(
-            f"{told} a list of {len(value)} {of}; a list is an entry a row, a tuple several parts"
+            f"{label} a list of {len(value)} {of}; a list is an entry a row, a tuple several parts"
         )
     return value
 
 
-def _at(told: str, name: Any) -> str:
-    return f"{told.removesuffix(' as')}[{name!r}] as"
+def _at(label: str, name: Any) -> str:
+    return f"{label.removesuffix(' as')}[{name!r}] as"
 
 
 def on_cpu(value: Any) -> Any:

@@ -155,8 +155,8 @@ class TaskMetrics:
         else:
             everywhere = self._everywhere()
             computed = self._merged(everywhere) if self._strategy.is_main else []
-        told = [(name, value if isinstance(value, float) else None) for name, value in computed]
-        return computed, self._strategy.collectives.broadcast(told)
+        numbers = [(name, value if isinstance(value, float) else None) for name, value in computed]
+        return computed, self._strategy.collectives.broadcast(numbers)
 
     def _named(
         self,
