@@ -1,7 +1,6 @@
 """Callbacks: the order of hooks, ends by a metric, a run that fails, and what is on screen."""
 
 import csv
-import logging
 import os
 import pty
 import re
@@ -20,10 +19,11 @@ from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
 
 from dpframe import Callback, Strategy, UserError
 from dpframe.callbacks import progress
+from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.callbacks.monitor import Best
-from dpframe.callbacks.progress import Progress, banner
+from dpframe.callbacks.progress import Progress
 from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -428,13 +428,13 @@ def read_all(descriptor: int) -> str:
         parts.append(part)
 
 
-def test_off_a_terminal_there_is_a_line_an_epoch_and_a_table_at_the_end(shown):
+def test_off_a_terminal_there_are_lines_of_epochs_and_a_table_at_the_end(shown):
     out = shown[1]
     assert "\x1b" not in out and "\r" not in out
     epochs = [line for line in lines(out) if line.startswith("epoch")]
-    assert [line.split("  ")[:2] for line in epochs] == [
+    ends = [epochs[0], epochs[-1]]  # between them are those that took a second
+    assert [line.split("  ")[:2] for line in ends] == [
         ["epoch 1/3", "step 5"],
-        ["epoch 2/3", "step 10"],
         ["epoch 3/3", "step 15"],
     ]
     assert all(re.search(r"train/loss \S+ .*val/loss \S+", line) for line in epochs)
@@ -452,71 +452,48 @@ def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(shown, number, of):
     assert re.search(r"^\d+ steps in .* samples/s\s*$", plain, re.MULTILINE)
 
 
-def said(caplog) -> list[list[int]]:
-    """The epochs of each message that tells of any."""
+def said(caplog) -> list[int]:
+    """The epochs that have a line."""
     told = [record.getMessage() for record in caplog.records]
-    return [list(map(int, re.findall(r"^epoch (\d+)", text, re.MULTILINE))) for text in told]
+    return [int(found[1]) for text in told if (found := re.match(r"epoch (\d+)/", text))]
 
 
 @pytest.mark.parametrize(
-    ("seconds_a_step", "messages"),
-    [
-        (0.03, [[1], [2], [3], [4], [5]]),
-        (0.012, [[1], [2], [3, 4], [5]]),
-        (0.001, [[1], [2, 3, 4, 5]]),
-    ],
+    ("seconds_an_epoch", "epochs"),
+    [(1.0, [1, 2, 3, 4, 5, 6, 7, 8]), (0.5, [1, 3, 8]), (0.001, [1, 3, 8])],
 )
-def test_lines_of_short_epochs_come_several_at_once(monkeypatch, caplog, seconds_a_step, messages):
-    clock = Clock(monkeypatch)
+def test_each_long_epoch_has_a_line_and_of_short_ones_the_first_the_best_and_the_last(
+    monkeypatch, caplog, seconds_an_epoch, epochs
+):
     caplog.set_level("INFO", "dpframe")
-    hooks = Hooks(on_step_end=clock.ticks(seconds_a_step))
-    fitted(callbacks=[hooks, Progress()], max_epochs=5)
-    assert said(caplog) == messages
+    ticks = Hooks(on_epoch_start=Clock(monkeypatch).ticks(seconds_an_epoch))
+    callbacks = [ticks, EarlyStopping("val/score"), Progress()]
+    fitted(Scripted([5, 4, 1, 2, 3, 4, 5, 6]), callbacks=callbacks, max_epochs=8)
+    assert said(caplog) == epochs
+    marked = [record.getMessage() for record in caplog.records if "  best" in record.getMessage()]
+    assert [text.split()[1] for text in marked] == ([] if epochs[1] == 2 else ["3/8"])
 
 
-def test_a_line_does_not_wait_for_the_end_of_a_longer_epoch(monkeypatch, caplog):
-    clock = Clock(monkeypatch)
+def test_a_hundred_short_epochs_have_a_line_every_few_seconds(monkeypatch, caplog, capsys):
     caplog.set_level("INFO", "dpframe")
-    seen: list = []
-
-    def slower(trainer):
-        clock.now += 0.2 if trainer.epoch == 2 else 0.001
-        seen.append(said(caplog))
-
-    fitted(callbacks=[Progress(), Hooks(on_step_end=slower)], max_epochs=3)
-    assert seen[9] == [[1]] and seen[11] == [[1], [2]], "5 steps an epoch: it is said at the next"
+    ticks = Hooks(on_epoch_start=Clock(monkeypatch).ticks(0.2))
+    fitted(callbacks=[ticks, Progress()], max_epochs=100)
+    assert said(caplog) == [1, *range(26, 100, 25), 100]
+    assert len(lines(capsys.readouterr().out)) < 25, "the banner and the table"
 
 
-def test_what_else_is_logged_comes_after_the_lines_before_it(monkeypatch, caplog):
-    Clock(monkeypatch)
-    caplog.set_level("INFO")
-    before = [list(handler.filters) for handler in logging.getLogger().handlers]
-
-    def speak(trainer):
-        if trainer.global_step == 17:
-            logging.getLogger("mine").info("at 17")
-
-    fitted(
-        callbacks=[Progress(), Hooks(on_step_end=speak)], max_epochs=5, profile=True, directory=""
-    )
-    told = [record.getMessage().split()[0] for record in caplog.records]
-    assert told == ["epoch", "epoch", "at", "epoch", "where"]
-    assert said(caplog) == [[1], [2, 3], [], [4, 5], []]
-    assert [list(handler.filters) for handler in logging.getLogger().handlers] == before
-
-
-def test_a_failure_comes_after_the_lines_of_all_epochs_before_it(monkeypatch, caplog):
+def test_a_failure_comes_after_the_line_of_the_epoch_before_it(monkeypatch, caplog):
     Clock(monkeypatch)
     caplog.set_level("INFO", "dpframe")
 
     def fail(trainer):
         if trainer.global_step == 17:
-            assert said(caplog) == [[1]]
+            assert said(caplog) == [1]
             raise Broken
 
     with pytest.raises(Broken):
         fitted(callbacks=[Progress(), Hooks(on_step_end=fail)], max_epochs=5)
-    assert said(caplog) == [[1], [2, 3]]
+    assert said(caplog) == [1, 3]
 
 
 def test_a_reader_that_has_gone_does_not_hide_the_failure(monkeypatch):

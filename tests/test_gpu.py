@@ -42,8 +42,8 @@ from dpframe import (
     seeding,
 )
 from dpframe.accelerator import cores
+from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
-from dpframe.callbacks.progress import banner
 from dpframe.data import Share
 from dpframe.data.loader import pinned
 from dpframe.data.module import leaves

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dpframe import ShardedStream, Strategy, Task, Trainer, UserError, checkpoint
-from dpframe.callbacks.progress import banner
+from dpframe.callbacks.banner import banner
 from dpframe.data import DataModule
 from dpframe.data.module import mapped
 from dpframe.exact import Exact, totals

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpframe import DataModule, Strategy, UserError, seeding
-from dpframe.callbacks.progress import banner
+from dpframe.callbacks.banner import banner
 from dpframe.data import Loader, workers
 from dpframe.data.workers import chosen
 from dpframe.errors import Failure

@@ -3,7 +3,7 @@
 import time
 from typing import TYPE_CHECKING
 
-from dpframe.errors import printable
+from dpframe.callbacks.progress import current_epoch, inline, out_of
 from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -23,32 +23,23 @@ class Live(Callback):
         if time.perf_counter() >= self.next_draw:
             self._draw(trainer)
 
-    def on_epoch_end(self, trainer: "Trainer") -> None:
-        self.on_step_end(trainer)
+    on_epoch_end = on_step_end
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._draw(trainer)
-        self._end(trainer)
+        self.on_exception(trainer)
 
-    def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
-        self._end(trainer)
+    def on_exception(self, trainer: "Trainer", error: BaseException | None = None) -> None:
+        if self.width:
+            print(flush=True)
+        self.width = 0
 
     def _draw(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
             return
         self.next_draw = time.perf_counter() + REDRAW_SECONDS
-        epochs, steps = trainer.settings.max_epochs, trainer.total_steps
-        numbers = trainer.step_metrics | trainer.metrics
-        parts = [
-            f"epoch {trainer.progress.current_epoch}{f'/{epochs}' if epochs else ''}",
-            f"step {trainer.global_step}{f'/{steps}' if steps else ''}",
-            *(f"{name} {value:.4g}" for name, value in numbers.items()),
-        ]
-        line = printable("  ".join(parts))
+        step = f"step {trainer.global_step}{out_of(trainer.total_steps)}"
+        numbers = inline(trainer.step_metrics | trainer.metrics)
+        line = "  ".join([current_epoch(trainer), step, numbers])
         print(f"\r{line:<{self.width}}", end="", flush=True)
         self.width = len(line)
-
-    def _end(self, trainer: "Trainer") -> None:
-        if self.width:
-            print(flush=True)
-        self.width = 0

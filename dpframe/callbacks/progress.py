@@ -1,8 +1,8 @@
-"""What a run shows: a banner, a bar with a table of epochs or a line an epoch, and its numbers.
+"""What a run shows: a banner, a bar with a table of epochs or lines of epochs, and its numbers.
 
-A bar is redrawn at most ten times a second. The lines of epochs that are shorter than that are
-shown several at once, at the end of a step, and before anything else that is logged. An epoch that
-takes longer has a line every few seconds.
+A bar is redrawn at most ten times a second. Elsewhere each epoch has a line, and a long one has a
+line every few seconds. Of epochs that are shorter than a second there is one every few seconds,
+with the first, the best and the last.
 """
 
 import logging
@@ -14,8 +14,8 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from dpframe.callbacks.banner import banner, table
 from dpframe.callbacks.monitor import Best, Epoch, Monitor
-from dpframe.data import split
 from dpframe.errors import not_one_of, printable
 from dpframe.trainer.callback import Callback
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dpframe")
 REDRAW_SECONDS = 0.1
+SHORT_EPOCH_SECONDS = 1.0
 LINE_SECONDS = 5.0  # without one; in a run of hours, more: a twentieth of its time
 MOST_LINE_SECONDS = 60.0
 PACE_SECONDS = 2.0
@@ -33,7 +34,7 @@ SHOWN_EPOCHS = 10
 
 
 class Progress(Callback):
-    """`bar`: auto draws one on a terminal and prints a line an epoch elsewhere."""
+    """`bar`: auto draws one on a terminal and prints lines elsewhere."""
 
     reads_metrics = True
 
@@ -42,21 +43,18 @@ class Progress(Callback):
             raise not_one_of("callbacks.progress.bar", bar, ("auto", "true", "false"))
         self.has_bar = _can_redraw() if bar == "auto" else bool(bar)
         self.screen: Screen | None = None
-        self.pending: list[str] = []  # lines
         self.epochs: list[Epoch] = []  # the last ones
+        self.with_line: set[int] = set()  # the steps of epochs that have one
         self.best: Best | None = None  # of what a callback monitors
         self.best_epoch: Epoch | None = None
-        self.began = 0.0
-        self.next_draw = 0.0
-        self.next_line = math.inf  # in all processes but the main one
+        self.began = self.epoch_began = 0.0
+        self.next_draw = self.next_line = math.inf  # without a screen; in other processes
 
     def on_fit_start(self, trainer: "Trainer") -> None:
+        self.has_bar = self.has_bar and trainer.strategy.is_main
         if not trainer.strategy.is_main:
-            self.has_bar = False
             return
         print(printable(banner(trainer)), flush=True)
-        for handler in logging.getLogger().handlers:
-            handler.addFilter(self._lines_first)
         self.best = _best_so_far(trainer)
         self.pace = Pace(trainer)
         self._begin(self.pace.began)
@@ -64,10 +62,11 @@ class Progress(Callback):
             from dpframe.callbacks.screen import Screen
 
             self.screen = Screen()
+            self.next_draw = self.began
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if self.screen is not None or self.pending or time.perf_counter() >= self.next_line:
-            self._draw_in_time(trainer)
+        if (now := time.perf_counter()) >= self.next_draw or now >= self.next_line:
+            self._show(trainer, now)
 
     def on_validation_start(self, trainer: "Trainer") -> None:
         if trainer.mode != "fit" and trainer.strategy.is_main:
@@ -78,8 +77,8 @@ class Progress(Callback):
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: "Batch", outputs: list[Any]
     ) -> None:
-        if self.screen is not None or time.perf_counter() >= self.next_line:
-            self._draw_in_time(trainer, _batches_done(trainer, batch.name))
+        if (now := time.perf_counter()) >= self.next_draw or now >= self.next_line:
+            self._show(trainer, now, within=_batches_done(trainer, batch.name))
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
@@ -93,14 +92,17 @@ class Progress(Callback):
             self.best.on_epoch_end(trainer)
             if self.best.step == epoch.step:
                 self.best_epoch = epoch
-        numbers = _inline(trainer.metrics)
-        self.pending.append(f"{_epoch(trainer)}  step {trainer.global_step}  {numbers}")
-        self._put_off_line(time.perf_counter())
-        self._draw_in_time(trainer)
+        now = time.perf_counter()
+        is_short = now - self.epoch_began < SHORT_EPOCH_SECONDS
+        self.epoch_began = now
+        if not (is_short and self.with_line) or now >= self.next_line:
+            self._put_off_line(now)
+            self._print_epoch(trainer, epoch)
+        self.on_step_end(trainer)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._draw(trainer)
-        self._stop()
+        self._stop(trainer)
         peaks = trainer.peak_memory()
         if not trainer.strategy.is_main:
             return
@@ -117,8 +119,7 @@ class Progress(Callback):
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
         with suppress(OSError):  # the reader has gone: that must not hide what ended the run
-            self._print_lines()
-        self._stop()
+            self._stop(trainer)
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         if self.best is not None:
@@ -138,15 +139,18 @@ class Progress(Callback):
         print(f"predicted    {count} batch{'' if count == 1 else 'es'}", flush=True)
 
     def _begin(self, now: float) -> None:
-        self.began = now
+        self.began = self.epoch_began = now
         self._put_off_line(now)
 
-    def _draw_in_time(self, trainer: "Trainer", within: str = "") -> None:
+    def _put_off_line(self, now: float) -> None:
+        seconds = max(LINE_SECONDS, (now - self.began) / 20)
+        self.next_line = now + min(seconds, MOST_LINE_SECONDS)
+
+    def _show(self, trainer: "Trainer", now: float, within: str = "") -> None:
         """`within` an evaluation: how far it is."""
-        now = time.perf_counter()
         if now >= self.next_line:
             self._put_off_line(now)
-            self.pending.append("  ".join(filter(None, self._line(trainer, within))))
+            self._print("  ".join(filter(None, self._line(trainer, within))))
         if now >= self.next_draw:
             self.next_draw = now + REDRAW_SECONDS
             self._draw(trainer, within)
@@ -154,22 +158,31 @@ class Progress(Callback):
     def _line(self, trainer: "Trainer", within: str) -> list[str]:
         if trainer.mode != "fit":
             return [within]
-        step = f"step {trainer.global_step}" + _of(trainer.total_steps)
+        step = f"step {trainer.global_step}" + out_of(trainer.total_steps)
         if within:
-            return [_epoch(trainer), step, within]
+            return [current_epoch(trainer), step, within]
         numbers = _newest(trainer, self.best)
         first = {name: numbers[name] for name in numbers if _is_first(name, self.best)}
-        return [_epoch(trainer), step, self.pace.told(trainer), _inline(first)]
+        return [current_epoch(trainer), step, self.pace.describe(trainer), inline(first)]
+
+    def _print_epoch(self, trainer: "Trainer", epoch: Epoch, mark: str = "") -> None:
+        self.with_line.add(epoch.step)
+        number = f"epoch {epoch.number}{out_of(trainer.settings.max_epochs)}"
+        self._print(f"{number}  step {epoch.step}  {inline(epoch.metrics)}{mark}")
+
+    def _print(self, line: str) -> None:
+        log.info("%s", line, extra={"on_screen": self.screen is None})
+        if self.screen is None and not log.hasHandlers():  # no command line around this Trainer
+            print(line, flush=True)
 
     def _draw(self, trainer: "Trainer", within: str = "") -> None:
-        self._print_lines()
         if self.screen is not None:
             self.screen.draw(
                 self.epochs,
                 self._best_epoch(),
-                where=_epoch(trainer),
+                where=current_epoch(trainer),
                 done=_share_done(trainer),
-                pace=within or self.pace.told(trainer),
+                pace=within or self.pace.describe(trainer),
                 metrics=_newest(trainer, self.best),
             )
 
@@ -181,30 +194,20 @@ class Progress(Callback):
             return self.best_epoch
         return Epoch(self.best.epoch, self.best.step, self.best.value)
 
-    def _put_off_line(self, now: float) -> None:
-        seconds = max(LINE_SECONDS, (now - self.began) / 20)
-        self.next_line = now + min(seconds, MOST_LINE_SECONDS)
-
-    def _lines_first(self, record: logging.LogRecord) -> bool:
-        self._print_lines()
-        return True
-
-    def _print_lines(self) -> None:
-        lines = self.pending[:]
-        if not lines:
-            return
-        del self.pending[: len(lines)]  # another thread may add a line meanwhile: it stays
-        text = "\n".join(lines)
-        log.info(text, extra={"on_screen": self.screen is None})
-        if self.screen is None and not log.hasHandlers():  # no command line around this Trainer
-            print(text, flush=True)
-
-    def _stop(self) -> None:
-        for handler in logging.getLogger().handlers:
-            handler.removeFilter(self._lines_first)
-        if self.screen is not None:
-            self.screen.stop()
-            self.screen = None
+    def _stop(self, trainer: "Trainer") -> None:
+        """Prints the best epoch and the last one, if they have no line yet, and ends the bar."""
+        try:
+            for epoch in self.epochs[-1:]:
+                best = self._best_epoch()
+                if best is not None and best.step not in {*self.with_line, epoch.step}:
+                    self._print_epoch(trainer, best, mark="  best")
+                if epoch.step not in self.with_line:
+                    self._print_epoch(trainer, epoch)
+        finally:
+            if self.screen is not None:
+                self.screen.stop()
+                self.screen = None
+                self.next_draw = math.inf
 
 
 class Pace:
@@ -215,8 +218,8 @@ class Pace:
         self.first_step = trainer.global_step
         self.marks = deque([(self.began, trainer.progress.rows_seen)], maxlen=3)
 
-    def told(self, trainer: "Trainer") -> str:
-        """The rate of the last seconds, and the time left; the step where nobody knows that."""
+    def describe(self, trainer: "Trainer") -> str:
+        """The rate of the last seconds, and the time left; the step where the end is unknown."""
         now, rows = time.perf_counter(), trainer.progress.rows_seen
         then, rows_then = self.marks[0]
         if now - self.marks[-1][0] >= PACE_SECONDS:
@@ -237,96 +240,15 @@ class Pace:
         return min(ways, default=None)
 
 
-def banner(trainer: "Trainer") -> str:
-    strategy = trainer.strategy
-    rows = [
-        ("recipe", f"{trainer.run.recipe}  ({type(trainer.task).__name__}, seed {trainer.seed})"),
-        ("strategy", f"{strategy.name} on {_devices(strategy.devices)}{_nodes(trainer)}"),
-        ("step", _batch(trainer)),
-        ("data", _data(trainer)),
-        ("precision", trainer.settings.precision),
-    ]
-    if shares := trainer.strategy.logical_shares:
-        rows.append(("bits", f"the same on 1 to {shares} replicas: {shares} shares of each batch"))
-    if trainer.layout:
-        rows.append(("layout", trainer.layout))
-    if trainer.run.directory:
-        rows.append(("run", trainer.run.directory))
-    dashboards = (logger.dashboard(trainer.run.directory) for logger in trainer.loggers)
-    rows += [("dashboard", command) for command in dashboards if command]
-    facts = "\n".join(f"{name:<10} {value}" for name, value in rows)
-    return f"{facts}\n\n{parameters(trainer)}\n"
+def current_epoch(trainer: "Trainer") -> str:
+    return f"epoch {trainer.progress.current_epoch}{out_of(trainer.settings.max_epochs)}"
 
 
-def _batch(trainer: "Trainer") -> str:
-    batches = trainer.settings.accumulate
-    text = batch(trainer.feed.source.batch_size, trainer.strategy.replicas)
-    return text + (f", {batches} batches a step" if batches > 1 else "")
+def out_of(total: int | None) -> str:
+    return f"/{total}" if total else ""
 
 
-def batch(rows: int, replicas: int) -> str:
-    """A global batch as the replicas share it, e.g. `batch 128 = 4 replicas x 32`."""
-    shares = [len(share) for share in split(range(rows), replicas)]
-    if len(set(shares)) == 1:
-        return f"batch {rows} = {replicas} replica{'s' if replicas > 1 else ''} x {shares[0]}"
-    return f"batch {rows} = {' + '.join(map(str, shares))}"
-
-
-def _data(trainer: "Trainer") -> str:
-    """How the data is read, and whether it is on the GPU or copied there batch by batch."""
-    loader = trainer.feed.train
-    if loader.device.type != "cpu":
-        return f"{len(trainer.feed.dataset):,} rows on {loader.device}"
-    on_gpu = trainer.strategy.device.type != "cpu"
-    return f"{loader.how}, copied by the batch" if on_gpu else loader.how
-
-
-def parameters(trainer: "Trainer") -> str:
-    """The layers that own parameters, with their shapes and counts."""
-    rows: list[tuple[str, ...]] = [("layer", "kind", "shapes", "parameters")]
-    counted: set[int] = set()
-    total = 0
-    for name, module in trainer.task.named_modules():
-        direct = [p for p in module.parameters(recurse=False) if id(p) not in counted]
-        counted |= {id(p) for p in direct}
-        count = sum(p.numel() for p in direct)
-        total += count
-        if direct:
-            shapes = " ".join("x".join(map(str, p.shape)) or "1" for p in direct)
-            rows.append((name or "(task)", type(module).__name__, shapes, f"{count:,}"))
-    rows.append(("total", "", "", f"{total:,}"))
-    return _columns(rows)
-
-
-def table(metrics: dict[str, float]) -> str:
-    return _columns([("metric", "value"), *((k, f"{v:.6g}") for k, v in sorted(metrics.items()))])
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    rule = tuple("-" * width for width in widths)
-    lines = [rows[0], rule, *rows[1:]]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
-
-
-def _devices(names: list[str]) -> str:
-    kinds = sorted(set(names))
-    return f"{len(names)} x {kinds[0]}" if len(kinds) == 1 and len(names) > 1 else ", ".join(names)
-
-
-def _nodes(trainer: "Trainer") -> str:
-    nodes, replicas = trainer.strategy.nodes, trainer.strategy.replicas
-    return f": {replicas} replicas = {nodes} nodes x {replicas // nodes}" if nodes > 1 else ""
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f}"
-
-
-def _inline(metrics: dict[str, float]) -> str:
+def inline(metrics: dict[str, float]) -> str:
     return printable("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
@@ -379,19 +301,15 @@ def _share_done(trainer: "Trainer") -> float | None:
 def _batches_done(trainer: "Trainer", name: str) -> str:
     """How far the evaluation of this data set is."""
     done, total = trainer.task.run_context.batch_index + 1, trainer.task.run_context.batches
-    words = [trainer.phase, printable(name), f"batch {done}{_of(total)}"]
+    words = [trainer.phase, printable(name), f"batch {done}{out_of(total)}"]
     return " ".join(filter(None, words))
-
-
-def _epoch(trainer: "Trainer") -> str:
-    return f"epoch {trainer.progress.current_epoch}{_of(trainer.settings.max_epochs)}"
-
-
-def _of(total: int | None) -> str:
-    return f"/{total}" if total else ""
 
 
 def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f}"

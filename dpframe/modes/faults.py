@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from dpframe import memory
-from dpframe.callbacks.progress import batch
+from dpframe.callbacks.banner import batch
 from dpframe.checkpoint import seal
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, first_line
 from dpframe.strategies import Strategy

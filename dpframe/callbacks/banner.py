@@ -1,0 +1,92 @@
+"""What a run prints before it trains, and its tables of numbers."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dpframe.data import split
+
+if TYPE_CHECKING:
+    from dpframe.trainer import Trainer
+
+
+def banner(trainer: "Trainer") -> str:
+    strategy, run = trainer.strategy, trainer.run
+    shares = strategy.logical_shares
+    dashboards = (logger.dashboard(run.directory) for logger in trainer.loggers)
+    rows = [
+        ("recipe", f"{run.recipe}  ({type(trainer.task).__name__}, seed {trainer.seed})"),
+        ("strategy", f"{strategy.name} on {_devices(strategy.devices)}{_nodes(trainer)}"),
+        ("step", _step(trainer)),
+        ("data", _data(trainer)),
+        ("precision", trainer.settings.precision),
+        ("bits", shares and f"the same on 1 to {shares} replicas: {shares} shares of each batch"),
+        ("layout", trainer.layout),
+        ("run", run.directory),
+        *(("dashboard", command) for command in dashboards),
+    ]
+    facts = "\n".join(f"{name:<10} {value}" for name, value in rows if value)
+    return f"{facts}\n\n{parameters(trainer)}\n"
+
+
+def batch(rows: int, replicas: int) -> str:
+    """A global batch as the replicas share it, e.g. `batch 128 = 4 replicas x 32`."""
+    shares = [len(share) for share in split(range(rows), replicas)]
+    if len(set(shares)) == 1:
+        return f"batch {rows} = {replicas} replica{'s' if replicas > 1 else ''} x {shares[0]}"
+    return f"batch {rows} = {' + '.join(map(str, shares))}"
+
+
+def parameters(trainer: "Trainer") -> str:
+    """The layers that own parameters, with their shapes and counts."""
+    rows: list[tuple[str, ...]] = []
+    counted: set[int] = set()
+    total = 0
+    for name, module in trainer.task.named_modules():
+        direct = [p for p in module.parameters(recurse=False) if id(p) not in counted]
+        counted |= {id(p) for p in direct}
+        count = sum(p.numel() for p in direct)
+        total += count
+        if direct:
+            shapes = " ".join("x".join(map(str, p.shape)) or "1" for p in direct)
+            rows.append((name or "(task)", type(module).__name__, shapes, f"{count:,}"))
+    return _ruled(
+        ("layer", "kind", "shapes", "parameters"), [*rows, ("total", "", "", f"{total:,}")]
+    )
+
+
+def table(metrics: dict[str, float]) -> str:
+    return _ruled(("metric", "value"), [(k, f"{v:.6g}") for k, v in sorted(metrics.items())])
+
+
+def _ruled(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [header, tuple("-" * width for width in widths), *rows]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _step(trainer: "Trainer") -> str:
+    batches = trainer.settings.accumulate
+    text = batch(trainer.feed.source.batch_size, trainer.strategy.replicas)
+    return text + (f", {batches} batches a step" if batches > 1 else "")
+
+
+def _data(trainer: "Trainer") -> str:
+    """How the data is read, and whether it is on the GPU or copied there batch by batch."""
+    loader = trainer.feed.train
+    if loader.device.type != "cpu":
+        return f"{len(trainer.feed.dataset):,} rows on {loader.device}"
+    on_gpu = trainer.strategy.device.type != "cpu"
+    return f"{loader.how}, copied by the batch" if on_gpu else loader.how
+
+
+def _devices(names: Sequence[str]) -> str:
+    is_alike = len(set(names)) == 1 < len(names)
+    return f"{len(names)} x {names[0]}" if is_alike else ", ".join(names)
+
+
+def _nodes(trainer: "Trainer") -> str:
+    nodes, replicas = trainer.strategy.nodes, trainer.strategy.replicas
+    return f": {replicas} replicas = {nodes} nodes x {replicas // nodes}" if nodes > 1 else ""
