@@ -36,10 +36,6 @@ class DeviceLost(Failure):
     """A device failed under its process: a new process may go on from the last checkpoint."""
 
 
-class NodeLost(Failure):
-    """Another machine of the job is gone: the job may go on when it is back."""
-
-
 class Interrupted(BaseException):
     """A signal ends the run, in every process after the same step."""
 

@@ -6,10 +6,10 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpframe.errors import DeviceLost, Failure, NodeLost, OutOfMemory, UserError
+from dpframe.errors import DeviceLost, Failure, OutOfMemory, UserError
 from dpframe.launch.watchdog import FRAME, HOUSE
 
-KINDS = (OutOfMemory, DeviceLost, NodeLost, Failure)  # of lines that end a job, beside UserError
+KINDS = (OutOfMemory, DeviceLost, Failure)  # of lines that end a job, beside UserError
 TORCH = f"{os.sep}torch{os.sep}"
 
 

@@ -29,7 +29,6 @@ from dpframe.errors import (
     DeviceLost,
     Failure,
     Interrupted,
-    NodeLost,
     UserError,
     explain_exits,
     printable,
@@ -90,7 +89,7 @@ def _launch_again_after_failures(job: Composed) -> dict[str, Any]:
             if os.path.isdir(path):
                 output.append(Path(path), error.details + str(error))
                 _note_failure(Path(path), error, job)
-            is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost | NodeLost)
+            is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost)
             if number > allowed or is_final:
                 if isinstance(error, RankFailed):
                     add_going_on(error, job, path)
