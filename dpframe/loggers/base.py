@@ -2,11 +2,13 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dpframe import files
 from dpframe.errors import UserError
+from dpframe.loggers.formats import draw, png, table_text, wav
 
 Scalar = float | int | str | bool
 
@@ -31,25 +33,39 @@ class Logger:
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         """All that was measured at one step, at once."""
 
-    # What `trainer.log_image(name, value)` and so on hand over, checked and in one form.
+    # What `trainer.log_image(name, value)` and so on hand over, checked and in one form. All but
+    # histograms and graphs are files, for a logger that overrides `media_file` alone.
 
     def image(self, name: str, pixels: Any, *, step: int) -> None:
         """`pixels` is a NumPy array [height, width, channels] of uint8: grey, RGB or RGBA."""
+        self.media_file("images", name, "png", lambda: png(pixels), step=step)
 
     def figure(self, name: str, figure: Any, *, step: int) -> None:
         """A figure of matplotlib's. It is closed once all loggers have had it."""
+        self.media_file("figures", name, "png", lambda: draw(figure), step=step)
 
     def histogram(self, name: str, values: Any, *, step: int) -> None:
         """`values` is a NumPy array of finite numbers, in one row; it may be empty."""
 
     def text(self, name: str, text: str, *, step: int) -> None:
         """A text, which a dashboard may show as Markdown."""
+        self.media_file("texts", name, "txt", text.encode, step=step)
 
     def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
         """`samples` is a NumPy array [samples, channels] of int16: mono or stereo."""
+        self.media_file("sounds", name, "wav", lambda: wav(samples, sample_rate), step=step)
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
         """A row is a list with a number, a text or None for each column."""
+        self.media_file(
+            "tables", name, "csv", lambda: table_text([columns, *rows]).encode(), step=step
+        )
+
+    def media_file(
+        self, kind: str, name: str, suffix: str, encode: Callable[[], bytes], *, step: int
+    ) -> None:
+        """`encode()` makes the PNG, WAV, CSV or text file; `kind` is images, figures, texts, sounds
+        or tables."""
 
     def pr_curve(self, name: str, curve: Any, *, step: int) -> None:
         """`curve` is a NumPy array [4, thresholds]: true and false positives, true and false

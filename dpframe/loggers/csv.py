@@ -6,6 +6,7 @@ A table or a text that is logged gets a file of its own, e.g. tables/val_worst-s
 import csv
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from dpframe.errors import UserError
 from dpframe.loggers.base import Logger, Scalar
 from dpframe.loggers.formats import file_name, table_text
 
+KEPT = ("tables", "texts")  # kinds of files
 NAME = r"[\w +=@,-][\w.+=@, -]*"  # nothing that leads to another folder
 
 
@@ -54,11 +56,14 @@ class CSV(Logger):
         self._logged.update(scalars)
         self._last_step = step
 
-    def text(self, name: str, text: str, *, step: int) -> None:
-        self._write_file("texts", file_name(name, step, "txt"), text)
-
-    def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
-        self._write_file("tables", file_name(name, step, "csv"), table_text([columns, *rows]))
+    def media_file(
+        self, kind: str, name: str, suffix: str, encode: Callable[[], bytes], *, step: int
+    ) -> None:
+        if kind in KEPT:
+            path = self._path.parent / kind / file_name(name, step, suffix)
+            path.parent.mkdir(exist_ok=True)
+            with files.atomic_write(path) as part:
+                part.write_bytes(encode())
 
     def flush(self) -> None:
         if not self._rows:
@@ -86,16 +91,10 @@ class CSV(Logger):
             self.log(missing, step=self._last_step)
         self.flush()
 
-    def _write_file(self, folder: str, name: str, text: str) -> None:
-        path = self._path.parent / folder / name
-        path.parent.mkdir(exist_ok=True)
-        with files.atomic_write(path) as part:
-            part.write_text(text, encoding="utf-8", newline="")
-
     def _drop_files(self, purge_step: int) -> None:
         """Those that a resumed run writes again; those of its first step may be older than its
         checkpoint, which knows numbers alone."""
-        folders = (self._path.parent / name for name in ("tables", "texts"))
+        folders = (self._path.parent / name for name in KEPT)
         for path in [path for folder in folders for path in folder.glob("*-step*.*")]:
             step = path.stem.rpartition("-step")[2]
             if step.isdecimal() and int(step) > purge_step:

@@ -24,7 +24,7 @@ def png(pixels: Any) -> bytes:
     )
 
 
-def drawn(figure: Any) -> bytes:
+def draw(figure: Any) -> bytes:
     """A figure of matplotlib's as a PNG file."""
     file = io.BytesIO()
     figure.savefig(file, format="png")

@@ -3,11 +3,12 @@
 import re
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dpframe.loggers.base import Logger, Scalar, read_id, require, write_id
-from dpframe.loggers.formats import drawn, file_name, png, table_text, wav
+from dpframe.loggers.formats import file_name
 
 AT_ONCE = 100  # numbers or parameters in one request
 
@@ -48,20 +49,13 @@ class MLflow(Logger):
             self.client.log_batch(self.run_id, metrics=self._waiting[:AT_ONCE])
             del self._waiting[:AT_ONCE]
 
-    def image(self, name: str, pixels: Any, *, step: int) -> None:
-        self._keep("images", file_name(name, step, "png"), png(pixels))
-
-    def figure(self, name: str, figure: Any, *, step: int) -> None:
-        self._keep("figures", file_name(name, step, "png"), drawn(figure))
-
-    def text(self, name: str, text: str, *, step: int) -> None:
-        self._keep("texts", file_name(name, step, "txt"), text.encode())
-
-    def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
-        self._keep("sounds", file_name(name, step, "wav"), wav(samples, sample_rate))
-
-    def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
-        self._keep("tables", file_name(name, step, "csv"), table_text([columns, *rows]).encode())
+    def media_file(
+        self, kind: str, name: str, suffix: str, encode: Callable[[], bytes], *, step: int
+    ) -> None:
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / file_name(name, step, suffix)
+            path.write_bytes(encode())
+            self.client.log_artifact(self.run_id, str(path), kind)
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         self.flush()
@@ -94,12 +88,6 @@ class MLflow(Logger):
         for first in range(0, len(parameters), AT_ONCE):
             self.client.log_batch(run_id, params=parameters[first : first + AT_ONCE])
         return run_id
-
-    def _keep(self, folder: str, name: str, content: bytes) -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / name
-            path.write_bytes(content)
-            self.client.log_artifact(self.run_id, str(path), folder)
 
 
 def key(name: str) -> str:

@@ -13,7 +13,7 @@ import socket
 import struct
 import textwrap
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,6 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import (
 
 from dpframe.errors import UserError
 from dpframe.loggers.base import Logger, Scalar
-from dpframe.loggers.formats import drawn, png, wav
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -108,13 +107,18 @@ class TensorBoard(Logger):
         if results:
             self._log_results(results)
 
-    def image(self, name: str, pixels: Any, *, step: int) -> None:
-        self._add_image(name, png(pixels), *pixels.shape, step=step)
-
-    def figure(self, name: str, figure: Any, *, step: int) -> None:
-        encoded = drawn(figure)
-        width, height = struct.unpack(">II", encoded[16:24])  # as PNG's header says
-        self._add_image(name, encoded, height, width, 4, step=step)
+    def media_file(
+        self, kind: str, name: str, suffix: str, encode: Callable[[], bytes], *, step: int
+    ) -> None:
+        content = encode()
+        if kind == "sounds":
+            audio = Summary.Audio(encoded_audio_string=content, content_type="audio/wav")
+            value = Summary.Value(tag=name, audio=audio)
+        else:
+            width, height = struct.unpack(">II", content[16:24])  # as PNG's header says
+            image = Summary.Image(width=width, height=height, encoded_image_string=content)
+            value = Summary.Value(tag=name, image=image)
+        self._add_media(value, step=step)
 
     def histogram(self, name: str, values: Any, *, step: int) -> None:
         import numpy as np
@@ -125,21 +129,10 @@ class TensorBoard(Logger):
         summed = {"sum": values.sum(), "sum_squares": np.square(values, dtype=np.float64).sum()}
         facts = {"min": values.min(), "max": values.max(), "num": values.size, **summed}
         histogram = HistogramProto(**facts, bucket=counts.tolist(), bucket_limit=limits[1:])
-        self._add_value(Summary.Value(tag=name, histo=histogram), step=step)
+        self._add_media(Summary.Value(tag=name, histo=histogram), step=step)
 
     def text(self, name: str, text: str, *, step: int) -> None:
-        self._add_value(_text_value(name, "text", text.encode()), step=step)
-
-    def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
-        length, channels = samples.shape
-        audio = Summary.Audio(
-            sample_rate=sample_rate,
-            num_channels=channels,
-            length_frames=length,
-            encoded_audio_string=wav(samples, sample_rate),
-            content_type="audio/wav",
-        )
-        self._add_value(Summary.Value(tag=name, audio=audio), step=step)
+        self._add_media(_text_value(name, "text", text.encode()), step=step)
 
     def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
         lines = [columns, ["---"] * len(columns), *rows]
@@ -158,7 +151,7 @@ class TensorBoard(Logger):
             tensor.tensor_shape.dim.add(size=size)
         content = PrCurvePluginData(num_thresholds=len(rows[0])).SerializeToString()
         metadata = _metadata("pr_curves", content)
-        self._add_value(Summary.Value(tag=name, metadata=metadata, tensor=tensor), step=step)
+        self._add_media(Summary.Value(tag=name, metadata=metadata, tensor=tensor), step=step)
 
     def graph(self, module: Any, inputs: tuple[Any, ...]) -> None:
         with redirect_stdout(io.StringIO()):  # PyTorch prints its errors, and raises them
@@ -196,18 +189,10 @@ class TensorBoard(Logger):
         if self._results is not None:
             self._results.add(*map(_scalar, results, results.values()), step=self._last_step)
 
-    def _add_value(self, value: Summary.Value, *, step: int) -> None:
+    def _add_media(self, value: Summary.Value, *, step: int) -> None:
         self._last_step = step
         if (value.tag, step) not in self._kept:
             self._add(value)
-
-    def _add_image(
-        self, name: str, encoded: bytes, height: int, width: int, channels: int, *, step: int
-    ) -> None:
-        image = Summary.Image(
-            height=height, width=width, colorspace=channels, encoded_image_string=encoded
-        )
-        self._add_value(Summary.Value(tag=name, image=image), step=step)
 
     def _add(self, *values: Summary.Value) -> None:
         assert self._file is not None

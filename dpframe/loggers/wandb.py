@@ -3,12 +3,12 @@
 import secrets
 import shlex
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dpframe.errors import not_one_of
 from dpframe.loggers.base import Logger, Scalar, read_id, require, write_id
-from dpframe.loggers.formats import drawn, wav
 
 MODES = ("offline", "online")
 BINS = 64  # of a histogram
@@ -54,14 +54,6 @@ class WandB(Logger):
     def log(self, scalars: dict[str, float], *, step: int) -> None:
         self.run.log(scalars, step=step)
 
-    def image(self, name: str, pixels: Any, *, step: int) -> None:
-        import wandb
-
-        self.run.log({name: wandb.Image(pixels)}, step=step)
-
-    def figure(self, name: str, figure: Any, *, step: int) -> None:
-        self._log_file("Image", name, "figure.png", drawn(figure), step=step)
-
     def histogram(self, name: str, values: Any, *, step: int) -> None:
         import numpy as np
         import wandb
@@ -73,14 +65,22 @@ class WandB(Logger):
     def text(self, name: str, text: str, *, step: int) -> None:
         self.table(name, ["text"], [[text]], step=step)
 
-    def audio(self, name: str, samples: Any, sample_rate: int, *, step: int) -> None:
-        self._log_file("Audio", name, "sound.wav", wav(samples, sample_rate), step=step)
-
     def table(self, name: str, columns: list[str], rows: list[list[Any]], *, step: int) -> None:
         import wandb
 
         table = wandb.Table(columns=[*columns], data=rows, allow_mixed_types=True)
         self.run.log({name: table}, step=step)
+
+    def media_file(
+        self, kind: str, name: str, suffix: str, encode: Callable[[], bytes], *, step: int
+    ) -> None:
+        import wandb
+
+        make = wandb.Audio if kind == "sounds" else wandb.Image
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"file.{suffix}"
+            path.write_bytes(encode())
+            self.run.log({name: make(str(path))}, step=step)
 
     def dashboard(self, run_dir: str) -> str:
         offline = f"wandb sync {shlex.quote(run_dir)}/wandb/offline-run-*"
@@ -89,11 +89,3 @@ class WandB(Logger):
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         self.run.summary.update(metrics)
         self.run.finish(exit_code=0 if succeeded else 1)
-
-    def _log_file(self, kind: str, name: str, file: str, content: bytes, *, step: int) -> None:
-        import wandb
-
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / file
-            path.write_bytes(content)
-            self.run.log({name: getattr(wandb, kind)(str(path))}, step=step)
