@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,7 +30,7 @@ from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS
 from dpframe.loggers import Logger
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.devices import REHEARSED_REPLICAS, Gpus, announce, choose
+from dpframe.strategies.devices import REHEARSED_REPLICAS, Gpus, announce
 from dpframe.strategies.processes import backend_of
 
 ONE_CPU: dict[str, float] = {"CPU": 1}
@@ -96,26 +97,25 @@ class Ray(DDP):
         train = _ray_train()
         signals.raise_if_signaled()
         stop = signals.current() or Interruption()
-        with stop.left_to_launcher(), _connected():
+        nowhere = tempfile.TemporaryDirectory(prefix="dpframe_ray_")
+        with stop.left_to_launcher(), _connected(), nowhere as folder:
             signals.raise_if_signaled()  # Ray takes seconds to start
             count, uses_gpus = self._workers()
             kind = "cuda" if self.accelerator == "auto" else self.accelerator
             device = torch.device(kind if uses_gpus else "cpu")
             announce([device] * count, self.accelerator, kind="Ray worker")
-            storage = self._storage()
             job = _Job(stop, count)
-            with tempfile.TemporaryDirectory(prefix="dpframe_ray_") as nowhere:
-                work = pickle.dumps((run, args))
-                timeout = max(1, round(self.timeout_seconds))
-                trainer = train.torch.TorchTrainer(
-                    _Worker(job.messages, job.signals, os.getcwd(), list(sys.path), work),
-                    torch_config=train.torch.TorchConfig(backend_of(device), timeout_s=timeout),
-                    scaling_config=train.ScalingConfig(
-                        num_workers=count, use_gpu=uses_gpus, resources_per_worker=self.resources
-                    ),
-                    run_config=train.RunConfig(storage_path=storage or nowhere),
-                )
-                job.watch(trainer)
+            work = pickle.dumps((run, args))
+            timeout = max(1, round(self.timeout_seconds))
+            trainer = train.torch.TorchTrainer(
+                _Worker(job.messages, job.signals, os.getcwd(), list(sys.path), work),
+                torch_config=train.torch.TorchConfig(backend_of(device), timeout_s=timeout),
+                scaling_config=train.ScalingConfig(
+                    num_workers=count, use_gpu=uses_gpus, resources_per_worker=self.resources
+                ),
+                run_config=train.RunConfig(storage_path=self._storage() or folder),
+            )
+            job.watch(trainer)
             return job.outcome()
 
     def _storage(self) -> str | None:
@@ -164,21 +164,15 @@ class Ray(DDP):
     # ---- in a rank
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
-        """In a rank, the devices of its node: `trainer.gpus` counts the workers of all nodes."""
-        if not has_parent():
-            if find_spec("ray") is None:
-                raise _without_ray("No module named 'ray'")
-            return super().choose_devices(default=default)
-        limit = self.max_replicas_per_core
-        return choose(None, self.accelerator, default=default, max_per_core=limit)
+        if has_parent():
+            self.gpus = None  # it counts the workers of all nodes: here are as many as Ray starts
+        elif find_spec("ray") is None:
+            _ray_train()  # which says what is missing
+        return super().choose_devices(default=default)
 
     def setup(self) -> None:
         """Joins the process group that Ray has made."""
-        gpus, self.gpus = self.gpus, None  # of this node: as many as there are ranks
-        try:
-            super().setup()
-        finally:
-            self.gpus = gpus
+        super().setup()
         timeout = timedelta(seconds=self.timeout_seconds)
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
@@ -210,12 +204,10 @@ class RayLogger(Logger):
         self._reported = ""  # what checkpoint, by its time
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
-        numbers = {name: value for name, value in scalars.items() if not name.startswith("step/")}
-        if numbers:
+        if numbers := {name: x for name, x in scalars.items() if not name.startswith("step/")}:
             self._rows |= {**numbers, "step": step}
-            since = time.monotonic() - self._reported_at
-            is_due = self._strategy.is_main and since >= REPORT_SECONDS
-            if any(self._strategy.collectives.sum_numbers([float(is_due)])):
+            is_due = time.monotonic() - self._reported_at >= REPORT_SECONDS
+            if self._strategy.collectives.broadcast(is_due):  # by the main process's clock
                 self._report()
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
@@ -341,12 +333,10 @@ def _connected() -> Iterator[None]:
                 stop.remember(signal.SIGTERM)
             raise Interrupted(signal.SIGTERM) from None
         except (ConnectionError, ValueError, RuntimeError) as error:
-            hint = "; if it asks for a token, export RAY_AUTH_MODE=token, with that token here"
-            is_open = os.environ.get("RAY_AUTH_MODE", "disabled") == "disabled"
-            raise UserError(
-                f"Ray does not start: {first_line(error)}"
-                + hint * (is_open and isinstance(error, ConnectionError))
-            ) from None
+            hint = (
+                "if the cluster asks for a token, export RAY_AUTH_MODE=token, with that token here"
+            )
+            raise UserError(f"Ray does not start: {first_line(error)}; {hint}") from None
         finally:
             _handle(handlers)  # Ray takes SIGTERM over
         yield
@@ -359,20 +349,14 @@ def _connected() -> Iterator[None]:
 
 def _refuse_unreachable(address: str) -> None:
     """Ray itself tries for minutes."""
-    if address.startswith("ray://"):
-        raise UserError(
-            f"RAY_ADDRESS={address} is Ray Client; start dpframe on a node of the cluster, e.g. by "
-            "ray job submit, or use RAY_ADDRESS=HOST:6379"
-        )
     host, _, port = address.rpartition(":")
-    if not (host and port.isdigit()):  # none, or auto
-        return
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        if host and port.isdigit():  # else none, or auto
+            socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
     except OSError as error:
         raise UserError(
-            f"RAY_ADDRESS={address} can't be reached: {error.strerror or error}; start a cluster "
-            "by ray start --head, or unset RAY_ADDRESS for one on this machine alone"
+            f"RAY_ADDRESS={address} can't be reached: {error.strerror or error}; use HOST:6379 of "
+            "a cluster that ray start --head has started, or unset it for one of this machine"
         ) from None
 
 
@@ -386,12 +370,10 @@ def _ray_train() -> Any:
     try:
         import ray.train.torch
     except ImportError as error:
-        raise _without_ray(error) from None
+        raise UserError(
+            f"strategy=ray needs Ray Train ({error}): pip install 'dpframe[ray]'"
+        ) from None
     return ray.train
-
-
-def _without_ray(why: object) -> UserError:
-    return UserError(f"strategy=ray needs Ray Train ({why}): pip install 'dpframe[ray]'")
 
 
 def _list(resources: Mapping[str, float]) -> str:
@@ -401,25 +383,28 @@ def _list(resources: Mapping[str, float]) -> str:
 # ---- in a worker
 
 
+@dataclass(eq=False)
 class _Worker:
     """What Ray Train calls in each worker, on a thread: signals come by a queue."""
 
-    def __init__(
-        self, messages: Any, signals: Any, directory: str, path: list[str], work: bytes
-    ) -> None:
-        self.messages = messages
-        self.signals = signals
-        self.directory = directory
-        self.path = path
-        self.work = work
+    messages: Any
+    signals: Any
+    directory: str
+    path: list[str]
+    work: bytes
 
     def __call__(self) -> None:
+        import ray
+
+        for name in logging.root.manager.loggerDict:  # they tell each report at length
+            if name.startswith(("ray.", os.path.dirname(ray.__file__))):
+                logging.getLogger(name).setLevel(logging.WARNING)
         rank = int(os.environ["RANK"])
-        _quieten()
         parent = Parent(_Line(self.messages, rank))
         signals.install(parent)
         set_parent(parent)
-        threading.Thread(target=self._await_signal, args=(parent,), daemon=True).start()
+        wait = threading.Thread(target=lambda: parent.remember(self.signals.get()), daemon=True)
+        wait.start()
         sys.path.extend(folder for folder in self.path if folder not in sys.path)
         if os.path.isdir(self.directory):
             os.chdir(self.directory)  # Ray has a folder of its own
@@ -429,28 +414,16 @@ class _Worker:
         if code:
             raise RuntimeError(f"rank {rank} has failed")  # its words are on their way
 
-    def _await_signal(self, parent: Parent) -> None:
-        parent.remember(self.signals.get())
 
-
-def _quieten() -> None:
-    """Ray's loggers, some of which are named by their files, tell each report at length."""
-    import ray
-
-    for name in logging.root.manager.loggerDict:
-        if name.startswith(("ray.", os.path.dirname(ray.__file__))):
-            logging.getLogger(name).setLevel(logging.WARNING)
-
-
+@dataclass
 class _Line:
     """What a rank's parent takes for a connection."""
 
-    def __init__(self, messages: Any, rank: int) -> None:
-        self._messages = messages
-        self._rank = rank
+    messages: Any
+    rank: int
 
     def send_bytes(self, message: bytes) -> None:
-        self._messages.put((self._rank, message))
+        self.messages.put((self.rank, message))
 
     def recv_bytes(self) -> bytes:
         """Ctrl-Z stops the program alone."""
