@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpframe.callbacks.tally import Tally, described
+from dpframe.callbacks.counts import ValidationCounts, describe
 from dpframe.errors import UserError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 CELL = 16  # pixels
 
 
-class ConfusionMatrix(Tally):
+class ConfusionMatrix(ValidationCounts):
     """Counts as the table `val/confusion`, and each label's shares as an image.
 
     For batches (inputs, labels) and a predict_step that returns a score for each class. It
@@ -38,8 +38,8 @@ class ConfusionMatrix(Tally):
         )
         if classes < 2 or not is_labels or len(labels) != len(predictions):
             raise UserError(
-                f"callbacks.confusion_matrix got labels {described(labels)} and predictions "
-                f"{described(predictions)}; it needs batches (inputs, labels) with a whole number "
+                f"callbacks.confusion_matrix got labels {describe(labels)} and predictions "
+                f"{describe(predictions)}; it needs batches (inputs, labels) with a whole number "
                 "a row, and a predict_step that returns [rows, classes]"
             )
         is_counted = (labels >= 0) & (labels < classes)

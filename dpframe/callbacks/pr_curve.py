@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from dpframe.callbacks.tally import Tally, described
+from dpframe.callbacks.counts import ValidationCounts, describe
 from dpframe.errors import UserError, not_one_of
 from dpframe.loggers.media import MARGIN, THRESHOLDS
 
@@ -17,7 +17,7 @@ ACTIVATIONS = ("softmax", "sigmoid")
 KEY = "callbacks.pr_curve"
 
 
-class PRCurve(Tally):
+class PRCurve(ValidationCounts):
     """`val/pr_curve/<class>`, each class against all others; of one score a row `val/pr_curve`.
 
     For batches (inputs, labels) and a predict_step that returns probabilities, or scores that
@@ -48,7 +48,7 @@ class PRCurve(Tally):
 
     def _by_class(self, scores: Any, labels: Any) -> tuple[Tensor, Tensor]:
         """[rows, classes] of probabilities, and of 0 and 1; without rows that have no label."""
-        told = f"{KEY} got labels {described(labels)} and predictions {described(scores)}"
+        told = f"{KEY} got labels {describe(labels)} and predictions {describe(scores)}"
         if not (isinstance(scores, Tensor) and isinstance(labels, Tensor) and labels.ndim):
             raise UserError(f"{told}; {WANTED}")
         chances, labels = scores.cpu().double(), labels.cpu()

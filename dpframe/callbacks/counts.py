@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
 
-class Tally(Callback):
+class ValidationCounts(Callback):
     """Adds up what `count` returns for each share of batches (inputs, labels), which it predicts a
     second time; `show` gets the sum at the end of the validation, on the main process."""
 
@@ -51,6 +51,6 @@ class Tally(Callback):
         self.here = counts if self.here is None else self.here + counts
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     is_tensor = isinstance(value, Tensor)
     return f"of {value.dtype} {tuple(value.shape)}" if is_tensor else f"as {type(value).__name__}"
