@@ -1,5 +1,6 @@
-"""Counts over all rows of a validation, and all replicas."""
+"""What is predicted in a validation, once more, and counts of it over all rows and replicas."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, tensor
@@ -29,10 +30,10 @@ class ValidationCounts(Callback):
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
     ) -> None:
-        with trainer.strategy.whole_weights(trainer.task):
-            for share in batch.shares:
-                if share.rows:
-                    self._add(trainer, move(share.batch, trainer.strategy.device))
+        for inputs, predictions in predict_shares(trainer, batch):
+            is_pair = isinstance(inputs, (list, tuple)) and len(inputs) > 1
+            counts = self.count(predictions, inputs[1] if is_pair else None)
+            self.here = counts if self.here is None else self.here + counts
 
     def on_validation_end(self, trainer: "Trainer") -> None:
         parts = trainer.strategy.collectives.gather(
@@ -42,13 +43,17 @@ class ValidationCounts(Callback):
         if counts:
             self.show(trainer, sum(counts[1:], counts[0]))
 
-    def _add(self, trainer: "Trainer", batch: Any) -> None:
-        # Training draws the same numbers without this callback.
-        with seeding.seeded(trainer.seed), made_as(trainer.precision.dtype):
-            predicted = trainer.task.predict_step(batch)
-        is_pair = isinstance(batch, (list, tuple)) and len(batch) > 1
-        counts = self.count(predicted, batch[1] if is_pair else None)
-        self.here = counts if self.here is None else self.here + counts
+
+def predict_shares(trainer: "Trainer", batch: Batch) -> Iterator[tuple[Any, Any]]:
+    """The shares of this process that have rows, each with what `predict_step` returns."""
+    with trainer.strategy.whole_weights(trainer.task):
+        for share in batch.shares:
+            if share.rows:
+                inputs = move(share.batch, trainer.strategy.device)
+                # Training draws the same numbers without this callback.
+                with seeding.seeded(trainer.seed), made_as(trainer.precision.dtype):
+                    predictions = trainer.task.predict_step(inputs)
+                yield inputs, predictions
 
 
 def describe(value: Any) -> str:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dpframe import seeding
-from dpframe.data import Batch, move
+from dpframe.callbacks.counts import predict_shares
+from dpframe.data import Batch
 from dpframe.errors import refuse_below
-from dpframe.floats import made_as
 from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -42,15 +41,9 @@ class SamplePredictions(Callback):
             return
         self.missing -= batch.rows
         shares = []
-        with trainer.strategy.whole_weights(trainer.task):
-            for share in batch.shares:
-                if share.rows:
-                    inputs = move(share.batch, trainer.strategy.device)
-                    # What it draws is not missing elsewhere.
-                    with seeding.seeded(trainer.seed), made_as(trainer.precision.dtype):
-                        predicted = trainer.task.predict_step(inputs)
-                    parts = {**dict(named("batch", inputs)), **dict(named("predicted", predicted))}
-                    shares.append({name: first(part, self.rows) for name, part in parts.items()})
+        for inputs, predicted in predict_shares(trainer, batch):
+            parts = {**dict(named("batch", inputs)), **dict(named("predicted", predicted))}
+            shares.append({name: first(part, self.rows) for name, part in parts.items()})
         self.batches.append(shares)
 
     def on_validation_end(self, trainer: "Trainer") -> None:
