@@ -10,7 +10,7 @@ import pytest
 from dpframe import UserError
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Outcome, Result, Results, earlier, outcome_of, short
-from dpframe.config.compose import Objective
+from dpframe.config.objective import Objective
 
 RUNS = [  # seed, lr, status, value
     (0, "0.1", "finished", 3.0),

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 
 from dpframe import UserError
 from dpframe.cli.sweep import direction
-from dpframe.config.compose import Objective, objective_of
+from dpframe.config.objective import Objective, objective_of
 from dpframe.config.search import directory_name
 
 OWN = """
@@ -142,10 +142,10 @@ SWEPT = {
     ],
     "by another": ["sweep.resume=here", "hydra/launcher=own"],
     "table": [*SHORT_RUNS, "seed=0,1", "task.optimizer.lr=0.01,0.1"],
-    "metric": [*SHORT_RUNS, "optimized_metric=val/mae", "optimized_mode=max", "seed=0,1"],
-    "no mode": [*SHORT_RUNS, "optimized_metric=val/mae", "seed=0,1"],
-    "no metric": [*SHORT_RUNS, "optimized_mode=max", "seed=0,1"],
-    "misspelt": [*SHORT_RUNS, "optimized_metric=val/mea", "optimized_mode=min", "seed=0,1"],
+    "metric": [*SHORT_RUNS, "sweep.metric=val/mae", "sweep.mode=max", "seed=0,1"],
+    "no mode": [*SHORT_RUNS, "sweep.metric=val/mae", "seed=0,1"],
+    "no metric": [*SHORT_RUNS, "sweep.mode=max", "seed=0,1"],
+    "misspelt": [*SHORT_RUNS, "sweep.metric=val/mea", "sweep.mode=min", "seed=0,1"],
     "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
     "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],
 }
@@ -397,13 +397,13 @@ def test_another_metric_is_optimised_in_the_direction_that_is_set(swept):
     told = {name: done[name].err.splitlines() for name in ("no mode", "no metric", "misspelt")}
     assert [done[name].code for name in told] == [2, 2, 1]
     assert told["no mode"] == [
-        "dpframe: optimized_metric=val/mae: no callback monitors it, so nothing says in which "
-        "direction it gets better; add optimized_mode=min or optimized_mode=max"
+        "dpframe: sweep.metric=val/mae: no callback monitors it, so nothing says in which "
+        "direction it gets better; add sweep.mode=min or sweep.mode=max"
     ]
     assert told["no metric"] == [
-        "dpframe: optimized_mode=max goes with optimized_metric=NAME; set both, or neither"
+        "dpframe: sweep.mode=max goes with sweep.metric=NAME; set both, or neither"
     ]
-    said = "dpframe: optimized_metric=val/mea is not measured; did you mean val/mae?"
+    said = "dpframe: sweep.metric=val/mea is not measured; did you mean val/mae?"
     assert told["misspelt"][0] == said and "0 of 2 runs" in done["misspelt"].out
 
 

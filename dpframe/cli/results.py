@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from dpframe import files
 from dpframe.callbacks.monitor import PRUNED
-from dpframe.config.compose import Composed, Objective
+from dpframe.config.compose import Composed
+from dpframe.config.objective import Objective
 from dpframe.config.start import key_of, saved_overrides
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import table_text

@@ -32,12 +32,11 @@ from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Outcome, ProcessLost, Result, Results, earlier
 from dpframe.config.compose import (
     Composed,
-    Objective,
     compose,
     from_hydra,
-    objective_of,
     overrides_of,
 )
+from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import SweepSettings, shown, sweep_settings
 from dpframe.config.search import Configs, quoted, with_path_quoted
 from dpframe.config.start import MACHINES, WORDS, key_of, value_of, with_saved
@@ -53,7 +52,8 @@ DIRECTIONS: dict[str, dict[str, Any]] = {
 }
 SWEEPER, LAUNCHER = ".BasicSweeper", ".BasicLauncher"  # Hydra's own
 WITH_RECIPE = "hydra.job.config.override_dirname.exclude_keys=[]"  # in the names of runs
-OF_THIS_START = ("sweep", "hydra", "trusted_modules", "resume", "resume_anyway")
+OF_THE_SWEEP = ("sweep.jobs", "sweep.resume")  # no run has a use for them
+OF_THIS_START = ("hydra", "trusted_modules", "resume", "resume_anyway")
 
 
 def sweep(given: list[str], config_dir: str | None) -> int:
@@ -66,7 +66,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         overrides += _recipe(overrides, configs)
         shared = configs.compose(overrides, RunMode.MULTIRUN)
         settings = sweep_settings(OmegaConf.to_container(shared.sweep, resolve=True))
-        words = [override for override in overrides if head_of(override) != "sweep"]
+        words = [each for each in overrides if key_of(each) not in OF_THE_SWEEP]
         points = _points(words, shared, configs) if _is(shared, SWEEPER) else []
     if len({value_of("recipe", point) for point in points}) > 1:
         words.append(WITH_RECIPE)
@@ -203,7 +203,7 @@ def _is(shared: Any, name: str) -> bool:
 
 
 def _objective(shared: DictConfig) -> Objective:
-    keys = ("callbacks", "optimized_metric", "optimized_mode", "mode")
+    keys = ("callbacks", "sweep", "mode")
     plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(shared, list(keys)), resolve=True)
     return objective_of(plain)
 
@@ -220,11 +220,11 @@ def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
     """Adds the earlier sweep's overrides, except those of its start alone."""
     if before is None:
         return given
-    kept = [each for each in before.overrides if head_of(each) not in OF_THIS_START]
+    kept = [each for each in before.overrides if not _is_of_one_start(each)]
     saved = [override for override in kept if key_of(override) not in MACHINES]
     new = [override for override in given if override not in saved]
     for override in new:
-        if head_of(override) not in OF_THIS_START:
+        if not _is_of_one_start(override):
             raise UserError(
                 f"{override}: sweep.resume goes on with a sweep as it was; leave {override} out, "
                 "or begin another sweep"
@@ -236,6 +236,10 @@ def _with_earlier(given: list[str], before: Earlier | None) -> list[str]:
             f"hydra/sweeper={before.sweeper}; add this and its settings, as you typed them then"
         )
     return [*saved, *new]
+
+
+def _is_of_one_start(override: str) -> bool:
+    return head_of(override) in OF_THIS_START or key_of(override) in OF_THE_SWEEP
 
 
 def _todo(
