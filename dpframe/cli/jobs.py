@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpframe.accelerator import cores
-from dpframe.cli.main import leave_after, show_failure
+from dpframe.cli.exit import leave_after, show_failure
 from dpframe.cli.results import Outcome, ProcessLost, outcome_of
 from dpframe.config.compose import Composed
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line, printable
