@@ -85,10 +85,9 @@ class Results:
     objective: Objective
     typed: list[str]  # the overrides of the sweep
     fixed: set[str]  # keys with one value for all runs
-    total: int | None  # None: the sweeper alone knows
-    sweeper: str = ""  # where it isn't Hydra's own
+    sweeper: str
+    total: int | None = None  # None: the sweeper alone knows
     runs: list[Result] = field(default_factory=list)
-
     owner: int = field(default_factory=os.getpid)  # a launcher may copy it to other processes
 
     def of(self, job: Composed) -> Result:
