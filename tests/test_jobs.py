@@ -18,6 +18,7 @@ from dpframe.cli import jobs
 from dpframe.cli.jobs import lanes
 
 OWN = """
+import gc
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ class Told(dpframe.Callback):
 
     def on_fit_start(self, trainer):
         seed = trainer.seed
+        assert gc.isenabled()
         if seed == 11:
             raise KeyError("a bug")
         if seed == 12:

@@ -45,6 +45,13 @@ def leave_after(work: Callable[[], int]) -> NoReturn:
     sys.exit(code)
 
 
+def collect_garbage() -> None:
+    """After the imports, whose objects stay: collections skip them."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
 def _refuse_no_directory() -> None:
     try:
         os.getcwd()

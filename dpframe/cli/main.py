@@ -1,7 +1,6 @@
 """The command: reads its arguments and runs one job or a sweep."""
 
 import argparse
-import gc
 import os
 import re
 import sys
@@ -9,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dpframe import __version__
-from dpframe.cli.exit import leave_after
+from dpframe.cli.exit import collect_garbage, leave_after
 from dpframe.errors import UserError, suggestion
 from dpframe.launch.signals import raise_if_signaled
 from dpframe.modes import output
@@ -116,7 +115,6 @@ def _run(arguments: argparse.Namespace) -> None:
     raise_if_signaled()
     from dpframe.modes.run import run  # imports torch: only now that the config is known to be good
 
-    gc.freeze()  # imported objects stay: collections skip them
-    gc.enable()
+    collect_garbage()
     raise_if_signaled()
     run(job)

@@ -1,7 +1,5 @@
 """Runs what Hydra's sweeper names: dpframe's launcher brings all points, another one each alone."""
 
-import gc
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -61,23 +59,21 @@ class Runner:
         return [self._returned(result) for result in new]
 
     def __call__(self, config: Any) -> float | None:
-        """One run, in the directory that another launcher made for it; its objective's value."""
+        """One run, for another launcher, which has made its directory; its objective's value."""
         hydra: Any = HydraConfig.get()
         overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
-        directory = hydra.runtime.output_dir
         result = Result(hydra.job.num + 1, overrides["task"])
-        result.directory = os.path.relpath(directory, self.results.directory)
-        self.results.runs.append(result)
+        signals.raise_if_signaled()
+        print(self.results.title(result), flush=True)
         try:
             job, _ = self._composed([*overrides["hydra"], *overrides["task"]], hydra.job.num)
-            job.run_dir, job.is_run_dir_given = directory, True
-            self._run([job])
+            job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
+            from dpframe.cli.jobs import run_here
+
+            result.status, result.value, result.reason = run_here(job)
         except UserError as error:
-            self._refuse(result, error)
-        done = self._returned(result)
-        if done.status is JobStatus.FAILED:
-            raise RunFailed(result.reason)
-        return result.value
+            say_refusal(result, error)
+        return self._value(result)
 
     # ---- the points
 
@@ -96,9 +92,8 @@ class Runner:
                 jobs += self._to_run(result)
         if not jobs:
             return []
-        from dpframe.config.build import (
-            check_targets,  # imports torch: only now that the rest is good
-        )
+        # This imports torch: only now that the rest is good.
+        from dpframe.config.build import check_targets
 
         right = []
         for job in jobs:
@@ -136,17 +131,13 @@ class Runner:
 
     @contextmanager
     def _refusals(self, result: Result) -> Iterator[None]:
+        """All listed points have to be right. A drawn one that no run can have has failed."""
         try:
             yield
         except UserError as error:
             if self.is_listed:
                 raise
-            self._refuse(result, error)
-
-    def _refuse(self, result: Result, error: UserError) -> None:
-        print(self.results.title(result), flush=True)
-        say(error)
-        result.status, result.reason = "failed", first_line(error)
+            say_refusal(result, error)
 
     # ---- the runs
 
@@ -154,9 +145,6 @@ class Runner:
         from dpframe.cli.jobs import lanes, run_apart, run_here
 
         apart = lanes(jobs, self.jobs) if self.jobs > 1 else []
-        if not gc.isenabled():  # `main` has disabled it for the imports
-            gc.freeze()
-            gc.enable()
         if apart:
             local.allow_fork()
             run_apart(jobs, apart, begun=self._note_begin, ended=self._note_end)
@@ -190,11 +178,21 @@ class Runner:
         if self.jobs > 1:
             print(f"{self.results.title(result)}: {self.results.ending(result)}", flush=True)
 
-    def _returned(self, result: Result) -> JobReturn:
-        """What its sweeper hears of it. Hydra's own would end at a failure."""
-        done = JobReturn(overrides=result.overrides, status=JobStatus.COMPLETED)
-        done.return_value = result.value
+    def _value(self, result: Result) -> float | None:
+        """What its sweeper hears. Hydra's own, which optimises nothing, would end at a failure."""
         if result.value is None and not self.is_listed:
-            reason = result.reason or f"{self.results.objective.metric} was not measured"
-            done.status, done.return_value = JobStatus.FAILED, RunFailed(reason)
+            raise RunFailed(result.reason or f"{self.results.objective.metric} was not measured")
+        return result.value
+
+    def _returned(self, result: Result) -> JobReturn:
+        done = JobReturn(overrides=result.overrides, status=JobStatus.COMPLETED)
+        try:
+            done.return_value = self._value(result)
+        except RunFailed as error:
+            done.status, done.return_value = JobStatus.FAILED, error
         return done
+
+
+def say_refusal(result: Result, error: UserError) -> None:
+    say(error)
+    result.status, result.reason = "failed", first_line(error)

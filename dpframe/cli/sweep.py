@@ -22,7 +22,7 @@ from dpframe import files
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, ProcessLost, Results, earlier
 from dpframe.cli.runner import RunFailed, Runner
-from dpframe.config.compose import compose, overrides_of
+from dpframe.config.compose import compose
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import SweepSettings, shown, sweep_settings
 from dpframe.config.search import Configs, quoted, with_path_quoted
@@ -58,7 +58,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     if (stop := signals.current()) is not None:
         stop.begin()  # from now on there is something to remove, or a table to write
     results = Results(
-        directory=directory if is_ours else directory.absolute(),  # others' runs may be elsewhere
+        directory=directory,
         objective=objective,
         typed=[each for each in typed if key_of(each) not in OF_THE_SWEEP],
         fixed={key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()},
@@ -67,28 +67,26 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     runner = Runner(results, configs, _of_each_run(results), settings.jobs, is_listed)
     if before is not None:
         runner.go_on_with(before.runs)
-    _set_up(shared, runner, is_ours=is_ours)
-    began = time.time() - 1  # a file system's clock may lag a little
     then = f"go on with {shlex.quote(f'sweep.resume={directory}')}"
     try:
         _by_sweeper(shared, runner, is_ours=is_ours)
     except (UserError, Interrupted) as error:
-        if not (runner.began if is_ours else any(directory.rglob(".hydra"))):
+        if all(result.status == "missing" for result in results.runs):
             remove(made)
             raise
         if isinstance(error, UserError):
             raise
-        _conclude(results, began, is_ours=is_ours)
+        _conclude(results)
         raise Interrupted(error.number, f"; {then}") from None
     except ProcessLost:
-        code = _conclude(results, began, is_ours=is_ours)
+        code = _conclude(results)
         print(
             "sweep: stopped: after an error of its device, this process can run nothing more; "
             f"{then}, which begins with the runs that have not begun",
             file=sys.stderr,
         )
         return code
-    return _conclude(results, began, is_ours=is_ours)
+    return _conclude(results)
 
 
 # ---- what is typed
@@ -166,15 +164,6 @@ def _refuse(
             raise UserError(
                 f"{each.input_line}: Hydra's own sweeper needs listed values, e.g. lr=1,2"
             )
-        if (
-            is_ours
-            and each.key_or_group == "hydra.sweeper.n_jobs"
-            and each.value() != settings.jobs
-        ):
-            raise UserError(
-                f"{each.input_line}: as many points are drawn at a time as run; "
-                f"use sweep.jobs={each.value()}"
-            )
     if settings.jobs > 1 and not is_ours:
         raise UserError(
             f"sweep.jobs={settings.jobs}: another launcher starts the runs itself; set how many at "
@@ -228,39 +217,45 @@ def _of_each_run(results: Results) -> list[str]:
     if NAMED_BY not in map(key_of, words):
         constant = sorted(key for key in results.fixed if head_of(key) != "hydra")
         words.append(f"{NAMED_BY}=[{','.join(map(quoted, constant))}]")
-    return [*words, f"hydra.sweep.dir={quoted(str(results.directory))}"]
+    return [*words, f"hydra.sweep.dir={quoted(str(results.directory.absolute()))}"]
 
 
-def _set_up(shared: DictConfig, runner: Runner, *, is_ours: bool) -> None:
-    """What the sweeper and another launcher read."""
-    hydra, results = shared.hydra, runner.results
+def _by_sweeper(shared: DictConfig, runner: Runner, *, is_ours: bool) -> None:
+    results, hydra = runner.results, shared.hydra
+    words = [word for word in results.typed if head_of(word) != "hydra"]
     with read_write(hydra), open_dict(hydra):
-        hydra.overrides.hydra = runner.shared
-        hydra.overrides.task = [word for word in results.typed if head_of(word) != "hydra"]
-        hydra.sweep.dir = str(results.directory)
+        hydra.overrides.hydra, hydra.overrides.task = runner.shared, words
+        hydra.sweep.dir = str(results.directory.absolute())
         if is_ours:
             hydra.launcher = OURS
+        else:
+            results.save()  # by which its runs know that they are a sweep's
         if runner.is_listed:
             hydra.sweeper.max_batch_size = None  # all points are checked before the first one runs
         if "optuna" in str(hydra.sweeper._target_):
             _set_up_optuna(hydra.sweeper, runner, is_ours=is_ours)
-
-
-def _set_up_optuna(sweeper: DictConfig, runner: Runner, *, is_ours: bool) -> None:
-    """The study is kept in the sweep's directory, and goes on when a trial fails."""
-    sweeper.max_failure_rate = sweeper.max_failure_rate or 1.0
-    sweeper.n_trials -= sum(result.is_done for result in runner.results.runs)
-    if is_ours:
-        sweeper.n_jobs = runner.jobs
-    version = metadata.version("sqlalchemy")
-    if sweeper.storage is None and not version.startswith("1."):
-        print(
-            f"sweep: the study is not kept in a file: Optuna 2 needs sqlalchemy<2, not {version}",
-            file=sys.stderr,
+    loader: Any = _Unchecked(runner.configs) if is_ours else runner.configs
+    callbacks: Any = Callback()
+    with runner.configs.explained(words):
+        sweeper = Plugins.instance().instantiate_sweeper(
+            hydra_context=HydraContext(loader, callbacks), task_function=runner, config=shared
         )
-    elif sweeper.storage is None:
-        sweeper.storage = f"sqlite:///{runner.results.directory.absolute() / 'study.db'}"
-        sweeper.study_name = "sweep"
+    began = time.time() - 1  # a file system's clock may lag a little
+    try:
+        try:
+            sweeper.sweep(words)
+        finally:
+            if not is_ours:
+                results.read(began)
+    except RunFailed:
+        print("sweep: the sweeper has ended it, as a run failed", file=sys.stderr)
+    except HydraException as error:
+        raise UserError(first_line(error)) from None
+    except ValueError as error:  # Optuna's, which names the best trial last
+        if any(result.status != "failed" for result in results.runs):
+            raise
+        if not results.runs:  # a launcher's
+            raise UserError(f"the sweep did not start: {first_line(error)}") from None
 
 
 class _Unchecked:
@@ -276,25 +271,21 @@ class _Unchecked:
         return getattr(self._configs, name)
 
 
-def _by_sweeper(shared: DictConfig, runner: Runner, *, is_ours: bool) -> None:
-    callbacks: Any = Callback()
-    loader: Any = _Unchecked(runner.configs) if is_ours else runner.configs
-    words = overrides_of(shared)
-    with runner.configs.explained(words):
-        sweeper = Plugins.instance().instantiate_sweeper(
-            hydra_context=HydraContext(loader, callbacks), task_function=runner, config=shared
+def _set_up_optuna(sweeper: DictConfig, runner: Runner, *, is_ours: bool) -> None:
+    """The study is kept in the sweep's directory, and goes on when a trial fails."""
+    sweeper.max_failure_rate = sweeper.max_failure_rate or 1.0
+    sweeper.n_trials -= sum(result.is_done for result in runner.results.runs)
+    if is_ours and "hydra.sweeper.n_jobs" not in map(key_of, runner.shared):
+        sweeper.n_jobs = runner.jobs
+    version = metadata.version("sqlalchemy")
+    if sweeper.storage is None and not version.startswith("1."):
+        print(
+            f"sweep: the study is not kept in a file: Optuna 2 needs sqlalchemy<2, not {version}",
+            file=sys.stderr,
         )
-    try:
-        sweeper.sweep(words)
-    except RunFailed:
-        print("sweep: the sweeper has ended it, as a run failed", file=sys.stderr)
-    except HydraException as error:
-        raise UserError(first_line(error)) from None
-    except ValueError as error:  # Optuna's, which names the best trial last
-        if not runner.results.runs:  # a launcher's
-            raise UserError(f"the sweep did not start: {first_line(error)}") from None
-        if any(result.status != "failed" for result in runner.results.runs):
-            raise
+    elif sweeper.storage is None:
+        sweeper.storage = f"sqlite:///{runner.results.directory.absolute() / 'study.db'}"
+        sweeper.study_name = "sweep"
 
 
 # ---- its directory, and what is told at its end
@@ -332,14 +323,7 @@ def new_directory(path: Path, *, is_given: bool) -> tuple[Path, list[Path]]:
         ) from None
 
 
-def _conclude(results: Results, began: float, *, is_ours: bool) -> int:
-    """Another launcher may have run the points anywhere: those are told by their files."""
-    for notes in [] if is_ours else sorted(results.directory.rglob(".hydra")):
-        name = str(notes.parent.relative_to(results.directory))
-        if _is_new(notes, began) and name not in {result.directory for result in results.runs}:
-            results.add_from_files(
-                notes.parent, is_done=_is_new(notes.parent / "summary.json", began)
-            )
+def _conclude(results: Results) -> int:
     results.save()
     results.save_table()
     if picture := svg(results):
@@ -358,7 +342,3 @@ def _conclude(results: Results, began: float, *, is_ours: bool) -> int:
             file=sys.stderr,
         )
     return 0 if done == total else 1
-
-
-def _is_new(path: Path, began: float) -> bool:
-    return path.exists() and path.stat().st_mtime >= began
