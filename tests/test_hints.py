@@ -39,6 +39,7 @@ class LinesData(Base):
 # What is typed after a recipe, a part of the hint, and what one types then.
 HINTS = [
     ("boston lr=0.1", "did you mean task.optimizer.lr?", "task.optimizer.lr=0.1"),
+    ("boston optimized_metric=val/mae", "did you mean sweep.metric?", ""),
     ("boston max_epochs=3", "did you mean trainer.max_epochs?", "trainer.max_epochs=3"),
     ("boston batchsize=32", "did you mean data.batch_size?", "data.batch_size=32"),
     (

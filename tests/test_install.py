@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from command import ROOT, Environment, output, write
 
-SOURCES = ("dpframe", "conf", "recipes", "docs", "pyproject.toml", "MANIFEST.in")
+SOURCES = ("dpframe", "conf", "recipes", "hydra_plugins", "docs", "pyproject.toml", "MANIFEST.in")
 SOURCES += ("README.md", "LICENSE")
 RUN = ("recipe=boston", "trainer.max_epochs=1", "strategy=cpu")
+SWEEP, SWEPT = ("-m", *RUN, "seed=1,2"), "sweep: 2 of 2 runs finished"
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +65,9 @@ def test_the_wheel_carries_every_module_config_and_table_and_nothing_else(wheel)
     wanted |= {f"dpframe/conf/{path}" for path in (*files("conf", "*.yaml"), "__init__.py")}
     wanted |= {f"dpframe/recipes/{path}" for path in (*files("recipes", "*.py"), "data/boston.csv")}
     wanted |= {"dpframe/recipes/data/digits.csv.gz"}
+    wanted |= {f"hydra_plugins/{path}" for path in files("hydra_plugins", "*.py")}
     assert wanted - inside == set()
-    assert {name.split("/")[0] for name in inside} == {"dpframe"}
+    assert {name.split("/")[0] for name in inside} == {"dpframe", "hydra_plugins"}
     wanted_texts = {f"dpframe/{path}" for path in files("dpframe", "*.txt")}
     assert wanted_texts <= inside, "what dpframe new writes"
     others = inside - wanted_texts
@@ -90,6 +92,7 @@ def test_a_wheel_runs_in_an_empty_directory(installed, tmp_path):
         assert "strategy=ddp" in installed(*command, "--help", cwd=tmp_path)
     assert "val/loss" in installed("dpframe", *RUN, cwd=tmp_path)
     assert len(list(tmp_path.glob("outputs/boston/*/summary.json"))) == 1
+    assert SWEPT in installed("dpframe", *SWEEP, cwd=tmp_path), "Hydra finds the launcher"
 
 
 def test_another_program_composes_from_an_installed_package(installed, tmp_path):
@@ -131,7 +134,8 @@ def test_an_editable_installation_runs_anywhere(repository, tmp_path_factory):
     empty = tmp_path_factory.mktemp("empty")
     file = environment("-c", "import dpframe; print(dpframe.__file__)", cwd=empty).strip()
     assert Path(file) == repository / "dpframe" / "__init__.py"
-    assert "val/loss" in environment("dpframe", *RUN, cwd=empty)
+    write(environment.packages, {"hydra_plugins/other.py": ""})
+    assert SWEPT in environment("dpframe", *SWEEP, cwd=empty), "beside plugins of others"
 
 
 def test_a_repository_runs_without_an_installation(repository, tmp_path_factory):

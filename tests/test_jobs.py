@@ -18,6 +18,7 @@ from dpframe.cli import jobs
 from dpframe.cli.jobs import lanes
 
 OWN = """
+import gc
 import os
 import signal
 import sys
@@ -35,6 +36,7 @@ class Told(dpframe.Callback):
 
     def on_fit_start(self, trainer):
         seed = trainer.seed
+        assert gc.isenabled()
         if seed == 11:
             raise KeyError("a bug")
         if seed == 12:
@@ -141,7 +143,7 @@ def test_another_sweeper_starts_its_own_runs(tmp_path):
         lines, tmp_path, PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path / 'site'}"
     )
     assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert done.err.startswith("dpframe: sweep.jobs=2: another sweeper or launcher starts the runs")
+    assert done.err.startswith("dpframe: sweep.jobs=2: another launcher starts the runs")
 
 
 def job_of(gpus: Any, accelerator: str = "auto") -> Any:

@@ -454,7 +454,7 @@ def test_a_wrong_config_under_torchrun_is_told_once(tmp_path):
 
 
 def test_the_other_ranks_of_torchrun_let_the_main_one_speak_first(monkeypatch):
-    from dpframe.cli import main as command
+    from dpframe.cli.exit import say
 
     events: list[str] = []
     monkeypatch.setattr(time, "sleep", lambda seconds: events.append(f"waits {seconds}"))
@@ -463,7 +463,7 @@ def test_the_other_ranks_of_torchrun_let_the_main_one_speak_first(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
-        assert sys.modules[command.__module__]._say(UserError("wrong")) == 2
+        assert say(UserError("wrong")) == 2
     assert "".join(events) == "dpframe: wrong\nwaits 5dpframe: wrong\n"
 
 

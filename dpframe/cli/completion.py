@@ -23,7 +23,7 @@ from dpframe.trainer.settings import TrainerSettings
 
 CHOICES = {
     "mode": MODES,
-    "optimized_mode": ("min", "max"),
+    "sweep.mode": ("min", "max"),
     "checkpoint": ("best", "last", "none"),
     "resume": ("last",),
     **{f"trainer.{key}": values for key, values in SETTINGS.items()},

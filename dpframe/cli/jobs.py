@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpframe.accelerator import cores
-from dpframe.cli.main import leave_after, show_failure
+from dpframe.cli.exit import collect_garbage, leave_after, show_failure
 from dpframe.cli.results import Outcome, ProcessLost, outcome_of
 from dpframe.config.compose import Composed
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line, printable
@@ -31,6 +31,7 @@ BLOCK = 1 << 16
 
 def run_here(job: Composed) -> Outcome:
     """In this process, which has torch imported."""
+    collect_garbage()
     try:
         return outcome_of(run(job), job.objective.metric)
     except UserError as error:
@@ -256,5 +257,6 @@ def _live(
 
 def _work(job: Composed) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
+    collect_garbage()
     run(job)
     return 0

@@ -1,26 +1,21 @@
-"""The command: reads its arguments, runs one job or a sweep, and turns errors into exit codes."""
+"""The command: reads its arguments and runs one job or a sweep."""
 
 import argparse
-import gc
 import os
 import re
 import sys
-import time
-import traceback
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dpframe import __version__
-from dpframe.errors import Interrupted, UserError, printable, suggestion
-from dpframe.launch import environment
-from dpframe.launch.signals import Interruption, end_children, raise_if_signaled
+from dpframe.cli.exit import collect_garbage, leave_after
+from dpframe.errors import UserError, suggestion
+from dpframe.launch.signals import raise_if_signaled
 from dpframe.modes import output
 
 # Keys of the config, known before it is read.
 KEYS = {"recipe", "strategy", "trainer", "task", "data", "callbacks", "logger", "experiment"}
 KEYS |= {"mode", "checkpoint", "resume", "seed"}
-RANK_0_SECONDS = 5  # how long the other ranks wait for rank 0 to print an error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,41 +74,6 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
     leave_after(lambda: _command(sys.argv[1:] if given is None else given))
 
 
-def leave_after(work: Callable[[], int]) -> NoReturn:
-    """Exit codes: 0 done, 1 a failure, 2 a mistake of the user's, 128 + n for signal n."""
-    output.open_all()
-    environment.complete()
-    interruption = Interruption(is_quiet=not _is_main())
-    interruption.open()  # before the imports, which take the longest of a start-up
-    gc.disable()  # imports make a million objects and no garbage
-    try:
-        _refuse_no_directory()
-        code = work()
-        sys.stdout.flush()  # a closed pipe is noticed here, not at exit
-    except (UserError, Interrupted) as error:
-        code = _say(error)
-    except BrokenPipeError:  # `dpframe … | head`: the pipe is closed
-        code = 141  # as SIGPIPE's
-    except Exception as error:
-        show_failure(error)
-        code = 1
-    interruption.close()
-    end_children()
-    with suppress(UserError, OSError):
-        sys.stdout.flush()  # an error while flushing changes no exit code
-    if gc.isenabled():  # there was a run
-        gc.collect()  # of cycles that hold a process group: its threads have to end before Python
-    gc.freeze()  # there is nothing more to collect at exit
-    sys.exit(code)
-
-
-def _refuse_no_directory() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the current directory is gone; go to another one") from None
-
-
 def _command(given: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(given)
     if (arguments.package or arguments.resolve) and not arguments.cfg:
@@ -155,32 +115,6 @@ def _run(arguments: argparse.Namespace) -> None:
     raise_if_signaled()
     from dpframe.modes.run import run  # imports torch: only now that the config is known to be good
 
-    gc.freeze()  # imported objects stay: collections skip them
-    gc.enable()
+    collect_garbage()
     raise_if_signaled()
     run(job)
-
-
-def _say(error: UserError | Interrupted) -> int:
-    """Prints one line once: all ranks of a launcher find the same mistake in the config."""
-    if isinstance(error, Interrupted) and not _is_main():
-        return error.exit_code
-    if not _is_main() and "dpframe.modes.run" not in sys.modules:
-        # Torchrun ends all ranks when the first one exits: that has to be the one that prints.
-        time.sleep(RANK_0_SECONDS)
-    line = " ".join(str(error).splitlines())
-    print(f"dpframe: {printable(line)}", file=sys.stderr)
-    return error.exit_code
-
-
-def _is_main() -> bool:
-    """Whether this is the main one of a launcher's ranks."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def show_failure(error: Exception) -> None:
-    has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed
-    text = str(error) if has_traceback else "".join(traceback.format_exception(error)).rstrip("\n")
-    if has_traceback:
-        text = "\n".join([text.rstrip("\n"), *getattr(error, "__notes__", [])])
-    print(printable(text), file=sys.stderr)

@@ -2,16 +2,18 @@
 
 import json
 import math
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from dpframe import files
 from dpframe.callbacks.monitor import PRUNED
-from dpframe.config.compose import Composed, Objective
+from dpframe.config.compose import Composed
+from dpframe.config.objective import Objective
 from dpframe.config.start import key_of, saved_overrides
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import table_text
@@ -84,26 +86,30 @@ class Results:
     objective: Objective
     typed: list[str]  # the overrides of the sweep
     fixed: set[str]  # keys with one value for all runs
-    total: int | None  # None: the sweeper alone knows
-    sweeper: str = ""  # where it isn't Hydra's own
+    sweeper: str
+    total: int | None = None  # None: the sweeper alone knows
     runs: list[Result] = field(default_factory=list)
-
-    owner: int = field(default_factory=os.getpid)  # a launcher may copy it to other processes
 
     def of(self, job: Composed) -> Result:
         return next(run for run in self.runs if run.number - 1 == job.number)
 
-    def add_from_files(self, run: Path, *, is_done: bool) -> None:
-        """Adds the result of a run that another process has made."""
-        number = max((each.number for each in self.runs), default=0) + 1
-        overrides = saved_overrides(run)
-        result = Result(number, overrides, str(run.relative_to(self.directory)))
-        result.status, result.reason = "failed", f"see {run / 'run.log'}"
-        if is_done:
-            summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-            result.status, result.value, result.reason = outcome_of(summary, self.objective.metric)
-            result.seconds = summary.get("seconds")
-        self.runs.append(result)
+    def read(self, since: float) -> None:
+        """Adds the runs since then, which another launcher may have started anywhere."""
+        for notes in self.directory.rglob(".hydra"):
+            run, told = notes.parent, notes.parent / "summary.json"
+            if notes.stat().st_mtime < since:
+                continue
+            number = yaml.safe_load((notes / "hydra.yaml").read_text(encoding="utf-8"))
+            result = Result(number["hydra"]["job"]["num"] + 1, saved_overrides(run))
+            result.directory = str(run.relative_to(self.directory))
+            result.status, result.reason = "failed", "it has left no summary.json"
+            if told.exists() and told.stat().st_mtime >= since:
+                summary = json.loads(told.read_text(encoding="utf-8"))
+                outcome = outcome_of(summary, self.objective.metric)
+                result.status, result.value, result.reason = outcome
+                result.seconds = summary.get("seconds")
+            self.runs.append(result)
+        self.runs.sort(key=lambda run: run.number)
 
     # ---- what differs
 
@@ -201,8 +207,6 @@ class Results:
 
     def save(self) -> None:
         """After each run, so that a sweep that is killed can be gone on with."""
-        if os.getpid() != self.owner:
-            return
         best = self.best
         content = {
             "overrides": self.typed,

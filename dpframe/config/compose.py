@@ -1,10 +1,9 @@
 """A run's config: composed and checked before torch is imported."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
@@ -15,6 +14,7 @@ from omegaconf.resolvers import oc
 from dpframe import files
 from dpframe.config import plugins
 from dpframe.config.errors import unresolved
+from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import RunSettings, checked, shown
 from dpframe.config.search import Configs, quoted, register_resolver
 from dpframe.config.start import (
@@ -32,49 +32,6 @@ from dpframe.trainer.settings import several_machines
 
 PLAIN = (type(None), bool, int, float, str)
 LONGEST_NUMBER = 1024  # bits
-OPTIMIZED = "optimized_metric"
-
-
-class Objective(NamedTuple):
-    """What a sweep optimises: the best value of the metric by which `best.ckpt` is chosen."""
-
-    metric: str = "val/loss"
-    mode: str = "min"
-    key: str = ""  # of the callback that monitors it, or `optimized_metric`
-
-    @property
-    def mode_key(self) -> str:
-        return "optimized_mode" if self.key == OPTIMIZED else f"{self.key}.mode" if self.key else ""
-
-
-def objective_of(config: Mapping[str, Any]) -> Objective:
-    """`optimized_metric`, or what the checkpoint monitors, or early stopping."""
-    monitors = _monitors(config.get("callbacks") or {})
-    metric, mode = config.get(OPTIMIZED), config.get("optimized_mode")
-    if metric is not None:
-        mode = mode or next((each.mode for each in monitors if each.metric == metric), None)
-        if mode is None:
-            raise UserError(
-                f"{OPTIMIZED}={metric}: no callback monitors it, so nothing says in which "
-                "direction it gets better; add optimized_mode=min or optimized_mode=max"
-            )
-        return Objective(str(metric), str(mode), OPTIMIZED)
-    if mode is not None:
-        raise UserError(f"optimized_mode={mode} goes with {OPTIMIZED}=NAME; set both, or neither")
-    keys = ("callbacks.checkpoint", "callbacks.early_stopping")
-    objective = next((each for key in keys for each in monitors if each.key == key), Objective())
-    if config.get("mode") == "test":  # which measures no val/
-        tested = re.sub("^val/", "test/", objective.metric)
-        return objective._replace(metric=tested)
-    return objective
-
-
-def _monitors(callbacks: Mapping[str, Any]) -> list[Objective]:
-    return [
-        Objective(str(node["monitor"]), str(node.get("mode", "min")), f"callbacks.{name}")
-        for name, node in callbacks.items()
-        if isinstance(node, Mapping) and node.get("monitor")
-    ]
 
 
 @dataclass

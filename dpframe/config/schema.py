@@ -37,9 +37,17 @@ OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 class SweepSettings:
     jobs: int = 1
     resume: str | None = None
+    metric: str | None = None
+    mode: str | None = None
 
     def __post_init__(self) -> None:
         refuse_below("sweep.jobs", self.jobs)
+        if self.mode not in (None, "min", "max"):
+            raise not_one_of("sweep.mode", self.mode, ("min", "max"))
+        if self.mode is not None and self.metric is None:
+            raise UserError(
+                f"sweep.mode={self.mode} goes with sweep.metric=NAME; set both, or neither"
+            )
 
 
 @dataclass
@@ -84,8 +92,6 @@ class RunSettings:
     resume: str | None = None
     resume_anyway: bool = False
     test_after_fit: bool = False
-    optimized_metric: str | None = None
-    optimized_mode: str | None = None
     vars: dict[str, Any] = field(default_factory=dict)
     trusted_modules: list[str] = field(default_factory=list)
 
@@ -95,8 +101,6 @@ class RunSettings:
             raise not_one_of("mode", self.mode, MODES, meant=meant)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
-        if self.optimized_mode not in (None, "min", "max"):
-            raise not_one_of("optimized_mode", self.optimized_mode, ("min", "max"))
         if self.resume is not None and self.mode != "fit":
             raise UserError(
                 f"resume={self.resume} continues a training, but mode={self.mode}; "
@@ -129,6 +133,7 @@ WHOLE = {  # whole keys by their last part, or by their name in other frameworks
     **dict.fromkeys(("lr", "learning_rate"), "task.optimizer.lr"),
     "model": "task",
     "lean": "trainer.skip_dynamo_import",  # its name before
+    **{f"optimized_{name}": f"sweep.{name}" for name in ("metric", "mode")},  # theirs
 }
 
 

@@ -241,11 +241,14 @@ def quoted(text: str) -> str:
 
 
 def directory_name(overrides: str) -> str:
-    """A sweep's overrides as the name of one directory: no slashes, and not too long."""
+    """What a run differs by, after its number in the name of a directory: no slashes, and not too
+    long."""
+    if not overrides:
+        return ""
     name = re.sub(r"(?<![^,])\+\+", "", overrides).replace("/", "_").encode()
     if len(name) > LONGEST_NAME:
         name = name[:LONGEST_NAME] + "…".encode()
-    return name.decode(errors="ignore")
+    return f"_{name.decode(errors='ignore')}"
 
 
 class Folders(SearchPathPlugin):

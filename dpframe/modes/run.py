@@ -19,7 +19,8 @@ from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
 from dpframe.config.build import build, check_targets
-from dpframe.config.compose import OPTIMIZED, Composed
+from dpframe.config.compose import Composed
+from dpframe.config.objective import CHOSEN
 from dpframe.config.origin import compared
 from dpframe.config.schema import EVALUATIONS, NONE, is_off
 from dpframe.config.start import run_directory, saved_since
@@ -161,7 +162,7 @@ def _run_trainer(job: Composed, strategy: Strategy, make: Callable[..., Any]) ->
         faults.explain, strategy, settings.trainer, resumes=settings.resume is not None
     )
     objective = job.objective
-    best = Best(*objective, is_needed=objective.key == OPTIMIZED)
+    best = Best(*objective, is_needed=objective.key == CHOSEN)
     # What can be refused is refused before there is a run directory.
     with explain():
         trainer = _trainer(job, strategy, make, best)
