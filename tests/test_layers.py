@@ -17,7 +17,6 @@ FLOORS = {
     "cli": 7,
     "modes": 6,
     "config": 5,
-    "plan": 4,
     "trainer": 3,
     "lightning": 4,
     "callbacks": 4,
