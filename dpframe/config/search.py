@@ -162,7 +162,7 @@ class Configs:
         except Exception:  # another of the overrides is wrong, too
             return None
         added = [
-            f"++{each}" if not has(base, key := key_of(each)) and _is_taken(base, key) else each
+            f"++{each}" if not has(base, key := key_of(each)) and is_taken(base, key) else each
             for each in overrides
         ]
         return added if added != list(overrides) else None
@@ -225,11 +225,6 @@ class Configs:
             whole = whole or similar(base, name, heads)
         there = f"there is: {', '.join(sorted(set(heads)))}"
         return f"did you mean {' or '.join(whole)}?" if whole else there
-
-
-def _is_taken(config: DictConfig, key: str) -> bool:
-    """Whether a part's class or a package's mode takes a key that no file sets."""
-    return modes.of_package(key) or is_taken(config, key)
 
 
 def with_path_quoted(override: str) -> str:
