@@ -25,6 +25,9 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_every_file_of_a_mode_is_a_mode",
+    "test_bytes_have_their_unit",
+    "test_seconds_have_their_unit",
     "test_an_old_task_is_loaded_with_its_averaged_weights",
     "test_the_cases_have_all_kinds_of_events",
     "test_groups_keep_their_options_if_their_order_changes",
@@ -98,7 +101,6 @@ TESTS = {
     "test_a_misspelt_hook_is_refused_with_the_nearest_name",
     "test_a_name_that_is_made_of_the_environment_keeps_the_config_as_it_was_composed",
     "test_a_planted_difference_fails",
-    "test_a_ring_moves_each_byte_less_than_twice",
     "test_a_run_stops_before_the_update_and_names_step_and_rows",
     "test_a_sweeps_directory_has_no_slash_and_a_length_that_files_may_have",
     "test_an_ignored_signal_stays_ignored_as_nohup_wants_it",
@@ -132,12 +134,10 @@ TESTS = {
     "test_predictions_that_are_no_rows_are_refused",
     "test_ranks_that_contradict_themselves_are_refused",
     "test_replicas_refuse_it_alike",
-    "test_steps_are_counted_with_accumulation_and_limits",
     "test_text_beside_numbers_is_a_table",
     "test_text_in_quotes_is_read_back_letter_by_letter",
     "test_the_banner_counts_the_parameters_by_layer",
     "test_the_choice_is_a_fact_of_time_cores_and_draws",
-    "test_the_largest_share_and_the_idle_replicas_of_uneven_splits",
     "test_the_parts_are_all_there_is",
     "test_the_seed_decides_all_three_generators_whatever_was_drawn_before",
     "test_two_callbacks_of_one_class_keep_their_own_states",
@@ -149,6 +149,7 @@ TESTS = {
 }
 # Each of their tests starts processes, or trains for seconds.
 SLOW_FILES = {
+    "plan",
     "accelerator",
     "compiled",
     "completion",

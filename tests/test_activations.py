@@ -10,9 +10,10 @@ import torch
 from forked import on
 from small import SGD, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from dpframe import Strategy, TrainerSettings, UserError
-from dpframe.plan.measure import measure
+from dpframe.modes.measure import Probe
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -86,14 +87,14 @@ def test_it_resumes_to_the_bit_with_or_without():
 
 
 def test_a_block_keeps_its_inputs_alone():
-    def bytes_of(row: int, **given: Any) -> float:
-        settings = TrainerSettings(max_epochs=1, threads=1, **given)
-        task, data = Deep(partial(Net, 6)), Rows(24, batch_size=8)
-        return measure(
-            task, data, settings, accelerator="cpu", seed=0, steps=1
-        ).costs.activations.at(row)
+    def bytes_of(**given: Any) -> int:
+        probe = Probe(accelerator="cpu")
+        probe.kept = {}
+        with saved_tensors_hooks(probe.keep, lambda tensor: tensor):
+            fitted(Deep(partial(Net, 6)), Rows(24, batch_size=8), strategy=probe, **given)
+        return max(probe.held)
 
-    kept, again = bytes_of(8), bytes_of(8, checkpoint_activations=True)
+    kept, again = bytes_of(), bytes_of(checkpoint_activations=True)
     # x and y, each block's input, the last layer's, and the error; and each block's random state.
     assert again <= 8 * 4 * (3 + 1 + 7 * WIDTH + 1) + 100
     assert kept > 4 * again

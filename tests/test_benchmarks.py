@@ -87,17 +87,6 @@ def test_a_slow_link_has_a_row_for_a_method_and_leaves_no_host(
     assert not set(slow_link.HOSTS) & set(hosts.split())
 
 
-def test_a_plan_is_not_checked_without_an_epoch_to_measure(monkeypatch, capsys) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    plan_check = pytest.importorskip("plan_check")
-    monkeypatch.setattr(sys, "argv", ["plan_check.py", "--epochs", "2"])
-    monkeypatch.setattr(plan_check, "network", lambda *_: sys.exit("it begins"))
-    with pytest.raises(SystemExit) as ended:
-        plan_check.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.endswith("--epochs 2 leaves none to measure; use 3 or more\n")
-
-
 def test_least_squares_is_what_the_split_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FOLDER)
     boston_rmse = pytest.importorskip("boston_rmse")

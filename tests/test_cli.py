@@ -33,7 +33,7 @@ BEFORE_TORCH = {
     "+trainer.max_epoch=3": "did you mean trainer.max_epochs?",
     "~trainer.max_epoch": "did you mean trainer.max_epochs?",
     "trainr.max_epochs=3": "did you mean trainer.max_epochs?",
-    "+foo=1": "there is no key 'foo'; there is: callbacks, checkpoint, compare, data, experiment, ",
+    "+foo=1": "there is no key 'foo'; there is: callbacks, checkpoint, compare, data, doctor, ",
     "lr=0.1": "there is no key 'lr'; did you mean task.optimizer.lr?",
     "gpus=2": "there is no key 'gpus'; did you mean trainer.gpus?",
     "batch_size=2": "there is no key 'batch_size'; did you mean data.batch_size?",
@@ -263,7 +263,7 @@ def test_odd_strings_never_end_in_a_traceback(light):
 
 
 SHOWN = {  # the words that each line prints, and after a None those that it does not
-    "--help": ["mode=fit|validate|test|predict", "  strategy=ddp ", "examples", None, "nowhere"],
+    "--help": ["  mode=predict   A checkpoint", "  strategy=ddp ", "examples", None, "nowhere"],
     "--help --config-dir=mine": ["  recipe=nowhere", "net=small  Few."],
     "--version": ["dpframe "],
     "-sc install=bash": ["COMPREPLY"],

@@ -13,11 +13,10 @@ from small import Hooks, Rows, Small, fitted
 
 from dpframe import TrainerSettings
 from dpframe.config.compose import composed
-from dpframe.modes import compare
-from dpframe.plan import steps
-from dpframe.plan.contest import Contest, Entry, trained
-from dpframe.plan.measure import WARM_UPS
-from dpframe.plan.steps import StepTimes
+from dpframe.modes import step_times, variants
+from dpframe.modes.contest import Contest, Entry, trained
+from dpframe.modes.measure import WARM_UPS
+from dpframe.modes.step_times import StepTimes
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import CPU
 
@@ -100,7 +99,7 @@ def test_the_first_replica_of_a_process_is_seen_to_do_the_update(
     monkeypatch, strategy, accumulate, took
 ):
     clock = [0.0]
-    monkeypatch.setattr(steps, "time", SimpleNamespace(thread_time=lambda: clock[0]))
+    monkeypatch.setattr(step_times, "time", SimpleNamespace(thread_time=lambda: clock[0]))
     times = StepTimes()
     waits = Hooks(on_step_end=lambda trainer: clock.__setitem__(0, clock[0] + 1000))
     fitted(
@@ -144,20 +143,20 @@ def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_
     "gpus, counts", [(0, [2]), (1, [2]), (2, [2]), (4, [2, 4]), (6, [2, 4, 6])]
 )
 def test_all_gpus_are_tried_also_where_they_are_no_power_of_two(monkeypatch, gpus, counts):
-    monkeypatch.setattr(compare, "present", lambda accelerator: [torch.device("cpu")] * gpus)
-    assert compare._counts(composed(["recipe=boston"])) == counts
+    monkeypatch.setattr(variants, "present", lambda accelerator: [torch.device("cpu")] * gpus)
+    assert variants._counts(composed(["recipe=boston"])) == counts
 
 
 def test_a_strategy_whose_package_is_missing_is_left_out_unless_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     job = composed(["recipe=boston", "trainer.accelerator=cpu"])
-    assert {variant.name for variant in compare.variants(job)} == {
+    assert {variant.name for variant in variants.variants(job)} == {
         "cpu",
         "data_parallel",
         "ddp",
         "fsdp",
     }
-    (named,) = compare.variants(job, ["ray"], [2])
+    (named,) = variants.variants(job, ["ray"], [2])
     assert "strategy=ray needs Ray Train" in named.failure
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command import ROOT, environment, write
 
-from dpframe.config.schema import MODES
+from dpframe.config.modes import names
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
 RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml"))
@@ -26,7 +26,7 @@ TYPED = {
 }
 HERE = ("best", "dpframe", "last", "mine/", "none", "python")  # three words, and what is there
 CHOSEN = {
-    "recipe=boston mode=": " ".join(sorted(f"mode={mode}" for mode in MODES)),
+    "recipe=boston mode=": " ".join(sorted(f"mode={mode}" for mode in names())),
     "mode=te": "mode=test",
     "mode=test checkpoint=": " ".join(f"checkpoint={word}" for word in HERE),
     "mode=test checkpoint=mine/r": "checkpoint=mine/recipe/",

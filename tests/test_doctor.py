@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from command import dpframe
 
 from dpframe.config.compose import composed
-from dpframe.modes import doctor
-from dpframe.modes.compare import strategies
-from dpframe.plan.operations import flop
+from dpframe.modes import machine
+from dpframe.modes.operations import flop
+from dpframe.modes.variants import strategies
 
 
 def test_without_a_recipe_it_tells_what_each_strategy_would_use(tmp_path):
@@ -27,7 +27,7 @@ def test_without_a_recipe_it_tells_what_each_strategy_would_use(tmp_path):
 
 
 def test_with_a_recipe_it_measures_a_few_steps_by_each_strategy(tmp_path):
-    done = dpframe("mode=doctor", "recipe=boston", "plan.steps=2", cwd=tmp_path)
+    done = dpframe("mode=doctor", "recipe=boston", "doctor.steps=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     table = done.stdout.partition("speed-up")[2]
     assert all(re.search(rf"^{name} +\d", table, re.M) for name in ("cpu", "data_parallel", "ddp"))
@@ -44,17 +44,17 @@ def test_operations_are_told_by_thousands():
 
 
 def test_what_is_wrong_with_a_machine_is_told_with_what_to_do(monkeypatch):
-    assert not [problem for problem in doctor._problems() if "RANK" in problem]
-    assert not [problem for problem in doctor._problems() if "CPython" in problem] or (
+    assert not [problem for problem in machine._problems() if "RANK" in problem]
+    assert not [problem for problem in machine._problems() if "CPython" in problem] or (
         sys.version_info < (3, 11, 10)
     )
-    monkeypatch.setattr(doctor, "FORKS_SAFELY", (99, 1))
+    monkeypatch.setattr(machine, "FORKS_SAFELY", (99, 1))
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     usage = SimpleNamespace(total=64 << 20, free=1 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     monkeypatch.setenv("RANK", "7")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    told = "\n".join(doctor._problems())
+    told = "\n".join(machine._problems())
     for words in (
         f"Python {platform.python_version()} forks may hang at its start (CPython's issue 112275), "
         "until it is started again; use 99.1 or newer",

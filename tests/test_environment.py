@@ -135,7 +135,7 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
 
 def test_a_mode_of_one_process_is_refused_under_srun(tmp_path):
     task = TASK | {"SLURM_PROCID": "0"}
-    for mode in ("plan", "verify"):
+    for mode in ("tune", "verify"):
         done = forked.run([*RUN, f"mode={mode}"], tmp_path, **task)
         assert done.returncode == 2 and "start it without srun" in done.stderr, done.stderr
 

@@ -13,8 +13,8 @@ from torch import nn
 from dpframe import UserError, checkpoint, load
 from dpframe.checkpoint import seal
 from dpframe.errors import Failure
-from dpframe.modes import export
-from dpframe.modes.export import PROGRAM, SAFETENSORS, WEIGHTS, exported
+from dpframe.modes import export_files
+from dpframe.modes.export_files import PROGRAM, SAFETENSORS, WEIGHTS, exported
 from dpframe.recipes.boston import BostonData
 from dpframe.strategies.single import SingleGPU
 
@@ -105,7 +105,7 @@ def test_other_outputs_than_the_tasks_are_told(tmp_path):
     exported(made, tmp_path, ["program"])
     rows = torch.ones(4, 3)
     with pytest.raises(Failure, match="does not load without dpframe: .+"):
-        export._tried(tmp_path, ["program.pt2"], [([rows], torch.zeros(4, 1))])
+        export_files._tried(tmp_path, ["program.pt2"], [([rows], torch.zeros(4, 1))])
 
 
 def test_a_file_of_an_export_before_does_not_count(tmp_path):
@@ -127,7 +127,7 @@ def test_a_task_on_a_gpu_is_exported_for_the_cpu(tmp_path):
 def test_leaves_of_a_batch_are_called_as_a_step_would():
     batch = {"image": [torch.ones(1), (torch.ones(1),)], "label": torch.ones(1)}
     named = ["batch['image'][0]", "batch['image'][1][0]", "batch['label']"]
-    assert list(export._names(batch)) == named
+    assert list(export_files._names(batch)) == named
 
 
 def test_what_can_not_be_written_is_refused_in_one_line(tmp_path, monkeypatch):

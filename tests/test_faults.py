@@ -84,7 +84,6 @@ def test_out_of_memory_elsewhere_is_told_by_where(tmp_path, words, kind, said):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ((*ALONE, "mode=plan"), rf"in mode=plan: {IN_USE}; lower data\.batch_size=4, and raise "),
         ((*ALONE, "mode=verify"), rf"in mode=verify, \w+: {IN_USE}; take a smaller task$"),
         ((*TWO, "mode=verify"), rf"in mode=verify.*: {IN_USE}; take a smaller task"),
     ],

@@ -50,7 +50,7 @@ from dpframe.data.module import leaves
 from dpframe.data.prefetch import tensors_in
 from dpframe.data.stream import ShardedStream
 from dpframe.errors import Failure
-from dpframe.plan.steps import StepTimes
+from dpframe.modes.step_times import StepTimes
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP

@@ -17,7 +17,6 @@ FLOORS = {
     "cli": 7,
     "modes": 6,
     "config": 5,
-    "plan": 4,
     "trainer": 3,
     "lightning": 4,
     "callbacks": 4,
@@ -165,8 +164,8 @@ def _targets(path: Path) -> set[str]:
         name = name.removeprefix("dpframe.")
         if path.name == "callback.py" and is_within(name, "trainer"):
             continue  # the one hint that points upwards: a callback's hooks take the Trainer
-        if not at_top and above in ("cli", "config", "modes", "testing"):
-            continue  # the command's own circles, which its modes leave when they get a room
+        if not at_top and above in ("cli", "config"):
+            continue  # the command's own circles
         if name in MODULES:
             found.add(name)
         elif f"{name}.__init__" in MODULES and not is_within(above, name):

@@ -36,7 +36,7 @@ SHOWN = {
     "recipe=ours": [r"one's own", r"lr: 0\.5", r"^  vars\.layers=\[…\] +from the first one$"],
     "trainer.max_epochs=3": [r"^  trainer\.max_epochs=10 +whichever"],
     "strategy.timeout_seconds": [r"^  strategy\.timeout_seconds=1800"],
-    "plan": [r"^  plan +what mode=plan assumes", r"^  plan\.steps=10 +measured"],
+    "tune": [r"^  tune +what mode=tune tries", r"^  tune\.memory=null +bytes a replica"],
     "seed": [r"^  seed=0 +of weights, shuffling"],
 }
 REFUSED = {

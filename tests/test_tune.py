@@ -15,11 +15,9 @@ from torch import nn
 from dpframe import Task, TrainerSettings, UserError
 from dpframe.config.compose import composed
 from dpframe.errors import Failure
-from dpframe.modes.reports import replicas_of, tuned
-from dpframe.plan.curve import Point, chart, smoothed, svg
-from dpframe.plan.report import Tuning
-from dpframe.plan.settings import TuneSettings
-from dpframe.plan.tune import Rates, Tuner, largest, steepest
+from dpframe.modes import tune
+from dpframe.modes.tuner import Point, Rates, Tuner, count_replicas, largest, smoothed, steepest
+from dpframe.modes.tuning import Tuning, chart, picture
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
@@ -77,18 +75,19 @@ def test_batches_of_several_losses_are_no_fall(shift):
 # ---- the trials
 
 
-def tuner(make=Small, data=None, *, replicas=1, settings=None, **tune) -> Tuner:
+def tuner(make=Small, data=None, *, replicas=1, settings=None, memory=None) -> Tuner:
     return Tuner(
         make,
         data or Rows(),
         TrainerSettings(threads=1, **(settings or {})),
-        TuneSettings(**tune),
         accelerator="cpu",
         replicas=replicas,
         seed=0,
+        limit=memory,
     )
 
 
+RATES = 1e-6, 10.0, 100
 NUMBERS = 3 * 8 + 8 + 8 + 1  # of Small
 LASTING = 4 * (2 * NUMBERS + 2 * NUMBERS + 4)  # with gradients, Adam's moments and four counts
 A_ROW = 4 * (3 + 1 + 8 + 1)  # x, y, the ReLU's output and the error
@@ -97,14 +96,14 @@ A_ROW = 4 * (3 + 1 + 8 + 1)  # x, y, the ReLU's output and the error
 @pytest.mark.parametrize("rows, replicas", [(10, 1), (7, 1), (3, 2), (4, 8)])
 def test_the_largest_batch_is_the_one_whose_memory_is_the_limit(rows, replicas):
     limit = LASTING + rows * A_ROW
-    size, trials = tuner(lambda: Small(Adam), replicas=replicas, memory=limit).batch_size()
+    size, trials = tuner(lambda: Small(Adam), replicas=replicas, memory=limit).batch_size(8192)
     assert size == min(rows * replicas, 20)
     assert all(trial.bytes == LASTING + trial.rows * A_ROW for trial in trials)
-    assert tuner(memory=1.0).batch_size()[0] == 0
+    assert tuner(memory=1.0).batch_size(8192)[0] == 0
 
 
 def test_an_optimizer_a_turn_is_counted():
-    both = tuner(lambda: Small(Adam), memory=1e9).batch_size()[1]
+    both = tuner(lambda: Small(Adam), memory=1e9).batch_size(8192)[1]
 
     class Two(Small):
         def configure_optimizer(self):
@@ -115,9 +114,9 @@ def test_an_optimizer_a_turn_is_counted():
             return super().training_step(batch)
 
     turns = tuner(Two, memory=1e9)
-    assert [t.bytes for t in turns.batch_size()[1]] == [trial.bytes for trial in both]
+    assert [t.bytes for t in turns.batch_size(8192)[1]] == [trial.bytes for trial in both]
     with pytest.raises(UserError, match="and Two has several optimizers: a, b; use tune.find="):
-        turns.learning_rate()
+        turns.learning_rate(*RATES)
 
 
 class Big(Small):
@@ -132,20 +131,20 @@ class Big(Small):
 
 
 def test_what_the_device_has_no_room_for_ends_no_search():
-    size, trials = tuner(Big).batch_size()
+    size, trials = tuner(Big).batch_size(8192)
     assert size == 7 and {trial.bytes is None for trial in trials if not trial.fits} == {True}
     Big.error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")
-    assert tuner(Big).batch_size()[0] == 7
+    assert tuner(Big).batch_size(8192)[0] == 7
     with pytest.raises(Failure, match="a batch of 8 rows does not fit cpu, on which learning rate"):
-        tuner(Big, Rows(batch_size=8)).learning_rate()
+        tuner(Big, Rows(batch_size=8)).learning_rate(*RATES)
     Big.error = RuntimeError("another one")
     with pytest.raises(RuntimeError, match="another one"):
-        tuner(Big).batch_size()
+        tuner(Big).batch_size(8192)
 
 
 def test_batches_stay_below_the_largest_that_may_be_tried():
-    assert tuner(max_batch_size=6).batch_size()[0] == 6
-    assert tuner(max_batch_size=7, replicas=2).batch_size()[0] == 7
+    assert tuner().batch_size(6)[0] == 6
+    assert tuner(replicas=2).batch_size(7)[0] == 7
 
 
 class Valley(Task):
@@ -164,12 +163,12 @@ class Valley(Task):
 
 
 def test_a_learning_rate_is_found_that_learns_and_the_test_ends_where_the_loss_grows():
-    rates = tuner(Valley, settings={"accumulate": 2}).learning_rate()
+    rates = tuner(Valley, settings={"accumulate": 2}).learning_rate(*RATES)
     assert rates.batch_size == 8 and rates.best is not None
     assert 0.005 < rates.best < 0.125 < rates.points[-1].rate < 5
     make = partial(Small, partial(torch.optim.SGD, lr=0.0))
     given = {"scheduler_every": "step", "max_epochs": 1}
-    found = tuner(make, settings=given, max_lr=1e3).learning_rate()
+    found = tuner(make, settings=given).learning_rate(1e-6, 1e3, 100)
     assert found.best is not None
     losses = {
         lr: fitted(make=lambda r=lr: Small(partial(SGD, lr=r))).metrics["train/loss"]
@@ -180,12 +179,12 @@ def test_a_learning_rate_is_found_that_learns_and_the_test_ends_where_the_loss_g
 
 @pytest.mark.parametrize("rows, size", [(22, 4), (2000, 8)])
 def test_the_noise_of_small_batches_is_no_fall(rows, size):
-    found = tuner(partial(Small, Adam), Rows(rows, size)).learning_rate()
+    found = tuner(partial(Small, Adam), Rows(rows, size)).learning_rate(*RATES)
     assert found.best is not None and 0.01 < found.best < 0.3
 
 
 def test_a_flat_loss_is_told_instead_of_a_rate():
-    found = tuner(data=Rows(22, 4), max_lr=1e-5).learning_rate()
+    found = tuner(data=Rows(22, 4)).learning_rate(1e-6, 1e-5, 100)
     assert found.best is None and len(found.points) == len(found.fresh) == 100
     said = str(Tuning("flat", None, 8, None, found, takes_size=True, takes_rate=True))
     assert said.endswith("makes the loss fall by 1%; raise tune.steps or tune.max_lr")
@@ -203,7 +202,7 @@ def test_a_loss_that_is_not_finite_ends_the_test_and_not_the_command():
             output = super().training_step(batch)
             return {"loss": output["loss"] / (self.global_step < 30)}
 
-    assert len(tuner(Cliff).learning_rate().points) == 30
+    assert len(tuner(Cliff).learning_rate(*RATES).points) == 30
 
 
 def test_groups_keep_the_proportions_of_their_rates_and_each_trial_begins_alike():
@@ -223,11 +222,11 @@ def test_groups_keep_the_proportions_of_their_rates_and_each_trial_begins_alike(
             assert rates[1] == pytest.approx(10 * rates[0])
 
     before = torch.get_rng_state()
-    first, again = (tuner(Grouped, find=["lr"]).learning_rate() for _ in range(2))
+    first, again = (tuner(Grouped).learning_rate(*RATES) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     assert first.points[0].rate == 1e-6 and len(made) == 4
-    make = tuner(Small, steps=20, max_lr=1e-3)
-    assert make.learning_rate().points[0] == make.learning_rate().points[0]
+    again = [tuner(Small).learning_rate(1e-6, 1e-3, 20).points[0] for _ in range(2)]
+    assert again[0] == again[1]
 
 
 def test_a_stream_is_refused():
@@ -236,7 +235,7 @@ def test_a_stream_is_refused():
 
 
 def test_replicas_are_counted_without_starting_any():
-    assert replicas_of(DDP(5, "cpu")) == 5 and replicas_of(DataParallel(3, "cpu")) == 3
+    assert count_replicas(DDP(5, "cpu")) == 5 and count_replicas(DataParallel(3, "cpu")) == 3
 
 
 # ---- what is printed and written
@@ -244,7 +243,7 @@ def test_replicas_are_counted_without_starting_any():
 
 def test_the_picture_has_each_point_and_the_rate_that_is_found():
     points = falling(30)
-    root = ET.fromstring(svg(points, points[30].rate, "a <b> & c"))
+    root = ET.fromstring(picture(points, points[30].rate, "a <b> & c"))
     lines = [line.attrib["points"].split() for line in root.findall("{*}polyline")]
     assert [len(line) for line in lines] == [60, 60]
     texts = [text.text for text in root.findall("{*}text")]
@@ -252,7 +251,7 @@ def test_the_picture_has_each_point_and_the_rate_that_is_found():
     drawn = chart(points, points[30].rate)
     assert sum(line.count("*") for line in drawn) >= 55 and max(map(len, drawn)) <= 80
     assert [line[10 + 32] for line in drawn[1:-1]].count("|") >= 7
-    assert chart(points[:1], None) and svg([Point(1, 1.0), Point(2, 1.0)], None, "")
+    assert chart(points[:1], None) and picture([Point(1, 1.0), Point(2, 1.0)], None, "")
 
 
 def test_a_setting_that_can_not_be_is_one_line_before_torch_is_there(tmp_path):
@@ -295,8 +294,8 @@ def test_a_checkpoint_and_torchruns_ranks_are_refused(tmp_path, monkeypatch):
     with pytest.raises(
         UserError, match="checkpoint=a.ckpt: mode=tune begins each trial with fresh"
     ):
-        tuned(composed([*words, "checkpoint=a.ckpt"]))
+        tune.run(composed([*words, "checkpoint=a.ckpt"]))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="in one process; start it without torchrun"):
-        tuned(composed(words))
+        tune.run(composed(words))

@@ -15,14 +15,14 @@ from typing import Any
 from hydra.core.plugins import Plugins
 from hydra.plugins.completion_plugin import CompletionPlugin
 
-from dpframe.config.schema import MODES
+from dpframe.config import modes
 from dpframe.config.search import CONFIG_NAME, Configs
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import CHOICES as SETTINGS
 from dpframe.trainer.settings import TrainerSettings
 
 CHOICES = {
-    "mode": MODES,
+    "mode": modes.names(),
     "sweep.mode": ("min", "max"),
     "checkpoint": ("best", "last", "none"),
     "resume": ("last",),

@@ -12,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dpframe import files
-from dpframe.config import plugins
+from dpframe.config import modes, plugins
 from dpframe.config.errors import unresolved
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import RunSettings, checked, shown
@@ -79,6 +79,7 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         return Path(str(config.hydra.run.dir)).parent
 
     _refuse_several_machines(typed)
+    modes.refuse_uninstalled(value_of("mode", typed))
     overrides = list(typed)
     if value_of("mode", typed) == "doctor" and value_of("recipe", typed) is None:
         overrides.append("recipe=boston")  # which is not measured

@@ -8,10 +8,10 @@ from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 
-from dpframe.config import plugins
+from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
 from dpframe.config.hints import has, hint
-from dpframe.config.schema import MODES, shown
+from dpframe.config.schema import shown
 from dpframe.config.search import CONFIG_NAME, Configs
 from dpframe.config.start import value_of
 from dpframe.errors import UserError, printable
@@ -42,13 +42,12 @@ examples
   dpframe recipe=boston mode=predict checkpoint=best data.input=FILE    (a CSV table, or images)
   dpframe recipe=boston mode=export checkpoint=best                (for torch alone)
   dpframe recipe=boston strategy=ddp trainer.gpus=2 mode=verify    (does it keep the numbers?)
-  dpframe recipe=boston mode=plan plan.bandwidth=1.25e9            (what would 4096 replicas bring?)
   dpframe recipe=lenet mode=tune                     (the largest batch that fits, a learning rate)
   dpframe mode=doctor                                (what is here, and what is wrong with it?)
   dpframe recipe=lenet mode=compare                  (which strategy is fastest?)
 
 options
-  -h, --help [TOPIC]      this page; the settings of trainer, strategy=ddp, boston, plan …
+  -h, --help [TOPIC]      this page; the settings of trainer, strategy=ddp, boston, tune …
   -m, --multirun          one run for each combination of the values given, e.g. lr=1,2
   -c, --cfg job           print the config that would run (--resolve: with ${…} filled in)
   --config-dir DIR        a folder of your own recipe/, strategy/ … files
@@ -81,8 +80,14 @@ def shown_for(arguments: argparse.Namespace, options: str) -> str:
 def _help(configs: Configs) -> str:
     """The modes, the groups with their options, and what people type."""
     menus = [_menu(group, configs) for group in configs.groups()]
-    modes = f"modes\n  mode={'|'.join(MODES)}    (fit is the default)\n"
-    return "\n".join([USAGE, modes, *menus, KEYS, EXAMPLES])
+    return "\n".join([USAGE, _modes(), *menus, KEYS, EXAMPLES])
+
+
+def _modes() -> str:
+    names = modes.names()
+    width = max(map(len, names))
+    lines = [f"  mode={name:<{width}}  {modes.about(name)}" for name in names]
+    return "\n".join(["modes", *lines, ""])
 
 
 def _config(configs: Configs, overrides: Sequence[str], arguments: argparse.Namespace) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from dpframe.config import modes
 from dpframe.config.locate import parameters_of
 from dpframe.config.schema import WHOLE
 from dpframe.errors import nearest, suggestion
@@ -91,7 +92,9 @@ def has(config: DictConfig, key: str) -> bool:
 
 
 def is_taken(config: DictConfig, key: str) -> bool:
-    """Whether a part's class has an argument of this name, though the config does not set it."""
+    """Whether a part's class, or a package's mode, takes a key that no file sets."""
+    if modes.of_package(key):
+        return True
     above, _, name = key.rpartition(".")
     known, node = _known(config, above)
     names = SCALE_KEYS if above == SCALE else parameters_of_node(node)[0]

@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dpframe.config import modes
 from dpframe.config.compose import Composed
 from dpframe.config.schema import TOP_LEVEL, shown
 from dpframe.config.start import LIMITS, key_of, refuse_recipe
@@ -26,8 +27,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.workers",
     "data.workers > 0",
 )
-OF_REPORTS = ("plan", "tune", "compare", "export")
-OF_FIT = ("callbacks", "logger", *OF_REPORTS, "trainer.max_epochs", "trainer.max_steps", *LIMITS)
+OF_FIT = ("callbacks", "logger", "trainer.max_epochs", "trainer.max_steps", *LIMITS)
 DECIDING = ("task", "data", "seed", "trainer.precision")
 
 
@@ -96,4 +96,4 @@ def _brought(job: Composed) -> list[str]:
     """What of the run's own overrides an evaluation may depend on."""
     typed = {"recipe", *map(key_of, job.typed)}
     saved = [override for override in job.overrides if key_of(override) not in typed]
-    return [o for o in saved if not _is_below(key_of(o), (*OF_TRAINING, *OF_FIT))]
+    return [o for o in saved if not _is_below(key_of(o), (*OF_TRAINING, *OF_FIT, *modes.names()))]

@@ -1,10 +1,12 @@
-"""Installed packages that bring options: an entry point names the package's config folder.
+"""Installed packages that bring options, by an entry point with their config folder, or modes.
 
     [project.entry-points."dpframe.plugins"]
     localsgd = "dpframe_localsgd.conf"
+    [project.entry-points."dpframe.modes"]
+    plan = "dpframe_plan.mode"
 
 The folder joins Hydra's search path, after dpframe's own and the user's `--config-dir`: what is
-nearer wins. Nothing of a package is imported before one of its options is used.
+nearer wins. Nothing of a package is imported before one of its options or modes is used.
 """
 
 import os
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 
 from dpframe.errors import UserError
 
-GROUP = "dpframe.plugins"
+GROUP, MODES = "dpframe.plugins", "dpframe.modes"
 
 
 class Plugin(NamedTuple):
@@ -30,16 +32,35 @@ class Plugin(NamedTuple):
 @cache
 def installed() -> tuple[Plugin, ...]:
     """The plugins by package name; of two versions, the one that Python would import."""
+    plugins: dict[tuple[str, str], Plugin] = {}
+    for package, point in _points():
+        if point.group == GROUP and (folder := _folder(point.value)):
+            plugin = Plugin(package, point.value.split(".")[0], folder)
+            plugins.setdefault((_name(package), point.value), plugin)
+    return tuple(plugins[key] for key in sorted(plugins))
+
+
+@cache
+def modes() -> dict[str, list[tuple[str, metadata.EntryPoint]]]:
+    """The modes that packages bring, by name: each with its package."""
+    found: dict[str, dict[str, tuple[str, metadata.EntryPoint]]] = {}
+    for package, point in _points():
+        if point.group == MODES:
+            found.setdefault(point.name, {}).setdefault(_name(package), (package, point))
+    return {name: list(packages.values()) for name, packages in found.items()}
+
+
+@cache
+def _points() -> tuple[tuple[str, metadata.EntryPoint], ...]:
+    """The entry points for dpframe, each with the name and version of its package."""
     # What lies in the current directory was not installed, though Python may look there.
     here = os.path.realpath(os.curdir)
     folders = [path for path in sys.path if os.path.realpath(path or os.curdir) != here]
-    plugins: dict[tuple[str, str], Plugin] = {}
-    for package in metadata.distributions(path=folders):
-        for module in _modules(package):
-            if folder := _folder(module):
-                plugin = Plugin(f"{package.name} {package.version}", module.split(".")[0], folder)
-                plugins.setdefault((package.name.lower(), module), plugin)
-    return tuple(plugins[key] for key in sorted(plugins))
+    return tuple(
+        (f"{package.name} {package.version}", point)
+        for package in metadata.distributions(path=folders)
+        for point in _points_of(package)
+    )
 
 
 def files_of(group: str, option: str, own: Path | None) -> list[tuple[str, Path]]:
@@ -84,14 +105,19 @@ def origin_of(module: str) -> str:
     return next((f" of {plugin.package}" for plugin in installed() if plugin.top == top), "")
 
 
-def _modules(package: metadata.Distribution) -> list[str]:
+def _points_of(package: metadata.Distribution) -> list[metadata.EntryPoint]:
     try:
         text = package.read_text("entry_points.txt") or ""
-        if GROUP not in text or not (package.name and package.version):  # cheaper than parsing all
-            return []
-        return [point.value for point in package.entry_points.select(group=GROUP)]
+        if "dpframe." not in text or not (package.name and package.version):
+            return []  # without parsing it
+        return [point for point in package.entry_points if point.group in (GROUP, MODES)]
     except Exception:
         return []  # a broken package is no reason to stop
+
+
+def _name(package: str) -> str:
+    """The name of a package, without its version, as pip compares them."""
+    return package.partition(" ")[0].lower()
 
 
 def _folder(module: str) -> Path | None:

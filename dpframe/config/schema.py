@@ -9,26 +9,13 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from dpframe.config import modes
 from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
 from dpframe.files import refuse_url
-from dpframe.plan.settings import CompareSettings, PlanSettings, TuneSettings
 from dpframe.trainer.settings import TrainerSettings, scale_settings, several_machines
 
-MODES = (
-    "fit",
-    "validate",
-    "test",
-    "predict",
-    "export",
-    "verify",
-    "plan",
-    "tune",
-    "compare",
-    "doctor",
-)
 EVALUATIONS = ("validate", "test", "predict", "export")
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
-FORMATS = ("program", "weights", "safetensors", "checkpoint")  # of mode=export
 PARTS = ("task", "data", "strategy")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
 
@@ -50,26 +37,7 @@ class SweepSettings:
             )
 
 
-@dataclass
-class ExportSettings:
-    formats: list[str] | None = None
-
-    def __post_init__(self) -> None:
-        if self.formats == []:
-            raise UserError("export.formats=[] writes nothing; name formats, or leave it out")
-        for name in self.formats or ():
-            if name not in FORMATS:
-                raise not_one_of("export.formats", name, FORMATS)
-
-
-TYPED = {
-    "export": ExportSettings,
-    "trainer": TrainerSettings,
-    "plan": PlanSettings,
-    "tune": TuneSettings,
-    "compare": CompareSettings,
-    "sweep": SweepSettings,
-}
+TYPED = {"trainer": TrainerSettings, "sweep": SweepSettings}
 
 
 @dataclass
@@ -79,10 +47,6 @@ class RunSettings:
     data: dict[str, Any] = field(default_factory=dict)
     strategy: dict[str, Any] = field(default_factory=dict)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    plan: PlanSettings = field(default_factory=PlanSettings)
-    tune: TuneSettings = field(default_factory=TuneSettings)
-    compare: CompareSettings = field(default_factory=CompareSettings)
-    export: ExportSettings = field(default_factory=ExportSettings)
     sweep: SweepSettings = field(default_factory=SweepSettings)
     callbacks: dict[str, Any] = field(default_factory=dict)
     logger: dict[str, Any] = field(default_factory=dict)
@@ -94,11 +58,14 @@ class RunSettings:
     test_after_fit: bool = False
     vars: dict[str, Any] = field(default_factory=dict)
     trusted_modules: list[str] = field(default_factory=list)
+    modes: dict[str, Any] = field(  # the settings of each, by its name
+        default_factory=dict, metadata={"omegaconf_ignore": True}
+    )
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
+        if self.mode not in modes.names():
             meant = "fit" if self.mode == "train" else None
-            raise not_one_of("mode", self.mode, MODES, meant=meant)
+            raise not_one_of("mode", self.mode, modes.names(), meant=meant)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.resume is not None and self.mode != "fit":
@@ -114,7 +81,7 @@ class RunSettings:
             )
 
 
-TOP_LEVEL = tuple(f.name for f in fields(RunSettings))
+TOP_LEVEL = tuple(f.name for f in fields(RunSettings) if f.name != "modes")
 WHOLE = {  # whole keys by their last part, or by their name in other frameworks
     **{f.name: f"trainer.{f.name}" for f in fields(TrainerSettings)},
     **dict.fromkeys(("devices", "num_devices", "num_processes"), "trainer.gpus"),
@@ -143,27 +110,40 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
         node = config.get(name)
         if not isinstance(node, Mapping) or not node.get("_target_"):
             raise UserError(f"{name} has no _target_; a recipe names the class of its {name}")
-    groups = {name: _mapping(name, config.get(name)) for name in (*TYPED, *OPEN)}
+    of_modes = [name for name in modes.with_settings() if name in (*config, config.get("mode"))]
+    groups = {name: _mapping(name, config.get(name)) for name in (*TYPED, *OPEN, *of_modes)}
     _check_data(config["data"], config.get("mode", "fit"))
     if config["task"].get("scale_lr") is not None:
         scale_settings(config["task"]["scale_lr"])
     untyped = {name: groups.get(name, config.get(name)) for name in (*PARTS, *OPEN)}
-    typed = {k: groups.get(k, v) for k, v in config.items() if k not in untyped}
+    own = {name: _own_settings(name, groups[name]) for name in of_modes}
+    typed = {k: groups.get(k, v) for k, v in config.items() if k not in (*untyped, *own)}
     try:
         schema = OmegaConf.structured(RunSettings)
         settings: Any = OmegaConf.to_object(OmegaConf.merge(schema, literal(typed)))
     except OmegaConfBaseException as error:
         raise _refusal(error.full_key or "", typed) from None
-    return replace(settings, **untyped)
+    return replace(settings, modes=own, **untyped)
 
 
 def sweep_settings(node: Any) -> SweepSettings:
     """The same of a sweep, before there is a config of one of its runs."""
-    try:
-        settings: Any = OmegaConf.to_object(OmegaConf.merge(SweepSettings, node))
-    except OmegaConfBaseException as error:
-        raise _refusal(f"sweep.{error.full_key}", {"sweep": node}) from None
+    settings: SweepSettings = _group_settings("sweep", SweepSettings, node)
     return settings
+
+
+def _own_settings(mode: str, node: dict[str, Any]) -> Any:
+    kind = modes.settings(mode)
+    if kind is None:
+        raise UserError(f"{mode} is not a key of the config; mode={mode} has no settings")
+    return _group_settings(mode, kind, literal(node))
+
+
+def _group_settings(group: str, kind: type[Any], node: Any) -> Any:
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(kind, node))
+    except OmegaConfBaseException as error:
+        raise _refusal(f"{group}.{error.full_key}", {group: node}, kind) from None
 
 
 def is_off(node: Any) -> bool:
@@ -240,7 +220,7 @@ def _check_data(data: Mapping[str, Any], mode: Any) -> None:
         refuse_below(f"data.{key}", value, least)
 
 
-def _refusal(full_key: str, config: Mapping[str, Any]) -> UserError:
+def _refusal(full_key: str, config: Mapping[str, Any], kind: type[Any] | None = None) -> UserError:
     """A key that is not there, or whose value can't be converted to its type; an item of a list is
     its list's."""
     key = re.split(r"\[", full_key)[0]
@@ -248,8 +228,9 @@ def _refusal(full_key: str, config: Mapping[str, Any]) -> UserError:
         given = config["trainer"]
         return several_machines(given.get("nodes"), given.get("rendezvous"))
     group, _, name = key.partition(".")
-    kind = TYPED[group] if name else RunSettings
+    kind = kind or (TYPED[group] if name else RunSettings)
     hints, prefix = get_type_hints(kind), f"{group}." * bool(name)
+    hints = {key: hint for key, hint in hints.items() if name or key in TOP_LEVEL}
     if (name or group) not in hints:
         near = suggestion(name or group, hints).replace("mean ", f"mean {prefix}")
         if name in WHOLE:

@@ -31,7 +31,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from dpframe.config import plugins
+from dpframe.config import modes, plugins
 from dpframe.config.errors import one_line
 from dpframe.config.hints import elsewhere, has, is_taken, similar
 from dpframe.config.locate import see_own_folders
@@ -169,7 +169,8 @@ class Configs:
 
     def _of_right(self, overrides: Sequence[str]) -> DictConfig:
         """The config with those of the overrides whose keys there are."""
-        first = [each for each in overrides if "." not in key_of(each) or each[0] == "+"]
+        known = [each for each in overrides if not modes.of_package(key_of(each))]
+        first = [each for each in known if "." not in key_of(each) or each[0] == "+"]
         base = self.loader.load_configuration(CONFIG_NAME, first, RunMode.RUN)
         right = [each for each in overrides if each in first or has(base, key_of(each))]
         if right != first:
@@ -192,7 +193,7 @@ class Configs:
 
     def _check_heads(self, overrides: Sequence[str]) -> None:
         """The first word of each override, before Hydra asks for something else that is missing."""
-        heads = list(dict.fromkeys([*TOP_LEVEL, *self.groups()]))
+        heads = list(dict.fromkeys([*TOP_LEVEL, *modes.with_settings(), *self.groups()]))
         for override in overrides:
             match = re.match(r"^(?:\+\+?|~)?([^=@]+)", override)
             if match is None or ("=" not in override and not override.startswith("~")):

@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 import yaml
 
-from dpframe.config import plugins
+from dpframe.config import modes, plugins
 from dpframe.config.help import first_comment
 from dpframe.config.hints import parameters_of_node
 from dpframe.config.locate import see_own_folders
+from dpframe.config.schema import shown
 from dpframe.config.search import Configs
 from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, suggestion
@@ -78,6 +80,15 @@ def top_level() -> list[Setting]:
     return list(_settings(text, ""))
 
 
+def _of_packages() -> Iterator[Setting]:
+    """The settings of the modes of packages."""
+    for mode in filter(modes.of_package, modes.names()):
+        yield Setting(mode, "", modes.about(mode))
+        with suppress(UserError):  # it is broken
+            for name, default, comment in modes.described(mode):
+                yield Setting(f"{mode}.{name}", shown(default), comment)
+
+
 def _option(group: str, option: str, configs: Configs) -> str:
     found = option_of(group, option, configs)
     lines = [_headed(group, option, configs), _lines(found.settings)]
@@ -91,7 +102,7 @@ def _headed(group: str, option: str, configs: Configs) -> str:
 
 
 def _all(configs: Configs) -> dict[str, Setting]:
-    settings = top_level()
+    settings = [*top_level(), *_of_packages()]
     for group in OF_KEYS:
         for option in configs.options(group):
             settings += _settings(*_text(group, option, configs))

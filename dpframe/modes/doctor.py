@@ -1,145 +1,48 @@
 """`mode=doctor`: what is on this machine, what each strategy would use, and what is wrong."""
 
-import os
-import platform
-import resource
-import shutil
-import sys
-import tempfile
-from collections.abc import Iterator
-from importlib import metadata
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-import torch
-
-from dpframe import __version__, memory
-from dpframe.accelerator import cores
 from dpframe.config.compose import Composed
-from dpframe.errors import UserError
-from dpframe.launch import environment
-from dpframe.launch.faults import RankFailed
-from dpframe.modes.compare import strategies, with_strategy
-from dpframe.plan.report import size
-from dpframe.strategies import Strategy
-from dpframe.strategies.ddp import DDP
-from dpframe.strategies.devices import HIDES, model, present, why_none
-from dpframe.strategies.processes import backends
-
-PACKAGES = ("torch", "hydra-core", "omegaconf", "tensorboard", "numpy")
-VARIABLES = ("OMP_NUM_THREADS", "NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-SHARED_MEMORY = Path("/dev/shm")
-LEAST_SHARED = 256 << 20  # bytes: data workers hand batches over there
-LEAST_DISK = 1 << 30
-LEAST_FILES = 1024
-FORKS_SAFELY = (3, 11, 10)  # the first Python without CPython's issue 112275
+from dpframe.config.start import value_of
+from dpframe.errors import UserError, first_line, refuse_below
 
 
-def report(job: Composed) -> str:
-    problems = list(_problems())
-    rows = [(name, _used(job, name)) for name in strategies(job)]
-    talk = _talk(problems)
-    facts = [*_facts(), ("ranks", talk)]
-    lines = [f"{name:<10} {value}" for name, value in facts]
-    width = max(len(name) for name, _ in rows)
-    lines += ["", f"{'strategy':<{width}}  would use here"]
-    lines += [f"{name:<{width}}  {what}" for name, what in rows]
-    lines += ["", *(f"wrong: {problem}" for problem in problems)]
-    return "\n".join([*lines, *([] if problems else ["nothing is wrong"])])
+@dataclass
+class Settings:
+    steps: int = 10
+
+    def __post_init__(self) -> None:
+        refuse_below("doctor.steps", self.steps)
 
 
-def _facts() -> Iterator[tuple[str, str]]:
-    built = torch.accelerator.current_accelerator()
-    versions = [f"{name} {metadata.version(name)}" for name in PACKAGES]
-    yield "dpframe", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
-    yield "packages", ", ".join(versions)
-    kinds = "the CPU alone" if built is None else built.type.upper()
-    toolkit = f" {torch.version.cuda}" if torch.version.cuda else ""
-    yield "torch", f"built for {kinds}{toolkit}; {torch.get_num_threads()} threads"
-    yield "backends", f"{', '.join(backends())}: what ranks can talk by"
-    total = f"{size(memory.machine())} memory"
-    yield "machine", f"{cores()} cores, {total}, {size(_shared())} shared memory"
-    devices = present("auto")
-    for device in devices:
-        yield str(device), _described(device)
-    if not devices:
-        yield "devices", f"none: {why_none('auto')}"
-    names = [*VARIABLES, *(name for kind in HIDES.values() for name in kind)]
-    yield "variables", " ".join(f"{n}={os.environ[n]}" for n in names if n in os.environ) or "none"
+def run(job: Composed) -> dict[str, Any]:
+    """Prints what this machine has; and for a recipe the pace of a few steps by each strategy."""
+    from dpframe.modes.machine import describe
+    from dpframe.modes.measure import a_few_steps
+    from dpframe.modes.report import refuse_ranks, show
+    from dpframe.modes.variants import contest, variants
+
+    text = describe(job)
+    lines: list[dict[str, Any]] = []
+    if value_of("recipe", job.typed) is not None:
+        refuse_ranks("doctor")
+        settings = a_few_steps(job.settings.trainer, job.settings.modes["doctor"].steps)
+        trained = contest(job, variants(job), settings)
+        lines = [vars(entry) for entry in trained.entries]
+        text = f"{text}\n\n{trained}\n\nmodel      {_count_operations(job)}"
+    found = {"doctor": lines}
+    show(job, text, found)
+    return {"metrics": {}, **found}
 
 
-def _described(device: torch.device) -> str:
-    module, name = torch.get_device_module(device), model(device)
-    free = memory.free(device)
-    total = ""
-    if hasattr(module, "mem_get_info"):
-        total = f" of {size(module.mem_get_info(device)[1])}"
-    return name if free is None else f"{name}, {size(free)}{total} free"
+def _count_operations(job: Composed) -> str:
+    """What a step of the recipe computes, or why that can't be told."""
+    from dpframe.config.parts import data_of, task_of
+    from dpframe.modes.operations import operations
 
-
-def _shared() -> int:
-    return shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
-
-
-def _used(job: Composed, name: str) -> str:
-    """What a strategy would take, or why it can't."""
-    variant = with_strategy(job, name)
-    if variant.failure:
-        return variant.failure
-    kinds = list(dict.fromkeys(variant.devices))
-    count = len(variant.devices)
-    where = f"{count} x {kinds[0]}" if len(kinds) == 1 and count > 1 else ", ".join(kinds)
-    return f"{where}, in ranks" if variant.launches_ranks else where
-
-
-def _talk(problems: list[str]) -> str:
-    """Whether ranks can add up a number."""
-    if environment.is_one_of_several():
-        return "not tried: this is one of several already"
-    strategy = DDP(timeout_seconds=60)
+    settings = job.settings
     try:
-        count = len(strategy.choose_devices(default=None))
-        total = strategy.launch(_add_up, strategy)
-    except (UserError, RankFailed) as error:
-        problems.append(f"ranks can't work together: {str(error).splitlines()[-1]}")
-        return "failed"
-    if total != count:
-        problems.append(f"{count} ranks added up ones to {total:g}")
-    return f"{count} have talked to each other"
-
-
-def _add_up(strategy: Strategy) -> float:
-    with strategy:
-        return float(strategy.collectives.sum(torch.ones(1, device=strategy.device)))
-
-
-def _problems() -> Iterator[str]:
-    if sys.version_info < FORKS_SAFELY:
-        fixed = ".".join(map(str, FORKS_SAFELY))
-        yield (
-            f"a data worker or rank that Python {platform.python_version()} forks may hang at its "
-            f"start (CPython's issue 112275), until it is started again; use {fixed} or newer"
-        )
-    if not present("auto") and any(Path("/dev").glob("nvidia[0-9]*")):
-        yield f"there is an NVIDIA GPU, and {why_none('auto')}; install torch's build for CUDA"
-    if SHARED_MEMORY.is_dir() and _shared() < LEAST_SHARED:
-        yield (
-            f"{SHARED_MEMORY} has {size(_shared())}, which data workers may fill; use "
-            "data.workers=0, or docker run --shm-size=1g"
-        )
-    for name, folder in (
-        ("the current directory", Path()),
-        ("TMPDIR", Path(tempfile.gettempdir())),
-    ):
-        free = shutil.disk_usage(folder).free
-        if free < LEAST_DISK:
-            yield f"{name} has {size(free)} free; make room, or use hydra.run.dir=DIR elsewhere"
-        if not os.access(folder, os.W_OK):
-            yield f"{name} can't be written; go to another one"
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files < LEAST_FILES:
-        yield f"a process may open {files} files; ulimit -n {LEAST_FILES}"
-    if environment.is_rank():
-        try:
-            environment.read_rank()
-        except UserError:
-            yield "RANK and WORLD_SIZE are set, and this is no rank; unset RANK WORLD_SIZE"
+        return operations(task_of(job), data_of(job)(), settings.trainer, settings.seed)
+    except UserError as error:
+        return first_line(error)

@@ -1,36 +1,82 @@
-"""What a training says last: the best epoch, where it is, and what one types next."""
+"""How a run ends: its summary.json, the last lines on the screen, and what one types next."""
 
+import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable, Mapping
+import traceback
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
 from dpframe.config.start import key_of
+from dpframe.errors import Failure, UserError
 from dpframe.launch import environment
+from dpframe.launch.faults import RankFailed
 from dpframe.launch.rank import has_parent
+from dpframe.strategies import Strategy
+from dpframe.trainer import Trainer
+from dpframe.trainer.progress import Progress
 
 
-def ending(
-    job: Composed,
-    summary: Mapping[str, Any],
-    dashboards: Iterable[str | None],
-    *,
-    goes_longer: bool,
-) -> str:
-    """`dashboards` are the commands of the loggers that have one; not `goes_longer`: its schedule
-    ends with it."""
+def facts_of(strategy: Strategy, progress: Progress) -> dict[str, Any]:
+    """What a summary has however the run ends."""
+    seconds = progress.seconds
+    return {
+        "strategy": strategy.name,
+        "replicas": strategy.replicas,
+        "devices": strategy.devices,
+        "epochs": progress.epoch,
+        "steps": progress.global_step,
+        "skipped_steps": progress.skipped_steps,
+        "samples_per_second": progress.rows_seen / seconds if seconds else 0.0,
+        "seconds": seconds,
+        "data_wait_share": progress.data_seconds / seconds if seconds else 0.0,
+    }
+
+
+def note_failure(directory: Path, error: Exception, job: Composed) -> None:
+    """In summary.json, for scripts and sweeps; run.log has it, too."""
+    if isinstance(error, UserError):
+        reason, details = str(error), error.details
+    elif isinstance(error, RankFailed):  # its text is the traceback of the rank
+        reason, details = str(error).splitlines()[-1], str(error)
+    else:
+        reason = "".join(traceback.format_exception_only(error)).rstrip()
+        details = "".join(traceback.format_exception(error)).rstrip()
+    note_ending(directory, job, "failed", {"reason": reason, "traceback": details})
+
+
+def note_ending(directory: Path, job: Composed, status: str, facts: Mapping[str, Any]) -> None:
+    with suppress(Failure):  # a full disk may be why it has failed
+        write_summary(directory, {"recipe": job.settings.recipe, "status": status, **facts})
+
+
+def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
+    path = directory / "summary.json"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted since
+        with files.atomic_write(path) as part:
+            part.write_text(json.dumps(summary, indent=2) + "\n")
+    except OSError as error:
+        raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error
+
+
+def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> str:
+    """What a training prints at its end: the best epoch, where it is, and what one types next."""
     when = f"epoch {summary['best_epoch']}, step {summary['best_step']}"
     rows = [("best", f"{when}: {name} {value:.6g}") for name, value in summary["best"].items()]
     rows.append(("run", summary["directory"]))
     if summary["checkpoint"] is not None:
         rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
-        if goes_longer:
+        if not _ends_with_schedule(trainer):
             longer = _longer(job, summary)
             rows.append(("resume", _command(job, f"resume={summary['directory']}", *longer)))
+    dashboards = [logger.dashboard(summary["directory"]) for logger in trainer.loggers]
     rows += [("dashboard", command) for command in dashboards if command]
     return "\n" + "\n".join(f"{name:<10} {value}" for name, value in rows)
 
@@ -49,6 +95,12 @@ def add_going_on(error: Exception, job: Composed, directory: str) -> None:
         is_saved = seal.newest_of_run(directory) is not None
         then = f"go on with {going_on(job, directory)}" if is_saved else "nothing was saved"
         error.add_note(f"dpframe: the run is in {directory}; {then}")
+
+
+def _ends_with_schedule(trainer: Trainer) -> bool:
+    """Whether a schedule ends with the training, so that it can't go on longer."""
+    schedules = [update.scheduler for update in trainer.updates.values()]
+    return any(getattr(each, "total_steps", None) is not None for each in schedules)
 
 
 def _longer(job: Composed, summary: Mapping[str, Any]) -> list[str]:

@@ -1,233 +1,39 @@
-"""`mode=export`: the trained task as files that torch alone can use, each tried without dpframe."""
+"""`mode=export`: a trained task as files that torch alone can use, each tried without dpframe."""
 
-import importlib.util
-import io
-import json
-import logging
-import subprocess
-import sys
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from dpframe.config.compose import Composed
+from dpframe.errors import UserError, not_one_of
 
-from dpframe import checkpoint, files
-from dpframe.data.module import leaves, mapped
-from dpframe.errors import Failure, UserError, first_line
-from dpframe.task import Task
-from dpframe.trainer import Trainer
-from dpframe.trainer.feed import evaluated
+if TYPE_CHECKING:
+    from dpframe.trainer import Trainer
 
-PROGRAM, WEIGHTS, SAFETENSORS = "program.pt2", "weights.pt", "weights.safetensors"
-NET = "net."
-TRIED = Path(__file__).with_name("check_export.py")
+FORMATS = ("program", "weights", "safetensors", "checkpoint")
 
 
-def exported(
-    trainer: Trainer, directory: Path, formats: Sequence[str] | None, start: Path | None = None
-) -> list[str]:
-    """Writes the files, and returns a line about each. None: all that torch alone can use. `start`
-    is the checkpoint that the task has its weights of."""
-    wanted = formats or ("program", "weights", "safetensors")
-    if trainer.strategy.sharding is not None:
-        name = trainer.strategy.name
-        raise UserError(
-            f"mode=export runs in one process, without {name}; leave strategy out: it reads the "
-            "parts of a sharded checkpoint, too"
-        )
-    task = trainer.task.cpu().eval()
-    directory.mkdir(parents=True, exist_ok=True)
-    lines: list[str] = []
-    if "checkpoint" in wanted:
-        lines.append(_joined(start, directory))
-    cases: list[tuple[Any, Any]] = []
-    written: list[str] = []
-    weights = weights_of(task)
-    if "weights" in wanted:
-        with files.atomic_write(directory / WEIGHTS) as part, part.open("wb") as file:
-            checkpoint.dump(weights, file)
-        written.append(WEIGHTS)
-        of = "of task.net" if isinstance(getattr(task, "net", None), nn.Module) else "of the task"
-        lines.append(f"{directory / WEIGHTS}  {len(weights)} tensors {of}, by torch.load")
-    if "safetensors" in wanted and _has_safetensors(is_needed=formats is not None):
-        save_file = importlib.import_module("safetensors.torch").save_file
-        with files.atomic_write(directory / SAFETENSORS) as part:
-            save_file({name: weight.clone() for name, weight in weights.items()}, part)
-        written.append(SAFETENSORS)
-        lines.append(f"{directory / SAFETENSORS}  the same tensors")
-    if "program" in wanted:
-        batch = _first_batch(trainer)
-        try:
-            cases, takes = _save_program(task, batch, directory / PROGRAM)
-        except Exception as error:  # torch.export raises many kinds
-            if isinstance(error, OSError):
-                raise
-            line = f"torch.export can't take {type(task).__name__}.predict_step: "
-            line += first_line(error)
-            if formats is not None:
-                raise Failure(f"{line}; leave program out of export.formats") from error
-            lines.append(line)
-        else:
-            written.append(PROGRAM)
-            lines.append(f"{directory / PROGRAM}  takes {takes}, by torch.export.load")
-    if set(wanted) != {"checkpoint"}:
-        lines.append(_tried(directory, written, cases))
-    return lines
+@dataclass
+class Settings:
+    formats: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.formats == []:
+            raise UserError("export.formats=[] writes nothing; name formats, or leave it out")
+        for name in self.formats or ():
+            if name not in FORMATS:
+                raise not_one_of("export.formats", name, FORMATS)
 
 
-def _joined(start: Path | None, directory: Path) -> str:
-    if start is None:
-        raise UserError(
-            "export.formats=[checkpoint] writes a checkpoint as one file; name it by "
-            "checkpoint=last, or checkpoint=FILE"
-        )
-    target = directory / "checkpoints" / start.name
-    step = checkpoint.join(start, target)
-    return f"{target}  one file with all of step {step}: resume={directory} goes on from it"
+def run(job: Composed) -> dict[str, Any]:
+    from dpframe.modes.run import launch
+
+    return launch(job, export)
 
 
-def weights_of(task: Task) -> dict[str, Tensor]:
-    """The weights by the network's own names, if all are in `task.net`."""
-    state = {name: value.contiguous() for name, value in task.state_dict().items()}
-    if all(name.startswith(NET) for name in state):
-        return {name.removeprefix(NET): value for name, value in state.items()}
-    return state
+def export(trainer: "Trainer", job: Composed, directory: str) -> None:
+    from dpframe.modes.export_files import exported
 
-
-class Predict(nn.Module):
-    """`predict_step` of those tensors of a batch that it reads."""
-
-    def __init__(self, task: Task, batch: Any, used: Sequence[int]) -> None:
-        super().__init__()
-        self.task = task
-        self.batch = mapped(lambda leaf: None if isinstance(leaf, Tensor) else leaf, batch)
-        self.used = list(used)
-        self.places = [isinstance(leaf, Tensor) for leaf in leaves(batch)]
-
-    def forward(self, *tensors: Tensor) -> Any:
-        given = dict(zip(self.used, tensors, strict=True))
-        numbers = iter(range(len(self.places)))
-
-        def filled(leaf: Any) -> Any:
-            return given.get(next(numbers), leaf)
-
-        return self.task.predict_step(mapped(filled, self.batch))
-
-
-def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, Any]], str]:
-    """Cases to try it with, and what it takes."""
-    names = list(_names(batch))
-    tensors = {at: leaf for at, leaf in enumerate(leaves(batch)) if isinstance(leaf, Tensor)}
-    program = _program(task, batch, tensors)
-    read = _read_inputs(program)
-    used = {
-        at: tensor for (at, tensor), is_read in zip(tensors.items(), read, strict=True) if is_read
-    }
-    if len(used) < len(tensors):
-        program = _program(task, batch, used)
-    with _quiet(), files.atomic_write(path) as part, part.open("wb") as file:
-        torch.export.save(program, file)
-    rows = len(next(iter(used.values())))
-    cases = []
-    with torch.no_grad():
-        model = Predict(task, batch, list(used))
-        for count in dict.fromkeys((rows, max(1, rows // 2))):
-            inputs = [tensor[:count] for tensor in used.values()]
-            cases.append((inputs, model(*inputs)))
-    takes = [f"{names[at]}: {_form(tensor)}" for at, tensor in used.items()]
-    return cases, ", ".join(takes)
-
-
-def _program(task: Task, batch: Any, tensors: dict[int, Tensor]) -> Any:
-    model = Predict(task, batch, list(tensors)).eval()
-    rows = torch.export.Dim.AUTO  # any number of them, if the task's code does not fix it
-    shapes = ({0: rows},) * len(tensors)
-    with _quiet(), torch.no_grad():
-        return torch.export.export(model, tuple(tensors.values()), dynamic_shapes=(shapes,))
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's log, and the graph that it prints beside an error: that is one line here."""
-    level = logging.root.manager.disable
-    with redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        logging.disable(logging.ERROR)
-        try:
-            yield
-        finally:
-            logging.disable(level)
-
-
-def _read_inputs(program: Any) -> list[bool]:
-    """Whether each input of a program is read by anything."""
-    names = set(program.graph_signature.user_inputs)
-    nodes = [
-        node for node in program.graph.nodes if node.op == "placeholder" and node.name in names
-    ]
-    return [bool(node.users) for node in nodes]
-
-
-def _tried(directory: Path, written: Sequence[str], cases: list[tuple[Any, Any]]) -> str:
-    """Has an interpreter load what was written, without dpframe; other files may be older."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(cases, Path(folder) / "cases.pt")
-        command = [sys.executable, "-P", str(TRIED), folder]
-        command += [str(directory.absolute() / name) for name in written]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no reason"])[-1]
-        raise Failure(f"{directory}: what was exported does not load without dpframe: {last}")
-    counts = json.loads(done.stdout.splitlines()[-1])
-    if not counts:
-        return "loaded without dpframe"
-    alone = ", and it takes no other number" * (len(counts) < len(cases))
-    same = f"the same outputs for {' and '.join(map(str, counts))} rows{alone}"
-    return f"loaded without dpframe: {same}"
-
-
-def _first_batch(trainer: Trainer) -> Any:
-    args = trainer.data, trainer.strategy, trainer.settings
-    loader = next(iter(evaluated("predict", *args, seed=trainer.seed).values()))
-    first = next(islice(loader.epoch(limit=1), 1), None)
-    if first is None:
-        raise UserError("mode=export: predict_dataset() gave no rows to try it with; return some")
-
-    def here(leaf: Any) -> Any:  # waits for the copy
-        of_type = trainer.precision.dtype
-        is_float = isinstance(leaf, Tensor) and leaf.is_floating_point()
-        return leaf.to("cpu", of_type if is_float else None) if isinstance(leaf, Tensor) else leaf
-
-    return mapped(here, first.shares[0].batch)
-
-
-def _has_safetensors(*, is_needed: bool) -> bool:
-    is_there = importlib.util.find_spec("safetensors") is not None
-    if is_needed and not is_there:
-        raise UserError(
-            "export.formats=safetensors needs the package safetensors: "
-            "pip install 'dpframe[export]'"
-        )
-    return is_there
-
-
-def _names(batch: Any, name: str = "batch") -> Any:
-    """The paths of the leaves of a batch: `batch[0]`, `batch['image']`."""
-    if isinstance(batch, dict):
-        for key, part in batch.items():
-            yield from _names(part, f"{name}[{key!r}]")
-    elif isinstance(batch, list | tuple) and not hasattr(batch, "to"):
-        for at, part in enumerate(batch):
-            yield from _names(part, f"{name}[{at}]")
-    else:
-        yield name
-
-
-def _form(tensor: Tensor) -> str:
-    kind = str(tensor.dtype).removeprefix("torch.")
-    return f"{kind} [{', '.join(['rows', *map(str, tensor.shape[1:])])}]"
+    if trainer.strategy.is_main:
+        formats = job.settings.modes["export"].formats
+        print(*exported(trainer, Path(directory), formats, job.start), sep="\n")

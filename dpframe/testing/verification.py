@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from dpframe import seeding
+from dpframe.config.compose import Composed, composed
+from dpframe.config.parts import data_of, strategy_of, task_of
 from dpframe.errors import OutOfMemory, UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
@@ -79,9 +81,6 @@ def check_strategy(
     """
     make: Callable[[], Strategy] | None = None
     if isinstance(recipe, str):
-        from dpframe.config.compose import composed  # the command line imports this module
-        from dpframe.modes.reports import recipe_of, strategy_of
-
         named = [f"strategy={strategy}"] if isinstance(strategy, str) else []
         job = composed([f"recipe={recipe}", *named, *overrides], config_dir=config_dir)
         recipe, make = recipe_of(job), strategy_of(job, arguments)
@@ -124,6 +123,11 @@ def verify(
                 return _verdict(plan, names)
         finally:
             torch.set_num_threads(threads)
+
+
+def recipe_of(job: Composed) -> Recipe:
+    settings = job.settings
+    return Recipe(settings.recipe, task_of(job), data_of(job), settings.trainer, settings.seed)
 
 
 def _verdict(plan: Plan, names: Iterable[str]) -> Verdict:

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from math import exp, expm1
 from typing import NamedTuple
 
-from dpframe.plan.model import Prediction
-from dpframe.plan.network import Network
-from dpframe.plan.sharded import Sharded
+from dpframe_plan.model import Prediction
+from dpframe_plan.network import Network
+from dpframe_plan.sharded import Sharded
 
 MOST = 500.0  # of an exponent: nothing is ever done
 HALVINGS = 60

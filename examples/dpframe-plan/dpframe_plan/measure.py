@@ -2,37 +2,43 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, cycle, islice, pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.data import Dataset
 
-from dpframe import checkpoint, seeding
-from dpframe.data import DataModule
-from dpframe.data.module import leaves
-from dpframe.data.source import Source
-from dpframe.errors import UserError
-from dpframe.launch import signals
-from dpframe.memory import begin_peak, explain, peak
-from dpframe.plan.failures import Saving
-from dpframe.plan.model import Costs, Gradient, Steps, buckets_of, line_through
-from dpframe.plan.sharded import Call, Sharded, Unit, Weight
-from dpframe.strategies.base import Strategy
-from dpframe.task import Task
-from dpframe.trainer import Trainer
+from dpframe import (
+    DataModule,
+    Strategy,
+    Task,
+    Trainer,
+    TrainerSettings,
+    UserError,
+    checkpoint,
+    seeding,
+)
+from dpframe.memory import explain
+from dpframe.modes.measure import (
+    WARM_UPS,
+    Probe,
+    Sampled,
+    bytes_of,
+    now,
+    refuse_by_hand,
+    short,
+    tensors_of,
+)
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.settings import TrainerSettings
+from dpframe_plan.failures import Saving
+from dpframe_plan.model import Costs, Gradient, Steps, buckets_of, line_through
+from dpframe_plan.sharded import Call, Sharded, Unit, Weight
 
-WARM_UPS = 3  # steps that make the optimizer's state and fill the caches
 SIZES = 4  # shares measured: the whole batch, a quarter of it, …
 LEAST_ROWS = 2  # batch statistics of a single row are refused
 TRIES = 5  # backwards of which the quickest says when gradients are ready
@@ -72,7 +78,7 @@ def measure(
     """Trains the task for a while, by the Trainer's own loop on one replica; `wanted` is the
     strategy to plan for, where replicas share the weights themselves. A checkpoint is saved in a
     directory `saves_in`, and removed."""
-    clock, memory, gradients = (Probe(accelerator=accelerator) for _ in range(3))
+    clock, memory, gradients = (Clock(accelerator=accelerator) for _ in range(3))
     cuts: Any = wanted if wanted is not None and wanted.sharding is not None else None
     clock.__enter__()
     data.setup()
@@ -87,7 +93,7 @@ def measure(
     ratio = (min(LEAST_ROWS, whole) / whole) ** (1 / (SIZES - 1))
     sizes = sorted({round(whole * ratio**power) for power in range(SIZES)}, reverse=True)
 
-    def fit(probe: Probe, rows: list[int]) -> Trainer:
+    def fit(probe: Clock, rows: list[int]) -> Trainer:
         probe.__enter__()
         sampled = Sampled(feed.source, batches, rows)
         kept = short(settings, steps=len(rows))
@@ -127,10 +133,10 @@ def measure(
         forward=forward,
         backward=backward,
         update=median(each.update for each in times.values()),
-        parameters=_bytes(task.parameters()),
-        gradients=_bytes(p for p in task.parameters() if p.requires_grad),
-        optimizer=_bytes(_tensors(trainer.update.optimizer.state)),
-        buffers=_bytes(task.buffers()),
+        parameters=bytes_of(task.parameters()),
+        gradients=bytes_of(p for p in task.parameters() if p.requires_grad),
+        optimizer=bytes_of(tensors_of(trainer.update.optimizer.state)),
+        buffers=bytes_of(task.buffers()),
         activations=line_through(dict(zip(sizes, map(float, memory.held), strict=True))),
         buckets=buckets_of(gradients.arrivals(), bucket_bytes),
         workers=feed.train.workers.processes,
@@ -163,19 +169,10 @@ def _saving(trainer: Trainer, folder: Path) -> Saving:
             stall = time.perf_counter() - began
             writer.wait()
             write = time.perf_counter() - began - stall
-        return Saving(path.stat().st_size, len(list(_tensors(state))), stall, write)
+        return Saving(path.stat().st_size, len(list(tensors_of(state))), stall, write)
 
 
-def refuse_by_hand(task: Task, mode: str) -> None:
-    if task.optimizes_by_hand:
-        name = (task.own_class or type(task)).__name__
-        raise UserError(
-            f"{mode} times the parts of a step, and {name} steps its optimizers itself; try "
-            "mode=compare, which times whole steps"
-        )
-
-
-def _sharded(task: Task, strategy: Any, probe: "Probe", settings: TrainerSettings) -> Sharded:
+def _sharded(task: Task, strategy: Any, probe: "Clock", settings: TrainerSettings) -> Sharded:
     """`strategy` is an FSDP; torch keeps the rest's weights for the backward, unless it is told."""
     owned: set[int] = set()
     units = []
@@ -208,68 +205,24 @@ def _weight(weight: Tensor, strategy: Any) -> Weight:
     )
 
 
-class Sampled(DataModule):
-    """Rows of another data set, in batches of the sizes to measure.
-
-    There is one batch more than training takes: an epoch that doesn't end calls no schedule, and
-    a schedule may refuse more steps than its training has.
-    """
-
-    def __init__(self, source: Source, batches: list[Tensor], sizes: list[int]) -> None:
-        super().__init__(max(sizes))
-        self.dataset = source.dataset
-        self.collate = source.collate  # type: ignore[method-assign,assignment]
-        longest = cycle(batch.tolist() for batch in batches if len(batch) >= max(sizes))
-        self.batches = [next(longest)[:rows] for rows in [*sizes, max(sizes)]]
-
-    def train_dataset(self) -> Dataset:
-        return self.dataset
-
-    def train_sampler(self, dataset: Dataset) -> list[list[int]]:
-        return self.batches
-
-
-def short(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
-    """Settings of a training of some steps that logs nothing."""
-    return replace(
-        settings,
-        accumulate=1,
-        limit_train_batches=None,
-        log_every=steps + 1,
-        max_epochs=1,
-        max_seconds=None,
-        max_steps=steps,
-        profile=False,
-        scheduler_every="epoch",
-        validate_every_steps=None,
-    )
-
-
-class Probe(Strategy):
-    """The simplest strategy, which the loop calls at each part of a step, watches what it costs."""
+class Clock(Probe):
+    """Watches how long each part of a step takes, and when gradients and blocks come in it."""
 
     sees_gradients = False
     blocks: Sequence[nn.Module] = ()  # whose calls it notes, too
-    kept: dict[int, Any] | None = None  # by their address: what the step keeps for its backward
-    peak: int | None = None
 
     def setup(self) -> None:
         super().setup()
         self.times: list[Times] = []
-        self.held: list[int] = []  # bytes that each step kept, at most
-        self._most = 0
         self.tries: list[Try] = []
         self.arrived: dict[Tensor, float] = {}  # when each gradient was there
         self.called: list[list[float]] = []  # a block's number, and its forward's beginning and end
         self.laps = [now(self.device)]
-        if self.device.type != "cpu":
-            begin_peak(self.device)
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        module = super().wrap(module, training=training)
         if training:
-            self.lasting = [*module.parameters(), *module.buffers()]
             self.trained = [p for p in module.parameters() if p.requires_grad]
-            module.register_forward_pre_hook(lambda _, inputs: self._begin(inputs[0].batch))
             module.register_forward_hook(lambda *_: self._lap())
             for parameter in self.trained if self.sees_gradients else []:
                 parameter.register_post_accumulate_grad_hook(self._arrive)
@@ -278,17 +231,10 @@ class Probe(Strategy):
                 block.register_forward_hook(self._leave)
         return module
 
-    def keep(self, tensor: Tensor) -> Tensor:
-        if self.kept is not None:
-            storage = tensor.untyped_storage()
-            self.kept[storage.data_ptr()] = storage  # alive, so that no other takes its address
-        return tensor
-
     def check_gradients(self) -> None:
         self._lap()
 
     def sync_weights(self, for_reading: bool) -> None:
-        """After an update, if nobody is about to read the weights."""
         if for_reading:
             return
         self._lap()
@@ -298,14 +244,8 @@ class Probe(Strategy):
             arrived = {weight: at - self.laps[2] for weight, at in self.arrived.items()}
             calls = [(int(n), a - self.laps[1], b - self.laps[1]) for n, a, b in self.called]
             self.tries.append(Try(seconds[1], seconds[2], arrived, calls))
-        if self.kept is not None:
-            self._count()
-            self.held.append(self._most)
-            self._most = 0
-        if self.device.type != "cpu":
-            self.peak = peak(self.device)
         self.laps, self.arrived, self.called = self.laps[-1:], {}, []
-        signals.raise_if_signaled()
+        super().sync_weights(for_reading)
 
     def arrivals(self) -> list[Gradient]:
         """In their order, of the quickest try: it was the least disturbed."""
@@ -336,20 +276,9 @@ class Probe(Strategy):
         seconds = tried.backward
         return {weight: tried.arrived.get(weight, seconds) / seconds for weight in self.trained}
 
-    def _count(self) -> None:
-        """What was kept for a backward that is over by now; several optimizers have one each."""
-        assert self.kept is not None
-        lasting = {tensor.untyped_storage().data_ptr() for tensor in self.lasting}
-        here = sum(s.nbytes() for at, s in self.kept.items() if at not in lasting)
-        self._most = max(self._most, here)
-        self.kept.clear()
-
-    def _begin(self, batch: Any) -> None:
+    def begin_forward(self, batch: Any) -> None:
         self._lap()
-        if self.kept:
-            self._count()
-        for tensor in _tensors(batch) if self.kept is not None else ():
-            self.keep(tensor)
+        super().begin_forward(batch)
 
     def _arrive(self, parameter: Tensor) -> None:
         self.arrived[parameter] = now(self.device)
@@ -374,26 +303,3 @@ class Try(NamedTuple):
     backward: float
     arrived: dict[Tensor, float]
     calls: list[tuple[int, float, float]]
-
-
-def now(device: torch.device) -> float:
-    """The time; on a GPU (not tried on one) after all work that is queued there."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    return time.perf_counter()
-
-
-def lasting_bytes(trainer: Trainer) -> int:
-    """The bytes of what lasts between two steps, and of the gradients."""
-    parameters = list(trainer.task.parameters())
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    states = [_tensors(update.optimizer.state) for update in trainer.updates.values()]
-    return _bytes(chain(parameters, trained, trainer.task.buffers(), *states))
-
-
-def _tensors(nest: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in leaves(nest) if isinstance(leaf, Tensor))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)

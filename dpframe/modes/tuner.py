@@ -4,7 +4,6 @@ import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,9 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from dpframe import memory, seeding
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError
-from dpframe.plan.curve import Point, smoothed
-from dpframe.plan.measure import Probe, Sampled, lasting_bytes, now, refuse_by_hand, short
-from dpframe.plan.settings import TuneSettings
+from dpframe.modes.measure import Probe, Sampled, lasting_bytes, refuse_by_hand, short
+from dpframe.strategies import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
@@ -28,7 +26,13 @@ STEPS = 3  # of a trial; the first makes the optimizer's state
 EXACT = 64  # the search ends where one part in so many is still unknown
 RECENT, DIVERGED = 5, 4.0  # so many losses of so many times the smallest: the test ends
 FLAT = 0.01  # a loss that falls by less than this part is noise
+NEAR = 4  # points on each side that a smoothed one is the mean of
 PART_OF_MACHINE = 4  # on the CPU, all replicas take at most one part in so many of its memory
+
+
+class Point(NamedTuple):
+    rate: float
+    loss: float
 
 
 class Trial(NamedTuple):
@@ -58,16 +62,16 @@ class Tuner:
         make_task: Callable[[], Task],
         data: DataModule,
         settings: TrainerSettings,
-        tune: TuneSettings,
         *,
         accelerator: str,
         replicas: int,
         seed: int,
+        limit: float | None = None,
     ) -> None:
-        self.make_task, self.settings, self.tune = make_task, settings, tune
-        self.replicas, self.seed = replicas, seed
-        self.make_probe = partial(Steps, accelerator=accelerator)
-        probe = self.make_probe()
+        """`limit`: bytes that a replica may take; None: all of a GPU, a part of the machine's."""
+        self.make_task, self.settings = make_task, settings
+        self.accelerator, self.replicas, self.seed = accelerator, replicas, seed
+        probe = Probe(accelerator=accelerator)
         probe.__enter__()
         self.device = probe.device
         data.setup()
@@ -79,36 +83,39 @@ class Tuner:
             )
         self.source = feed.source
         self.batches: list[Tensor] = list(feed.train.order.epoch(0))
-        self.limit = tune.memory
-        if self.limit is None and self.device.type == "cpu":
+        self.limit = limit
+        if limit is None and self.device.type == "cpu":
             self.limit = memory.machine() / PART_OF_MACHINE / replicas
 
-    def batch_size(self) -> tuple[int, list[Trial]]:
-        """The largest global batch that fits, and the trials in their order."""
+    def batch_size(self, most: int) -> tuple[int, list[Trial]]:
+        """The largest global batch up to `most` that fits, and the trials in their order."""
         trials: list[Trial] = []
 
         def fits(rows: int) -> bool:
             trials.append(self._trial(rows))
             return trials[-1].fits
 
-        most = min(sum(map(len, self.batches)), self.tune.max_batch_size)
+        most = min(sum(map(len, self.batches)), most)
         share = -(-most // self.replicas)
         found = largest(fits, -(-max(map(len, self.batches)) // self.replicas), share)
         return min(found * self.replicas, most), trials
 
-    def learning_rate(self) -> Rates:
+    def learning_rate(self, least: float, most: float, steps: int) -> Rates:
         """Tries rates with the config's global batch and accumulation, on one replica."""
-        steps, accumulate = self.tune.steps, self.settings.accumulate
-        growth = (self.tune.max_lr / self.tune.min_lr) ** (1 / (steps - 1))
+        accumulate = self.settings.accumulate
+        growth = (most / least) ** (1 / (steps - 1))
         fresh = Sweep([0.0] * steps)
-        sweep = Sweep([self.tune.min_lr * growth**step for step in range(steps)])
+        sweep = Sweep([least * growth**step for step in range(steps)])
         size = max(map(len, self.batches))
         settings = replace(
             short(self.settings, steps=steps), accumulate=accumulate, on_nonfinite="skip"
         )
         sizes = [size] * (steps * accumulate)
         for each in (fresh, sweep):
-            if self._fit(self.make_probe(), self.batches, sizes, settings, each) is None:
+            if (
+                self._fit(Probe(accelerator=self.accelerator), self.batches, sizes, settings, each)
+                is None
+            ):
                 raise Failure(
                     f"mode=tune: a batch of {size} rows does not fit {self.device}, on which "
                     "learning rates are tried; use a smaller data.batch_size and a larger "
@@ -118,7 +125,8 @@ class Tuner:
         return Rates(sweep.points, fresh.points, size * accumulate, best)
 
     def _trial(self, rows: int) -> Trial:
-        probe, settings = self.make_probe(), short(self.settings, steps=STEPS)
+        probe = Probe(accelerator=self.accelerator)
+        settings = short(self.settings, steps=STEPS)
         counts = self.device.type == "cpu"
         probe.kept = {} if counts else None
         everything = [torch.cat(self.batches)]
@@ -134,7 +142,7 @@ class Tuner:
 
     def _fit(
         self,
-        probe: "Steps",
+        probe: Probe,
         batches: list[Tensor],
         sizes: list[int],
         settings: TrainerSettings,
@@ -147,6 +155,7 @@ class Tuner:
         probe.__enter__()
         sampled = Sampled(self.source, batches, sizes)
         with seeding.seeded(self.seed):
+            seeding.seed_everything(self.seed)
             try:
                 trainer = Trainer(
                     self.make_task(),
@@ -163,19 +172,6 @@ class Tuner:
                 if not memory.ran_out(error):
                     raise
         return None
-
-
-class Steps(Probe):
-    """Notes when each step ended."""
-
-    def setup(self) -> None:
-        super().setup()
-        self.ends: list[float] = []
-
-    def sync_weights(self, for_reading: bool) -> None:
-        super().sync_weights(for_reading)
-        if not for_reading:
-            self.ends.append(now(self.device))
 
 
 class Sweep(Callback):
@@ -255,3 +251,21 @@ def changed(points: Sequence[Point], fresh: Sequence[Point]) -> list[float]:
     return [
         change.loss / (size.loss or 1.0) for change, size in zip(differences, sizes, strict=True)
     ]
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Means of near points: as many on each side, so that the curve is not shifted."""
+    means = []
+    for at, point in enumerate(points):
+        reach = min(NEAR, at, len(points) - 1 - at)
+        near = points[at - reach : at + reach + 1]
+        means.append(Point(point.rate, sum(each.loss for each in near) / len(near)))
+    return means
+
+
+def count_replicas(strategy: Strategy) -> int:
+    """How many replicas the strategy has, without starting them."""
+    if strategy.launches_ranks:
+        return len(strategy.choose_devices(default=None))
+    with strategy:
+        return strategy.replicas

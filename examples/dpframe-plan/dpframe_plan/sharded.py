@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from dpframe.plan.network import Network
+from dpframe_plan.network import Network
 
 
 class Weight(NamedTuple):

@@ -25,12 +25,13 @@ from itertools import pairwise, product
 from pathlib import Path
 from statistics import mean, median
 
+from dpframe_plan.failures import goodput
+
 import dpframe
 from dpframe.checkpoint.seal import step_of
-from dpframe.plan.failures import goodput
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = HERE / "performance" / "programs"
+PROGRAMS = HERE.parents[1] / "benchmarks" / "performance" / "programs"
 RANKS = {"1": (1, 1), "2": (2, 1), "4": (4, 1), "2x2": (2, 2)}  # namespaces, and ranks of each
 # Of an Ethernet frame of 1514 bytes, which is what `tbf` counts, 1448 are payload.
 PAYLOAD = 1448 / 1514

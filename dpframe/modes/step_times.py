@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpframe.plan.measure import WARM_UPS
+from dpframe.modes.measure import WARM_UPS
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.step import TrainStep

@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from dpframe.data import split
-from dpframe.plan.network import Network, Ring
-from dpframe.plan.sharded import Sharded
+from dpframe_plan.network import Network, Ring
+from dpframe_plan.sharded import Sharded
 
 FIRST_BUCKET_BYTES = 2**20  # as DistributedDataParallel makes them
 BUCKET_BYTES = 25 * 2**20

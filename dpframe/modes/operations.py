@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpframe import seeding
 from dpframe.data import DataModule
 from dpframe.errors import first_line
-from dpframe.plan.contest import a_few_steps
+from dpframe.modes.measure import a_few_steps
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer

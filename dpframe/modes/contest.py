@@ -1,26 +1,23 @@
 """A recipe trained by several strategies: what an epoch takes on each, and where it comes to."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from html import escape
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
 
 from dpframe import memory, seeding
 from dpframe.data import DataModule
 from dpframe.launch import signals
-from dpframe.plan.measure import WARM_UPS, now
-from dpframe.plan.report import size, time
-from dpframe.plan.steps import StepTimes
+from dpframe.modes.measure import WARM_UPS, now
+from dpframe.modes.picture import COLORS, Panel, Series, svg
+from dpframe.modes.report import size, time
+from dpframe.modes.step_times import StepTimes
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.placement import process_settings_restored
 from dpframe.trainer.settings import TrainerSettings
-
-WIDTH, HEIGHT, MARGIN = 480, 320, 50  # pixels
-COLORS = ("steelblue", "firebrick", "seagreen", "darkorange", "purple", "dimgray")
 
 
 @dataclass
@@ -82,37 +79,21 @@ class Contest:
         if not done:
             return ""
         most = max(entry.rows_per_second for entry in done)
-        last = max(2, *(entry.replicas for entry in done))
-        parts = [f'<path d="M{MARGIN},{MARGIN} V{HEIGHT - MARGIN} H{WIDTH - MARGIN}" {LINE}/>']
+        series = []
         for number, name in enumerate(dict.fromkeys(entry.strategy for entry in done)):
+            own = sorted((e.replicas, e.rows_per_second) for e in done if e.strategy == name)
             color = COLORS[number % len(COLORS)]
-            points = [
-                (
-                    MARGIN + (entry.replicas - 1) / (last - 1) * (WIDTH - 2 * MARGIN),
-                    HEIGHT - MARGIN - entry.rows_per_second / most * (HEIGHT - 2 * MARGIN),
-                )
-                for entry in sorted(done, key=lambda entry: entry.replicas)
-                if entry.strategy == name
-            ]
-            path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-            parts.append(f'<polyline points="{path}" fill="none" stroke="{color}"/>')
-            parts += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in points
-            ]
-            parts.append(_text(WIDTH - MARGIN, MARGIN + 16 * number, name, color))
-        for replicas in sorted({entry.replicas for entry in done}):
-            x = MARGIN + (replicas - 1) / (last - 1) * (WIDTH - 2 * MARGIN)
-            parts.append(_text(x, HEIGHT - MARGIN + 18, str(replicas)))
-        parts.append(_text(WIDTH / 2, HEIGHT - 10, "replicas"))
-        parts.append(_text(MARGIN, MARGIN - 10, f"{most:,.0f} samples/s"))
-        parts.append(_text(WIDTH / 2, 20, self.title))
-        frame = f'width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="12"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" {frame}>'
-        back = '<rect width="100%" height="100%" fill="white"/>'
-        return "\n".join([head, back, *parts, "</svg>\n"])
-
-
-LINE = 'fill="none" stroke="black"'
+            series.append(Series(own, color, name, [(color, "")] * len(own)))
+        return svg(
+            Panel(
+                series,
+                title=self.title,
+                across="replicas",
+                up=f"{most:,.0f} samples/s",
+                ticks={entry.replicas: str(entry.replicas) for entry in done},
+                heights={0: "0"},
+            )
+        )
 
 
 def trained(
@@ -131,22 +112,6 @@ def trained(
         memory.explain(strategy.device, "training", "use a smaller data.batch_size"),
     ):
         return _trained(strategy, make_task, make_data, settings, seed, name)
-
-
-def a_few_steps(settings: TrainerSettings, steps: int) -> TrainerSettings:
-    """Settings for some steps, with the same accumulation and one batch of validation."""
-    return replace(
-        settings,
-        max_epochs=1,
-        max_seconds=None,
-        max_steps=WARM_UPS + steps,
-        min_epochs=None,
-        min_steps=None,
-        limit_val_batches=1,
-        sanity_batches=0,
-        profile=False,
-        validate_every_steps=None,
-    )
 
 
 def _trained(
@@ -225,8 +190,3 @@ class Pace(Callback):
 def _named(entry: Entry) -> str:
     count = f" trainer.gpus={entry.replicas}" if entry.replicas > 1 else ""
     return f"strategy={entry.strategy}{count}, {entry.rows_per_second:,.0f} samples/s"
-
-
-def _text(x: float, y: float, words: str, color: str = "black") -> str:
-    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="middle" fill="{color}"'
-    return f"<text {place}>{escape(words)}</text>"

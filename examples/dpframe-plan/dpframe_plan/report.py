@@ -1,16 +1,13 @@
-"""A plan and a tuning as text: what was measured, what is assumed, and what follows from it."""
+"""A plan as text: what was measured, what is assumed, and what follows from it."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from dpframe.plan.curve import chart
-from dpframe.plan.failures import Outcome
-from dpframe.plan.measure import Measured
-from dpframe.plan.model import Costs, Prediction, stops_paying
-from dpframe.plan.network import Network
-from dpframe.plan.tune import FLAT, Rates, Trial
-
-HOUR = 3600
+from dpframe.modes.report import counted, size, time
+from dpframe_plan.failures import Outcome
+from dpframe_plan.measure import Measured
+from dpframe_plan.model import Costs, Prediction, stops_paying
+from dpframe_plan.network import Network
 
 
 class Plan(NamedTuple):
@@ -28,35 +25,6 @@ class Plan(NamedTuple):
         if self.outcomes:
             lines += ["", *_saved(self), "", *_survived(self.outcomes), "", _quickest(self)]
         return "\n".join(lines)
-
-
-class Tuning(NamedTuple):
-    title: str
-    limit: float | None  # bytes a replica
-    max_batch_size: int
-    batch: tuple[int, list[Trial]] | None  # the largest that fits, and how it was found
-    rates: Rates | None
-    takes_size: bool  # as data.batch_size
-    takes_rate: bool  # as task.optimizer.lr
-
-    def __str__(self) -> str:
-        lines = [self.title]
-        if self.batch is not None:
-            lines += _trials(*self.batch, self.limit, self.max_batch_size, self.takes_size)
-        if self.rates is not None:
-            lines += _rates(self.rates, self.takes_rate)
-        return "\n".join(lines)
-
-    def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if self.batch is not None:
-            size, trials = self.batch
-            found |= {"batch_size": size, "trials": [trial._asdict() for trial in trials]}
-        if self.rates is not None:
-            best, points = self.rates.best, [list(point) for point in self.rates.points]
-            fresh = [point.loss for point in self.rates.fresh]
-            found |= {"lr": best and _rounded(best), "losses": points, "fresh_losses": fresh}
-        return found
 
 
 def verdict(plan: Plan) -> str:
@@ -194,69 +162,3 @@ def _quickest(plan: Plan) -> str:
         f"{time(best.seconds or 0)} an epoch, and callbacks.checkpoint.every_n_minutes="
         f"{best.best / 60:.2g}"
     )
-
-
-def _trials(
-    found: int, trials: list[Trial], limit: float | None, max_batch_size: int, takes_size: bool
-) -> list[str]:
-    bound = "" if limit is None else f" {size(limit)} (tune.memory)"
-    cells = [("rows a replica", "memory", "rows a second", "")]
-    for trial in trials:
-        used = "out of memory" if trial.bytes is None else size(trial.bytes)
-        speed = f"{trial.rows_per_second:,.0f}" if trial.rows_per_second else ""
-        cells.append((f"{trial.rows}", used, speed, "" if trial.fits else f"more than{bound}"))
-    rows = [
-        f"{rows:>14}  {used:>13}  {speed:>13}  {note}".rstrip() for rows, used, speed, note in cells
-    ]
-    if not found:
-        return [*rows, "not even one row fits"]
-    why = "the largest batch that fits"
-    if found == max_batch_size:
-        why = "fits; tune.max_batch_size is the largest that is tried"
-    elif all(trial.fits for trial in trials):
-        why = "fits: all rows to train on"
-    key = "data.batch_size=" if takes_size else "batch size "
-    return [*rows, f"{key}{found}    {why}"]
-
-
-def _rates(rates: Rates, takes_rate: bool) -> list[str]:
-    if rates.best is None:
-        flat = f"no learning rate from tune.min_lr to tune.max_lr makes the loss fall by {FLAT:.0%}"
-        return ["", f"{flat}; raise tune.steps or tune.max_lr"]
-    key = "task.optimizer.lr=" if takes_rate else "learning rate "
-    last = rates.points[-1].rate
-    where = f"where the loss falls fastest, of {rates.points[0].rate:.3g} to {last:.3g}"
-    return [
-        "",
-        *chart(rates.points, rates.best),
-        f"{key}{_rounded(rates.best):g}    {where}, {rates.batch_size} rows a step",
-    ]
-
-
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.2g}")
-
-
-def size(count: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1000 and len(units) > 1:
-        count, units = count / 1024, units[1:]
-    return f"{count:.3g} {units[0]}"
-
-
-def time(seconds: float) -> str:
-    if seconds >= 100 * HOUR:
-        return f"{seconds / (24 * HOUR):.3g} days"
-    if seconds >= 3 * HOUR:
-        return f"{seconds / HOUR:.3g} h"
-    if seconds >= 1000:
-        return f"{seconds:.0f} s"
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds * 1e6:.3g} us" if seconds else "0"
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

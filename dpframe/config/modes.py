@@ -1,0 +1,90 @@
+"""The modes: dpframe's own, each a file in dpframe/modes, and those of installed packages.
+
+A mode is a module with `run(job)`, which returns a summary. The first line of its docstring is what
+--help says of it. If it has `Settings`, a dataclass, its fields are the keys NAME.… of a config;
+a field's metadata may have a "help". At its top it imports nothing that takes long.
+
+    [project.entry-points."dpframe.modes"]
+    plan = "dpframe_plan.mode"
+"""
+
+from contextlib import suppress
+from dataclasses import MISSING, fields
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from dpframe.config import plugins
+from dpframe.errors import UserError, first_line
+
+OWN = ("fit", "validate", "test", "predict", "export", "verify", "tune", "compare", "doctor")
+UNINSTALLED = {  # modes of packages that are in dpframe's repository
+    "plan": "pip install examples/dpframe-plan, in dpframe's repository, adds it"
+}
+
+
+def names() -> list[str]:
+    """dpframe's own in their order, then those of packages."""
+    return [*OWN, *sorted(plugins.modes().keys() - set(OWN))]
+
+
+def load(name: str) -> ModuleType:
+    """The module of one of `names()`."""
+    if name in OWN:
+        return import_module(f"dpframe.modes.{name}")
+    package, *others = found = plugins.modes()[name]
+    if others:
+        packages = " and ".join(each for each, _ in found)
+        raise UserError(f"mode={name} is in {packages}; uninstall one")
+    try:
+        module: ModuleType = package[1].load()
+    except Exception as error:
+        raise UserError(
+            f"mode={name} of {package[0]}: {type(error).__name__}: {first_line(error)}"
+        ) from error
+    return module
+
+
+def about(name: str) -> str:
+    """A line for --help, without the mode's name in front."""
+    packages = [] if name in OWN else [package for package, _ in plugins.modes()[name]]
+    said = ""
+    with suppress(UserError):  # one that is broken is told when it is asked for
+        said = (load(name).__doc__ or "").strip().split("\n")[0].removeprefix(f"`mode={name}`: ")
+    named = f" ({', '.join(packages)})" * bool(packages)
+    return f"{said[:1].upper()}{said[1:]}{named}".strip()
+
+
+def settings(name: str) -> type[Any] | None:
+    """The dataclass of the keys NAME.… of a config; None if there are none."""
+    kind: type[Any] | None = getattr(load(name), "Settings", None)
+    return kind
+
+
+def with_settings() -> list[str]:
+    """The modes that have keys; of a package's, which is not imported, that is assumed."""
+    return [name for name in names() if name not in OWN or settings(name) is not None]
+
+
+def of_package(key: str) -> bool:
+    """Whether a key is a setting of a package's mode, which no file of dpframe names."""
+    head = key.partition(".")[0]
+    return head not in OWN and head in plugins.modes()
+
+
+def described(name: str) -> list[tuple[str, Any, str]]:
+    """The settings of a mode: each name with its default and what it is."""
+    kind = settings(name)
+    return [
+        (
+            each.name,
+            None if each.default is MISSING else each.default,
+            each.metadata.get("help", ""),
+        )
+        for each in (() if kind is None else fields(kind))
+    ]
+
+
+def refuse_uninstalled(name: str | None) -> None:
+    if name in UNINSTALLED and name not in names():
+        raise UserError(f"mode={name} is a package of its own; {UNINSTALLED[name]}")

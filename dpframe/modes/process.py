@@ -1,0 +1,280 @@
+"""A run in one process of its job: it builds, loads, prepares, makes the directory and works."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dpframe import checkpoint, memory, seeding
+from dpframe.callbacks import Callback
+from dpframe.callbacks.monitor import Best
+from dpframe.checkpoint import seal
+from dpframe.config.compose import Composed
+from dpframe.config.objective import CHOSEN
+from dpframe.config.origin import compared
+from dpframe.config.schema import EVALUATIONS, NONE, is_off
+from dpframe.config.start import run_directory, saved_since
+from dpframe.data import DataModule
+from dpframe.errors import Interrupted, UserError, explain_exits, printable
+from dpframe.launch import signals
+from dpframe.launch.rank import has_parent, notify_parent
+from dpframe.launch.watchdog import beat
+from dpframe.loggers import Logger
+from dpframe.modes import elastic, faults, output
+from dpframe.modes.directory import Directory
+from dpframe.modes.ending import (
+    add_going_on,
+    facts_of,
+    going_on,
+    last_words,
+    note_ending,
+    note_failure,
+    write_summary,
+)
+from dpframe.strategies import Strategy
+from dpframe.strategies.devices import use_threads
+from dpframe.task import Task
+from dpframe.trainer import RunInfo, Trainer
+
+Make = Callable[..., Any]
+"""Builds a node of the config: `make(node, where, kind)`."""
+
+log = logging.getLogger("dpframe")
+
+
+@explain_exits()  # before the strategy is told of the error
+def perform(
+    job: Composed,
+    work: Callable[[Trainer, Composed, str], None],
+    strategy: Strategy,
+    make: Make,
+) -> dict[str, Any]:
+    """Does a mode's `work` in this process, and returns the run's summary."""
+    job, said = elastic.find(job, strategy)
+    state = _load_start(job, strategy)
+    for device in strategy.local_devices:
+        memory.begin_peak(device)  # of the run before, in a sweep
+    resumes = job.settings.resume is not None
+    explain = partial(faults.explain, strategy, job.settings.trainer, resumes=resumes)
+    best = Best(*job.objective, is_needed=job.objective.key == CHOSEN)
+    # What can be refused is refused before there is a run directory.
+    with explain():
+        trainer = _build_trainer(job, strategy, make, best)
+    with explain(trainer):
+        notes = [said, *_load_and_prepare(job, trainer, state)]
+    signals.raise_if_signaled()
+    directory = _directory(job)
+    path = _make(directory, job, trainer, strategy)
+    with _ending_noted(job, trainer, strategy, directory):
+        with explain(trainer):
+            _look_again(job, trainer)
+        with output.logging_to(Path(path), rank=strategy.rank, logs_error=not has_parent()):
+            for line in filter(None, notes):
+                log.info(line)
+            _warn_of_untrained(job)
+            with explain(trainer):
+                work(trainer, job, path)
+            facts = facts_of(strategy, trainer.progress)
+            summary = _summarize(job, trainer, best, facts)
+            if strategy.is_main:
+                write_summary(Path(path), summary)
+        if job.history is not None:  # from Python, which has no use for commands
+            return summary | {"history": job.history.rows}
+        if strategy.is_main and job.settings.mode == "fit" and job.number is None:
+            print(printable(last_words(job, summary, trainer)), flush=True)
+        return summary
+
+
+# ---- the parts
+
+
+def _build_trainer(job: Composed, strategy: Strategy, make: Make, best: Best) -> Trainer:
+    settings = job.settings
+    seeding.seed_everything(settings.seed)
+    if settings.trainer.logical_replicas is not None:  # the first weights may be sums, too
+        use_threads(settings.trainer.threads or 1)
+    beat()
+    with nullcontext() if strategy.sharding is None else strategy.sharding.building():
+        task = make(job.config["task"], "task", Task)
+    data = make(job.config["data"], "data", DataModule)
+    beat()
+    callbacks = _build_group(make, settings.callbacks, "callbacks", Callback)
+    loggers = _build_group(make, settings.logger, "logger", Logger)
+    if job.history is not None:
+        loggers.append(job.history)
+    return Trainer(
+        task,
+        data,
+        strategy=strategy,
+        settings=settings.trainer,
+        callbacks=[*callbacks, best],
+        loggers=loggers,
+        seed=settings.seed,
+        run=RunInfo(
+            recipe=settings.recipe,
+            config=job.config,
+            public=job.public,
+            config_text=job.text,
+            is_repeated=job.is_repeated,
+        ),
+        interruption=signals.current(),
+    )
+
+
+def _build_group(make: Make, nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
+    """The callbacks or loggers of a group, each of a node."""
+    return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if not is_off(node)]
+
+
+# ---- the checkpoint that it begins with
+
+
+def _load_start(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
+    is_weights_alone = job.settings.mode in EVALUATIONS
+    whole = strategy.sharding is None and not is_weights_alone
+    return checkpoint.load(job.start, whole=whole) if job.start is not None else None
+
+
+def _load_and_prepare(job: Composed, trainer: Trainer, state: dict[str, Any] | None) -> list[str]:
+    """What a log is to begin with."""
+    settings, notes = job.settings, []
+    if settings.checkpoint == NONE:
+        notes = ["checkpoint  none: the task as it is built"]
+    if state is not None and job.start is not None and settings.mode in EVALUATIONS:
+        step = seal.step_of(job.start)  # another framework's file has none
+        notes = [f"checkpoint  {job.start}" + f", step {step}" * (step >= 0)]
+        notes += compared(job, state, task=trainer.task, data=trainer.data)
+    if state is not None and settings.resume is None:
+        # The Trainer has converted it to trainer.precision.
+        checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)
+        state = None
+    if settings.mode == "fit":
+        trainer.prepare(state, resume_anyway=settings.resume_anyway)
+    return notes
+
+
+def _look_again(job: Composed, trainer: Trainer) -> None:
+    """The run that is resumed may have been ending until its directory was locked."""
+    strategy, start, resume = trainer.strategy, job.start, job.settings.resume
+    if job.settings.mode != "fit" or resume is None:
+        return
+    found = None
+    if strategy.is_main and start is not None:
+        found = saved_since(resume, start, trainer.global_step)
+    newest = strategy.collectives.broadcast(found)
+    if newest is not None:
+        state = _load_start(replace(job, start=newest), strategy)
+        trainer.prepare(state, resume_anyway=job.settings.resume_anyway)
+
+
+def _warn_of_untrained(job: Composed) -> None:
+    settings = job.settings
+    is_trained = {"optimizer", "optimizers", "module"} & job.config["task"].keys()
+    is_evaluated = settings.mode in EVALUATIONS and settings.checkpoint is None
+    if is_evaluated and (is_trained or settings.mode == "export"):
+        of = "the predictions of " if settings.mode == "predict" else ""
+        log.warning("no checkpoint=FILE: these are %suntrained weights", of)
+
+
+# ---- the run's directory
+
+
+def _directory(job: Composed) -> Directory:
+    resumed = run_directory(job.start) if job.settings.resume and job.start else None
+    path = resumed or Path(job.run_dir)
+    is_fresh = job.settings.mode == "fit" and resumed is None
+    is_there = job.is_run_dir_given and os.path.isdir(path)
+    if is_fresh and is_there and any(path.glob("checkpoints/*.ckpt")):
+        raise UserError(
+            f"the run directory {path} has the checkpoints of another run; continue it with "
+            f"resume={path}, or name another directory by hydra.run.dir=DIR"
+        )
+    return Directory(path, is_given=bool(resumed) or job.is_run_dir_given)
+
+
+def _make(directory: Directory, job: Composed, trainer: Trainer, strategy: Strategy) -> str:
+    """The main process makes it; all know it, and so does their parent."""
+    settings = job.settings
+    path = strategy.collectives.broadcast(directory.make(job.notes) if strategy.is_main else None)
+    trainer.run.directory = path
+    elastic.note(path, strategy)
+    notify_parent("directory", path)
+    if strategy.is_main:
+        notify_parent("made", directory.made)
+        is_fresh = settings.mode == "fit" and settings.resume is None
+        trainer.run.is_repeated |= is_fresh and directory.has_broken_run
+    return path
+
+
+# ---- how it ends
+
+
+def _summarize(
+    job: Composed, trainer: Trainer, best: Best, facts: dict[str, Any]
+) -> dict[str, Any]:
+    is_fit = job.settings.mode == "fit"
+    return {
+        "recipe": job.settings.recipe,
+        "status": "finished",
+        **facts,
+        "peak_memory": trainer.peak_memory(),
+        "metrics": trainer.metrics,
+        "checkpoint": trainer.checkpoint if is_fit else job.start and str(job.start),
+        "directory": trainer.run.directory,
+        "best": best.value,
+        "best_epoch": best.epoch,
+        "best_step": best.step,
+        "stopped": trainer.stop_reason,
+    }
+
+
+@contextmanager
+def _ending_noted(
+    job: Composed, trainer: Trainer, strategy: Strategy, directory: Directory
+) -> Iterator[None]:
+    """Writes down why a run inside has ended early, or removes the directory if it came to
+    nothing."""
+    path, is_main = trainer.run.directory, strategy.is_main
+    writes = is_main and not has_parent()  # else the parent does
+    try:
+        yield
+    except UserError as error:
+        if trainer.global_step == 0 and trainer.checkpoint is None and not error.details:
+            directory.unmake()
+            raise
+        notify_parent("made", [])  # it stays
+        if writes:
+            note_failure(Path(path), error, job)
+        raise
+    except Exception as error:
+        if writes:
+            note_failure(Path(path), error, job)
+            add_going_on(error, job, path)
+        raise
+    except Interrupted as error:
+        interrupted = Interrupted(error.number, _resumable(job, trainer))
+        if is_main:
+            facts = {
+                "reason": str(interrupted),
+                **facts_of(strategy, trainer.progress),
+                "metrics": trainer.metrics,
+                "checkpoint": trainer.checkpoint,
+                "directory": path,
+            }
+            note_ending(Path(path), job, "interrupted", facts)
+        raise interrupted from None
+    finally:
+        directory.release()
+
+
+def _resumable(job: Composed, trainer: Trainer) -> str:
+    """Where a training was interrupted, and how to go on."""
+    if job.settings.mode != "fit":
+        return ""
+    is_saved = trainer.checkpoint is not None or job.settings.resume is not None
+    then = f"go on with {going_on(job, trainer.run.directory)}" if is_saved else "nothing was saved"
+    return f" after step {trainer.global_step}; {then}"

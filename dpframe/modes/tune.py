@@ -1,0 +1,75 @@
+"""`mode=tune`: the largest batch that fits in memory, and a learning rate."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpframe.config.compose import Composed
+from dpframe.errors import UserError, not_one_of
+
+FOUND = ("batch_size", "lr")
+
+
+@dataclass
+class Settings:
+    find: list[str] = field(default_factory=lambda: list(FOUND))
+    memory: float | None = None  # bytes
+    max_batch_size: int = 8192
+    steps: int = 100
+    min_lr: float = 1e-6
+    max_lr: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in self.find:
+            if name not in FOUND:
+                raise not_one_of("tune.find", name, FOUND)
+        for key, is_sane, wanted in (  # NaN is not sane
+            ("memory", self.memory is None or self.memory > 0, "more than 0 bytes, or null"),
+            ("max_batch_size", self.max_batch_size >= 1, "1 or more"),
+            ("steps", self.steps >= 10, "10 or more"),
+            ("min_lr", self.min_lr > 0, "more than 0"),
+            ("max_lr", self.max_lr > self.min_lr, "more than tune.min_lr"),
+        ):
+            if not is_sane:
+                raise UserError(f"tune.{key}={getattr(self, key)} is out of range; use {wanted}")
+
+
+def run(job: Composed) -> dict[str, Any]:
+    """Prints the largest batch that fits, a learning rate, and the overrides to type."""
+    from dpframe.config.parts import data_of, strategy_of, task_of
+    from dpframe.modes.report import counted, refuse_checkpoint, refuse_ranks, show
+    from dpframe.modes.tuner import Tuner, count_replicas
+    from dpframe.modes.tuning import Tuning
+
+    refuse_checkpoint(job, "begins each trial with fresh weights")
+    refuse_ranks("tune")
+    settings, asked = job.settings, job.settings.modes["tune"]
+    if job.config["task"].get("scale_lr") is not None and "lr" in asked.find:
+        raise UserError(
+            "mode=tune finds a learning rate for the batch that there is, and task.scale_lr would "
+            "scale it again; add task.scale_lr=null, or tune.find=[batch_size]"
+        )
+    strategy = strategy_of(job)()
+    tuner = Tuner(
+        task_of(job),
+        data_of(job)(),
+        settings.trainer,
+        accelerator=settings.trainer.accelerator if strategy.uses_gpus else "cpu",
+        replicas=count_replicas(strategy),
+        seed=settings.seed,
+        limit=asked.memory,
+    )
+    tuning = Tuning(
+        title=f"tune {settings.recipe}: {counted(tuner.replicas, 'replica')} of {strategy.name}, "
+        f"measured on one on {tuner.device}, trainer.precision={settings.trainer.precision}",
+        limit=tuner.limit,
+        max_batch_size=asked.max_batch_size,
+        batch=tuner.batch_size(asked.max_batch_size) if "batch_size" in asked.find else None,
+        rates=tuner.learning_rate(asked.min_lr, asked.max_lr, asked.steps)
+        if "lr" in asked.find
+        else None,
+        takes_size="batch_size" in job.config["data"],
+        takes_rate="lr" in (job.config["task"].get("optimizer") or {}),
+    )
+    found = {"tune": tuning.summary()}
+    show(job, str(tuning), found, tuning.pictures())
+    return {"metrics": {}, **found}

@@ -1,0 +1,139 @@
+"""A tuning as text: the trials, the curve of the losses, and the overrides to type."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from dpframe.modes.picture import Panel, Series, svg
+from dpframe.modes.report import size
+from dpframe.modes.tuner import FLAT, Point, Rates, Trial, smoothed
+
+COLUMNS, LINES = 64, 10  # of the curve
+
+
+class Tuning(NamedTuple):
+    title: str
+    limit: float | None  # bytes a replica
+    max_batch_size: int
+    batch: tuple[int, list[Trial]] | None  # the largest that fits, and how it was found
+    rates: Rates | None
+    takes_size: bool  # as data.batch_size
+    takes_rate: bool  # as task.optimizer.lr
+
+    def __str__(self) -> str:
+        lines = [self.title]
+        if self.batch is not None:
+            lines += self._trials(*self.batch)
+        if self.rates is not None:
+            lines += self._rates(self.rates)
+        return "\n".join(lines)
+
+    def summary(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if self.batch is not None:
+            size, trials = self.batch
+            found |= {"batch_size": size, "trials": [trial._asdict() for trial in trials]}
+        if self.rates is not None:
+            best, points = self.rates.best, [list(point) for point in self.rates.points]
+            fresh = [point.loss for point in self.rates.fresh]
+            found |= {"lr": best and _rounded(best), "losses": points, "fresh_losses": fresh}
+        return found
+
+    def pictures(self) -> dict[str, str]:
+        """Files by their names."""
+        if self.rates is None or not self.rates.points:
+            return {}
+        return {"lr.svg": picture(self.rates.points, self.rates.best, self.title)}
+
+    def _trials(self, found: int, trials: list[Trial]) -> list[str]:
+        bound = "" if self.limit is None else f" {size(self.limit)} (tune.memory)"
+        cells = [("rows a replica", "memory", "rows a second", "")]
+        for trial in trials:
+            used = "out of memory" if trial.bytes is None else size(trial.bytes)
+            speed = f"{trial.rows_per_second:,.0f}" if trial.rows_per_second else ""
+            cells.append((f"{trial.rows}", used, speed, "" if trial.fits else f"more than{bound}"))
+        rows = [
+            f"{rows:>14}  {used:>13}  {speed:>13}  {note}".rstrip()
+            for rows, used, speed, note in cells
+        ]
+        if not found:
+            return [*rows, "not even one row fits"]
+        why = "the largest batch that fits"
+        if found == self.max_batch_size:
+            why = "fits; tune.max_batch_size is the largest that is tried"
+        elif all(trial.fits for trial in trials):
+            why = "fits: all rows to train on"
+        key = "data.batch_size=" if self.takes_size else "batch size "
+        return [*rows, f"{key}{found}    {why}"]
+
+    def _rates(self, rates: Rates) -> list[str]:
+        if rates.best is None:
+            return [
+                "",
+                "no learning rate from tune.min_lr to tune.max_lr makes the loss fall by "
+                f"{FLAT:.0%}; raise tune.steps or tune.max_lr",
+            ]
+        key = "task.optimizer.lr=" if self.takes_rate else "learning rate "
+        last = rates.points[-1].rate
+        where = f"where the loss falls fastest, of {rates.points[0].rate:.3g} to {last:.3g}"
+        return [
+            "",
+            *chart(rates.points, rates.best),
+            f"{key}{_rounded(rates.best):g}    {where}, {rates.batch_size} rows a step",
+        ]
+
+
+def chart(points: Sequence[Point], marked: float | None) -> list[str]:
+    """Lines of text; `marked` is a learning rate."""
+    means = smoothed(points)
+    low, high = _range(means)
+    first, last = points[0].rate, points[-1].rate
+    span = math.log(last / first)
+
+    def column(rate: float) -> int:
+        return round(math.log(rate / first) / span * (COLUMNS - 1)) if span else 0
+
+    grid = [[" "] * COLUMNS for _ in range(LINES)]
+    for point in means:
+        height = (min(point.loss, high) - low) / (high - low)
+        grid[round((1 - height) * (LINES - 1))][column(point.rate)] = "*"
+    if marked is not None:
+        for line in grid:
+            line[column(marked)] = "|" if line[column(marked)] == " " else line[column(marked)]
+    labels = {0: f"{high:.4g}", LINES - 1: f"{low:.4g}"}
+    lines = [f"{labels.get(n, ''):>9} {''.join(line)}".rstrip() for n, line in enumerate(grid)]
+    start, end = f"{first:.3g}", f"{last:.3g}"
+    return [f"{'loss':>9}", *lines, f"{'':10}{start}{end:>{COLUMNS - len(start)}}"]
+
+
+def picture(points: Sequence[Point], marked: float | None, title: str) -> str:
+    """The same as SVG: the losses in grey, their means in blue."""
+    means = smoothed(points)
+    low, high = _range(means)
+    return svg(
+        Panel(
+            title=title,
+            across="learning rate",
+            up="loss",
+            series=[
+                Series([(rate, min(max(loss, low), high)) for rate, loss in curve], color)
+                for curve, color in ((points, "silver"), (means, "steelblue"))
+            ],
+            ticks={rate: f"{rate:.3g}" for rate in (points[0].rate, points[-1].rate)},
+            heights={low: f"{low:.4g}", high: f"{high:.4g}"},
+            marked=marked,
+            is_logarithmic=True,
+        )
+    )
+
+
+def _range(means: Sequence[Point]) -> tuple[float, float]:
+    """The range that is drawn: a loss far above the first one is cut off."""
+    losses = [point.loss for point in means]
+    low, first = min(losses), means[0].loss
+    high = min(max(losses), first + (first - low) / 2) if first > low else max(losses)
+    return low, high if high > low else low + 1
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.2g}")

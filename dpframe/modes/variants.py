@@ -1,0 +1,143 @@
+"""A recipe on other strategies and numbers of replicas: what this machine can have, trained."""
+
+import io
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from functools import partial
+from typing import NamedTuple
+
+from dpframe.config.build import build, check_targets
+from dpframe.config.compose import Composed, composed
+from dpframe.config.search import Configs
+from dpframe.config.start import key_of
+from dpframe.config.trust import trust_of
+from dpframe.data import DataModule
+from dpframe.errors import UserError, first_line, not_one_of
+from dpframe.launch import signals
+from dpframe.launch.faults import RankFailed
+from dpframe.modes.contest import Contest, Entry, trained
+from dpframe.strategies import Strategy
+from dpframe.strategies.devices import REHEARSED_REPLICAS, present
+from dpframe.task import Task
+from dpframe.trainer.settings import TrainerSettings
+
+AUTO = "auto"  # is one of the others
+ALONE = ("cpu", "single_gpu")  # have one replica
+
+
+class Variant(NamedTuple):
+    """A strategy of so many replicas; `failure` is why it can't run here."""
+
+    name: str
+    replicas: int
+    job: Composed | None
+    devices: Sequence[str] = ()
+    launches_ranks: bool = False
+    failure: str = ""
+
+
+def contest(job: Composed, variants: Sequence[Variant], settings: TrainerSettings) -> Contest:
+    """Trains each variant. Those with ranks come first: after a training in this process, ranks
+    can't be forked."""
+    entries: dict[int, Entry] = {}
+    order = sorted(range(len(variants)), key=lambda at: not variants[at].launches_ranks)
+    for at in order:
+        signals.raise_if_signaled()
+        variant = variants[at]
+        print(f"{variant.name}, {variant.replicas} …", flush=True)
+        entries[at] = _entry(variant, settings)
+    title = f"{job.settings.recipe}: batch {job.config['data'].get('batch_size', '')}".rstrip()
+    return Contest(title, [entries[at] for at in range(len(variants))])
+
+
+def variants(
+    job: Composed, names: Sequence[str] | None = None, counts: Sequence[int] | None = None
+) -> list[Variant]:
+    """The variants asked for, or all that fit this machine, by powers of two."""
+    for name in names or ():
+        if name not in strategies(job):
+            raise not_one_of("compare.strategies", name, strategies(job))
+    found: list[Variant] = []
+    for name in names or _names(job):
+        is_alone = name in ALONE
+        for count in [1] if is_alone else counts or _counts(job):
+            variant = with_strategy(job, name, None if is_alone and not counts else count)
+            if not variant.failure or names:
+                found.append(variant)
+    if not found:
+        raise UserError("mode=compare: no strategy fits; set compare.strategies and compare.gpus")
+    return found
+
+
+def strategies(job: Composed) -> list[str]:
+    """All that there are, but the one that stands for others."""
+    return [name for name in Configs(_folder(job)).options("strategy") if name != AUTO]
+
+
+def with_strategy(job: Composed, name: str, gpus: int | None = None) -> Variant:
+    """The job with another strategy, on `gpus` devices or as many as the job says."""
+    kept = [each for each in job.overrides if not _is_of_strategy(each)]
+    if gpus is not None:
+        kept = [each for each in kept if key_of(each) != "trainer.gpus"]
+        kept.append(f"trainer.gpus={gpus}")
+    try:
+        other = composed([*kept, f"strategy={name}"], config_dir=_folder(job))
+        trust = check_targets(other)
+        strategy = build(other.config["strategy"], "strategy", Strategy, trust=trust)
+        with redirect_stderr(io.StringIO()):  # that it would be a rehearsal
+            devices = devices_of(strategy)
+    except (UserError, ImportError) as error:
+        return Variant(name, gpus or 1, None, failure=first_line(error))
+    return Variant(name, len(devices), other, devices, strategy.launches_ranks)
+
+
+def devices_of(strategy: Strategy) -> list[str]:
+    """The devices of the replicas, without starting a rank."""
+    if strategy.launches_ranks:
+        return [str(device) for device in strategy.choose_devices(default=None)]
+    with strategy:
+        return strategy.devices
+
+
+def _names(job: Composed) -> list[str]:
+    """The strategies to try; single_gpu only where there is a GPU."""
+    has_gpus = job.settings.trainer.accelerator != "cpu" and bool(present("auto"))
+    return [name for name in strategies(job) if has_gpus or name != "single_gpu"]
+
+
+def _counts(job: Composed) -> list[int]:
+    """2, 4 and so on and all, of the GPUs; where there are none, a rehearsal."""
+    accelerator = job.settings.trainer.accelerator
+    most = len(present("auto")) if accelerator != "cpu" else 0
+    counts = [REHEARSED_REPLICAS]
+    while 2 * counts[-1] <= most:
+        counts.append(2 * counts[-1])
+    return sorted({*counts, most} - {0, 1})
+
+
+def _entry(variant: Variant, settings: TrainerSettings) -> Entry:
+    name, job = variant.name, variant.job
+    if job is None:
+        return Entry(name, variant.replicas, failure=variant.failure)
+    trust, config = trust_of(job), job.config
+    make_strategy = partial(build, config["strategy"], "strategy", Strategy, trust=trust)
+    parts = (
+        partial(build, config["task"], "task", Task, trust=trust),
+        partial(build, config["data"], "data", DataModule, trust=trust),
+    )
+    try:
+        seed = job.settings.seed
+        return make_strategy().launch(trained, make_strategy, *parts, settings, seed, name)
+    except RankFailed as error:
+        return Entry(name, variant.replicas, failure=str(error).splitlines()[-1])
+    except UserError as error:
+        return Entry(name, variant.replicas, failure=first_line(error))
+
+
+def _is_of_strategy(override: str) -> bool:
+    key = key_of(override)
+    return key == "strategy" or key.startswith("strategy.")
+
+
+def _folder(job: Composed) -> str | None:
+    return None if job.config_dir is None else str(job.config_dir)

@@ -1,0 +1,37 @@
+"""`mode=verify`: whether a strategy keeps the numbers of one process, by the conformance kit."""
+
+import sys
+from typing import Any
+
+from dpframe.config.compose import Composed
+from dpframe.errors import Failure, UserError
+
+
+def run(job: Composed) -> dict[str, Any]:
+    """Prints the kit's report, and exits with code 1 where a check fails.
+
+    A run of a sweep doesn't exit: the other runs go on. Nor does one from Python.
+    """
+    from dpframe.config.locate import locate
+    from dpframe.config.parts import strategy_of
+    from dpframe.modes.report import refuse_checkpoint, show
+    from dpframe.testing import verify
+    from dpframe.testing.verification import recipe_of
+
+    refuse_checkpoint(job, "starts from the recipe's own weights")
+    maker = locate(job.config["task"]["_target_"], "task")  # a class, or a function
+    if getattr(maker, "needs_trainer", False):
+        raise UserError(
+            "mode=verify compares with steps that no Trainer makes, which a LightningModule needs; "
+            "verify the strategy by another recipe, or compare runs by mode=compare"
+        )
+    verdict = verify(strategy_of(job), recipe=recipe_of(job))
+    found = None  # a sweep takes a run without a summary for one that failed
+    if verdict.passed:
+        found = {"checks": {finding.check: finding.measured for finding in verdict.findings}}
+    show(job, str(verdict), found)
+    if not verdict.passed and job.number is None and job.history is None:
+        sys.exit(1)
+    if not verdict.passed:
+        raise Failure("mode=verify: a check has failed")
+    return {"metrics": {}, **(found or {})}

@@ -1,0 +1,1 @@
+"""dpframe-plan: what more replicas would bring, as a mode of dpframe."""

@@ -1,0 +1,143 @@
+"""The modes: dpframe's own, those that packages bring, and what all of them print."""
+
+import re
+
+import pytest
+from command import ROOT, attempts, cold_attempts, write
+
+from dpframe import UserError
+from dpframe.config import modes, plugins
+from dpframe.config.compose import composed
+from dpframe.modes import report
+
+PAGE = (ROOT / "docs" / "strategies.md").read_text()
+LATE = '''"""`mode=late`: tells how late it is."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Settings:
+    hour: int = field(default=22, metadata={"help": "of the day"})
+
+
+def run(job):
+    import torch
+
+    hour = job.settings.modes["late"].hour
+    print(f"{hour} o'clock in {job.settings.recipe}")
+    if hour > 24:
+        raise torch.OutOfMemoryError("there is no more time")
+    return {"metrics": {"hour": hour}}
+'''
+
+
+def install(site, package, **points):
+    """What pip leaves behind of a package with these modes."""
+    lines = [f"{name} = {module}" for name, module in points.items()]
+    notes = {
+        "METADATA": f"Metadata-Version: 2.1\nName: dpframe-{package}\nVersion: 1.0\n",
+        "entry_points.txt": "\n".join(["[dpframe.modes]", *lines, ""]),
+    }
+    write(site, {f"dpframe_{package}-1.0.dist-info/{name}": text for name, text in notes.items()})
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    site = tmp_path_factory.mktemp("site")
+    install(site, "late", late="late", both="late", size="size")
+    install(site, "rival", both="late", broken="broken", fit="late")
+    size = re.search(r"^```python\n(\"{3}`mode=size`.*?)^```$", PAGE, re.M | re.S)[1]
+    write(site, {"late.py": LATE, "size.py": size, "broken.py": "import wishful_driver\n"})
+    return {"PYTHONPATH": f"{ROOT}:{site}"}
+
+
+def test_a_file_and_an_entry_point_are_a_mode_as_the_docs_have_one(site, tmp_path):
+    late = ["recipe=boston", "mode=late"]
+    lines = [
+        late,
+        [*late, "late.hour=3", "hydra.run.dir=a"],
+        ["-m", *late, "late.hour=4,5"],
+        [*late, "late.hour=25"],
+        ["recipe=boston", "mode=size", "size.frozen=true"],
+        ["recipe=boston", "mode=both"],
+        ["recipe=boston", "mode=broken"],
+    ]
+    plain, set_, swept, full, counted, both, broken = attempts(lines, tmp_path, **site)
+    assert (plain.code, plain.out, plain.files) == (0, "22 o'clock in boston\n", [])
+    assert set_.out == "3 o'clock in boston\n"
+    assert "4 o'clock in boston" in swept.out and "5 o'clock in boston" in swept.out, swept
+    assert full.code == 1 and full.err.startswith("dpframe: cpu is out of memory in mode=late: ")
+    assert full.err.endswith("; take a smaller task, or a smaller batch\n")
+    assert counted.out == "boston: 801 parameters\n"
+    refused = "mode=both is in dpframe-late 1.0 and dpframe-rival 1.0; uninstall one"
+    assert (both.code, both.err) == (2, f"dpframe: {refused}\n")
+    assert broken.code == 2 and broken.err.startswith(
+        "dpframe: mode=broken of dpframe-rival 1.0: ModuleNotFoundError: No module named 'wish"
+    )
+
+
+def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_torch(
+    site, tmp_path
+):
+    lines = [
+        ["--help"],
+        ["--help", "late"],
+        ["recipe=boston", "mode=late", "late.hours=3"],
+        ["recipe=boston", "mode=late", "late.hour=noon"],
+        ["recipe=boston", "mode=lat"],
+        ["recipe=boston", "late.hour=3", "-c", "job"],
+    ]
+    (page, topic, misspelt, text, near, job), heavy = cold_attempts(lines, tmp_path, **site)
+    assert heavy == []
+    assert "\n  mode=late      Tells how late it is. (dpframe-late 1.0)\n" in page.out
+    assert all(f"  mode={name} " in page.out for name in modes.OWN)
+    assert topic.out.splitlines() == [
+        "  late          Tells how late it is. (dpframe-late 1.0)",
+        "  late.hour=22  of the day",
+    ]
+    assert misspelt.err == (
+        "dpframe: late.hours is not a key of the config; did you mean late.hour?\n"
+    )
+    assert text.err == "dpframe: late.hour=noon is text; use a whole number\n"
+    assert "mode=lat is not one of fit, " in near.err and "did you mean late?" in near.err
+    assert {misspelt.code, text.code, near.code} == {2}
+    assert job.code == 0 and "late:\n  hour: 3\n" in job.out
+
+
+def test_a_package_takes_no_mode_of_dpframes_own_and_one_that_is_gone_is_named(monkeypatch):
+    monkeypatch.setattr(plugins, "modes", lambda: {"fit": [("rival 1.0", None)]})
+    assert modes.names() == list(modes.OWN)
+    assert modes.load("fit").__name__ == "dpframe.modes.fit"
+    said = "mode=plan is a package of its own; pip install examples/dpframe-plan, in dpframe's"
+    for more in ([], ["plan.steps=2"]):
+        with pytest.raises(UserError, match=said):
+            composed(["recipe=boston", "mode=plan", *more])
+
+
+def test_every_file_of_a_mode_is_a_mode():
+    files = (ROOT / "dpframe" / "modes").glob("*.py")
+    with_run = {path.stem for path in files if "\ndef run(job: Composed) -> " in path.read_text()}
+    assert with_run == set(modes.OWN)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (1024, "1 KiB"), (25 * 2**40, "25 TiB")]
+)
+def test_bytes_have_their_unit(count, text):
+    assert report.size(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0"),
+        (5e-5, "50 us"),
+        (0.25, "250 ms"),
+        (2345.6, "2346 s"),
+        (12345.6, "3.43 h"),
+        (1e6, "11.6 days"),
+    ],
+)
+def test_seconds_have_their_unit(seconds, text):
+    assert report.time(seconds) == text
