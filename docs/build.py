@@ -16,9 +16,9 @@ from os.path import normpath, relpath
 from pathlib import Path
 from typing import get_type_hints
 
+from dpframe.config.help import Setting, comment_of, settings_of, top_level
 from dpframe.config.schema import RunSettings
 from dpframe.config.search import GROUPS, Configs
-from dpframe.config.topics import Setting, option_of, top_level
 from dpframe.trainer.settings import CHOICES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,12 +119,8 @@ def settings() -> Iterator[str]:
     for group in GROUPS:
         yield f"## {group}"
         for name in sorted(path.stem for path in ROOT.glob(f"conf/{group}/*.yaml")):
-            option = option_of(group, name, configs)
-            yield from (f"### {group}={name}", escaped(option.comment))
-            yield table(option.settings, types)
-            for part, more in option.more.items():
-                if more:
-                    yield f"`{part}` also takes {', '.join(f'`{key}`' for key in more)}."
+            yield from (f"### {group}={name}", escaped(comment_of(group, name, configs)))
+            yield table(settings_of(group, name, configs), types)
 
 
 def table(settings: list[Setting], types: dict[str, str]) -> str:

@@ -159,6 +159,7 @@ SLOW_FILES = {
     "fakecuda",
     "fakenccl",
     "gpu",
+    "help",
     "hugging_face",
     "install",
     "localsgd",
@@ -174,7 +175,6 @@ SLOW_FILES = {
     "slurm",
     "sweep_resume",
     "task",
-    "topics",
     "waits",
 }
 

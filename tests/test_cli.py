@@ -1,6 +1,5 @@
 """A mistake is one line on stderr, exit code 2, and leaves nothing behind; help is quick."""
 
-import copy
 import itertools
 import re
 import shutil
@@ -8,11 +7,10 @@ import subprocess
 import sys
 
 import pytest
-import yaml
 from command import ROOT, attempts, cold_attempts, environment, write
 
-from dpframe.config.compose import composed
-from dpframe.config.schema import checked
+from dpframe.config.compose import compose, from_hydra
+from dpframe.config.search import Configs
 from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
@@ -27,22 +25,22 @@ BEFORE_TORCH = {
     "strategy=dp": "there is no such strategy; did you mean data_parallel?",
     "callbacks=early_stoping": "there is no such callback; did you mean early_stopping?",
     "strategy=null": "name one strategy; there is: auto, cpu",
-    "strategy=[cpu,ddp]": "-m strategy=ONE,OTHER",
+    "strategy=[cpu,ddp]": "a run has one strategy; -m strategy=cpu,ddp runs each",
     "+strategy=cpu": "strategy has a value already; write strategy=… without the +",
     "trainer.max_epoch=3": "did you mean trainer.max_epochs?",
     "+trainer.max_epoch=3": "did you mean trainer.max_epochs?",
     "~trainer.max_epoch": "did you mean trainer.max_epochs?",
     "trainr.max_epochs=3": "did you mean trainer.max_epochs?",
-    "+foo=1": "there is no key 'foo'; there is: callbacks, checkpoint, compare, data, doctor, ",
-    "lr=0.1": "there is no key 'lr'; did you mean task.optimizer.lr?",
-    "gpus=2": "there is no key 'gpus'; did you mean trainer.gpus?",
-    "batch_size=2": "there is no key 'batch_size'; did you mean data.batch_size?",
+    "+foo=1": "there is no key foo; there is: callbacks, checkpoint, data, ",
+    "lr=0.1": "there is no key lr; did you mean task.optimizer.lr?",
+    "gpus=2": "there is no key gpus; did you mean trainer.gpus?",
+    "batch_size=2": "there is no key batch_size; did you mean data.batch_size?",
     "num_workers=2": "did you mean data.workers?",
     "ckpt_path=best": "did you mean checkpoint?",
     "trainer.accumulate_grad_batches=2": "did you mean trainer.accumulate?",
     "trainer.lean=false": "did you mean trainer.skip_dynamo_import?",
     "trainer.gradient_clip_val=1": "did you mean trainer.clip_norm?",
-    "trainer.fast_dev_run=true": "experiment=debug does that",
+    "trainer.fast_dev_run=true": "did you mean experiment=debug?",
     "ddp": "'ddp' is not an override; did you mean strategy=ddp?",
     "task.net.width=3": "there is no key task.net.width; its parts are the list task.net._args_",
     "tune.find=lr": "tune.find=lr is text; use a list of names, e.g. [lr]",
@@ -57,15 +55,12 @@ BEFORE_TORCH = {
     "seed=1,2": "several values are a sweep, which needs -m; for one list write seed=[1,2]",
     "data.file=a,b": "for one text \"data.file='a,b'\"",
     "trainer.gpus=${trainer.gpu}": "no key trainer.gpu; did you mean trainer.gpus?",
-    "data.batch_sise=3": "did you mean data.batch_size?",
-    "task.optimizer.l=1": "did you mean task.optimizer.lr?",
     "task.optimizer={l:1}": "no key task.optimizer.l; did you mean task.optimizer.lr?",
-    "task.scheduler._target_=x": "+task.scheduler._target_=… adds it",
+    "task.scheduler._target_=x": "name it, too: +task.scheduler._target_=… +task",
     "task.net._args_.9.bias=1": "task.net._args_ is a list; set all of it, as task.net._args_",
     "callbacks.chekpoint.keep=1": "did you mean callbacks.checkpoint.keep?",
     "strategy.timeout_seconds=3": "there is no key strategy.timeout_seconds",
     "~task": "task has no _target_",
-    "~trainer": "there is no key trainer.gpus",
     "seed=${nosuch:1}": "seed: Unsupported interpolation type nosuch",
     "checkpoint=last": "there is no run with a checkpoint in outputs/boston",
     "checkpoint=missing.ckpt": "checkpoint=missing.ckpt: there is no such file",
@@ -99,6 +94,7 @@ REFUSED = {
     "trainer.accelerator=gpu": "is not one of auto, cpu, cuda, mps, xpu; did you mean cuda?",
     "mode=train": "compare, doctor; did you mean fit?",
     "trainer.deterministic=maybe": "use true or false",
+    "trainer.channels_last=auto": "trainer.channels_last=auto is text; use true or false",
     "trainer.gpus=[0,0]": "list of different ids",
     "trainer.gpus=-1": "trainer.gpus=-1 is neither",
     "trainer.gpus=0": "leave it out, and use strategy=cpu",
@@ -111,7 +107,11 @@ REFUSED = {
     "data.batch_size=null": "data.batch_size=null is nothing; use a whole number",
     "data.workers=-1": "data.workers=-1 is out of range; use 0 or more",
     "data.workers=atuo": "data.workers=atuo is text; use a whole number or auto",
-    "task=5": "task has no _target_",
+    "task=5": "task=5 is a whole number; set its keys, as task.KEY=VALUE",
+    "mode=null": "mode=null is nothing; use text",
+    "compare.gpus=[1,x]": "compare.gpus=x is text; use a list of whole numbers or null",
+    "trainer.log_every=true": "trainer.log_every=True is a truth value; use a whole number",
+    "trainer.limit_val_batches=few": "trainer.limit_val_batches=few is text; use a number or null",
     "mode=tset": "mode=tset is not one of fit, validate, test, predict",
     "seed=-1": "seed=-1 is out of range",
     "seed=abc": "seed=abc is text; use a whole number",
@@ -132,6 +132,8 @@ WITH_TORCH = {
     "task.optimizer._partial_=false": "makes its Adam later; add ++task.optimizer._partial_",
     "task.optimizer._target_=": "is not a dotted path",
     "task._target_=torch.nn.Linear": "is not a dpframe Task",
+    "data.batch_sise=3": "BostonData takes no such argument; did you mean batch_size?",
+    "task.optimizer.l=1": "Adam takes no such argument; did you mean lr?",
     "+strategy.gpu=3": "auto takes no such argument; did you mean gpus?",
     "~task.net": "task.net is missing; Boston needs it, add +task.net=…",
     "task.optimizer.lr=abc": "task.optimizer.lr=abc is text; use a number",
@@ -147,8 +149,8 @@ WITH_TORCH = {
 }
 
 RECIPES = {
-    "empty": ("", "recipe=empty: its file has no keys in it"),
-    "nopackage": ("task: {}\n", "its file must begin with '# @package _global_'"),
+    "empty": ("", "in recipe/empty.yaml, there is no key in it"),
+    "nopackage": ("task: {}\n", "its first line must be '# @package _global_'"),
     "notask": ("# @package _global_\nrecipe: x\n", "task has no _target_"),
     "broken": (BOSTON + "data: [1\n", "broken.yaml, line "),
     "tab": (BOSTON + "\tdata: 1\n", "tab.yaml, line "),
@@ -156,7 +158,7 @@ RECIPES = {
     "typo": (BOSTON + "trainer: {max_epoch: 3}\n", "did you mean trainer.max_epochs?"),
     "top": (BOSTON + "trianer: {max_epochs: 3}\n", "did you mean trainer?"),
     "kind": (BOSTON + "trainer: {max_epochs: ten}\n", "trainer.max_epochs=ten is text"),
-    "scalar": (BOSTON + "trainer: 3\n", "node `trainer` is not a container"),
+    "scalar": (BOSTON + "trainer: 3\n", "in recipe/scalar.yaml, trainer=3 is one value; set"),
     "range": (BOSTON + "data: {workers: -1}\n", "data.workers=-1 is out of range"),
     "nowhere": (BOSTON + "seed: ${data.batchsize}\n", "did you mean data.batch_size?"),
     "unfilled": (BOSTON + "vars:\n  s: ???\n", "vars.s is not set; set vars.s=VALUE"),
@@ -199,14 +201,11 @@ def test_a_mistake_is_one_line(light):
 
 
 def test_a_value_that_a_setting_does_not_take_is_told_with_what_it_takes():
-    plain = composed(["recipe=boston"]).config
+    configs = Configs(None)
     for line, says in REFUSED.items():
-        key, _, value = line.partition("=")
-        *above, name = key.split(".")
-        config = copy.deepcopy(plain)
-        (config[above[0]] if above else config)[name] = yaml.safe_load(value)
+        words = ["recipe=boston", line]
         with pytest.raises(UserError, match=re.escape(says)) as refused:
-            checked(config)
+            from_hydra(compose(configs, words), words)
         assert "\n" not in str(refused.value), line
 
 

@@ -10,6 +10,7 @@ from dpframe.config.compose import composed
 SECRET = "s3cr3t-t0k3n"
 EXPERIMENT = """
 # @package _global_
+seed: ${oc.env:SEED}
 vars:
   token: ${oc.env:TOKEN}
   header: Bearer ${vars.token}
@@ -35,7 +36,8 @@ WRITTEN = {
 def test_no_file_of_a_run_has_what_is_in_the_environment(tmp_path, monkeypatch):
     folder = tmp_path / "in" / SECRET
     write(folder, {"rows.csv": (ROOT / "recipes/data/boston.csv").read_text(encoding="utf-8")})
-    for name, value in {"TOKEN": SECRET, "FOLDER": str(folder), "RATE": "0.02"}.items():
+    environment = {"TOKEN": SECRET, "FOLDER": str(folder), "RATE": "0.02", "SEED": "3"}
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     place = write(tmp_path / "out", {"mine/experiment/env.yaml": EXPERIMENT})
     start = ["--config-dir=mine", "trainer.max_epochs=1"]
@@ -52,7 +54,7 @@ def test_no_file_of_a_run_has_what_is_in_the_environment(tmp_path, monkeypatch):
     with_it = [path for path in place.rglob("*") if SECRET in str(path) or _has_secret(path)]
     assert with_it == []
     config = yaml.safe_load((place / "run/.hydra/config.yaml").read_text())
-    assert config["vars"] == WRITTEN
+    assert (config["vars"], config["seed"]) == (WRITTEN, "${oc.env:SEED}")
     state = checkpoint.load(place / "run/checkpoints/last.ckpt")
     assert state["optimizer"]["param_groups"][0]["lr"] == 0.02
     assert state["progress"]["epoch"] == 2

@@ -62,37 +62,51 @@ HINTS = [
         "strategy=ddp strategy.timeout_seconds=9",
     ),
     (
-        "boston task.optimizer.momentum=0.9",
-        "there is: amsgrad, betas",
-        "task.optimizer._target_=torch.optim.SGD task.optimizer.momentum=0.9",
-    ),
-    (
         "boston task.scheduler.step_size=3",
         "+task.scheduler._target_=… +task.scheduler._partial_=true +task.scheduler.step_size=…",
         "+task.scheduler._target_=torch.optim.lr_scheduler.StepLR +task.scheduler._partial_=true "
         "+task.scheduler.step_size=3",
     ),
-    ("lines data.workerz=2", "did you mean data.workers?", "data.workers=2"),
-    ("lines data.row=9", "did you mean data.rows?", "data.rows=9"),
-    ("lines task.net.bia=false", "did you mean task.net.bias?", "task.net.bias=false"),
+]
+OF_CLASSES = [  # which are asked once torch is imported
+    (
+        "boston task.optimizer.momentum=0.9",
+        "task.optimizer.momentum: Adam takes no such argument; there is: amsgrad, betas",
+        "task.optimizer._target_=torch.optim.SGD task.optimizer.momentum=0.9",
+    ),
+    ("lines data.workerz=2", "did you mean workers?", "data.workers=2"),
+    ("lines data.row=9", "did you mean rows?", "data.rows=9"),
+    ("lines task.net.bia=false", "did you mean bias?", "task.net.bias=false"),
     ("lines data.speed=9", "there is: batch_size, divide_streams, drop_last", ""),
 ]
 
 
 def test_what_a_hint_says_is_taken_and_torch_is_not_imported(tmp_path):
+    own = write(tmp_path, {"own/conf/recipe/lines.yaml": RECIPE, "own/parts/lines.py": PARTS})
+    done, heavy = cold_attempts([*mistaken(HINTS), *followed(HINTS + OF_CLASSES)], own)
+    assert heavy == []
+    for (typed, says, _), mistake in zip(HINTS, done, strict=False):
+        assert (mistake.code, mistake.out) == (2, "") and says in mistake.err, (typed, mistake)
+    for (_, _, then), correct in zip(HINTS + OF_CLASSES, done[len(HINTS) :], strict=True):
+        assert correct.code == 0, (then, correct.err)
+
+
+def test_an_argument_that_a_class_lacks_names_the_nearest(tmp_path):
     """`parts` is found though it is not in the current directory, but beside the configs."""
     own = write(tmp_path, {"own/conf/recipe/lines.yaml": RECIPE, "own/parts/lines.py": PARTS})
-    start = ["--config-dir=own/conf"]
-    mistakes = [[*start, *f"recipe={typed}".split()] for typed, _, _ in HINTS]
-    followed = [
-        [*start, f"recipe={typed.split()[0]}", *then.split(), "-c", "job"]
-        for typed, _, then in HINTS
-    ]
-    done, heavy = cold_attempts([*mistakes, *followed], own)
-    assert heavy == []
-    for (typed, says, then), mistake, correct in zip(HINTS, done, done[len(HINTS) :], strict=False):
+    done = attempts(mistaken(OF_CLASSES), own)
+    for (typed, says, _), mistake in zip(OF_CLASSES, done, strict=True):
         assert (mistake.code, mistake.out) == (2, "") and says in mistake.err, (typed, mistake)
-        assert correct.code == 0, (then, correct.err)
+
+
+def mistaken(hints: list[tuple[str, str, str]]) -> list[list[str]]:
+    return [["--config-dir=own/conf", *f"recipe={typed}".split()] for typed, _, _ in hints]
+
+
+def followed(hints: list[tuple[str, str, str]]) -> list[list[str]]:
+    """What is typed then, to see the config alone."""
+    words = [[f"recipe={typed.split()[0]}", *then.split()] for typed, _, then in hints]
+    return [["--config-dir=own/conf", *line, "-c", "job"] for line in words]
 
 
 def test_what_a_class_takes_is_a_key_in_a_run_its_resume_and_a_sweep(tmp_path):

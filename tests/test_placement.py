@@ -11,8 +11,6 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 import dpframe
-from dpframe import UserError
-from dpframe.config.schema import checked
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer.placement import CHANNELS_LAST, align
 
@@ -155,9 +153,3 @@ def test_volumes_are_turned_too():
     weight = trainer(make=Volumes, data=Images(), channels_last=True).task.net[0].weight
     assert weight.is_contiguous(memory_format=torch.channels_last_3d)
     assert not weight.is_contiguous()
-
-
-def test_another_word_is_refused():
-    parts = {name: {"_target_": "any.Part"} for name in ("task", "data", "strategy")}
-    with pytest.raises(UserError, match="channels_last=auto is text; use true or false$"):
-        checked({**parts, "trainer": {"channels_last": "auto"}})

@@ -16,7 +16,8 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.completion_plugin import CompletionPlugin
 
 from dpframe.config import modes
-from dpframe.config.search import CONFIG_NAME, Configs
+from dpframe.config.schema import CONFIG_NAME
+from dpframe.config.search import Configs
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import CHOICES as SETTINGS
 from dpframe.trainer.settings import TrainerSettings

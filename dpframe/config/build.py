@@ -17,7 +17,7 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.config.compose import Composed
-from dpframe.config.locate import locate
+from dpframe.config.locate import locate, parameters_of
 from dpframe.config.schema import is_off, kind_of, shown, unfit
 from dpframe.config.trust import NOBODY, THEIRS, Trust, slots, trust_of
 from dpframe.data import DataModule
@@ -143,10 +143,13 @@ def _check_arguments(
         parameters.setdefault("groups", GROUPS)
     given = {name: value for name, value in node.items() if name not in SPECIAL}
     name = getattr(target, "__name__", str(target))
+    is_open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    inherited, is_all = parameters_of(node["_target_"]) if is_open else ([], True)
+    known = {*inherited, *(key for key, p in parameters.items() if p.kind is not p.VAR_KEYWORD)}
     for key in given:
-        if key not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+        if is_all and key not in known:
             raise UserError(
-                f"{where}.{key}: {name} takes no such argument; {suggestion(key, parameters)}"
+                f"{where}.{key}: {name} takes no such argument; {suggestion(key, known)}"
             )
     # The Task adds the first argument of these, and `total_steps`.
     is_later = isinstance(target, type) and issubclass(target, tuple(MADE_LATER))

@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dpframe import files
 from dpframe.config import modes, plugins
-from dpframe.config.errors import unresolved
+from dpframe.config.errors import explain
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import RunSettings, checked, shown
 from dpframe.config.search import Configs, quoted, register_resolver
@@ -119,7 +119,8 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         run_dir = str(files.local_path("hydra.run.dir", str(hydra.run.dir)))
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
-        raise unresolved(error, config) from None
+        known: Any = OmegaConf.to_container(config)
+        raise explain(error, config=known) from None
     if not str(hydra.run.dir).strip():
         raise UserError("hydra.run.dir is empty; name a directory")
     objective_of(plain)  # refuses a metric without a direction
@@ -141,17 +142,22 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
-    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    """A masked copy would lose the types of the top level."""
+    copy = config.copy()
+    with open_dict(copy):
+        del copy["hydra"]
+    return copy
 
 
 def resolved(job: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The config, and as it is written down: what is in the environment may be a secret."""
-    config = _plain(job, resolve=True)
+    config, unfilled = _plain(job, resolve=True), _plain(job, resolve=False)
     try:
         register_resolver("oc.env", _as_written, replace=True)
-        return config, _plain(job, resolve=True)
+        untyped = OmegaConf.create(unfilled)  # what is written for a number is text
+        return config, _plain(untyped, resolve=True)
     except OmegaConfBaseException:  # e.g. it is a part of another name
-        return config, _plain(job, resolve=False)
+        return config, unfilled
     finally:
         register_resolver("oc.env", oc.env, replace=True)
 

@@ -1,152 +1,212 @@
 """Turns what Hydra, OmegaConf or YAML refuses into one line: what, what was given, what to do."""
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import yaml
-from hydra.errors import (
-    ConfigCompositionException,
-    HydraException,
-    MissingConfigException,
-    OverrideParseException,
-)
-from omegaconf import DictConfig
-from omegaconf.errors import (
-    InterpolationKeyError,
-    InterpolationToMissingValueError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
 
-from dpframe.config.hints import has, hint, is_taken
-from dpframe.config.start import key_of
-from dpframe.errors import UserError, first_line, suggestion
+from dpframe.config.hints import hint
+from dpframe.config.schema import CONFIG_NAME, KINDS, Group, defaults, groups, spoken, type_of
+from dpframe.config.start import key_of, value_of
+from dpframe.errors import UserError, first_line, nearest, suggestion
 
 
-@contextmanager
-def one_line(
-    overrides: Sequence[str],
-    compose: Callable[[Sequence[str]], DictConfig],
-    options: Callable[[str], list[str]],
-    offers: Callable[[str], list[str]],
-) -> Iterator[None]:
-    """Turns an error inside into a UserError.
+class Menu(Protocol):
+    """Where the nearest name is looked for."""
 
-    `compose` returns the config with those overrides that are right, `options` the options of a
-    group, `offers` those that bring a key: all are where the nearest name is looked for.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except MissingConfigException as error:
-        raise _unknown_option(error, options) from None
-    except OverrideParseException as error:
-        key, _, value = error.override.partition("=")
+    def base(self, overrides: Sequence[str]) -> Mapping[str, Any]:
+        """The config with those overrides whose keys there are."""
+
+    def groups(self) -> list[str]: ...
+
+    def options(self, group: str) -> list[str]: ...
+
+    def offers(self, key: str) -> list[str]:
+        """The options that bring a key."""
+
+
+def explain(
+    error: Exception,
+    overrides: Sequence[str] = (),
+    menu: Menu | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> UserError:
+    """`config` is what was composed of these overrides, if it was."""
+    if isinstance(error, UserError):
+        return error
+    mistake = _Mistake(error, overrides, menu, config)
+    for pattern, says in TEXTS:
+        if found := re.search(pattern, mistake.text):
+            line = says.format(*found.groups()) if isinstance(says, str) else says(mistake, found)
+            if line:
+                return UserError(mistake.place + line)
+    return UserError(mistake.first_line)
+
+
+@dataclass
+class _Mistake:
+    error: Exception
+    overrides: Sequence[str]
+    menu: Menu | None
+    config: Mapping[str, Any] | None
+
+    @property
+    def text(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}\n{self.error.__cause__ or ''}"
+
+    @property
+    def place(self) -> str:
+        """The file that it is in, unless it is in an override."""
+        found = re.search(r": In '([^']+)'", self.text)
+        return f"in {found[1]}.yaml, " if found and found[1] not in (CONFIG_NAME, "config") else ""
+
+    @property
+    def key(self) -> str:
+        """That of the list, for an item of a list."""
+        found = re.search(r"full_key: ([^\s\[]+)", self.text)
+        return found[1] if found else ""
+
+    @property
+    def first_line(self) -> str:
+        cause = self.error.__cause__ or self.error
+        if isinstance(cause, OmegaConfBaseException):
+            return f"{self.key}: " * bool(self.key) + first_line(cause)
+        is_clear = isinstance(cause, HydraException)
+        return "the config can't be composed: " * (not is_clear) + first_line(cause)
+
+    # What TEXTS has for a pattern; "": a later row may know more.
+
+    def yaml(self, _: re.Match[str]) -> str:
+        if not isinstance(self.error, yaml.YAMLError):
+            return ""
+        mark = getattr(self.error, "problem_mark", None)
+        problem = getattr(self.error, "problem", None) or first_line(self.error)
+        return f"{mark.name}, line {mark.line + 1}: {problem}" if mark else f"YAML: {problem}"
+
+    def unreadable(self, _: re.Match[str]) -> str:
+        assert isinstance(self.error, OverrideParseException)
+        override = str(self.error.override)
+        key, equals, value = override.partition("=")
+        if not equals:
+            groups = self.menu.groups() if self.menu else []
+            meant = [f"did you mean {g}={override}?" for g in groups if override in self.options(g)]
+            meant.append("write key=value, e.g. trainer.gpus=2, without spaces")
+            return f"'{override}' is not an override; {meant[0]}"
         quote = f"if that is text, quote it: \"{key}='{value}'\""
         try_this = "check its quotes" if set(value) & set("\"'\\") else quote
-        raise UserError(f"{error.override}: can't be read; {try_this}") from None
-    except ConfigCompositionException as error:
-        raise _not_composed(error, overrides, compose, options, offers) from None
-    except yaml.YAMLError as error:
-        raise UserError(_yaml_line(error)) from None
-    except RecursionError:
-        raise UserError(
-            "the config files name each other in a circle; leave one out of the defaults"
-        ) from None
-    except Exception as error:
-        # `strategy=null` is a ValueError that doesn't name it
-        is_null = "Config group override must be" in str(error)
-        raise (is_null and _no_option(overrides, options)) or _nothing_better(error) from None
+        return f"{override}: can't be read; {try_this}"
+
+    def no_option(self, _: re.Match[str]) -> str:
+        assert isinstance(self.error, MissingConfigException)
+        loaded = re.search(r"Could not load '([^']+)'", self.text)
+        path = self.error.missing_cfg_file or (loaded[1] if loaded else "")
+        group, _slash, option = path.rpartition("/")
+        names = list(self.error.options or self.options(group))
+        if not names or not group:
+            return ""
+        near = suggestion("data_parallel" if option == "dp" else option, names)
+        there = f" (there is: {', '.join(names)})" if near.startswith("did") else ""
+        kind = group.removesuffix("s")
+        return f"{group}={option}: there is no such {kind}; {near}{there}"
+
+    def not_chosen(self, found: re.Match[str]) -> str:
+        group = found[1]
+        if near := nearest(group, map(key_of, self.overrides), cutoff=0.8):
+            return f"there is no key {near}; did you mean {group}?"
+        there = ", ".join(self.options(group))
+        return f"{group} is not set; set {group}=NAME, one of: {there} (see --help)"
+
+    def no_name(self, _: re.Match[str]) -> str:
+        """Of `strategy=null`, which the error does not name."""
+        for override in self.overrides:
+            key, _equals, value = override.lstrip("+~").partition("=")
+            is_name = re.search(r"[^\W\d]", value) and value not in ("null", "true", "false")
+            if not is_name and (there := self.options(key)):
+                return f"{override}: name one {key}; there is: {', '.join(there)}"
+        return ""
+
+    def no_key(self, found: re.Match[str]) -> str:
+        key = found[1]
+        key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}
+        typed = [f"{o}: " for o in self.overrides if f"{key}.".startswith(f"{key_of(o)}.")]
+        return max(typed, default="", key=key_of) + f"there is no key {key}; {self.hint(key)}"
+
+    def no_such_reference(self, found: re.Match[str]) -> str:
+        return f"{self.key}=${{{found[1]}}}: there is no key {found[1]}; {self.hint(found[1])}"
+
+    def misfit(self, found: re.Match[str]) -> str:
+        """A value that can't be converted to the type of its key."""
+        said = {"kind": "NoneType", "value": None} | found.groupdict()
+        kind, value = str(said["kind"]), said["value"] or value_of(self.key, self.overrides)
+        value = "null" if kind == "NoneType" else value
+        what = f"{self.key}={value}" if value else self.key
+        what += f" is {KINDS.get(kind, kind)}; "
+        wanted = type_of(self.key)
+        if self.key in groups() or wanted == Group:
+            return f"{what}set its keys, as {self.key}.KEY=VALUE"
+        example = f", e.g. [{value or 'NAME'}]" if wanted == list[str] else ""
+        return f"{what}use {spoken(wanted)}{example}" if wanted else ""
+
+    def no_group(self, found: re.Match[str]) -> str:
+        keys = [key for key, kind in groups().items() if kind.__name__ == found[1]]
+        typed = [key for key in keys if value_of(key, self.overrides) == found[2]]
+        key = " or ".join(typed or keys)
+        return f"{key}={found[2]} is one value; set its keys, as {key}.KEY=VALUE"
+
+    # Where the nearest name is looked for
+
+    def hint(self, key: str) -> str:
+        config = self.config
+        if config is None and self.menu is not None:
+            with suppress(Exception):  # another of the overrides is wrong, too, or a file
+                config = self.menu.base(self.overrides)
+        known = defaults() if config is None else config
+        return hint(known, key, self.menu.offers(key) if self.menu else [])
+
+    def options(self, group: str) -> list[str]:
+        return self.menu.options(group) if self.menu and re.fullmatch(r"\w+", group) else []
 
 
-def unresolved(error: OmegaConfBaseException, config: DictConfig) -> UserError:
-    """A `${…}` without its key, or a `???` that is still there."""
-    key = error.full_key or ""
-    missing = re.search(r"Interpolation key '([^']+)' not found", str(error))
-    if isinstance(error, InterpolationKeyError) and missing:
-        try_this = hint(config, missing[1])
-        return UserError(f"{key}=${{{missing[1]}}}: there is no key {missing[1]}; {try_this}")
-    if isinstance(error, MissingMandatoryValue | InterpolationToMissingValueError):
-        named = str(error).splitlines()[0].rpartition(": ")[2]
-        key = named if isinstance(error, InterpolationToMissingValueError) else key or named
-        return UserError(f"{key} is not set; set {key}=VALUE")
-    return UserError(f"{key}: {first_line(error)}")
-
-
-def _unknown_option(error: MissingConfigException, options: Callable) -> UserError:
-    text = str(error)
-    loaded = re.search(r"Could not load '([^']+)'", text)
-    group, _, option = (error.missing_cfg_file or (loaded[1] if loaded else "")).rpartition("/")
-    names = list(error.options or options(group))
-    if not names or not group:
-        return UserError(first_line(error))
-    near = suggestion("data_parallel" if option == "dp" else option, names)
-    there = f" (there is: {', '.join(names)})" if near.startswith("did") else ""
-    source = re.match(r"In '([^']+)'", text)
-    where = f"in {source[1]}.yaml, " if source and source[1] != "config" else ""
-    return UserError(
-        f"{where}{group}={option}: there is no such {group.removesuffix('s')}; {near}{there}"
-    )
-
-
-def _not_composed(
-    error: Exception,
-    overrides: Sequence[str],
-    compose: Callable,
-    options: Callable,
-    offers: Callable,
-) -> UserError:
-    text = str(error)
-    if match := re.search(r"[Yy]ou must specify '([\w/@.]+)'", text):
-        there = ", ".join(options(match[1]))
-        return UserError(
-            f"{match[1]} is not set; set {match[1]}=NAME, one of: {there} (see --help)"
-        )
-    if match := re.search(r"Ambiguous value for argument '(.+)'", text):
-        key, _, value = match[1].partition("=")
-        return UserError(
-            f"{match[1]}: several values are a sweep, which needs -m; for one list write "
-            f"{key}=[{value}], for one text \"{key}='{value}'\""
-        )
-    if match := re.search(r"already at '([^']+)'|Multiple values for ([^.]+)\.", text):
-        key = match[1] or match[2]
-        return UserError(f"{key} has a value already; write {key}=… without the +")
-    try:
-        base = compose(overrides)
-    except Exception:  # another of the overrides is wrong, too
-        return _nothing_better(error.__cause__ or error)
-    new = [f"{key_of(override)}." for override in overrides if override.startswith("+")]
-    for override in overrides:
-        key = key_of(override)
-        is_new = any(f"{key}.".startswith(name) for name in new)
-        is_known = has(base, key) or is_taken(base, key)
-        if not (is_new or re.search(r"[@/\[]", key) or is_known):
-            return UserError(f"{override}: there is no key {key}; {hint(base, key, offers)}")
-        inside = getattr(error.__cause__, "full_key", None) or ""
-        is_dict = override.partition("=")[2].startswith("{")
-        if is_dict and inside.startswith(f"{key}.") and not has(base, inside):
-            near = hint(base, inside, offers)
-            return UserError(f"{override}: there is no key {inside}; {near}")
-    return _nothing_better(error.__cause__ or error)
-
-
-def _no_option(overrides: Sequence[str], options: Callable) -> UserError | None:
-    for override in overrides:
-        key, _, value = override.lstrip("+~").partition("=")
-        is_name = re.search(r"[^\W\d]", value) and value not in ("null", "true", "false")
-        if not is_name and re.fullmatch(r"\w+", key) and (there := options(key)):
-            return UserError(f"{override}: name one {key}; there is: {', '.join(there)}")
-    return None
-
-
-def _nothing_better(error: BaseException) -> UserError:
-    is_clear = isinstance(error, OmegaConfBaseException | HydraException)
-    return UserError(("" if is_clear else "the config can't be composed: ") + first_line(error))
-
-
-def _yaml_line(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or first_line(error)
-    return f"{mark.name}, line {mark.line + 1}: {problem}" if mark else f"broken YAML: {problem}"
+NO_PACKAGE = "its first line must be '# @package _global_'"
+SET = "{0} is not set; set {0}=VALUE"
+TAKEN = "{0} has a value already; write {0}=… without the +"
+# What Hydra, OmegaConf or YAML says, after the type of the error, and what we say.
+TEXTS: tuple[tuple[str, str | Callable[[_Mistake, re.Match[str]], str]], ...] = (
+    ("^", _Mistake.yaml),
+    (
+        "^RecursionError",
+        "the config files name each other in a circle; leave one out of the defaults",
+    ),
+    ("^OverrideParseException", _Mistake.unreadable),
+    ("^MissingConfigException", _Mistake.no_option),
+    (r"You must specify '([\w/@.]+)'", _Mistake.not_chosen),
+    ("Config group override must be", _Mistake.no_name),
+    (
+        "Ambiguous value for argument '(([^=]+)=(.+))'",
+        "{0}: several values are a sweep, which needs -m; for one list write {1}=[{2}], for one "
+        "text \"{1}='{2}'\"",
+    ),
+    ("already at '([^']+)'", TAKEN),
+    (r"Multiple values for ([^.]+)\.", TAKEN),
+    (r"to string: '{}'\s+full_key: recipe", "there is no key in it"),
+    (r"to string: '{.*\s+full_key: recipe", NO_PACKAGE),
+    (r"In '(\w+)/.*\s+Key '\1' not in", NO_PACKAGE),
+    (r"(?:Could not (?:override|append to)|delete from config\.) '([^']+)'", _Mistake.no_key),
+    (r"Key '.+' not in '\w+'\s+full_key: (\S+)", _Mistake.no_key),
+    ("Interpolation key '([^']+)' not found", _Mistake.no_such_reference),
+    (r"while resolving.* Missing mandatory value: (\S+)", SET),
+    (r"Missing mandatory value: .*\s+full_key: (\S+)", SET),
+    (r"Value '{}' of type 'dict'.*\s+full_key: (\S+)", "{0} is one value, with nothing in it"),
+    (r"list index out of range\s+full_key: ([^\s\[]+)", "{0} is a list; set all of it, as {0}=[…]"),
+    ("Value '(?P<value>.*)' of type '(?P<kind>.+?)'", _Mistake.misfit),
+    (r"Value '(?P<value>.*)' is not a valid bool \(type (?P<kind>\w+)\)", _Mistake.misfit),
+    (r"Invalid value assigned: (?P<kind>\w+) is not a ListConfig", _Mistake.misfit),
+    (r"Cannot assign (?P<kind>\w+) to ", _Mistake.misfit),
+    ("field '.*' is not Optional|Incompatible value 'None'", _Mistake.misfit),
+    (r"is not a subclass of (\w+)\. value: (.*)", _Mistake.no_group),
+)

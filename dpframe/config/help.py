@@ -1,9 +1,13 @@
-"""What is shown without a run: the help, and the config that would run."""
+"""What is shown without a run: the help, the settings of a topic, and the config that would run."""
 
 import argparse
-from collections.abc import Sequence
-from pathlib import Path
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from importlib.resources import files
+from typing import Any, NamedTuple
 
+import yaml
 from hydra.core.plugins import Plugins
 from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
@@ -11,10 +15,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
 from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
 from dpframe.config.hints import has, hint
-from dpframe.config.schema import shown
-from dpframe.config.search import CONFIG_NAME, Configs
-from dpframe.config.start import value_of
-from dpframe.errors import UserError, printable
+from dpframe.config.schema import CONFIG_NAME, shown
+from dpframe.config.search import Configs
+from dpframe.config.start import key_of, value_of
+from dpframe.errors import UserError, first_line, printable, suggestion
 
 USAGE = """\
 dpframe trains PyTorch models from Hydra configs: change the strategy, not the maths.
@@ -57,15 +61,19 @@ options
 """
 
 
+WIDEST = 44  # columns of a setting, for the comments to begin in one
+UNTOLD = ("defaults", "_partial_")
+OF_KEYS = ("trainer", "callbacks", "logger", "strategy")  # groups in which a key is looked up
+
+
 def shown_for(arguments: argparse.Namespace, options: str) -> str:
     """What `--help`, `--cfg`, `--info` or `--hydra-help` prints; `options` are the command's."""
     configs, overrides = Configs(arguments.config_dir), arguments.overrides
     if arguments.help and overrides:
-        from dpframe.config.topics import settings_of
-
-        text = "\n\n".join(settings_of(topic, configs) for topic in overrides)
+        text = "\n\n".join(_topic(each, configs) for each in overrides)
     elif arguments.help:
-        text = _help(configs)
+        menus = [_menu(group, configs) for group in configs.groups()]
+        text = "\n".join([USAGE, _modes(), *menus, KEYS, EXAMPLES])
     elif arguments.cfg:
         text = _config(configs, overrides, arguments)
     elif arguments.info:
@@ -75,19 +83,6 @@ def shown_for(arguments: argparse.Namespace, options: str) -> str:
         lines = [f"  {group}: {', '.join(configs.options(group))}" for group in groups]
         text = "\n".join([options, "Hydra's groups", *lines])
     return printable(text.rstrip("\n"))
-
-
-def _help(configs: Configs) -> str:
-    """The modes, the groups with their options, and what people type."""
-    menus = [_menu(group, configs) for group in configs.groups()]
-    return "\n".join([USAGE, _modes(), *menus, KEYS, EXAMPLES])
-
-
-def _modes() -> str:
-    names = modes.names()
-    width = max(map(len, names))
-    lines = [f"  mode={name:<{width}}  {modes.about(name)}" for name in names]
-    return "\n".join(["modes", *lines, ""])
 
 
 def _config(configs: Configs, overrides: Sequence[str], arguments: argparse.Namespace) -> str:
@@ -108,8 +103,9 @@ def _config(configs: Configs, overrides: Sequence[str], arguments: argparse.Name
 def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
     if resolve:
         OmegaConf.resolve(config)
-    if package and not has(config, package):
-        raise UserError(f"--package={package}: there is no such part; {hint(config, package)}")
+    known: Any = OmegaConf.to_container(config)
+    if package and not has(known, package):
+        raise UserError(f"--package={package}: there is no such part; {hint(known, package)}")
     part = OmegaConf.select(config, package) if package else config
     if not isinstance(part, DictConfig | ListConfig):
         return shown(part)
@@ -138,26 +134,144 @@ def _info(configs: Configs, overrides: Sequence[str], kind: str) -> str:
     return "\n".join(lines)
 
 
+def _modes() -> str:
+    names = modes.names()
+    width = max(map(len, names))
+    lines = [f"  mode={name:<{width}}  {modes.about(name)}" for name in names]
+    return "\n".join(["modes", *lines, ""])
+
+
 def _menu(group: str, configs: Configs) -> str:
+    """A group's options, a line each."""
     options = configs.options(group)
-    width = max((len(option) for option in options), default=0)
-    lines = [
-        f"  {group}={option:<{width}}  {_description(group, option, configs.folder)}".rstrip()
-        for option in options
-    ]
+    width = max(map(len, options), default=0)
+    lines = [f"  {_titled(group, option, configs, width)}" for option in options]
     return "\n".join([group, *lines, ""])
 
 
-def _description(group: str, option: str, folder: Path | None) -> str:
-    """The first comment of the option's file."""
-    paths = plugins.files_of(group, option, folder)
-    texts = (path.read_bytes().decode(errors="replace") for _, path in paths)
-    comments = [first_comment(text) for text in texts]
+def _titled(group: str, option: str, configs: Configs, width: int = 0) -> str:
+    """An option with the first comment of its file, and the packages that bring it."""
+    paths = plugins.files_of(group, option, configs.folder)
     packages = [who for who, _ in paths if paths[0][0] not in ("dpframe", "you")]
-    return "".join(comments[:1]) + f" ({', '.join(packages)})" * bool(packages)
+    comment = comment_of(group, option, configs) + f" ({', '.join(packages)})" * bool(packages)
+    return f"{group}={option:<{width}}  {comment}".rstrip()
 
 
-def first_comment(text: str) -> str:
-    """The first one of a config's that is not for Hydra."""
-    comments = (line[1:].strip() for line in text.splitlines() if line.startswith("#"))
+# --help TOPIC
+
+
+class Setting(NamedTuple):
+    key: str
+    value: str  # as the file has it; "" for a part of the config
+    comment: str
+
+    @property
+    def text(self) -> str:
+        """The setting as typed; a group of keys has only its name."""
+        return f"{self.key}={self.value}" if self.value else self.key
+
+
+def comment_of(group: str, option: str, configs: Configs) -> str:
+    """The first one of an option's file that is not for Hydra."""
+    lines = _text(group, option, configs).splitlines()
+    comments = (line[1:].strip() for line in lines if line.startswith("#"))
     return next((line for line in comments if not line.startswith("@package")), "")
+
+
+def settings_of(group: str, option: str, configs: Configs) -> list[Setting]:
+    text = _text(group, option, configs)
+    is_global = re.search(r"^# *@package +_global_ *$", text, re.MULTILINE)
+    return list(_settings(text, "" if is_global else f"{group.replace('/', '.')}."))
+
+
+def top_level() -> list[Setting]:
+    """The settings of conf/config.yaml, which belong to no group."""
+    text = files("dpframe.conf").joinpath("config.yaml").read_text(encoding="utf-8")
+    return list(_settings(text, ""))
+
+
+def _topic(topic: str, configs: Configs) -> str:
+    """The help of e.g. `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus` or `seed`."""
+    groups = configs.groups()
+    group, _, option = topic.partition("=")
+    if group in groups and option:
+        if option not in configs.options(group):
+            near = suggestion(option, configs.options(group))
+            raise UserError(f"--help {topic}: there is no such {group}; {near}")
+        return _option(group, option, configs)
+    if group == "recipe":
+        recipes = [_titled(group, each, configs) for each in configs.options(group)]
+        return "\n".join([*recipes, "", "dpframe --help recipe=NAME shows the settings of one"])
+    if group in groups:
+        return "\n\n".join(_option(group, each, configs) for each in configs.options(group))
+    of = {option: group for group in reversed(groups) for option in configs.options(group)}
+    if topic in of:
+        return _option(of[topic], topic, configs)
+    settings = [*top_level(), *_of_packages()]
+    for group in OF_KEYS:
+        for option in configs.options(group):
+            settings += settings_of(group, option, configs)
+    found = {each.key: each for each in reversed(settings)}  # the first of a key
+    key = key_of(topic)
+    if below := [each for each in reversed(found.values()) if f"{each.key}.".startswith(f"{key}.")]:
+        return _lines(below)
+    near = suggestion(key, {*groups, *of, *found})
+    there = near if near.startswith("did") else f"there is: {', '.join(groups)}"
+    raise UserError(f"--help {topic}: there is no such group, option or key; {there}")
+
+
+def _of_packages() -> Iterator[Setting]:
+    """The settings of the modes of packages."""
+    for mode in filter(modes.of_package, modes.names()):
+        yield Setting(mode, "", modes.about(mode))
+        with suppress(UserError):  # it is broken
+            for name, default, comment in modes.described(mode):
+                yield Setting(f"{mode}.{name}", shown(default), comment)
+
+
+def _option(group: str, option: str, configs: Configs) -> str:
+    lines = _titled(group, option, configs), _lines(settings_of(group, option, configs))
+    return "\n".join(filter(None, lines))
+
+
+def _text(group: str, option: str, configs: Configs) -> str:
+    """An option's file."""
+    paths = plugins.files_of(group, option, configs.folder)
+    return paths[0][1].read_text(encoding="utf-8", errors="replace") if paths else ""
+
+
+def _settings(text: str, prefix: str) -> Iterator[Setting]:
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"broken YAML: {first_line(error)}") from None
+    if isinstance(root, yaml.MappingNode):
+        yield from _below(root, prefix, text)
+
+
+def _below(node: yaml.MappingNode, prefix: str, text: str) -> Iterator[Setting]:
+    for name, value in node.value:
+        if name.value in UNTOLD:
+            continue
+        key = f"{prefix}{name.value}"
+        if isinstance(value, yaml.MappingNode) and not value.flow_style and value.value:
+            if comment := _comment(text, name.end_mark):
+                yield Setting(key, "", comment)
+            yield from _below(value, f"{key}.", text)
+            continue
+        source = text[value.start_mark.index : value.end_mark.index].strip()
+        is_long = "\n" in source
+        comment = _comment(text, name.end_mark if is_long else value.end_mark)
+        yield Setting(key, "[…]" if is_long else source or "null", comment)
+
+
+def _comment(text: str, mark: Any) -> str:
+    """The comment at the end of the line of `mark`."""
+    found = re.search(r"(?:^|\s)#\s*(.*)", text[mark.index :].partition("\n")[0])
+    return found[1].strip() if found else ""
+
+
+def _lines(settings: Iterable[Setting]) -> str:
+    settings = list(settings)
+    width = max((len(each.text) for each in settings if len(each.text) <= WIDEST), default=0)
+    return "\n".join(f"  {each.text:<{width}}  {each.comment}".rstrip() for each in settings)

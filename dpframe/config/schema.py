@@ -1,19 +1,20 @@
-"""The top-level keys of a config, and the check that nothing else is there."""
+"""The keys of a config and their types, which Hydra checks every file and override against."""
 
-import re
 import types
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, OmegaConf
 
 from dpframe.config import modes
 from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
 from dpframe.files import refuse_url
-from dpframe.trainer.settings import TrainerSettings, scale_settings, several_machines
+from dpframe.trainer.settings import TrainerSettings, scale_settings
 
+CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
 EVALUATIONS = ("validate", "test", "predict", "export")
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
 PARTS = ("task", "data", "strategy")
@@ -37,26 +38,27 @@ class SweepSettings:
             )
 
 
-TYPED = {"trainer": TrainerSettings, "sweep": SweepSettings}
+TYPED: dict[str, type[Any]] = {"trainer": TrainerSettings, "sweep": SweepSettings}
+Group = dict[Any, Any]  # a user adds keys
 
 
 @dataclass
 class RunSettings:
     recipe: str = "unnamed"
-    task: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
-    strategy: dict[str, Any] = field(default_factory=dict)
+    task: Group = field(default_factory=dict)
+    data: Group = field(default_factory=dict)
+    strategy: Group = field(default_factory=dict)
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
-    sweep: SweepSettings = field(default_factory=SweepSettings)
-    callbacks: dict[str, Any] = field(default_factory=dict)
-    logger: dict[str, Any] = field(default_factory=dict)
+    callbacks: Group = field(default_factory=dict)
+    logger: Group = field(default_factory=dict)
     mode: str = "fit"
     seed: int = 0
     checkpoint: str | None = None
     resume: str | None = None
     resume_anyway: bool = False
     test_after_fit: bool = False
-    vars: dict[str, Any] = field(default_factory=dict)
+    sweep: SweepSettings = field(default_factory=SweepSettings)
+    vars: Group = field(default_factory=dict)
     trusted_modules: list[str] = field(default_factory=list)
     modes: dict[str, Any] = field(  # the settings of each, by its name
         default_factory=dict, metadata={"omegaconf_ignore": True}
@@ -82,7 +84,7 @@ class RunSettings:
 
 
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings) if f.name != "modes")
-WHOLE = {  # whole keys by their last part, or by their name in other frameworks
+WHOLE = {  # what to type for the last part of a key, or for its name in other frameworks
     **{f.name: f"trainer.{f.name}" for f in fields(TrainerSettings)},
     **dict.fromkeys(("devices", "num_devices", "num_processes"), "trainer.gpus"),
     **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "trainer.max_epochs"),
@@ -98,52 +100,97 @@ WHOLE = {  # whole keys by their last part, or by their name in other frameworks
     **{name: f"data.{name}" for name in ("batch_size", "workers", "shuffle")},
     **{name: f"task.{name}" for name in ("optimizer", "optimizers", "scheduler", "net")},
     **dict.fromkeys(("lr", "learning_rate"), "task.optimizer.lr"),
+    **{name: f"task.optimizer.{name}" for name in ("weight_decay", "momentum", "betas")},
     "model": "task",
     "lean": "trainer.skip_dynamo_import",  # its name before
+    "fast_dev_run": "experiment=debug",
+    "overfit_batches": "experiment=overfit",
     **{f"optimized_{name}": f"sweep.{name}" for name in ("metric", "mode")},  # theirs
 }
 
 
+@cache
+def groups() -> dict[str, type[Any]]:
+    """The groups of settings, each with its type; without those of packages, which are imported
+    only where they are meant."""
+    of_modes = {name: modes.settings(name) for name in modes.OWN}
+    return TYPED | {name: kind for name, kind in of_modes.items() if kind is not None}
+
+
+@cache
+def register() -> None:
+    """Tells Hydra what to compose: these types first, then conf/config.yaml with its groups."""
+    kinds = groups() | {name: Group for name in modes.names() if modes.of_package(name)}
+    more: list[Any] = [(name, kind, field(default_factory=kind)) for name, kind in kinds.items()]
+    more += [("recipe", str, MISSING)]  # the ??? of conf/config.yaml would not replace a value
+    more += [("defaults", list[Any], field(default_factory=lambda: ["_self_", "config"]))]
+    schema = make_dataclass("Schema", more, bases=(RunSettings,))
+    ConfigStore.instance().store(name=CONFIG_NAME, node=schema)
+
+
+def defaults() -> dict[str, Any]:
+    """The config without any file."""
+    register()
+    plain: Any = OmegaConf.to_container(ConfigStore.instance().load(f"{CONFIG_NAME}.yaml").node)
+    return {name: value for name, value in plain.items() if name != "defaults"}
+
+
 def checked(config: Mapping[str, Any]) -> RunSettings:
-    """The config as settings; a key or a type that doesn't fit is refused by its name."""
+    """The settings of a config whose types Hydra has checked."""
     for name in PARTS:
         node = config.get(name)
         if not isinstance(node, Mapping) or not node.get("_target_"):
             raise UserError(f"{name} has no _target_; a recipe names the class of its {name}")
-    of_modes = [name for name in modes.with_settings() if name in (*config, config.get("mode"))]
-    groups = {name: _mapping(name, config.get(name)) for name in (*TYPED, *OPEN, *of_modes)}
     _check_data(config["data"], config.get("mode", "fit"))
     if config["task"].get("scale_lr") is not None:
         scale_settings(config["task"]["scale_lr"])
-    untyped = {name: groups.get(name, config.get(name)) for name in (*PARTS, *OPEN)}
-    own = {name: _own_settings(name, groups[name]) for name in of_modes}
-    typed = {k: groups.get(k, v) for k, v in config.items() if k not in (*untyped, *own)}
-    try:
-        schema = OmegaConf.structured(RunSettings)
-        settings: Any = OmegaConf.to_object(OmegaConf.merge(schema, literal(typed)))
-    except OmegaConfBaseException as error:
-        raise _refusal(error.full_key or "", typed) from None
-    return replace(settings, modes=own, **untyped)
+    _refuse_unknown(config, defaults())
+    made = {name: _made(name, kind, config.get(name)) for name, kind in groups().items()}
+    for name in filter(modes.of_package, modes.names()):
+        if config.get(name) or config.get("mode") == name:
+            made[name] = _of_package(name, config.get(name))
+    own = {name: made.pop(name) for name in modes.names() if name in made}
+    rest = {name: value for name, value in config.items() if name in TOP_LEVEL}
+    rest |= {name: config.get(name) or {} for name in OPEN}
+    return RunSettings(**{**rest, **made, "modes": own})
+
+
+def _of_package(mode: str, values: Any) -> Any:
+    """What Hydra has not checked."""
+    kind = modes.settings(mode)
+    if kind is None:
+        raise UserError(f"there is no key {mode}; mode={mode} has no settings")
+    node: Any = OmegaConf.merge({mode: kind}, {mode: values or {}})
+    return OmegaConf.to_object(node[mode])
 
 
 def sweep_settings(node: Any) -> SweepSettings:
     """The same of a sweep, before there is a config of one of its runs."""
-    settings: SweepSettings = _group_settings("sweep", SweepSettings, node)
+    settings: SweepSettings = _made("sweep", SweepSettings, node)
     return settings
 
 
-def _own_settings(mode: str, node: dict[str, Any]) -> Any:
-    kind = modes.settings(mode)
-    if kind is None:
-        raise UserError(f"{mode} is not a key of the config; mode={mode} has no settings")
-    return _group_settings(mode, kind, literal(node))
+def _made(group: str, kind: type[Any], values: Mapping[str, Any] | None) -> Any:
+    _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{group}.")
+    return kind(**values or {})
 
 
-def _group_settings(group: str, kind: type[Any], node: Any) -> Any:
-    try:
-        return OmegaConf.to_object(OmegaConf.merge(kind, node))
-    except OmegaConfBaseException as error:
-        raise _refusal(f"{group}.{error.full_key}", {group: node}, kind) from None
+def _refuse_unknown(values: Iterable[str], known: Iterable[str], prefix: str = "") -> None:
+    """What was added by a +, which Hydra then takes."""
+    for name in values:
+        if name not in known:
+            near = suggestion(name, known).replace("mean ", f"mean {prefix}")
+            near = f"did you mean {WHOLE[name]}?" if name in WHOLE else near
+            raise UserError(f"there is no key {prefix}{name}; {near}")
+
+
+def type_of(key: str) -> Any:
+    """The annotation of a key; None for one of a part."""
+    group, _, name = key.partition(".")
+    kind = groups().get(group) if name else RunSettings
+    if kind is None and modes.of_package(group):
+        kind = modes.settings(group)
+    return get_type_hints(kind).get(name or group) if kind else None
 
 
 def is_off(node: Any) -> bool:
@@ -152,51 +199,51 @@ def is_off(node: Any) -> bool:
     return node is None or (isinstance(node, Mapping) and node.get("_target_", "") is None)
 
 
-def literal(value: Any) -> Any:
-    """Escapes each ${ that is left in a resolved config, e.g. in a path, for OmegaConf."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, Mapping):
-        return {key: literal(part) for key, part in value.items()}
-    return [literal(part) for part in value] if isinstance(value, list) else value
-
-
 def shown(value: Any) -> str:
     """A value as it is typed."""
     words = {True: "true", False: "false", None: "null"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
+KINDS = {
+    "bool": "a truth value",
+    "int": "a whole number",
+    "float": "a fraction",
+    "str": "text",
+    "NoneType": "nothing",
+    "list": "a list",
+    "dict": "a group of keys",
+}
+WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+    list: "a list",
+    list[str]: "a list of names",
+    list[int]: "a list of whole numbers",
+}
+
+
 def unfit(key: str, value: Any, hint: Any, choice: str = "") -> UserError:
     """`hint` is the annotation of what the key takes."""
-    if hint == list[str]:
-        choice = f", e.g. [{value if isinstance(value, str) else 'NAME'}]"
     return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {spoken(hint)}{choice}")
 
 
 def kind_of(value: Any) -> str:
-    kinds = {bool: "a truth value", int: "a whole number", float: "a fraction", str: "text"}
-    more = {type(None): "nothing", list: "a list", dict: "a group of keys"}
-    return (kinds | more).get(type(value)) or f"a {type(value).__name__}"
+    name = type(value).__name__
+    return KINDS.get(name, f"a {name}")
 
 
 def spoken(hint: Any) -> str:
     """A type annotation in words."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    words |= {list: "a list", type(None): "null", list[str]: "a list of names"}
     if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
         options = get_args(hint)
         return " or ".join(
             spoken(each) for each in options if each is not int or float not in options
         )
-    return words.get(hint) or str(getattr(hint, "__name__", hint))
-
-
-def _mapping(name: str, value: Any) -> dict[str, Any]:
-    """A group that is null or deleted by `~` is an empty one."""
-    if not isinstance(value, Mapping | None):
-        raise UserError(f"{name}={value} is one value; set its keys, as {name}.KEY=VALUE")
-    return dict(value or {})
+    return WORDS.get(hint) or str(getattr(hint, "__name__", hint))
 
 
 OR = {"workers": " or auto", "eval_batch_size": " or null"}
@@ -218,22 +265,3 @@ def _check_data(data: Mapping[str, Any], mode: Any) -> None:
         if type(value) is not int:
             raise unfit(f"data.{key}", value, int, OR.get(key, ""))
         refuse_below(f"data.{key}", value, least)
-
-
-def _refusal(full_key: str, config: Mapping[str, Any], kind: type[Any] | None = None) -> UserError:
-    """A key that is not there, or whose value can't be converted to its type; an item of a list is
-    its list's."""
-    key = re.split(r"\[", full_key)[0]
-    if key in ("trainer.nodes", "trainer.rendezvous"):
-        given = config["trainer"]
-        return several_machines(given.get("nodes"), given.get("rendezvous"))
-    group, _, name = key.partition(".")
-    kind = kind or (TYPED[group] if name else RunSettings)
-    hints, prefix = get_type_hints(kind), f"{group}." * bool(name)
-    hints = {key: hint for key, hint in hints.items() if name or key in TOP_LEVEL}
-    if (name or group) not in hints:
-        near = suggestion(name or group, hints).replace("mean ", f"mean {prefix}")
-        if name in WHOLE:
-            near = f"did you mean {WHOLE[name]}?"
-        return UserError(f"{key} is not a key of the config; {near}")
-    return unfit(key, config[group][name] if name else config[group], hints[name or group])

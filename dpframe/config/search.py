@@ -7,8 +7,8 @@ sweeper, numbers and plain words for them, and the search space.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -30,16 +30,15 @@ from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSou
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ValidationError
 
-from dpframe.config import modes, plugins
-from dpframe.config.errors import one_line
-from dpframe.config.hints import elsewhere, has, is_taken, similar
-from dpframe.config.locate import see_own_folders
-from dpframe.config.schema import TOP_LEVEL, WHOLE, literal
+from dpframe.config import plugins
+from dpframe.config.errors import explain
+from dpframe.config.hints import has, may_take
+from dpframe.config.schema import CONFIG_NAME, register
 from dpframe.config.start import key_of
 from dpframe.errors import UserError
 
-CONFIG_NAME = "config"
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "experiment")
 # Hydra 1.3 has the defaults of 1.1 unless told; 1.4 has its own alone.
 BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
@@ -84,15 +83,20 @@ class Configs:
     """
 
     def __init__(self, config_dir: str | None, *, typed: Sequence[str] | None = None) -> None:
+        register()
         self.folder = None if config_dir is None else _readable(config_dir)
         self.typed = typed
         folders = [] if self.folder is None else [("--config-dir", str(self.folder))]
         folders += [(p.package, str(p.folder)) for p in plugins.installed()]
         self.loader = _loader(folders)
+        self.composed: dict[tuple[str, ...], dict[str, Any]] = {}  # for hints
 
     def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
         """The config, `hydra` included; an error of Hydra's is a UserError."""
-        self._check_heads(overrides)
+        for override in overrides:
+            if several := re.match(r"(recipe|strategy)=\[(.*,.*)\]", override):
+                group, names = several.groups()
+                raise UserError(f"{override}: a run has one {group}; -m {group}={names} runs each")
         with self.explained(overrides):
             words = [with_path_quoted(override) for override in overrides]
             config = self.load_configuration(CONFIG_NAME, words, mode)
@@ -104,9 +108,24 @@ class Configs:
                 config.recipe = choices["recipe"]  # a recipe is called as its file
         return config
 
-    def explained(self, overrides: Sequence[str]) -> AbstractContextManager[None]:
+    @contextmanager
+    def explained(self, overrides: Sequence[str]) -> Iterator[None]:
         """Turns what Hydra refuses inside into a UserError."""
-        return one_line(overrides, self._of_right, self.options, self.offers)
+        try:
+            yield
+        except Exception as error:
+            raise explain(error, overrides, self) from None
+
+    def base(self, overrides: Sequence[str]) -> dict[str, Any]:
+        """The config with those of the overrides whose keys there are, as plain containers."""
+        heads = {*self.groups(), "hydra"}
+        first = [o for o in overrides if o[:1] == "+" or re.split("[/@]", key_of(o))[0] in heads]
+        base = self._plain(first)
+        right = [each for each in overrides if each in first or has(base, key_of(each))]
+        if right != first:
+            with suppress(ConfigCompositionException):  # of a key in a value, e.g. in {lr:0.1}
+                base = self._plain(right)
+        return dict.fromkeys(self.groups()) | base
 
     def options(self, group: str) -> list[str]:
         return sorted(set(self.get_group_options(group)))
@@ -135,96 +154,58 @@ class Configs:
     def load_configuration(
         self, config_name: str | None, overrides: list[str], run_mode: RunMode, **options: Any
     ) -> DictConfig:
-        try:
-            config = self.loader.load_configuration(config_name, overrides, run_mode, **options)
-        except ConfigCompositionException:
-            if (overrides := self._with_arguments(overrides)) is None:
-                raise
-            config = self.loader.load_configuration(config_name, overrides, run_mode, **options)
-        return self._guarded(config, overrides)
+        def load(words: list[str]) -> DictConfig:
+            return self.loader.load_configuration(config_name, words, run_mode, **options)
+
+        return self._loaded(load, overrides, [])
 
     def load_sweep_config(
         self, master_config: DictConfig, sweep_overrides: list[str]
     ) -> DictConfig:
-        try:
-            config = self.loader.load_sweep_config(master_config, sweep_overrides)
-        except ConfigCompositionException:
-            if (sweep_overrides := self._with_arguments(sweep_overrides)) is None:
-                raise
-            config = self.loader.load_sweep_config(master_config, sweep_overrides)
+        def load(words: list[str]) -> DictConfig:
+            return self.loader.load_sweep_config(master_config, words)
+
         shared: Any = OmegaConf.to_container(master_config.hydra.overrides, resolve=False)
-        return self._guarded(config, [*shared["hydra"], *sweep_overrides])
+        return self._loaded(load, sweep_overrides, shared["hydra"])
 
-    def _with_arguments(self, overrides: Sequence[str]) -> Any:
-        """Adds ++ to keys that a part's class takes and no file sets; None if there are none."""
+    def _loaded(
+        self, load: Callable[[list[str]], DictConfig], overrides: list[str], shared: list[str]
+    ) -> DictConfig:
         try:
-            base = self._of_right(overrides)
-        except Exception:  # another of the overrides is wrong, too
-            return None
-        added = [
-            f"++{each}" if not has(base, key := key_of(each)) and is_taken(base, key) else each
-            for each in overrides
-        ]
-        return added if added != list(overrides) else None
+            config = load(overrides)
+        except ConfigCompositionException as error:
+            if isinstance(error.__cause__, ValidationError):  # of a value
+                raise
+            added = self._with_arguments(overrides)
+            if added == list(overrides):
+                raise
+            config, overrides = load(added), added
+        typed = [*shared, *overrides]
+        _refuse(config, typed, typed if self.typed is None else self.typed)
+        return config
 
-    def _of_right(self, overrides: Sequence[str]) -> DictConfig:
-        """The config with those of the overrides whose keys there are."""
-        known = [each for each in overrides if not modes.of_package(key_of(each))]
-        first = [each for each in known if "." not in key_of(each) or each[0] == "+"]
-        base = self.loader.load_configuration(CONFIG_NAME, first, RunMode.RUN)
-        right = [each for each in overrides if each in first or has(base, key_of(each))]
-        if right != first:
-            with suppress(ConfigCompositionException):  # of a key in a value, e.g. in {lr:0.1}
-                base = self.loader.load_configuration(CONFIG_NAME, right, RunMode.RUN)
-        plain: Any = OmegaConf.to_container(base, enum_to_str=True)
-        for key, value in _leaves(plain):
-            if key.endswith("._target_") and isinstance(value, str):
-                see_own_folders(value.split(".")[0], self.folder)
-        return base
+    def _with_arguments(self, overrides: Sequence[str]) -> list[str]:
+        """Adds ++ to keys that a part's class may take and no file sets."""
+        try:
+            base = self.base(overrides)
+        except Exception:  # another of the overrides is wrong, too
+            return list(overrides)
+        keys = {each: key_of(each) for each in overrides if each[0] not in "+~"}
+        added = {each for each, key in keys.items() if not has(base, key) and may_take(base, key)}
+        return [f"++{each}" if each in added else each for each in overrides]
+
+    def _plain(self, overrides: Sequence[str]) -> dict[str, Any]:
+        words = tuple(overrides)
+        if words not in self.composed:
+            config = self.loader.load_configuration(CONFIG_NAME, list(words), RunMode.RUN)
+            plain: Any = OmegaConf.to_container(config, enum_to_str=True)
+            self.composed[words] = plain
+        return self.composed[words]
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # while it is unpickled, as by a launcher
             raise AttributeError(name)
         return getattr(self.loader, name)
-
-    def _guarded(self, config: DictConfig, overrides: Sequence[str]) -> DictConfig:
-        _refuse(config, overrides, overrides if self.typed is None else self.typed)
-        return config
-
-    def _check_heads(self, overrides: Sequence[str]) -> None:
-        """The first word of each override, before Hydra asks for something else that is missing."""
-        heads = list(dict.fromkeys([*TOP_LEVEL, *modes.with_settings(), *self.groups()]))
-        for override in overrides:
-            match = re.match(r"^(?:\+\+?|~)?([^=@]+)", override)
-            if match is None or ("=" not in override and not override.startswith("~")):
-                whole = (f"{each}={override}" for each in GROUPS if override in self.options(each))
-                write = "write key=value, e.g. trainer.gpus=2, without spaces"
-                meant = next((f"did you mean {each}?" for each in whole), write)
-                raise UserError(f"'{override}' is not an override; {meant}")
-            head = re.split(r"[./]", match.group(1))[0]
-            if head not in (*heads, "hydra"):
-                near = self._meant(key_of(override), heads, overrides)
-                raise UserError(f"{override}: there is no key '{head}'; {near}")
-            if re.match(r"(recipe|strategy)=\[.*,", override):
-                raise UserError(f"{override}: a run has one {head}; -m {head}=ONE,OTHER runs each")
-
-    def _meant(self, key: str, heads: Sequence[str], overrides: Sequence[str]) -> str:
-        """A key without its beginning, or by its name in another framework; else the nearest."""
-        known = [each for each in overrides if re.split(r"[./@]", key_of(each))[0] in heads]
-        head, name = key.split(".")[0], key.rpartition(".")[2]
-        try:
-            base = self._of_right(known)
-        except Exception:  # e.g. no recipe is chosen yet
-            whole = [WHOLE[name]] if name in WHOLE else []
-        else:
-            whole = elsewhere(base, name) or elsewhere(base, head)
-            if not whole and (options := self.offers(key)):
-                return " has ".join(options[0].split())
-            if not whole and name in WHOLE:
-                return f"nothing in this config has {name}"
-            whole = whole or similar(base, name, heads)
-        there = f"there is: {', '.join(sorted(set(heads)))}"
-        return f"did you mean {' or '.join(whole)}?" if whole else there
 
 
 def with_path_quoted(override: str) -> str:
@@ -236,7 +217,8 @@ def with_path_quoted(override: str) -> str:
 
 def quoted(text: str) -> str:
     """Quotes text for Hydra, where a backslash only escapes before a quote or a ${."""
-    text = re.sub(r"(\\*)'", r"\1\1\\'", literal(text))
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    text = re.sub(r"(\\*)'", r"\1\1\\'", text)
     text = re.sub(r"(\\+)\Z", r"\1\1", text)
     return f"'{text}'"
 
@@ -357,14 +339,8 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
 
 def _refuse_recipe(plain: Mapping[str, Any]) -> None:
     """A recipe's name is a folder of its runs wherever Hydra looks it up, so it is plain text."""
-    for group in ("recipe", "experiment"):
-        if isinstance(node := plain.get(group), dict):
-            option = plain["hydra"]["runtime"]["choices"].get(group)
-            fault = "must begin with '# @package _global_'" if node else "has no keys in it"
-            raise UserError(f"{group}={option}: its file {fault}")
     name = plain.get("recipe", "???")
-    is_name = isinstance(name, str | int | float) and re.fullmatch(NAME, str(name))
-    if name != "???" and not is_name:
+    if name != "???" and not re.fullmatch(NAME, name):
         raise UserError(
             f"recipe={name} is not a plain name, but it names the folder of its runs; "
             "use letters, digits, - and _"

@@ -30,7 +30,6 @@ SHOWN = {
     "boston": [
         r"^recipe=boston  House prices",
         r"^  task\.optimizer\.lr=0\.01$",
-        r"^  task\.optimizer also takes .*weight_decay",
         r"^  data\.split_seed=0 +which 102 rows",
     ],
     "recipe=ours": [r"one's own", r"lr: 0\.5", r"^  vars\.layers=\[…\] +from the first one$"],
