@@ -50,14 +50,6 @@ class Outcome(NamedTuple):
     reason: str = ""
 
 
-class ProcessLost(BaseException):
-    """A run's device has failed under this process: no other run can use it here."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.reason)
-        self.outcome = outcome
-
-
 def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
     """A run has failed if what it is compared by is not finite: it has diverged, and -inf would be
     the best of all. Some modes measure nothing."""
@@ -200,10 +192,11 @@ class Results:
         return lines
 
     def ending(self, result: Result) -> str:
-        """`finished, val/loss 14.7, 3.2 s`"""
+        """`run 3 of 6: lr=0.01 seed=1: finished, val/loss 14.7, 3.2 s`"""
         value = f", {self.objective.metric} {_number(result.value)}" * (result.value is not None)
         reason = f", {printable(result.reason)}" * bool(result.reason)
-        return f"{result.status}{value}{reason}, {result.seconds or 0.0:.1f} s"
+        seconds = f"{result.seconds or 0.0:.1f} s"
+        return f"{self.title(result)}: {result.status}{value}{reason}, {seconds}"
 
     def save(self) -> None:
         """After each run, so that a sweep that is killed can be gone on with."""

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf, open_dict, read_write
 from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.cli.exit import say
-from dpframe.cli.results import Outcome, ProcessLost, Result, Results
+from dpframe.cli.results import Outcome, Result, Results
 from dpframe.config.compose import Composed, compose, from_hydra
 from dpframe.config.search import Configs, quoted
 from dpframe.errors import Interrupted, UserError, first_line
-from dpframe.launch import local, signals
+from dpframe.launch import signals
 
 
 class RunFailed(Exception):
@@ -32,26 +32,13 @@ class Runner:
     jobs: int  # at a time
     is_listed: bool  # the points: by Hydra's own sweeper, which brings them all at once
     known: dict[tuple[str, ...], Result] = field(default_factory=dict)  # of an earlier sweep
-    first: int = 0  # the number of the first run
     began: dict[int, float] = field(default_factory=dict)  # when each run did
+    has_device: bool = True  # a GPU that has failed is lost to this process, but not to others
 
-    def go_on_with(self, runs: Sequence[Result]) -> None:
-        """Listed points are the same ones again; a search draws others."""
-        if self.is_listed:
-            self.known = {tuple(run.overrides): run for run in runs}
-        else:
-            self.results.runs = list(runs)
-            self.first = max((run.number for run in runs), default=0)
-
-    def launch(self, batch: Sequence[Sequence[str]], index: int) -> list[JobReturn]:
-        """Runs a batch of points, of which all are checked before the first one runs.
-
-        All listed points have to be right. A drawn one that no run can have is one that has failed.
-        """
-        new = [
-            self._result(self.first + index + at, list(overrides))
-            for at, overrides in enumerate(batch)
-        ]
+    def launch(self, batch: Sequence[Sequence[str]]) -> list[JobReturn]:
+        """Runs a batch of points, of which all are checked before the first one runs."""
+        done = len(self.results.runs)
+        new = [self._result(done + at, list(point)) for at, point in enumerate(batch, start=1)]
         self.results.runs += new
         if self.is_listed:
             self.results.total = len(new)
@@ -70,7 +57,7 @@ class Runner:
             job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
             from dpframe.cli.jobs import run_here
 
-            result.status, result.value, result.reason = run_here(job)
+            (result.status, result.value, result.reason), _ = run_here(job)
         except UserError as error:
             say_refusal(result, error)
         return self._value(result)
@@ -79,28 +66,25 @@ class Runner:
 
     def _result(self, number: int, overrides: list[str]) -> Result:
         before = self.known.get(tuple(overrides))
-        if before is not None and (before.is_done or before.status == "failed"):
-            return replace(before, number=number + 1)
-        return Result(number + 1, overrides)
+        if before is None or not before.is_done:
+            return Result(number, overrides)
+        return replace(before, number=number)
 
     def _checked(self, new: Sequence[Result]) -> list[Composed]:
-        """What there is to run. Those that have failed come last: they may end the sweep again."""
-        jobs = []
+        """What there is to run."""
+        jobs, right = [], []
         for result in new:
             signals.raise_if_signaled()
             with self._refusals(result):
                 jobs += self._to_run(result)
-        if not jobs:
-            return []
-        # This imports torch: only now that the rest is good.
-        from dpframe.config.build import check_targets
-
-        right = []
         for job in jobs:
+            # This imports torch: only now that the rest is good.
+            from dpframe.config.build import check_targets
+
             with self._refusals(self.results.of(job)):
                 check_targets(job)
                 right.append(job)
-        return sorted(right, key=lambda job: self.results.of(job).status == "failed")
+        return right
 
     def _to_run(self, result: Result) -> list[Composed]:
         """The run from its newest checkpoint, if it has one; none, if it is done."""
@@ -109,8 +93,6 @@ class Runner:
         directory = self.results.directory / result.directory
         if result.is_done and (directory / "summary.json").is_file():
             return []
-        if result.is_done:
-            result.status, result.value, result.seconds = "missing", None, None
         is_begun = self.known and job.settings.mode == "fit"
         if is_begun and seal.newest_of_run(directory) is not None:
             job, _ = self._composed([*words, f"resume={quoted(str(directory))}"], number)
@@ -141,28 +123,21 @@ class Runner:
 
     # ---- the runs
 
-    def _run(self, jobs: Sequence[Composed]) -> None:
+    def _run(self, jobs: list[Composed]) -> None:
         from dpframe.cli.jobs import lanes, run_apart, run_here
 
-        apart = lanes(jobs, self.jobs) if self.jobs > 1 else []
-        if apart:
-            local.allow_fork()
-            run_apart(jobs, apart, begun=self._note_begin, ended=self._note_end)
-            return
-        for job in jobs:
+        while jobs and self.jobs == 1 and self.has_device:
+            job = jobs.pop(0)
             signals.raise_if_signaled()
             self._note_begin(job)
-            outcome = Outcome("interrupted")
             try:
-                outcome = run_here(job)
+                outcome, self.has_device = run_here(job)
             except Interrupted as error:
-                outcome = Outcome("interrupted", reason=str(error))
+                self._note_end(job, Outcome("interrupted", reason=str(error)))
                 raise
-            except ProcessLost as error:
-                outcome = error.outcome
-                raise
-            finally:
-                self._note_end(job, outcome)
+            self._note_end(job, outcome)
+        if jobs:
+            run_apart(jobs, lanes(jobs, self.jobs), begun=self._note_begin, ended=self._tell_end)
 
     def _note_begin(self, job: Composed) -> None:
         result = self.results.of(job)
@@ -175,8 +150,10 @@ class Runner:
         result.status, result.value, result.reason = outcome
         result.seconds = time.monotonic() - self.began[result.number]
         self.results.save()
-        if self.jobs > 1:
-            print(f"{self.results.title(result)}: {self.results.ending(result)}", flush=True)
+
+    def _tell_end(self, job: Composed, outcome: Outcome) -> None:
+        self._note_end(job, outcome)
+        print(self.results.ending(self.results.of(job)), flush=True)
 
     def _value(self, result: Result) -> float | None:
         """What its sweeper hears. Hydra's own, which optimises nothing, would end at a failure."""

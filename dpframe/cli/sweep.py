@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dpframe import files
 from dpframe.cli.picture import svg
-from dpframe.cli.results import Earlier, ProcessLost, Results, earlier
+from dpframe.cli.results import Earlier, Results, earlier
 from dpframe.cli.runner import RunFailed, Runner
 from dpframe.config.compose import compose
 from dpframe.config.objective import Objective, objective_of
@@ -65,9 +65,10 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         sweeper=str(shared.hydra.runtime.choices["hydra/sweeper"]),
     )
     runner = Runner(results, configs, _of_each_run(results), settings.jobs, is_listed)
-    if before is not None:
-        runner.go_on_with(before.runs)
-    then = f"go on with {shlex.quote(f'sweep.resume={directory}')}"
+    if before is not None and is_listed:
+        runner.known = {tuple(result.overrides): result for result in before.runs}
+    elif before is not None:  # a search, which draws others
+        results.runs = list(before.runs)
     try:
         _by_sweeper(shared, runner, is_ours=is_ours)
     except (UserError, Interrupted) as error:
@@ -77,15 +78,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         if isinstance(error, UserError):
             raise
         _conclude(results)
-        raise Interrupted(error.number, f"; {then}") from None
-    except ProcessLost:
-        code = _conclude(results)
-        print(
-            "sweep: stopped: after an error of its device, this process can run nothing more; "
-            f"{then}, which begins with the runs that have not begun",
-            file=sys.stderr,
-        )
-        return code
+        then = shlex.quote(f"sweep.resume={directory}")
+        raise Interrupted(error.number, f"; go on with {then}") from None
     return _conclude(results)
 
 

@@ -16,4 +16,4 @@ class DpframeLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        return self.runner.launch(job_overrides, initial_job_idx)
+        return self.runner.launch(job_overrides)
