@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import ROOT, attempts, cold_dpframe, dpframe, write
+from command import ROOT, attempts, cold_dpframe, dpframe, launcher, write
 from forked import started
 
 from dpframe import checkpoint
@@ -108,7 +108,8 @@ def ended(directory: Path) -> dict[str, int]:
 def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_left(
     tmp_path, undisturbed
 ):
-    directory = folder(tmp_path, "bug")
+    """By another launcher, too."""
+    directory = write(folder(tmp_path, "bug"), {"site/hydra_plugins/own.py": launcher("another")})
     (failed,) = attempts([list(LINE)], directory)
     assert failed.code == 1 and statuses(directory) == ["finished", "failed", "finished"]
     assert content(directory)["runs"][1]["reason"] == "KeyError: 'a bug'"
@@ -116,7 +117,8 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_lef
     assert len(before) == 2
     (directory / "trouble").unlink()
     resume = ["-m", "sweep.resume=swept"]
-    again, whole = attempts([resume, resume], directory)
+    lines = [[*resume, "hydra/launcher=another"], resume]
+    again, whole = attempts(lines, directory, PYTHONPATH=f"{ROOT}:{directory / 'site'}")
     assert again.code == 0, again.err
     assert again.out.startswith("run 2 of 3: seed=1\n") and "run 3 of 3" not in again.out
     assert statuses(directory) == ["finished"] * 3
