@@ -140,7 +140,6 @@ SWEPT = {
         "hydra.sweep.dir=by",
         "hydra.sweep.subdir=${hydra.job.num}",
     ],
-    "by another": ["sweep.resume=here", "hydra/launcher=own"],
     "table": [*SHORT_RUNS, "seed=0,1", "task.optimizer.lr=0.01,0.1"],
     "metric": [*SHORT_RUNS, "sweep.metric=val/mae", "sweep.mode=max", "seed=0,1"],
     "no mode": [*SHORT_RUNS, "sweep.metric=val/mae", "seed=0,1"],
@@ -276,13 +275,6 @@ def test_the_directories_of_runs_may_be_named_by_their_numbers(swept):
     directory, done = swept
     assert done["numbered"].code == 0, done["numbered"].err
     assert {path.name for path in (directory / "by").iterdir() if path.is_dir()} == {"0", "1"}
-
-
-def test_a_sweep_that_goes_on_starts_its_runs_itself(swept):
-    refused = swept[1]["by another"]
-    assert (refused.code, refused.out) == (2, "")
-    said = "dpframe: sweep.resume=here starts the runs that are left by itself; use "
-    assert refused.err == f"{said}hydra/launcher=basic, and sweep.jobs=N for several at a time\n"
 
 
 def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_direction(swept):

@@ -108,7 +108,8 @@ def ended(directory: Path) -> dict[str, int]:
 def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_left(
     tmp_path, undisturbed
 ):
-    directory = folder(tmp_path, "bug")
+    """By another launcher, too."""
+    directory = write(folder(tmp_path, "bug"), {"site/hydra_plugins/own.py": launcher("another")})
     (failed,) = attempts([list(LINE)], directory)
     assert failed.code == 1 and statuses(directory) == ["finished", "failed", "finished"]
     assert content(directory)["runs"][1]["reason"] == "KeyError: 'a bug'"
@@ -116,7 +117,8 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_lef
     assert len(before) == 2
     (directory / "trouble").unlink()
     resume = ["-m", "sweep.resume=swept"]
-    again, whole = attempts([resume, resume], directory)
+    lines = [[*resume, "hydra/launcher=another"], resume]
+    again, whole = attempts(lines, directory, PYTHONPATH=f"{ROOT}:{directory / 'site'}")
     assert again.code == 0, again.err
     assert again.out.startswith("run 2 of 3: seed=1\n") and "run 3 of 3" not in again.out
     assert statuses(directory) == ["finished"] * 3
@@ -129,44 +131,18 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_lef
     assert "resumed at epoch 1, step 4" in log.read_text()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("strategy=cpu",),
-        ("strategy=cpu", "hydra/launcher=another"),
-        pytest.param(("strategy=single_gpu",), marks=pytest.mark.gpu(1)),
-    ],
-)
-def test_a_device_that_fails_ends_the_sweep_which_goes_on_in_another_process(tmp_path, words):
-    directory = write(folder(tmp_path, "lost"), {"hydra_plugins/own.py": launcher("another")})
+@pytest.mark.parametrize("strategy", ["cpu", pytest.param("single_gpu", marks=pytest.mark.gpu(1))])
+def test_a_device_that_fails_ends_its_run_and_the_others_run_in_other_processes(tmp_path, strategy):
+    directory = folder(tmp_path, "lost")
+    line = [*LINE, f"strategy={strategy}"]
     paths = os.pathsep.join([str(ROOT), str(directory), os.environ.get("PYTHONPATH", "")])
-    lost = cold_dpframe(*LINE, *words, cwd=directory, PYTHONPATH=paths)
-    assert lost.returncode == 1
-    *_, failed, stopped = lost.stderr.splitlines()
+    lost = cold_dpframe(*line, cwd=directory, PYTHONPATH=paths)
+    assert lost.returncode == 1 and statuses(directory) == ["finished", "failed", "finished"]
+    *_, failed = lost.stderr.splitlines()
     assert re.match("sweep: failed: .*swept/1_.* failed in training: CUDA error: device-", failed)
-    assert stopped.startswith("sweep: stopped: after an error of its device, this process can run ")
-    assert "; go on with sweep.resume=swept, which" in stopped
-    assert statuses(directory)[:2] == ["finished", "failed"] and "\nrun 3" not in lost.stdout
+    assert "\n[3] epoch 3/3" in lost.stdout and "\nepoch 3/3" in lost.stdout
     (saved,) = directory.glob("swept/1_*/checkpoints/last.ckpt")
     assert checkpoint.load(saved)["progress"]["epoch"] == 1
-
-
-def test_runs_that_have_failed_are_the_last_ones_that_a_sweep_goes_on_with(tmp_path, undisturbed):
-    """Each attempt reaches a run that has not begun, whatever the others do to their devices."""
-    directory = folder(tmp_path, "lost")
-    resume = ["-m", "sweep.resume=swept"]
-    for line, wanted in [
-        (LINE, ["finished", "failed", "missing"]),
-        (resume, ["finished", "failed", "finished"]),
-        (resume, ["finished", "failed", "finished"]),
-    ]:
-        (done,) = attempts([list(line)], directory)
-        assert done.code == 1 and statuses(directory) == wanted
-        assert content(directory)["runs"][1]["reason"].startswith("cpu failed in training: CUDA")
-    (directory / "trouble").unlink()
-    (done,) = attempts([resume], directory)
-    assert done.code == 0 and statuses(directory) == ["finished"] * 3
-    assert is_same(weights(directory), weights(undisturbed))
 
 
 @pytest.mark.parametrize("strategy", ["cpu", "ddp"])

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dpframe.accelerator import cores
-from dpframe.cli.exit import collect_garbage, leave_after, show_failure
-from dpframe.cli.results import Outcome, ProcessLost, outcome_of
+from dpframe.cli.exit import collect_garbage, leave_after, say, show_failure
+from dpframe.cli.results import Outcome, outcome_of
 from dpframe.config.compose import Composed
-from dpframe.errors import DeviceLost, Interrupted, UserError, first_line, printable
+from dpframe.errors import DeviceLost, Interrupted, UserError, first_line
 from dpframe.launch import local, signals
 from dpframe.launch.rank import SAFE_PATH, SIGNALED
 from dpframe.launch.signals import Interruption
@@ -29,23 +29,21 @@ from dpframe.trainer.settings import TrainerSettings
 BLOCK = 1 << 16
 
 
-def run_here(job: Composed) -> Outcome:
-    """In this process, which has torch imported."""
+def run_here(job: Composed) -> tuple[Outcome, bool]:
+    """In this process, which has torch imported; and whether it can still use its device."""
     collect_garbage()
     try:
-        return outcome_of(run(job), job.objective.metric)
+        return outcome_of(run(job), job.objective.metric), True
     except UserError as error:
-        print(f"dpframe: {printable(str(error))}", file=sys.stderr, flush=True)
-        outcome = Outcome("failed", reason=first_line(error))
-        if isinstance(error, DeviceLost) and error.__cause__ is not None:  # else it was a rank's
-            raise ProcessLost(outcome) from None
-        return outcome
+        say(error)
+        is_own = isinstance(error, DeviceLost) and error.__cause__ is not None  # not a rank's
+        return Outcome("failed", reason=first_line(error)), not is_own
     except Exception as error:
         show_failure(error)
         has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed
         last = str(error).rstrip().rpartition("\n")[2]
         reason = last if has_traceback else f"{type(error).__name__}: {first_line(error)}"
-        return Outcome("failed", reason=reason)
+        return Outcome("failed", reason=reason), True
 
 
 # ---- several at a time
@@ -61,6 +59,8 @@ class Lane(NamedTuple):
 
 def lanes(jobs: Sequence[Composed], count: int) -> list[Lane]:
     """Equal shares; where there are fewer cores or GPUs than lanes, lanes share them."""
+    if count == 1:
+        return [Lane([], {}, has_gpus=True)]  # all of the machine
     own = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     there = present("auto") if any(_trainer(job).accelerator != "cpu" for job in jobs) else []
     variable = HIDES[there[0].type][0] if there and there[0].type in HIDES else ""
@@ -104,6 +104,7 @@ def run_apart(
     The processes that run get a signal, too, and no other one is started after it.
     """
     stop = signals.current() or Interruption()
+    local.allow_fork()
     waiting, free = list(reversed(jobs)), list(reversed(lanes))
     running: list[_Process] = []
     number = None

@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from dpframe import files
 from dpframe.callbacks.monitor import PRUNED
 from dpframe.config.compose import Composed
 from dpframe.config.objective import Objective
-from dpframe.config.start import key_of, saved_overrides
+from dpframe.config.start import key_of
 from dpframe.errors import UserError, printable
 from dpframe.loggers.formats import table_text
 
@@ -48,14 +46,6 @@ class Outcome(NamedTuple):
     status: str
     value: float | None = None
     reason: str = ""
-
-
-class ProcessLost(BaseException):
-    """A run's device has failed under this process: no other run can use it here."""
-
-    def __init__(self, outcome: Outcome) -> None:
-        super().__init__(outcome.reason)
-        self.outcome = outcome
 
 
 def outcome_of(summary: dict[str, Any], metric: str) -> Outcome:
@@ -92,24 +82,6 @@ class Results:
 
     def of(self, job: Composed) -> Result:
         return next(run for run in self.runs if run.number - 1 == job.number)
-
-    def read(self, since: float) -> None:
-        """Adds the runs since then, which another launcher may have started anywhere."""
-        for notes in self.directory.rglob(".hydra"):
-            run, told = notes.parent, notes.parent / "summary.json"
-            if notes.stat().st_mtime < since:
-                continue
-            number = yaml.safe_load((notes / "hydra.yaml").read_text(encoding="utf-8"))
-            result = Result(number["hydra"]["job"]["num"] + 1, saved_overrides(run))
-            result.directory = str(run.relative_to(self.directory))
-            result.status, result.reason = "failed", "it has left no summary.json"
-            if told.exists() and told.stat().st_mtime >= since:
-                summary = json.loads(told.read_text(encoding="utf-8"))
-                outcome = outcome_of(summary, self.objective.metric)
-                result.status, result.value, result.reason = outcome
-                result.seconds = summary.get("seconds")
-            self.runs.append(result)
-        self.runs.sort(key=lambda run: run.number)
 
     # ---- what differs
 
@@ -200,10 +172,11 @@ class Results:
         return lines
 
     def ending(self, result: Result) -> str:
-        """`finished, val/loss 14.7, 3.2 s`"""
+        """`run 3 of 6: lr=0.01 seed=1: finished, val/loss 14.7, 3.2 s`"""
         value = f", {self.objective.metric} {_number(result.value)}" * (result.value is not None)
         reason = f", {printable(result.reason)}" * bool(result.reason)
-        return f"{result.status}{value}{reason}, {result.seconds or 0.0:.1f} s"
+        seconds = f"{result.seconds or 0.0:.1f} s"
+        return f"{self.title(result)}: {result.status}{value}{reason}, {seconds}"
 
     def save(self) -> None:
         """After each run, so that a sweep that is killed can be gone on with."""

@@ -1,4 +1,4 @@
-"""Runs what Hydra's sweeper names: dpframe's launcher brings all points, another one each alone."""
+"""Checks and runs the points that Hydra's sweeper names; or another launcher runs them."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -8,16 +8,17 @@ from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
+from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf, open_dict, read_write
 
 from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.cli.exit import say
-from dpframe.cli.results import Outcome, ProcessLost, Result, Results
+from dpframe.cli.results import Outcome, Result, Results
 from dpframe.config.compose import Composed, compose, from_hydra
 from dpframe.config.search import Configs, quoted
 from dpframe.errors import Interrupted, UserError, first_line
-from dpframe.launch import local, signals
+from dpframe.launch import signals
 
 
 class RunFailed(Exception):
@@ -31,103 +32,58 @@ class Runner:
     shared: list[str]  # Hydra's own overrides, for each point
     jobs: int  # at a time
     is_listed: bool  # the points: by Hydra's own sweeper, which brings them all at once
+    other: Launcher | None = None  # that the user has chosen
     known: dict[tuple[str, ...], Result] = field(default_factory=dict)  # of an earlier sweep
-    first: int = 0  # the number of the first run
     began: dict[int, float] = field(default_factory=dict)  # when each run did
+    has_device: bool = True  # a GPU that has failed is lost to this process, but not to others
 
-    def go_on_with(self, runs: Sequence[Result]) -> None:
-        """Listed points are the same ones again; a search draws others."""
-        if self.is_listed:
-            self.known = {tuple(run.overrides): run for run in runs}
-        else:
-            self.results.runs = list(runs)
-            self.first = max((run.number for run in runs), default=0)
-
-    def launch(self, batch: Sequence[Sequence[str]], index: int) -> list[JobReturn]:
-        """Runs a batch of points, of which all are checked before the first one runs.
-
-        All listed points have to be right. A drawn one that no run can have is one that has failed.
-        """
-        new = [
-            self._result(self.first + index + at, list(overrides))
-            for at, overrides in enumerate(batch)
-        ]
+    def run_batch(self, batch: Sequence[Sequence[str]]) -> list[JobReturn]:
+        """What dpframe's launcher calls: all points are checked before the first one runs."""
+        done = len(self.results.runs)
+        new = [self._result(done + at, list(point)) for at, point in enumerate(batch, start=1)]
         self.results.runs += new
         if self.is_listed:
             self.results.total = len(new)
         self._run(self._checked(new))
         return [self._returned(result) for result in new]
 
-    def __call__(self, config: Any) -> float | None:
-        """One run, for another launcher, which has made its directory; its objective's value."""
-        hydra: Any = HydraConfig.get()
-        overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
-        result = Result(hydra.job.num + 1, overrides["task"])
-        signals.raise_if_signaled()
-        print(self.results.title(result), flush=True)
-        try:
-            job, _ = self._composed([*overrides["hydra"], *overrides["task"]], hydra.job.num)
-            job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
-            from dpframe.cli.jobs import run_here
-
-            result.status, result.value, result.reason = run_here(job)
-        except UserError as error:
-            say_refusal(result, error)
-        return self._value(result)
-
     # ---- the points
 
     def _result(self, number: int, overrides: list[str]) -> Result:
         before = self.known.get(tuple(overrides))
-        if before is not None and (before.is_done or before.status == "failed"):
-            return replace(before, number=number + 1)
-        return Result(number + 1, overrides)
+        if before is None or not before.is_done:
+            return Result(number, overrides)
+        return replace(before, number=number)
 
     def _checked(self, new: Sequence[Result]) -> list[Composed]:
-        """What there is to run. Those that have failed come last: they may end the sweep again."""
-        jobs = []
+        """What there is to run."""
+        jobs, right = [], []
         for result in new:
             signals.raise_if_signaled()
             with self._refusals(result):
                 jobs += self._to_run(result)
-        if not jobs:
-            return []
-        # This imports torch: only now that the rest is good.
-        from dpframe.config.build import check_targets
-
-        right = []
         for job in jobs:
+            # This imports torch: only now that the rest is good.
+            from dpframe.config.build import check_targets
+
             with self._refusals(self.results.of(job)):
                 check_targets(job)
                 right.append(job)
-        return sorted(right, key=lambda job: self.results.of(job).status == "failed")
+        return right
 
     def _to_run(self, result: Result) -> list[Composed]:
         """The run from its newest checkpoint, if it has one; none, if it is done."""
         words, number = [*self.shared, *result.overrides], result.number - 1
-        job, result.directory = self._composed(words, number)
+        job, result.directory = _composed(self.configs, words, number)
         directory = self.results.directory / result.directory
         if result.is_done and (directory / "summary.json").is_file():
             return []
-        if result.is_done:
-            result.status, result.value, result.seconds = "missing", None, None
         is_begun = self.known and job.settings.mode == "fit"
         if is_begun and seal.newest_of_run(directory) is not None:
-            job, _ = self._composed([*words, f"resume={quoted(str(directory))}"], number)
+            words.append(f"resume={quoted(str(directory))}")
+            job, _ = _composed(self.configs, words, number)
         job.run_dir, job.is_run_dir_given = str(directory), True
         return [job]
-
-    def _composed(self, words: list[str], number: int) -> tuple[Composed, str]:
-        """A run, and the name of its directory in the sweep's."""
-        config = compose(self.configs, words)
-        with read_write(config.hydra), open_dict(config.hydra):
-            config.hydra.job.num, config.hydra.job.id = number, str(number)
-        HydraConfig.instance().set_config(config)
-        job = from_hydra(config, words)
-        job.number = number
-        name = str(config.hydra.sweep.subdir)
-        files.refuse_url("hydra.sweep.subdir", name)
-        return job, name
 
     @contextmanager
     def _refusals(self, result: Result) -> Iterator[None]:
@@ -137,32 +93,43 @@ class Runner:
         except UserError as error:
             if self.is_listed:
                 raise
-            say_refusal(result, error)
+            say(error)
+            result.status, result.reason = "failed", first_line(error)
 
     # ---- the runs
 
-    def _run(self, jobs: Sequence[Composed]) -> None:
+    def _run(self, jobs: list[Composed]) -> None:
         from dpframe.cli.jobs import lanes, run_apart, run_here
 
-        apart = lanes(jobs, self.jobs) if self.jobs > 1 else []
-        if apart:
-            local.allow_fork()
-            run_apart(jobs, apart, begun=self._note_begin, ended=self._note_end)
+        if self.other is not None and jobs:
+            self._run_by(self.other, jobs)
             return
-        for job in jobs:
+        while jobs and self.jobs == 1 and self.has_device:
+            job = jobs.pop(0)
             signals.raise_if_signaled()
             self._note_begin(job)
-            outcome = Outcome("interrupted")
             try:
-                outcome = run_here(job)
+                outcome, self.has_device = run_here(job)
             except Interrupted as error:
-                outcome = Outcome("interrupted", reason=str(error))
+                self._note_end(job, Outcome("interrupted", reason=str(error)))
                 raise
-            except ProcessLost as error:
-                outcome = error.outcome
-                raise
-            finally:
-                self._note_end(job, outcome)
+            self._note_end(job, outcome)
+        if jobs:
+            run_apart(jobs, lanes(jobs, self.jobs), begun=self._note_begin, ended=self._tell_end)
+
+    def _run_by(self, other: Launcher, jobs: Sequence[Composed]) -> None:
+        """In the directories that the runs would have here; told when all have ended."""
+        points = []
+        for job in jobs:
+            self._note_begin(job)
+            name = quoted(self.results.of(job).directory)
+            points.append([*job.overrides, f"hydra.sweep.subdir={name}"])
+        for job, done in zip(jobs, other.launch(points, jobs[0].number or 0), strict=True):
+            try:
+                outcome, seconds = done.return_value
+            except Exception as error:
+                outcome, seconds = Outcome("failed", reason=first_line(error)), None
+            self._note_end(job, outcome, seconds)
 
     def _note_begin(self, job: Composed) -> None:
         result = self.results.of(job)
@@ -170,13 +137,15 @@ class Runner:
         print(self.results.title(result), flush=True)
         self.results.save()
 
-    def _note_end(self, job: Composed, outcome: Outcome) -> None:
+    def _note_end(self, job: Composed, outcome: Outcome, seconds: float | None = None) -> None:
         result = self.results.of(job)
         result.status, result.value, result.reason = outcome
-        result.seconds = time.monotonic() - self.began[result.number]
+        result.seconds = seconds or time.monotonic() - self.began[result.number]
         self.results.save()
-        if self.jobs > 1:
-            print(f"{self.results.title(result)}: {self.results.ending(result)}", flush=True)
+
+    def _tell_end(self, job: Composed, outcome: Outcome) -> None:
+        self._note_end(job, outcome)
+        print(self.results.ending(self.results.of(job)), flush=True)
 
     def _value(self, result: Result) -> float | None:
         """What its sweeper hears. Hydra's own, which optimises nothing, would end at a failure."""
@@ -193,6 +162,29 @@ class Runner:
         return done
 
 
-def say_refusal(result: Result, error: UserError) -> None:
-    say(error)
-    result.status, result.reason = "failed", first_line(error)
+def _composed(configs: Configs, words: list[str], number: int) -> tuple[Composed, str]:
+    """A run, and the name of its directory in the sweep's."""
+    config = compose(configs, words)
+    with read_write(config.hydra), open_dict(config.hydra):
+        config.hydra.job.num, config.hydra.job.id = number, str(number)
+    HydraConfig.instance().set_config(config)
+    job = from_hydra(config, words)
+    job.number = number
+    name = str(config.hydra.sweep.subdir)
+    files.refuse_url("hydra.sweep.subdir", name)
+    return job, name
+
+
+def run_point(config: Any, *, config_dir: str | None) -> tuple[Outcome, float]:
+    """A run that another launcher has started, perhaps in another process, in the directory that it
+    has made; and how many seconds that took."""
+    from dpframe.cli.jobs import run_here
+
+    signals.raise_if_signaled()
+    began, hydra = time.monotonic(), HydraConfig.get()
+    overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
+    words = [*overrides["hydra"], *overrides["task"]]
+    job, _ = _composed(Configs(config_dir), words, hydra.job.num)
+    job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
+    outcome, _ = run_here(job)
+    return outcome, time.monotonic() - began

@@ -4,8 +4,9 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dpframe import files
 from dpframe.cli.picture import svg
-from dpframe.cli.results import Earlier, ProcessLost, Results, earlier
-from dpframe.cli.runner import RunFailed, Runner
+from dpframe.cli.results import Earlier, Results, earlier
+from dpframe.cli.runner import RunFailed, Runner, run_point
 from dpframe.config.compose import compose
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import SweepSettings, shown, sweep_settings
@@ -50,8 +51,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     configs = Configs(config_dir)
     overrides, shared = _first_point(typed, configs)
     settings = sweep_settings(OmegaConf.to_container(shared.sweep, resolve=True))
-    is_ours, is_listed = _is(shared.hydra.launcher, LAUNCHER), _is(shared.hydra.sweeper, SWEEPER)
-    _refuse(overrides, settings, is_ours=is_ours, is_listed=is_listed)
+    is_listed = _is(shared.hydra.sweeper, SWEEPER)
+    _refuse(overrides, shared, settings)
     objective = _objective(shared)
     turn(shared.hydra.sweeper, objective, typed)
     directory, made = _directory(shared, overrides, settings)
@@ -65,11 +66,12 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         sweeper=str(shared.hydra.runtime.choices["hydra/sweeper"]),
     )
     runner = Runner(results, configs, _of_each_run(results), settings.jobs, is_listed)
-    if before is not None:
-        runner.go_on_with(before.runs)
-    then = f"go on with {shlex.quote(f'sweep.resume={directory}')}"
+    if before is not None and is_listed:
+        runner.known = {tuple(result.overrides): result for result in before.runs}
+    elif before is not None:  # a search, which draws others
+        results.runs = list(before.runs)
     try:
-        _by_sweeper(shared, runner, is_ours=is_ours)
+        _by_sweeper(shared, runner, config_dir)
     except (UserError, Interrupted) as error:
         if all(result.status == "missing" for result in results.runs):
             remove(made)
@@ -77,15 +79,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         if isinstance(error, UserError):
             raise
         _conclude(results)
-        raise Interrupted(error.number, f"; {then}") from None
-    except ProcessLost:
-        code = _conclude(results)
-        print(
-            "sweep: stopped: after an error of its device, this process can run nothing more; "
-            f"{then}, which begins with the runs that have not begun",
-            file=sys.stderr,
-        )
-        return code
+        then = shlex.quote(f"sweep.resume={directory}")
+        raise Interrupted(error.number, f"; go on with {then}") from None
     return _conclude(results)
 
 
@@ -155,24 +150,17 @@ def _first(override: Override) -> str:
     raise UserError(f"{line}: these are no values, so there is nothing to run")
 
 
-def _refuse(
-    overrides: Sequence[Override], settings: SweepSettings, *, is_ours: bool, is_listed: bool
-) -> None:
+def _refuse(overrides: Sequence[Override], shared: DictConfig, settings: SweepSettings) -> None:
     """Refuses what is for another sweeper or launcher."""
     for each in overrides:
-        if is_listed and each.is_interval_sweep():
+        if each.is_interval_sweep() and _is(shared.hydra.sweeper, SWEEPER):
             raise UserError(
                 f"{each.input_line}: Hydra's own sweeper needs listed values, e.g. lr=1,2"
             )
-    if settings.jobs > 1 and not is_ours:
+    if settings.jobs > 1 and not _is(shared.hydra.launcher, LAUNCHER):
         raise UserError(
             f"sweep.jobs={settings.jobs}: another launcher starts the runs itself; set how many at "
             "a time there, or leave out sweep.jobs"
-        )
-    if settings.resume is not None and not is_ours:
-        raise UserError(
-            f"sweep.resume={settings.resume} starts the runs that are left by itself; use "
-            "hydra/launcher=basic, and sweep.jobs=N for several at a time"
         )
 
 
@@ -220,41 +208,40 @@ def _of_each_run(results: Results) -> list[str]:
     return [*words, f"hydra.sweep.dir={quoted(str(results.directory.absolute()))}"]
 
 
-def _by_sweeper(shared: DictConfig, runner: Runner, *, is_ours: bool) -> None:
+def _by_sweeper(shared: DictConfig, runner: Runner, config_dir: str | None) -> None:
     results, hydra = runner.results, shared.hydra
     words = [word for word in results.typed if head_of(word) != "hydra"]
-    with read_write(hydra), open_dict(hydra):
+    context: Any = partial(HydraContext, callbacks=Callback())  # type: ignore[arg-type]
+    plugins = Plugins.instance()
+    with runner.configs.explained(words), read_write(hydra), open_dict(hydra):
         hydra.overrides.hydra, hydra.overrides.task = runner.shared, words
         hydra.sweep.dir = str(results.directory.absolute())
-        if is_ours:
-            hydra.launcher = OURS
-        else:
-            results.save()  # by which its runs know that they are a sweep's
         if runner.is_listed:
             hydra.sweeper.max_batch_size = None  # all points are checked before the first one runs
+        if not _is(hydra.launcher, LAUNCHER):
+            runner.other = plugins.instantiate_launcher(
+                hydra_context=context(runner.configs),
+                task_function=partial(run_point, config_dir=config_dir),
+                config=deepcopy(shared),
+            )
         if "optuna" in str(hydra.sweeper._target_):
-            _set_up_optuna(hydra.sweeper, runner, is_ours=is_ours)
-    loader: Any = _Unchecked(runner.configs) if is_ours else runner.configs
-    callbacks: Any = Callback()
-    with runner.configs.explained(words):
-        sweeper = Plugins.instance().instantiate_sweeper(
-            hydra_context=HydraContext(loader, callbacks), task_function=runner, config=shared
+            _set_up_optuna(hydra.sweeper, runner)
+        hydra.launcher = OURS
+        sweeper = plugins.instantiate_sweeper(
+            hydra_context=context(_Unchecked(runner.configs)),
+            task_function=runner.run_batch,
+            config=shared,
         )
-    began = time.time() - 1  # a file system's clock may lag a little
     try:
-        try:
-            sweeper.sweep(words)
-        finally:
-            if not is_ours:
-                results.read(began)
+        sweeper.sweep(words)
     except RunFailed:
         print("sweep: the sweeper has ended it, as a run failed", file=sys.stderr)
     except HydraException as error:
         raise UserError(first_line(error)) from None
     except ValueError as error:  # Optuna's, which names the best trial last
-        if any(result.status != "failed" for result in results.runs):
+        if any(result.status not in ("failed", "missing") for result in results.runs):
             raise
-        if not results.runs:  # a launcher's
+        if not results.failed:  # a launcher's
             raise UserError(f"the sweep did not start: {first_line(error)}") from None
 
 
@@ -271,11 +258,11 @@ class _Unchecked:
         return getattr(self._configs, name)
 
 
-def _set_up_optuna(sweeper: DictConfig, runner: Runner, *, is_ours: bool) -> None:
+def _set_up_optuna(sweeper: DictConfig, runner: Runner) -> None:
     """The study is kept in the sweep's directory, and goes on when a trial fails."""
     sweeper.max_failure_rate = sweeper.max_failure_rate or 1.0
     sweeper.n_trials -= sum(result.is_done for result in runner.results.runs)
-    if is_ours and "hydra.sweeper.n_jobs" not in map(key_of, runner.shared):
+    if runner.other is None and "hydra.sweeper.n_jobs" not in map(key_of, runner.shared):
         sweeper.n_jobs = runner.jobs
     version = metadata.version("sqlalchemy")
     if sweeper.storage is None and not version.startswith("1."):

@@ -8,12 +8,12 @@ from hydra.plugins.launcher import Launcher
 
 
 class DpframeLauncher(Launcher):
-    """Runs the points of a sweep as `sweep.jobs` says; `dpframe -m` has it for Hydra's own one."""
+    """Hands the points of a sweep to the runner of `dpframe -m`, which is its task function."""
 
     def setup(self, *, hydra_context: Any, task_function: Any, config: Any) -> None:
-        self.runner = task_function
+        self.run_batch = task_function
 
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        return self.runner.launch(job_overrides, initial_job_idx)
+        return self.run_batch(job_overrides)
