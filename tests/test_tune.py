@@ -16,7 +16,8 @@ from dpframe import Task, TrainerSettings, UserError
 from dpframe.config.compose import composed
 from dpframe.errors import Failure
 from dpframe.modes import tune
-from dpframe.modes.tuner import Point, Rates, Tuner, count_replicas, largest, smoothed, steepest
+from dpframe.modes.measure import devices_of
+from dpframe.modes.tuner import Point, Rates, Tuner, largest, smoothed, steepest
 from dpframe.modes.tuning import Tuning, chart, picture
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -235,7 +236,7 @@ def test_a_stream_is_refused():
 
 
 def test_replicas_are_counted_without_starting_any():
-    assert count_replicas(DDP(5, "cpu")) == 5 and count_replicas(DataParallel(3, "cpu")) == 3
+    assert len(devices_of(DDP(5, "cpu"))) == 5 and len(devices_of(DataParallel(3, "cpu"))) == 3
 
 
 # ---- what is printed and written
