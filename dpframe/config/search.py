@@ -158,7 +158,7 @@ class Configs:
     def _with_arguments(self, overrides: Sequence[str]) -> Any:
         """Adds ++ to keys that a part's class takes and no file sets; None if there are none."""
         try:
-            base = self._of_right(overrides)
+            base = self._of_right([o for o in overrides if not modes.of_package(key_of(o))])
         except Exception:  # another of the overrides is wrong, too
             return None
         added = [
@@ -169,8 +169,7 @@ class Configs:
 
     def _of_right(self, overrides: Sequence[str]) -> DictConfig:
         """The config with those of the overrides whose keys there are."""
-        known = [each for each in overrides if not modes.of_package(key_of(each))]
-        first = [each for each in known if "." not in key_of(each) or each[0] == "+"]
+        first = [each for each in overrides if "." not in key_of(each) or each[0] == "+"]
         base = self.loader.load_configuration(CONFIG_NAME, first, RunMode.RUN)
         right = [each for each in overrides if each in first or has(base, key_of(each))]
         if right != first:
