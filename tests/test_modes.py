@@ -57,19 +57,19 @@ def test_a_file_and_an_entry_point_are_a_mode_as_the_docs_have_one(site, tmp_pat
     lines = [
         late,
         [*late, "late.hour=3", "hydra.run.dir=a"],
+        ["recipe=boston", "mode=size", "size.frozen=true"],
         ["-m", *late, "late.hour=4,5"],
         [*late, "late.hour=25"],
-        ["recipe=boston", "mode=size", "size.frozen=true"],
         ["recipe=boston", "mode=both"],
         ["recipe=boston", "mode=broken"],
     ]
-    plain, set_, swept, full, counted, both, broken = attempts(lines, tmp_path, **site)
+    plain, set_, counted, swept, full, both, broken = attempts(lines, tmp_path, **site)
     assert (plain.code, plain.out, plain.files) == (0, "22 o'clock in boston\n", [])
     assert set_.out == "3 o'clock in boston\n"
     assert "4 o'clock in boston" in swept.out and "5 o'clock in boston" in swept.out, swept
     assert full.code == 1 and full.err.startswith("dpframe: cpu is out of memory in mode=late: ")
     assert full.err.endswith("; take a smaller task, or a smaller batch\n")
-    assert counted.out == "boston: 801 parameters\n"
+    assert (counted.out, counted.files) == ("boston: 801 parameters\n", [])
     refused = "mode=both is in dpframe-late 1.0 and dpframe-rival 1.0; uninstall one"
     assert (both.code, both.err) == (2, f"dpframe: {refused}\n")
     assert broken.code == 2 and broken.err.startswith(
@@ -87,8 +87,9 @@ def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_
         ["recipe=boston", "mode=late", "late.hour=noon"],
         ["recipe=boston", "mode=lat"],
         ["recipe=boston", "late.hour=3", "-c", "job"],
+        ["recipe=boston", "mode=tune", "tune.memry=1"],
     ]
-    (page, topic, misspelt, text, near, job), heavy = cold_attempts(lines, tmp_path, **site)
+    (page, topic, misspelt, text, near, job, own), heavy = cold_attempts(lines, tmp_path, **site)
     assert heavy == []
     assert "\n  mode=late      Tells how late it is. (dpframe-late 1.0)\n" in page.out
     assert all(f"  mode={name} " in page.out for name in modes.OWN)
@@ -101,7 +102,8 @@ def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_
     )
     assert text.err == "dpframe: late.hour=noon is text; use a whole number\n"
     assert "mode=lat is not one of fit, " in near.err and "did you mean late?" in near.err
-    assert {misspelt.code, text.code, near.code} == {2}
+    assert "there is no key tune.memry; did you mean tune.memory?" in own.err
+    assert {misspelt.code, text.code, near.code, own.code} == {2}
     assert job.code == 0 and "late:\n  hour: 3\n" in job.out
 
 

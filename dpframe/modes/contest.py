@@ -111,48 +111,39 @@ def trained(
         make_strategy() as strategy,
         memory.explain(strategy.device, "training", "use a smaller data.batch_size"),
     ):
-        return _trained(strategy, make_task, make_data, settings, seed, name)
+        for device in strategy.local_devices:
+            memory.begin_peak(device)
+        seeding.seed_everything(seed)
+        pace, steps = Pace(), StepTimes()
+        trainer = Trainer(
+            make_task(),
+            make_data(),
+            strategy=strategy,
+            settings=settings,
+            callbacks=[pace, steps],
+            seed=seed,
+            interruption=signals.current(),
+        )
+        trainer.fit()
+        rate = median(pace.rates or pace.cold)
+        everywhere = strategy.collectives.gather(steps.seconds())
+        rows = _rows_of_epoch(trainer)
+        return Entry(
+            name,
+            strategy.replicas,
+            strategy.devices,
+            rate,
+            None if rows is None else rows / rate,
+            trainer.peak_memory(),
+            dict(trainer.metrics),
+            step_seconds=None if None in everywhere else list(chain.from_iterable(everywhere)),
+        )
 
 
-def _trained(
-    strategy: Strategy,
-    make_task: Callable[[], Task],
-    make_data: Callable[[], DataModule],
-    settings: TrainerSettings,
-    seed: int,
-    name: str,
-) -> Entry:
-    for device in strategy.local_devices:
-        memory.begin_peak(device)
-    seeding.seed_everything(seed)
-    pace, steps, task, data = Pace(), StepTimes(), make_task(), make_data()
-    stop = signals.current()
-    trainer = Trainer(
-        task,
-        data,
-        strategy=strategy,
-        settings=settings,
-        callbacks=[pace, steps],
-        seed=seed,
-        interruption=stop,
-    )
-    trainer.fit()
-    rate = median(pace.rates or pace.cold)
-    everywhere = strategy.collectives.gather(steps.seconds())
+def _rows_of_epoch(trainer: Trainer) -> int | None:
+    """None: a stream, of which nobody has counted the rows."""
     source, batches = trainer.feed.source, trainer.feed.batches_per_epoch
-    rows = None
-    if batches is not None:
-        rows = min(batches * source.batch_size, len(source.dataset))
-    return Entry(
-        name,
-        strategy.replicas,
-        strategy.devices,
-        rate,
-        None if rows is None else rows / rate,
-        trainer.peak_memory(),
-        dict(trainer.metrics),
-        step_seconds=None if None in everywhere else list(chain.from_iterable(everywhere)),
-    )
+    return None if batches is None else min(batches * source.batch_size, len(source.dataset))
 
 
 class Pace(Callback):

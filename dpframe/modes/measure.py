@@ -140,6 +140,14 @@ def refuse_by_hand(task: Task, mode: str) -> None:
         )
 
 
+def devices_of(strategy: Strategy) -> list[str]:
+    """The devices of the replicas, without starting a rank."""
+    if strategy.launches_ranks:
+        return [str(device) for device in strategy.choose_devices(default=None)]
+    with strategy:
+        return strategy.devices
+
+
 def now(device: torch.device) -> float:
     """The time; on a GPU (not tried on one) after all work that is queued there."""
     if device.type != "cpu":

@@ -11,13 +11,10 @@ COLORS = ("steelblue", "firebrick", "seagreen", "darkorange", "purple", "dimgray
 
 
 class Series(NamedTuple):
-    """Points joined by a line; with `dots` each has a color and a title that a browser shows over
-    it, and only a named series is a line as well."""
-
     points: Sequence[tuple[float, float]]
-    color: str = ""
-    name: str = ""
-    dots: Sequence[tuple[str, str]] = ()
+    color: str = ""  # of the line that joins them; "": there is none
+    name: str = ""  # beside the panel
+    dots: Sequence[tuple[str, str]] = ()  # a point's color, and what a browser shows over it
 
 
 @dataclass
@@ -65,7 +62,7 @@ def _draw(panel: Panel, left: float) -> list[str]:
     ]
     for number, series in enumerate(panel.series):
         places = [(x_of(x), y_of(y)) for x, y in series.points]
-        if series.name or not series.dots:
+        if series.color:
             path = " ".join(f"{x},{y}" for x, y in places)
             lines.append(f'<polyline points="{path}" fill="none" stroke="{series.color}"/>')
         if series.name:

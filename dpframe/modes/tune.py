@@ -36,8 +36,9 @@ class Settings:
 def run(job: Composed) -> dict[str, Any]:
     """Prints the largest batch that fits, a learning rate, and the overrides to type."""
     from dpframe.config.parts import data_of, strategy_of, task_of
+    from dpframe.modes.measure import devices_of
     from dpframe.modes.report import counted, refuse_checkpoint, refuse_ranks, show
-    from dpframe.modes.tuner import Tuner, count_replicas
+    from dpframe.modes.tuner import Tuner
     from dpframe.modes.tuning import Tuning
 
     refuse_checkpoint(job, "begins each trial with fresh weights")
@@ -54,19 +55,22 @@ def run(job: Composed) -> dict[str, Any]:
         data_of(job)(),
         settings.trainer,
         accelerator=settings.trainer.accelerator if strategy.uses_gpus else "cpu",
-        replicas=count_replicas(strategy),
+        replicas=len(devices_of(strategy)),
         seed=settings.seed,
         limit=asked.memory,
     )
+    batch = rates = None
+    if "batch_size" in asked.find:
+        batch = tuner.batch_size(asked.max_batch_size)
+    if "lr" in asked.find:
+        rates = tuner.learning_rate(asked.min_lr, asked.max_lr, asked.steps)
     tuning = Tuning(
         title=f"tune {settings.recipe}: {counted(tuner.replicas, 'replica')} of {strategy.name}, "
         f"measured on one on {tuner.device}, trainer.precision={settings.trainer.precision}",
         limit=tuner.limit,
         max_batch_size=asked.max_batch_size,
-        batch=tuner.batch_size(asked.max_batch_size) if "batch_size" in asked.find else None,
-        rates=tuner.learning_rate(asked.min_lr, asked.max_lr, asked.steps)
-        if "lr" in asked.find
-        else None,
+        batch=batch,
+        rates=rates,
         takes_size="batch_size" in job.config["data"],
         takes_rate="lr" in (job.config["task"].get("optimizer") or {}),
     )

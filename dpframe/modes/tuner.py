@@ -15,7 +15,6 @@ from dpframe import memory, seeding
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError
 from dpframe.modes.measure import Probe, Sampled, lasting_bytes, refuse_by_hand, short
-from dpframe.strategies import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
@@ -112,10 +111,8 @@ class Tuner:
         )
         sizes = [size] * (steps * accumulate)
         for each in (fresh, sweep):
-            if (
-                self._fit(Probe(accelerator=self.accelerator), self.batches, sizes, settings, each)
-                is None
-            ):
+            probe = Probe(accelerator=self.accelerator)
+            if self._fit(probe, self.batches, sizes, settings, each) is None:
                 raise Failure(
                     f"mode=tune: a batch of {size} rows does not fit {self.device}, on which "
                     "learning rates are tried; use a smaller data.batch_size and a larger "
@@ -196,9 +193,8 @@ class Sweep(Callback):
         self._set(trainer)
 
     def on_step_end(self, trainer: Trainer) -> None:
-        loss = trainer.training.means.window().get(
-            "loss", math.inf
-        )  # none if the step was left out
+        means = trainer.training.means.window()
+        loss = means.get("loss", math.inf)  # there is none if the step was left out
         if math.isfinite(loss):
             self.points.append(Point(self.rates[len(self.points)], loss))
         if not math.isfinite(loss) or self._has_diverged():
@@ -261,11 +257,3 @@ def smoothed(points: Sequence[Point]) -> list[Point]:
         near = points[at - reach : at + reach + 1]
         means.append(Point(point.rate, sum(each.loss for each in near) / len(near)))
     return means
-
-
-def count_replicas(strategy: Strategy) -> int:
-    """How many replicas the strategy has, without starting them."""
-    if strategy.launches_ranks:
-        return len(strategy.choose_devices(default=None))
-    with strategy:
-        return strategy.replicas

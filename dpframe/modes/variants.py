@@ -3,22 +3,19 @@
 import io
 from collections.abc import Sequence
 from contextlib import redirect_stderr
-from functools import partial
 from typing import NamedTuple
 
-from dpframe.config.build import build, check_targets
+from dpframe.config.build import check_targets
 from dpframe.config.compose import Composed, composed
+from dpframe.config.parts import data_of, strategy_of, task_of
 from dpframe.config.search import Configs
 from dpframe.config.start import key_of
-from dpframe.config.trust import trust_of
-from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of
 from dpframe.launch import signals
 from dpframe.launch.faults import RankFailed
 from dpframe.modes.contest import Contest, Entry, trained
-from dpframe.strategies import Strategy
+from dpframe.modes.measure import devices_of
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present
-from dpframe.task import Task
 from dpframe.trainer.settings import TrainerSettings
 
 AUTO = "auto"  # is one of the others
@@ -82,21 +79,13 @@ def with_strategy(job: Composed, name: str, gpus: int | None = None) -> Variant:
         kept.append(f"trainer.gpus={gpus}")
     try:
         other = composed([*kept, f"strategy={name}"], config_dir=_folder(job))
-        trust = check_targets(other)
-        strategy = build(other.config["strategy"], "strategy", Strategy, trust=trust)
+        check_targets(other)
+        strategy = strategy_of(other)()
         with redirect_stderr(io.StringIO()):  # that it would be a rehearsal
             devices = devices_of(strategy)
     except (UserError, ImportError) as error:
         return Variant(name, gpus or 1, None, failure=first_line(error))
     return Variant(name, len(devices), other, devices, strategy.launches_ranks)
-
-
-def devices_of(strategy: Strategy) -> list[str]:
-    """The devices of the replicas, without starting a rank."""
-    if strategy.launches_ranks:
-        return [str(device) for device in strategy.choose_devices(default=None)]
-    with strategy:
-        return strategy.devices
 
 
 def _names(job: Composed) -> list[str]:
@@ -119,15 +108,10 @@ def _entry(variant: Variant, settings: TrainerSettings) -> Entry:
     name, job = variant.name, variant.job
     if job is None:
         return Entry(name, variant.replicas, failure=variant.failure)
-    trust, config = trust_of(job), job.config
-    make_strategy = partial(build, config["strategy"], "strategy", Strategy, trust=trust)
-    parts = (
-        partial(build, config["task"], "task", Task, trust=trust),
-        partial(build, config["data"], "data", DataModule, trust=trust),
-    )
+    make_strategy, seed = strategy_of(job), job.settings.seed
+    parts = make_strategy, task_of(job), data_of(job)
     try:
-        seed = job.settings.seed
-        return make_strategy().launch(trained, make_strategy, *parts, settings, seed, name)
+        return make_strategy().launch(trained, *parts, settings, seed, name)
     except RankFailed as error:
         return Entry(name, variant.replicas, failure=str(error).splitlines()[-1])
     except UserError as error:
