@@ -42,7 +42,7 @@ class Graph(Callback):
         self.is_missing = False
         task = trainer.task
         tensors = tuple(leaf for leaf in leaves(shares[0]) if isinstance(leaf, Tensor))
-        module = traced(task, shares[0])
+        module = as_module(task, shares[0])
         with (
             restore_modes(task),
             torch.no_grad(),
@@ -58,7 +58,7 @@ class Graph(Callback):
                     _warn(first_line(error), task)
 
 
-def traced(task: Task, batch: Any) -> nn.Module:
+def as_module(task: Task, batch: Any) -> nn.Module:
     """`predict_step` as a module with the task's name and parts, which takes a batch's tensors."""
 
     class Model(nn.Module):
