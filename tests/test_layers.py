@@ -32,7 +32,6 @@ GROUND |= {
     "blocks",
     "memory",
     "exact",
-    "floats",
     "lightning_names",
     "parameters",
     "launch",

@@ -11,9 +11,9 @@ from dpframe import seeding
 from dpframe.data import Batch
 from dpframe.data.module import leaves, mapped
 from dpframe.errors import first_line
-from dpframe.floats import made_as
 from dpframe.task import Task
 from dpframe.trainer.callback import Callback
+from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.evaluation import restore_modes
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class Graph(Callback):
             restore_modes(task),
             torch.no_grad(),
             seeding.seeded(trainer.seed),
-            made_as(trainer.precision.dtype),
+            default_dtype(trainer.precision.dtype),
             warnings.catch_warnings(action="ignore"),
         ):
             task.eval()
