@@ -29,7 +29,7 @@ GROUND |= {
     "files",
     "accelerator",
     "cgroup",
-    "blocks",
+    "patterns",
     "memory",
     "exact",
     "lightning_names",

@@ -20,7 +20,7 @@ def blocks(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]
             yield from blocks(part, path)
 
 
-def matching(task: nn.Module, pattern: str, *, key: str) -> list[tuple[str, nn.Module]]:
+def match_modules(task: nn.Module, pattern: str, *, key: str) -> list[tuple[str, nn.Module]]:
     """The outermost modules whose name matches, or whose class has that name; of a list, which is
     never called, its modules. `key` is the config's, for the error."""
     found: list[tuple[str, nn.Module]] = []
