@@ -17,10 +17,10 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.logical_cost import WARM_UP, Times
 from dpframe import DataModule, Task, Trainer, seeding
-from dpframe.blocks import blocks
 from dpframe.config.build import build, check_targets
 from dpframe.config.compose import composed
 from dpframe.data import split
+from dpframe.patterns import blocks
 from dpframe.strategies.fsdp import FSDP
 
 Seconds = tuple[float, float]  # wall and processor

@@ -1,35 +1,16 @@
-"""Parameters by patterns of their names, and groups of them with options of their own."""
+"""Groups of parameters with options of their own, by patterns of their names."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from dpframe.errors import UserError, nearest, suggestion
+from dpframe.errors import UserError, suggestion
+from dpframe.patterns import match_parameters
 
-Patterns = str | Sequence[str]
-VECTORS = "1d"  # stands for what has one dimension: biases, and the weights of norms
 GROUPS = "task.optimizer.groups"
-
-
-def matching(named: Iterable[tuple[str, Tensor]], patterns: Patterns, *, key: str) -> list[Tensor]:
-    """The tensors whose names match, or are in a module whose name does; `!net.head` leaves out
-    again what an earlier pattern has matched."""
-    named = list(named)
-    found: dict[int, Tensor] = {}
-    for pattern in [patterns] if isinstance(patterns, str) else patterns:
-        wanted = str(pattern).removeprefix("!")
-        matched = {id(tensor): tensor for name, tensor in named if _matches(name, tensor, wanted)}
-        if not matched:
-            raise UserError(f"{key}={pattern} matches no parameter; {_near(wanted, named)}")
-        if wanted == pattern:
-            found |= matched
-        else:
-            found = {number: found[number] for number in found if number not in matched}
-    return list(found.values())
 
 
 def grouped(
@@ -49,7 +30,7 @@ def grouped(
             continue
         if not isinstance(group, Mapping) or "match" not in group:
             raise UserError(f"{key}.{name} has no match; name its parameters, e.g. match: net.head")
-        for tensor in matching(named, group["match"], key=f"{key}.{name}.match"):
+        for tensor in match_parameters(named, group["match"], key=f"{key}.{name}.match"):
             owners.setdefault(id(tensor), []).append(name)
     made: dict[tuple[str, ...], dict[str, Any]] = {(): {"params": []}}
     for tensor in {id(tensor): tensor for _, tensor in named}.values():
@@ -103,22 +84,6 @@ def _without_groups(make: Any) -> Any:
     plain = type(make)(_without_groups(make.func), *make.args, **keywords)
     vars(plain).update(vars(make))  # the key in the config of what `build` has made
     return plain
-
-
-def _matches(name: str, tensor: Tensor, pattern: str) -> bool:
-    if pattern == VECTORS:
-        return tensor.ndim < 2
-    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
-
-
-def _near(pattern: str, named: Sequence[tuple[str, Tensor]]) -> str:
-    """A hint among names and their prefixes, since there may be thousands of names."""
-    known = {VECTORS}
-    for name, _ in named:
-        parts = name.split(".")
-        known |= {".".join(parts[:end]) for end in range(1, len(parts) + 1)}
-    near = nearest(pattern.rstrip(".*"), known)
-    return f"did you mean {near}?" if near else f"there is, e.g., {named[0][0]}"
 
 
 def updated_by(optimizer: Optimizer) -> list[Any]:

@@ -1,11 +1,7 @@
 """Callbacks: the order of hooks, ends by a metric, a run that fails, and what is on screen."""
 
 import csv
-import os
-import pty
 import re
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -57,7 +53,9 @@ def test_hooks_come_in_the_order_that_is_documented(settings, steps):
 def test_the_documentation_names_every_hook_in_the_code():
     assert set(re.findall(r"on_\w+", callback.__doc__)) == set(HOOKS)
     loop = dedent(callback.__doc__.split("\n\n")[1])
-    assert f"```\n{loop}\n```" in (HERE.parent / "docs" / "callbacks.md").read_text()
+    assert (
+        f"```\n{loop}\n```" in (Path(__file__).parent.parent / "docs" / "callbacks.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("mode", ["validate", "test", "predict"])
@@ -385,71 +383,6 @@ def test_a_shared_parameter_counts_once():
     made.prepare()
     text = banner(made)
     assert re.search(r"^total +41$", text, re.MULTILINE)
-
-
-PRINTS = """
-import contextlib, sys
-from dpframe.callbacks.progress import Progress
-from small import fitted
-fitted(callbacks=[Progress()], max_epochs=3)
-print("next")
-fitted(callbacks=[Progress()], max_epochs=None, max_seconds=.01)
-with open(sys.argv[1], "w") as file, contextlib.redirect_stdout(file):
-    fitted(callbacks=[Progress()], max_epochs=3)
-"""
-HERE = Path(__file__).parent
-
-
-@pytest.fixture(scope="module")
-def shown(tmp_path_factory) -> tuple[list[str], str]:
-    """What two runs show on a terminal, and one in a file."""
-    piped = tmp_path_factory.mktemp("shown") / "out"
-    main, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120"}
-    command = [sys.executable, "-c", PRINTS, str(piped)]
-    process = subprocess.Popen(command, cwd=HERE, stdout=terminal, env=environment)
-    os.close(terminal)
-    out = read_all(main)
-    assert process.wait() == 0
-    return out.split("next"), piped.read_text()
-
-
-def read_all(descriptor: int) -> str:
-    """Until the other end of the terminal is closed, which Linux tells by an error."""
-    parts = []
-    while True:
-        try:
-            part = os.read(descriptor, 1 << 16)
-        except OSError:
-            part = b""
-        if not part:
-            os.close(descriptor)
-            return b"".join(parts).decode()
-        parts.append(part)
-
-
-def test_off_a_terminal_there_are_lines_of_epochs_and_a_table_at_the_end(shown):
-    out = shown[1]
-    assert "\x1b" not in out and "\r" not in out
-    epochs = [line for line in lines(out) if line.startswith("epoch")]
-    ends = [epochs[0], epochs[-1]]  # between them are those that took a second
-    assert [line.split("  ")[:2] for line in ends] == [
-        ["epoch 1/3", "step 5"],
-        ["epoch 3/3", "step 15"],
-    ]
-    assert all(re.search(r"train/loss \S+ .*val/loss \S+", line) for line in epochs)
-    first = [line.split()[0] for line in lines(out)[-7:-1]]
-    assert first == ["metric", "-" * 10, "train/loss", "train/mae", "val/loss", "val/mae"]
-    assert re.fullmatch(r"15 steps in \d+\.\d\d s, [\d,]+ samples/s", lines(out)[-1])
-
-
-@pytest.mark.parametrize("number, of", [(0, "3/3"), (1, r"\d+")], ids=["epochs", "seconds"])
-def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(shown, number, of):
-    out = shown[0][number]
-    assert re.search(rf"epoch {of} ━+ [\d,]+ samples/s", re.sub(r"\x1b\[[\d;]*m", "", out))
-    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]|\r", "\n", out)
-    assert not re.search(r"^epoch \d+(/\d+)?  step", plain, re.MULTILINE)
-    assert re.search(r"^\d+ steps in .* samples/s\s*$", plain, re.MULTILINE)
 
 
 def said(caplog) -> list[int]:

@@ -33,7 +33,7 @@ from dpframe.exact import Exact, totals
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
-from dpframe.strategies.logical import Logical, added, halves, parts, spans
+from dpframe.strategies.logical import Logical, add_up, halves, parts, spans
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.testing import Recipe, verify
 from dpframe.trainer.settings import TrainerSettings
@@ -547,11 +547,11 @@ def test_the_sum_of_shares_does_not_depend_on_who_adds_up_which():
     sums = set()
     for processes in range(1, 14):
         nodes = {
-            node: added(node, lambda at: ... if at[1] - at[0] > 1 else [leaves[at[0]].clone()])
+            node: add_up(node, lambda at: ... if at[1] - at[0] > 1 else [leaves[at[0]].clone()])
             for span in spans(13, processes)
             for node in parts((0, 13), *span)
         }
-        (total,) = added((0, 13), lambda at, nodes=nodes: nodes.get(at, ...))
+        (total,) = add_up((0, 13), lambda at, nodes=nodes: nodes.get(at, ...))
         sums.add(tuple(total.tolist()))
     assert len(sums) == 1
     assert sums != {tuple(sum(leaves).tolist())}  # one after the other rounds in another way
@@ -568,7 +568,7 @@ def test_of_sums_only_as_many_are_kept_as_the_tree_is_deep():
         most = max(most, len(alive))
         return [leaf]
 
-    assert added((0, 64), give)[0].item() == 64
+    assert add_up((0, 64), give)[0].item() == 64
     assert most == 7
 
 

@@ -18,7 +18,7 @@ from dpframe.callbacks.confusion_matrix import ConfusionMatrix
 from dpframe.callbacks.graph import Graph
 from dpframe.callbacks.histograms import Histograms
 from dpframe.callbacks.pr_curve import PRCurve
-from dpframe.callbacks.sample_predictions import SamplePredictions, named
+from dpframe.callbacks.sample_predictions import SamplePredictions, name_parts
 from dpframe.loggers import media
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.formats import png
@@ -465,7 +465,7 @@ def test_a_model_that_can_not_be_traced_is_one_warning(tmp_path, caplog, capsys)
     ],
 )
 def test_the_parts_of_a_batch_have_names(batch, names):
-    assert [name for name, _ in named("x", batch)] == names
+    assert [name for name, _ in name_parts("x", batch)] == names
 
 
 def test_predicted_pictures_are_a_grid_from_black_to_white():

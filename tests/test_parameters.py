@@ -12,7 +12,7 @@ from torch.optim.swa_utils import SWALR
 
 from dpframe import UserError
 from dpframe.config.build import build, check
-from dpframe.parameters import matching
+from dpframe.patterns import match_parameters
 
 ADAMW = {"_target_": "torch.optim.AdamW", "_partial_": True, "lr": 1e-3, "weight_decay": 0.1}
 
@@ -61,7 +61,7 @@ HEAD = ["net.head.weight", "net.head.bias"]
 def test_a_pattern_is_of_names_modules_or_vectors_and_may_leave_out(patterns, wanted):
     task = Tuned()
     named = task.named_parameters(remove_duplicate=False)
-    assert names(task, matching(named, patterns, key="x")) == wanted
+    assert names(task, match_parameters(named, patterns, key="x")) == wanted
 
 
 @pytest.mark.parametrize(

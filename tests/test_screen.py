@@ -62,6 +62,34 @@ def messages(caplog) -> list[str]:
     return [line for record in caplog.records for line in record.getMessage().splitlines()]
 
 
+def test_off_a_terminal_there_are_lines_of_epochs_and_a_table_at_the_end(monkeypatch, capsys):
+    monkeypatch.setattr(progress.log, "hasHandlers", lambda: False)  # as in a user's own script
+    fitted(callbacks=[Progress()], max_epochs=3)
+    out = capsys.readouterr().out
+    assert "\x1b" not in out and "\r" not in out
+    epochs = re.findall(
+        r"^epoch (\d/3  step \d+)  train/loss \S+  .*val/loss \S+", out, re.MULTILINE
+    )
+    ends = [epochs[0], epochs[-1]]  # between them are those that took a second
+    assert ends == ["1/3  step 5", "3/3  step 15"]
+    *table, last = out.splitlines()[-7:]
+    first = [line.split()[0] for line in table]
+    assert first == ["metric", "-" * 10, "train/loss", "train/mae", "val/loss", "val/mae"]
+    assert re.fullmatch(r"15 steps in \d+\.\d\d s, [\d,]+ samples/s", last)
+
+
+def test_on_a_terminal_there_is_a_bar_and_no_line_an_epoch(terminal):
+    for limit, of in (
+        ({"max_epochs": 3}, "3/3"),
+        ({"max_epochs": None, "max_seconds": 0.01}, r"\d+"),
+    ):
+        terminal.fitted(**limit)
+        assert re.match(rf"epoch {of} ━+ [\d,]+ samples/s", terminal.bars()[-1])
+    plain = re.sub(MOVES, "\n", re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue()))
+    assert not re.search(r"^epoch \d+(/\d+)?  step", plain, re.MULTILINE)
+    assert len(re.findall(r"^\d+ steps in .* samples/s\s*$", plain, re.MULTILINE)) == 2
+
+
 def test_80_columns_have_the_epoch_a_bar_the_pace_the_loss_and_what_is_monitored(
     terminal, second_a_step
 ):
@@ -174,13 +202,14 @@ def test_the_bar_shows_how_far_a_validation_is(terminal, monkeypatch):
     assert shown == [str(done) for done in range(1, 21)]
 
 
-def test_a_run_of_hours_has_a_line_a_minute(second_a_step, caplog):
+def test_a_run_of_hours_has_a_line_a_minute(monkeypatch, caplog):
     caplog.set_level("INFO", "dpframe")
-    data = Streamed(4 * 4000, 4, val=False)
-    fitted(callbacks=[second_a_step, Progress(False)], data=data, max_epochs=1)
+    five_seconds_a_step = Hooks(on_step_end=Clock(monkeypatch).ticks(5.0))
+    data = Streamed(4 * 600, 4, val=False)
+    fitted(callbacks=[five_seconds_a_step, Progress(False)], data=data, max_epochs=1)
     steps = [int(re.search(r"step (\d+)", line)[1]) for line in messages(caplog)]
-    assert steps[:3] == [5, 10, 15]
-    assert {b - a for a, b in pairwise(steps[-20:-1])} == {60}
+    assert steps[:3] == [1, 2, 3]
+    assert {b - a for a, b in pairwise(steps[-20:-1])} == {12}
 
 
 def test_the_last_ten_epochs_and_the_best_stay_on_screen(terminal, second_a_step):

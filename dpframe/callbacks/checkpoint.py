@@ -100,10 +100,14 @@ class Checkpoint(Callback):
     def on_validation_end(self, trainer: "Trainer") -> None:
         is_within_epoch = trainer.progress.batches_done > 0  # at its end, on_epoch_end knows more
         if is_within_epoch and trainer.mode == "fit":
-            self._save(trainer, self._judged(trainer, lambda each: each.monitor.is_of_validation))
+            self._save(
+                trainer, self._judge_all(trainer, lambda each: each.monitor.is_of_validation)
+            )
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
-        names = self._judged(trainer, lambda each: not trainer.epoch % (each.every_n_epochs or 1))
+        names = self._judge_all(
+            trainer, lambda each: not trainer.epoch % (each.every_n_epochs or 1)
+        )
         if trainer.epoch % (self.every_n_epochs or 1):
             return
         since = trainer.clock - self.saved_clock
@@ -114,7 +118,7 @@ class Checkpoint(Callback):
         self._save(trainer, names)
 
     def on_fit_end(self, trainer: "Trainer") -> None:
-        names = self._judged(trainer, lambda each: True)
+        names = self._judge_all(trainer, lambda each: True)
         if trainer.global_step != self.saved_step:
             names = [*names, LAST]
         self._save(trainer, names)
@@ -170,7 +174,7 @@ class Checkpoint(Callback):
                     f"{self.pattern.text} of another begin alike; begin them with other words"
                 )
 
-    def _judged(self, trainer: "Trainer", judges: Callable[["Checkpoint"], bool]) -> list[str]:
+    def _judge_all(self, trainer: "Trainer", judges: Callable[["Checkpoint"], bool]) -> list[str]:
         """The files that this step's state belongs in. All of these callbacks judge before one of
         them saves, so that its file holds what all of them keep."""
         for each in trainer.callbacks:

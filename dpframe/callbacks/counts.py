@@ -7,8 +7,8 @@ from torch import Tensor, tensor
 
 from dpframe import seeding
 from dpframe.data import Batch, move
-from dpframe.floats import made_as
 from dpframe.trainer.callback import Callback
+from dpframe.trainer.default_dtype import default_dtype
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -51,7 +51,7 @@ def predict_shares(trainer: "Trainer", batch: Batch) -> Iterator[tuple[Any, Any]
             if share.rows:
                 inputs = move(share.batch, trainer.strategy.device)
                 # Training draws the same numbers without this callback.
-                with seeding.seeded(trainer.seed), made_as(trainer.precision.dtype):
+                with seeding.seeded(trainer.seed), default_dtype(trainer.precision.dtype):
                     predictions = trainer.task.predict_step(inputs)
                 yield inputs, predictions
 

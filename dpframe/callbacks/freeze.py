@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from dpframe.errors import UserError, refuse_below
-from dpframe.parameters import Patterns, matching
+from dpframe.patterns import Patterns, match_parameters
 from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Freeze(Callback):
             *task.named_parameters(remove_duplicate=False),
             *task.named_buffers(remove_duplicate=False),
         ]
-        self.matched = matching(named, self.patterns, key="callbacks.freeze.patterns")
+        self.matched = match_parameters(named, self.patterns, key="callbacks.freeze.patterns")
         self.is_over = self._is_over(trainer)
         self._apply(trainer)
         if not any(weight.requires_grad for weight in task.parameters()):

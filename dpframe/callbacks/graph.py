@@ -11,9 +11,9 @@ from dpframe import seeding
 from dpframe.data import Batch
 from dpframe.data.module import leaves, mapped
 from dpframe.errors import first_line
-from dpframe.floats import made_as
 from dpframe.task import Task
 from dpframe.trainer.callback import Callback
+from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.evaluation import restore_modes
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ class Graph(Callback):
         self.is_missing = False
         task = trainer.task
         tensors = tuple(leaf for leaf in leaves(shares[0]) if isinstance(leaf, Tensor))
-        module = traced(task, shares[0])
+        module = as_module(task, shares[0])
         with (
             restore_modes(task),
             torch.no_grad(),
             seeding.seeded(trainer.seed),
-            made_as(trainer.precision.dtype),
+            default_dtype(trainer.precision.dtype),
             warnings.catch_warnings(action="ignore"),
         ):
             task.eval()
@@ -58,7 +58,7 @@ class Graph(Callback):
                     _warn(first_line(error), task)
 
 
-def traced(task: Task, batch: Any) -> nn.Module:
+def as_module(task: Task, batch: Any) -> nn.Module:
     """`predict_step` as a module with the task's name and parts, which takes a batch's tensors."""
 
     class Model(nn.Module):

@@ -66,10 +66,10 @@ class Prune(Callback):
         is_whole = not trainer.stop_reason.startswith(PRUNED)
         if trainer.strategy.is_main and is_whole:
             with files.atomic_write(Path(trainer.run.directory) / NAME) as part:
-                part.write_text(json.dumps({self._watched: self.curve}), encoding="utf-8")
+                part.write_text(json.dumps({self._key: self.curve}), encoding="utf-8")
 
     @property
-    def _watched(self) -> str:
+    def _key(self) -> str:
         return f"{self.monitor.mode} {self.monitor.name}"
 
     def _median(self, trainer: "Trainer") -> float | None:
@@ -77,7 +77,7 @@ class Prune(Callback):
         sweep = Path(trainer.run.directory).absolute().parent
         if not (sweep / SWEEP).is_file():  # a run on its own, among others
             return None
-        curves = [_curve(path, self._watched) for path in sweep.glob(f"*/{NAME}")]
+        curves = [_curve(path, self._key) for path in sweep.glob(f"*/{NAME}")]
         known = [curve[: trainer.epoch][-1] for curve in curves if curve]
         return statistics.median(known) if len(known) >= self.startup_runs else None
 

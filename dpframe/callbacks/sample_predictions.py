@@ -42,8 +42,8 @@ class SamplePredictions(Callback):
         self.missing -= batch.rows
         shares = []
         for inputs, predicted in predict_shares(trainer, batch):
-            parts = {**dict(named("batch", inputs)), **dict(named("predicted", predicted))}
-            shares.append({name: first(part, self.rows) for name, part in parts.items()})
+            parts = dict([*name_parts("batch", inputs), *name_parts("predicted", predicted)])
+            shares.append({name: take(part, self.rows) for name, part in parts.items()})
         self.batches.append(shares)
 
     def on_validation_end(self, trainer: "Trainer") -> None:
@@ -53,9 +53,9 @@ class SamplePredictions(Callback):
         for name in shares[0] if shares else ():
             rows = [row for share in shares for row in share[name]][: self.rows]
             if is_image(rows[0]):
-                trainer.log_image(f"val/samples/{name}", scaled(torch.stack(rows)))
+                trainer.log_image(f"val/samples/{name}", scale(torch.stack(rows)))
             else:
-                columns[name] = [shown(row) for row in rows]
+                columns[name] = [format_cell(row) for row in rows]
         if columns:
             rows = list(zip(*columns.values(), strict=True))
             trainer.log_table("val/samples", list(columns), rows)
@@ -68,12 +68,12 @@ class SamplePredictions(Callback):
             self.validations = validations
 
 
-def named(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def name_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The parts of a batch that have an entry a row, by name: batch_0, batch_label, …"""
     if isinstance(value, (dict, tuple)) or (isinstance(value, list) and not is_rows(value)):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in pairs:
-            yield from named(f"{name}_{key}", part)
+            yield from name_parts(f"{name}_{key}", part)
     elif is_rows(value):
         yield name, value
 
@@ -85,7 +85,7 @@ def is_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0
 
 
-def first(value: Any, rows: int) -> Any:
+def take(value: Any, rows: int) -> Any:
     value = value[:rows]
     return value.detach().cpu() if isinstance(value, Tensor) else value
 
@@ -94,14 +94,14 @@ def is_image(row: Any) -> bool:
     return isinstance(row, Tensor) and row.ndim == 3 and row.shape[0] in (1, 3, 4)
 
 
-def scaled(images: Tensor) -> Tensor:
+def scale(images: Tensor) -> Tensor:
     """Pictures in any range, from black to white."""
     images = images.float().nan_to_num()
     low, high = images.amin(), images.amax()
     return (images - low) / (high - low).clamp(min=1e-12)
 
 
-def shown(row: Any) -> Any:
+def format_cell(row: Any) -> Any:
     """A cell of the table."""
     if not isinstance(row, Tensor):
         return row

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpframe.errors import UserError
-from dpframe.floats import made_as
 from dpframe.lightning.by_hand import ByHand
 from dpframe.lightning.data import LightningData
 from dpframe.lightning.module import (
@@ -30,6 +29,7 @@ from dpframe.lightning.schedules import Configured, Schedule, Schedules, configu
 from dpframe.lightning.trainer import TheirTrainer
 from dpframe.metrics import is_number
 from dpframe.task import Task
+from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.outputs import Measured
 
 STAGES = {"validate": "validate", "test": "test", "predict": "predict"}  # by dpframe's mode
@@ -91,7 +91,7 @@ class Lightning(Task):
                 data.connect(self.module, self._theirs, self._stage)
             else:
                 self.module.setup(self._stage)
-            with made_as(trainer.precision.dtype):
+            with default_dtype(trainer.precision.dtype):
                 self.module.configure_model()
         adapt(self.module)  # what these have made
         self.module.trainer = self._theirs

@@ -33,7 +33,7 @@ class MLflow(Logger):
 
         self.client = MlflowClient()
         path = Path(run_dir) / "mlflow-id.txt"
-        self.run_id = self._resumed(read_id(path)) or write_id(path, self._begun(run_dir, hparams))
+        self.run_id = self._resume(read_id(path)) or write_id(path, self._begin(run_dir, hparams))
         self.client.log_text(self.run_id, config, "config.yaml")
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
@@ -61,7 +61,7 @@ class MLflow(Logger):
         self.flush()
         self.client.set_terminated(self.run_id, "FINISHED" if succeeded else "FAILED")
 
-    def _resumed(self, run_id: str) -> str:
+    def _resume(self, run_id: str) -> str:
         """'' if this store does not know the run."""
         from mlflow.exceptions import MlflowException
 
@@ -76,7 +76,7 @@ class MLflow(Logger):
             self.client.update_run(run_id, status="RUNNING")
         return run_id
 
-    def _begun(self, run_dir: str, hparams: dict[str, Scalar]) -> str:
+    def _begin(self, run_dir: str, hparams: dict[str, Scalar]) -> str:
         from mlflow.entities import Param
 
         name = self.experiment or str(hparams.get("recipe", "dpframe"))

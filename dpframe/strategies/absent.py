@@ -16,7 +16,7 @@ Named = tuple[int, str]
 ROOT = -1
 
 
-class Telling:
+class Calls:
     """The main rank's side: each call of a block, when it comes."""
 
     def __init__(self, store: dist.Store, name: str, keys: list[str]) -> None:
@@ -25,7 +25,7 @@ class Telling:
         self.keys = keys
         self.count = 0
 
-    def of(self, number: int) -> Callable[..., None]:
+    def hook(self, number: int) -> Callable[..., None]:
         """A hook in front of a block."""
 
         def tell(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -62,13 +62,13 @@ def follow(
         elif not zero.requires_grad:
             zero = first
         index = int(said.rstrip("+"))
-        zero = blocks[index].gathered(_called, index, blocks[index], left_out, zero)
+        zero = blocks[index].gathered(_zero_of_block, index, blocks[index], left_out, zero)
         number += 1
     left_out |= {(index, weight) for index, weight in json.loads(said[len(END) :])}
     return Zero.apply([], left_out, zero, first, *ends)
 
 
-def _called(index: int, block: nn.Module, left_out: set[Named], zero: Tensor) -> Tensor:
+def _zero_of_block(index: int, block: nn.Module, left_out: set[Named], zero: Tensor) -> Tensor:
     return _zero_of(index, dict(block.named_parameters()), left_out, zero)
 
 
@@ -96,7 +96,7 @@ class Zero(torch.autograd.Function):
         return None, None, *zeros
 
 
-def reached(loss: Any) -> set[int]:
+def find_reached(loss: Any) -> set[int]:
     """The ids of the weights that get a gradient of this loss."""
     found: set[int] = set()
     seen, waiting = set(), [loss.grad_fn]

@@ -166,7 +166,7 @@ class DDP(Processes, takes_logical_shares=True):
         thawed = [name for name, weight in now.frozen.items() if weight.requires_grad]
         if thawed and self.world_size > 1:
             raise UserError(
-                f"thawed within this step: {_listed(thawed)}; the ranks don't share these "
+                f"thawed within this step: {_list(thawed)}; the ranks don't share these "
                 "gradients; set requires_grad in a hook, e.g. on_epoch_start, not in training_step"
             )
         if self.options["find_unused_parameters"]:
@@ -180,7 +180,7 @@ class DDP(Processes, takes_logical_shares=True):
         elif lacking:
             static = "strategy.static_graph=false " * self.options["static_graph"]
             raise UserError(
-                f"no gradient in this step on rank {self.rank}: {_listed(lacking)}; the ranks "
+                f"no gradient in this step on rank {self.rank}: {_list(lacking)}; the ranks "
                 f"can't share theirs; set {static}strategy.find_unused_parameters=true where a "
                 "step may leave out parameters"
             )
@@ -199,7 +199,7 @@ class DDP(Processes, takes_logical_shares=True):
         if self.sync_batchnorm or now.left_out:
             setting, why = "sync_batchnorm", ""
             if not self.sync_batchnorm:
-                setting, why = "static_graph", f", and without a gradient {_listed(now.left_out)}"
+                setting, why = "static_graph", f", and without a gradient {_list(now.left_out)}"
             what = f"a batch of {now.rows} rows" if now.rows else "a divided stream's last batches"
             raise UserError(
                 f"strategy.{setting}=true with {what} on {self.world_size} "
@@ -282,13 +282,13 @@ def changes(trained: dict[str, Tensor], frozen: dict[str, Tensor]) -> Changes:
 
 
 def _in_words(made: Changes) -> str:
-    return " and ".join(f"{what} {_listed(names)}" for what, names in made.items() if names)
+    return " and ".join(f"{what} {_list(names)}" for what, names in made.items() if names)
 
 
 def _note(arrived: set[str], name: str, weight: Tensor) -> None:
     arrived.add(name)
 
 
-def _listed(names: list[str]) -> str:
+def _list(names: list[str]) -> str:
     """The first few, by the task's names."""
     return listed((name.removeprefix("task.") for name in names), 3)

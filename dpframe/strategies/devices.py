@@ -43,11 +43,11 @@ def choose(
         )
         use = f"trainer.gpus={len(there)}" if asked else environment.count_option(len(there))
         raise UserError(
-            f"{what} but {_there_are(there)}; use {use}, or trainer.accelerator=cpu to rehearse"
+            f"{what} but {_count_devices(there)}; use {use}, or trainer.accelerator=cpu to rehearse"
         )
     if isinstance(gpus, str) and gpus not in WORDS:
         return [_by_uuid(gpus, there)]
-    return _named(gpus, there) if isinstance(gpus, list) else there[:count]
+    return _select(gpus, there) if isinstance(gpus, list) else there[:count]
 
 
 def count_of(gpus: Gpus, available: int) -> int | None:
@@ -125,7 +125,7 @@ def use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _named(gpus: Sequence[int | str], there: list[torch.device]) -> list[torch.device]:
+def _select(gpus: Sequence[int | str], there: list[torch.device]) -> list[torch.device]:
     """The devices of these numbers and UUIDs, in their order."""
     found = [there[one] if isinstance(one, int) else _by_uuid(one, there) for one in gpus]
     if len(set(found)) < len(found):
@@ -158,7 +158,7 @@ def _bare(uuid: str) -> str:
     return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
-def _there_are(there: list[torch.device]) -> str:
+def _count_devices(there: list[torch.device]) -> str:
     limits = _limits(there[0].type)
     count = f"{len(there)} {there[0].type.upper()} device{'s' if len(there) > 1 else ''}"
     return f"this machine has {count}{limits and f' ({limits})'}"

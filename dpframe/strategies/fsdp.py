@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-)
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from dpframe.data import Share, split
@@ -79,7 +77,7 @@ class FSDP(Processes):
         self._is_open = False  # a forward without its backward
         self._passes = 0  # with fewer rows than ranks
         self.is_absent = False  # without a row of the batch at hand
-        self._told: list[str] = []  # keys of the store
+        self._keys: list[str] = []  # of the store
         self.known: dict[Any, dict[absent.Named, Tensor]] = {}  # whole weights, by their task
 
     def setup(self) -> None:
@@ -158,9 +156,9 @@ class FSDP(Processes):
         if self._is_open:
             self.task.reset_iter_state()
             self._is_open = False
-        for key in self._told:  # all ranks have made the step, and read them
+        for key in self._keys:  # all ranks have made the step, and read them
             self._shared_store().delete_key(key)
-        self._told.clear()
+        self._keys.clear()
 
     def sync_buffers(self) -> None:
         """The main rank's count, as under ddp."""
@@ -168,7 +166,7 @@ class FSDP(Processes):
 
     def close(self) -> None:
         self.task, self._is_open = None, False
-        self._told.clear()
+        self._keys.clear()
         self.known.clear()
         self.sharding.close()
         # torch keeps the mesh in caches, and with it the group, whose threads would outlive Python.
@@ -186,15 +184,15 @@ class FSDP(Processes):
             )
         return len(split(range(total), self.world_size)[-1]) > 0
 
-    def told(self, step: Callable[..., Any], task: Any, *args: Any) -> Any:
+    def tell_calls(self, step: Callable[..., Any], task: Any, *args: Any) -> Any:
         """The main rank tells those without a row which blocks it calls in this pass."""
         self._passes += 1
         if not self.is_main:
             return task.gathered(step, *args)
-        telling = absent.Telling(self._shared_store(), f"calls/{self._passes}", self._told)
+        calls = absent.Calls(self._shared_store(), f"calls/{self._passes}", self._keys)
         handles = []
         for number, block in enumerate(sharded_in(task)[1:]):
-            tell = telling.of(number)
+            tell = calls.hook(number)
             if task.run_context.is_compiled:  # else each block's hook is compiled, for its number
                 tell = torch.compiler.disable(tell)
             # In front of torch's own, which gathers the weights together with the others.
@@ -205,9 +203,9 @@ class FSDP(Processes):
         finally:
             for handle in handles:
                 handle.remove()
-        used = absent.reached(result[0]) if torch.is_grad_enabled() else set()
+        used = absent.find_reached(result[0]) if torch.is_grad_enabled() else set()
         known = self.known[task].items()  # none before training
-        telling.end([named for named, weight in known if id(weight) not in used])
+        calls.end([named for named, weight in known if id(weight) not in used])
         return result
 
     def _watch_blocks(self, task: Any) -> None:
@@ -236,7 +234,7 @@ class FSDP(Processes):
         if gradient is None and weight.grad is None and not self.is_absent:
             weight.grad = torch.zeros_like(weight)
 
-    def followed(self, task: Any) -> Tensor:
+    def follow_calls(self, task: Any) -> Tensor:
         self._passes += 1
         blocks = sharded_in(task)[1:]
         own = {id(weight) for block in blocks for weight in block.parameters()}
@@ -274,9 +272,9 @@ class Gathering(nn.Module):
         if strategy.world_size == 1 or strategy.have_all_rows(share.total):
             result = task.gathered(self._step, share, *of)
         elif share.rows:
-            result = strategy.told(self._step, task, share, *of)
+            result = strategy.tell_calls(self._step, task, share, *of)
         else:
-            zero = task.gathered(strategy.followed, task)
+            zero = task.gathered(strategy.follow_calls, task)
             result = (zero, []) if self.is_training else []
         if not self.is_training:
             task.reset_iter_state()  # there is no backward, which would let go of the weights

@@ -108,7 +108,7 @@ class Logical(Strategy):
         def leaf(span: Span) -> Any:
             return give(span[0]) if span[1] - span[0] == 1 else ...
 
-        return [added(part, leaf) for part in self._parts[self.rank]]
+        return [add_up(part, leaf) for part in self._parts[self.rank]]
 
     def total(self, own: list[Vectors | None], zeros: Callable[[], Vectors]) -> Vectors:
         everyone = [span for spans in self._parts for span in spans]
@@ -117,7 +117,7 @@ class Logical(Strategy):
         def add(vectors: list[Tensor]) -> Tensor:
             known = dict(zip(everyone, vectors, strict=True))
             whole = (0, self.logical_shares)
-            (total,) = added(whole, lambda span: [known[span]] if span in known else ...) or []
+            (total,) = add_up(whole, lambda span: [known[span]] if span in known else ...) or []
             return total.add_(0.0)  # where shares give -0.0 and others nothing, it is 0.0
 
         of_types = zip(*(vectors or zeros() for vectors in own), strict=True)
@@ -191,14 +191,14 @@ def parts(span: Span, first: int, end: int) -> list[Span]:
     return [part for half in halves(span) for part in parts(half, first, end)]
 
 
-def added(span: Span, known: Callable[[Span], Any]) -> Vectors | None:
+def add_up(span: Span, known: Callable[[Span], Any]) -> Vectors | None:
     """The sum of a node's shares. `known` gives it where it is known, and `...` where it follows
     from the halves. At most log2 of the shares are kept, as each is added as soon as it can be."""
     value = known(span)
     if value is not ...:
         return value
     left, right = halves(span)
-    ours, theirs = added(left, known), added(right, known)
+    ours, theirs = add_up(left, known), add_up(right, known)
     if ours is None or theirs is None:
         return theirs if ours is None else ours
     return [one.add_(other) for one, other in zip(ours, theirs, strict=True)]
@@ -274,7 +274,7 @@ class TrainShares(Shares):
             if not share.rows:
                 return None
             self._draw(number)
-            with _told(share):
+            with _explaining(share):
                 loss, measured = self.module(share, of)
             self._end_share(number)
             loss.backward()
@@ -288,7 +288,7 @@ class TrainShares(Shares):
         self._end()
 
         def deliver() -> None:
-            has_gradient = layout.agreed(self._strategy)
+            has_gradient = layout.count_gradients(self._strategy)
             total = self._strategy.total(own, layout.zeros)
             layout.set_gradients(total, earlier, has_gradient)
             layout.set_buffers(total)
@@ -311,7 +311,7 @@ class Layout:
         floats = [t for t in (*self.trained, *self.buffers) if t.is_floating_point()]
         self.types = list(dict.fromkeys(tensor.dtype for tensor in floats))
 
-    def agreed(self, strategy: Strategy) -> list[float]:
+    def count_gradients(self, strategy: Strategy) -> list[float]:
         """How many shares give a gradient to each trained weight, over all processes."""
         is_trained = self._is_trained.values()
         counts = iter(self.has_gradient)
@@ -417,7 +417,7 @@ class Delivery(torch.autograd.Function):
 
 
 @contextmanager
-def _told(share: Share) -> Iterator[None]:
+def _explaining(share: Share) -> Iterator[None]:
     """BatchNorm has no statistics of one row."""
     try:
         yield

@@ -101,7 +101,7 @@ class Processes(Strategy):
         if self.nodes > 1:
             environment.choose_interface()
         timeout = timedelta(seconds=self.timeout_seconds)
-        store = self._hosted(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
+        store = self._host_store(timeout) or next(dist.rendezvous("env://", timeout=timeout))[0]
         store.set_timeout(timeout)
         # torchrun's store outlives a group; the next one must not find the keys of this one.
         self._store = dist.PrefixStore(f"dpframe{next(_group_numbers)}", store)
@@ -114,7 +114,7 @@ class Processes(Strategy):
             timeout=timeout,
         )
 
-    def _hosted(self, timeout: timedelta) -> dist.Store | None:
+    def _host_store(self, timeout: timedelta) -> dist.Store | None:
         """The store, in rank 0 of a launcher that keeps none; torch's own would listen on every
         network that this machine is in."""
         if self.rank > 0 or environment.has_store():

@@ -25,12 +25,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import get_total_norm
 
 from dpframe import seeding
-from dpframe.blocks import blocks, matching
 from dpframe.checkpoint import seal, sharded
 from dpframe.checkpoint.plain import Stored
 from dpframe.checkpoint.snapshot import Snapshot
 from dpframe.errors import UserError, first_line
 from dpframe.parameters import has_sparse
+from dpframe.patterns import blocks, match_modules
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.group import GroupCollectives
 
@@ -143,7 +143,7 @@ class Sharding:
         if self.patterns is None:
             named = list(blocks(task))
         else:
-            named = [pair for each in self.patterns for pair in matching(task, each, key=KEY)]
+            named = [pair for each in self.patterns for pair in match_modules(task, each, key=KEY)]
         chosen = {id(block) for _, block in named if next(block.parameters(), None) is not None}
         found = [module for module in task.modules() if id(module) in chosen]
         holders: dict[int, int] = {}

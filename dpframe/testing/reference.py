@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe import checkpoint, seeding
 from dpframe.data import DataModule, Share, move, permutation, sets_of
-from dpframe.floats import making
 from dpframe.metrics import Means
 from dpframe.parameters import updated_by
 from dpframe.strategies.data_parallel import DataParallel, Replicas
@@ -31,6 +30,7 @@ from dpframe.testing.distance import (
     weights_apart,
 )
 from dpframe.trainer import dynamo
+from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, prefixed
@@ -74,7 +74,7 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
     task.scheduler_steps = task.total_steps if by_step else course.epochs
     at = SimpleNamespace(global_step=0, epoch=0)
     task.run_context = TaskContext(at)
-    forward = making(torch.float64, task.training_step)
+    forward = with_default_dtype(torch.float64, task.training_step)
     dynamo.skip_import()
     optimizer, scheduler, _ = optimizers_of(task)[""]
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
@@ -226,7 +226,7 @@ def _run_batches(
     step: EvalStep, data: Any, dataset: Any, size: int, dtype: torch.dtype = torch.float64
 ) -> Outputs:
     """What a step returns for the batches of a data set, `size` rows each."""
-    forward = making(dtype, step)
+    forward = with_default_dtype(dtype, step)
     batches = torch.arange(len(dataset)).split(size)
     shares = (Share(_batch(data, dataset, rows, dtype), len(rows)) for rows in batches)
     return [output for share in shares for output in forward(share)]
@@ -279,7 +279,7 @@ def separable(course: Course) -> Separable:
         replicas = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
         batches = [Share(_batch(data, train, part), len(part), len(rows)) for part in parts]
         with seeding.seeded(seed):
-            returned = making(torch.float64, replicas)(batches)
+            returned = with_default_dtype(torch.float64, replicas)(batches)
         return [(count, detached(output)) for count, output in returned]
 
     def draws() -> bool:

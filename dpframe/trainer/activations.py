@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dpframe.blocks import blocks, matching
 from dpframe.errors import UserError
+from dpframe.patterns import blocks, match_modules
 
 KEY = "trainer.checkpoint_activations"
 
@@ -48,7 +48,9 @@ def drop_activations(task: nn.Module, choice: bool | str | Sequence[str] | None)
             )
     else:
         patterns = [choice] if isinstance(choice, str) else choice or ()
-        chosen = dict(pair for pattern in patterns for pair in matching(task, pattern, key=KEY))
+        chosen = dict(
+            pair for pattern in patterns for pair in match_modules(task, pattern, key=KEY)
+        )
     for module in chosen.values():
         if not isinstance(module, Recomputed):  # it may have two names
             kind: Any = type(module)

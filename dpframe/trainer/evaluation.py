@@ -12,12 +12,12 @@ from dpframe import seeding
 from dpframe.data import Batch, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Interrupted, UserError
-from dpframe.floats import making
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import Precision
 from dpframe.trainer.predictions import Predictions, by_rows, collected
@@ -64,7 +64,7 @@ class Evaluation:
         self.step = strategy.wrap(step, training=False)
         self.forward: Callable[..., Any] = self.step
         if precision.dtype is not None:
-            self.forward = making(precision.dtype, self.step)
+            self.forward = with_default_dtype(precision.dtype, self.step)
         self.sums = means_over(strategy)
         self.stop_poll = StopPoll(strategy, interruption)
 

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe.errors import UserError, refuse_unmeasured
-from dpframe.floats import making
 from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import dynamo
+from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.fused import fuse, unfuse_late
 from dpframe.trainer.optimizer_state import (
     Mismatch,
@@ -127,7 +127,7 @@ class Update:
         """`module` computes the loss of this optimizer from now on."""
         self.module, self.forward = module, self._timed("forward", module)
         if self.dtype is not None:
-            self.forward = making(self.dtype, self.forward)
+            self.forward = with_default_dtype(self.dtype, self.forward)
 
     @contextmanager
     def alone(self) -> Iterator[None]:

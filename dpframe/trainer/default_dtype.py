@@ -8,7 +8,7 @@ import torch
 
 
 @contextmanager
-def made_as(dtype: torch.dtype | None) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Within, torch.zeros, torch.randn and the like make floats of this type; None: as before.
 
     Torch has one such type for all threads of a process, so no data may be read within."""
@@ -23,12 +23,12 @@ def made_as(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def making(dtype: torch.dtype, step: Callable[..., Any]) -> Callable[..., Any]:
+def with_default_dtype(dtype: torch.dtype, step: Callable[..., Any]) -> Callable[..., Any]:
     """The same step, which makes floats of this type. It is called for all replicas at once: in
     each of several threads, one would end what another still needs."""
 
     def typed(*args: Any) -> Any:
-        with made_as(dtype):
+        with default_dtype(dtype):
             return step(*args)
 
     return typed
