@@ -85,8 +85,7 @@ class Progress(Callback):
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if not trainer.strategy.is_main:
             return
-        metrics = _loss_first(trainer.metrics, self.best)
-        epoch = Epoch(trainer.progress.current_epoch, trainer.global_step, metrics)
+        epoch = Epoch(trainer.progress.current_epoch, trainer.global_step, {**trainer.metrics})
         self.epochs = [*self.epochs[1 - SHOWN_EPOCHS :], epoch]
         if self.best is not None:
             self.best.on_epoch_end(trainer)
@@ -177,8 +176,9 @@ class Progress(Callback):
 
     def _draw(self, trainer: "Trainer", within: str = "") -> None:
         if self.screen is not None:
+            epochs = [e._replace(metrics=_loss_first(e.metrics, self.best)) for e in self.epochs]
             self.screen.draw(
-                self.epochs,
+                epochs,
                 self._best_epoch(),
                 where=current_epoch(trainer),
                 done=_share_done(trainer),
