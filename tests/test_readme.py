@@ -114,7 +114,7 @@ SHOWN = {
     ),
     "dpframe --config-dir mine recipe=boston callbacks=weight_norm": (
         "trainer.max_epochs=2",
-        r"^epoch 2/2 .* val/weight_norm [\d.]+ ",
+        r"^epoch 2/2 .* val/weight_norm [\d.]+$",
     ),
     "dpframe --config-dir mine recipe=boston callbacks=worst_rows": (
         "trainer.max_epochs=2",
