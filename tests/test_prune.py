@@ -3,7 +3,8 @@
 import json
 
 import pytest
-from command import attempts, dpframe
+from command import attempts
+from forked import run
 
 from dpframe import UserError
 from dpframe.callbacks.prune import Prune
@@ -17,13 +18,13 @@ SWEEP = ["-m", *LINE, f"task.optimizer.lr={','.join(map(str, RATES))}", "hydra.s
 
 @pytest.mark.parametrize("strategy", ["cpu", "ddp"])
 def test_a_run_that_is_worse_than_the_median_of_those_before_it_is_stopped(tmp_path, strategy):
-    done = dpframe(*SWEEP, f"strategy={strategy}", cwd=tmp_path)
+    done = run([*SWEEP, f"strategy={strategy}"], tmp_path)
     assert done.returncode == 0, done.stderr
     runs = json.loads((tmp_path / "swept" / "sweep.json").read_text())["runs"]
-    assert [run["status"] for run in runs] == ["finished"] * 2 + ["pruned"] * 2 + ["finished"]
+    assert [each["status"] for each in runs] == ["finished"] * 2 + ["pruned"] * 2 + ["finished"]
     epochs = []
-    for run in runs:
-        summary = json.loads((tmp_path / "swept" / run["directory"] / "summary.json").read_text())
+    for each in runs:
+        summary = json.loads((tmp_path / "swept" / each["directory"] / "summary.json").read_text())
         epochs.append(summary["epochs"])
     assert epochs == [8, 8, 3, 3, 8]
     assert "stopped: pruned: val/loss is " in done.stdout
@@ -33,9 +34,9 @@ def test_a_run_that_is_worse_than_the_median_of_those_before_it_is_stopped(tmp_p
 def test_runs_that_are_no_sweep_prune_nothing_and_neither_do_too_few(tmp_path):
     alone = [[*LINE, f"task.optimizer.lr={rate}"] for rate in RATES[:3]]
     few = [*SWEEP, "strategy=cpu", "callbacks.prune.startup_runs=5"]
-    *runs, swept = attempts([*alone, few], tmp_path)
-    assert [run.code for run in runs] == [0] * 3
-    assert not any("pruned" in run.out for run in [*runs, swept])
+    done = attempts([*alone, few], tmp_path)
+    assert [each.code for each in done[:3]] == [0] * 3
+    assert not any("pruned" in each.out for each in done)
 
 
 def test_a_resumed_run_has_its_curve():
