@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import reduce
+from operator import add
 
 FINEST = 1074  # 2**-1074 is the smallest float: every finite one is a whole number of these
 LIMB_BITS = 32  # as floats, limbs of millions of processes add up without rounding
@@ -54,23 +56,16 @@ class Exact:
         return [*limbs, self.rest]
 
     @classmethod
-    def joined(cls, numbers: Iterator[float]) -> "Exact":
+    def join(cls, numbers: Iterator[float]) -> "Exact":
         """From as many floats as `spread` makes."""
         units = sum(int(next(numbers)) << (LIMB_BITS * place) for place in range(LIMBS))
         return cls(units, next(numbers))
 
 
-def totals(
-    columns: Iterable[Iterable[float]], tally: Callable[[list[float]], list[float]]
+def sum_exactly(
+    columns: Iterable[Iterable[float]], sum_numbers: Callable[[list[float]], list[float]]
 ) -> list[float]:
-    """The sum of each column over all processes; `tally` adds up lists of numbers over them."""
-    sums = [_sum(column) for column in columns]
-    numbers = iter(tally([number for each in sums for number in each.spread()]))
-    return [float(Exact.joined(numbers)) for _ in sums]
-
-
-def _sum(column: Iterable[float]) -> Exact:
-    total = Exact()
-    for number in column:
-        total = total + number
-    return total
+    """The sum of each column over all processes, whose lists of numbers `sum_numbers` adds up."""
+    sums = [reduce(add, column, Exact()) for column in columns]
+    numbers = iter(sum_numbers([number for each in sums for number in each.spread()]))
+    return [float(Exact.join(numbers)) for _ in sums]

@@ -139,7 +139,7 @@ class Means:
         return [{n: (self._next(rest), self._next(rest)) for n in one._names} for one in several]
 
     def _next(self, numbers: Iterator[float]) -> float:
-        return float(Exact.joined(numbers)) if isinstance(self._zero, Exact) else next(numbers)
+        return float(Exact.join(numbers)) if isinstance(self._zero, Exact) else next(numbers)
 
 
 def pooled(several: Iterable[Means]) -> dict[str, float]:

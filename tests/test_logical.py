@@ -29,7 +29,7 @@ from dpframe import ShardedStream, Strategy, Task, Trainer, UserError, checkpoin
 from dpframe.callbacks.banner import banner
 from dpframe.data import DataModule
 from dpframe.data.module import mapped
-from dpframe.exact import Exact, totals
+from dpframe.exact import Exact, sum_exactly
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -581,14 +581,14 @@ def test_totals_are_rounded_once_whatever_the_order():
         random.Random(seed).shuffle(numbers)
         split = [sum(map(Exact.of, part), start=Exact()) for part in (numbers[:3], numbers[3:])]
         rows = [one + other for one, other in zip(*(s.spread() for s in split), strict=True)]
-        assert float(Exact.joined(iter(rows))) == math.fsum(numbers) == 4.1
-    assert totals([numbers, []], lambda sums: sums) == [4.1, 0.0]
+        assert float(Exact.join(iter(rows))) == math.fsum(numbers) == 4.1
+    assert sum_exactly([numbers, []], lambda sums: sums) == [4.1, 0.0]
 
 
 @pytest.mark.parametrize("number", [0.0, -2.5, 5e-324, -1.7e308, math.inf, math.nan])
 def test_an_exact_sum_is_saved_as_text_and_sent_as_floats(number):
     one = Exact.of(number)
-    for again in (Exact.parse(str(one)), Exact.joined(iter(one.spread()))):
+    for again in (Exact.parse(str(one)), Exact.join(iter(one.spread()))):
         assert float(again) == number or math.isnan(float(again)) == math.isnan(number)
     assert float(Exact.of(1.7e308) + 1.7e308) == math.inf
 

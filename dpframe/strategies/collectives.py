@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpframe import exact
+from dpframe.exact import sum_exactly
 
 
 class Collectives:
@@ -32,7 +32,7 @@ class Collectives:
         """The sum of each column of host numbers over the processes; `is_exact`: without rounding,
         so that it does not matter which process has which number."""
         if is_exact:
-            return exact.totals(columns, self.sum_numbers)
+            return sum_exactly(columns, self.sum_numbers)
         return self.sum_numbers([sum(column) for column in columns])
 
     def sum_in_order(
