@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from command import ROOT, attempts, cold_attempts, write
+from command import ROOT, attempts, cold_attempts, dpframe, write
 
 from dpframe import UserError
 from dpframe.config import modes, plugins
@@ -105,6 +105,8 @@ def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_
     assert "there is no key tune.memry; did you mean tune.memory?" in own.err
     assert {misspelt.code, text.code, near.code, own.code} == {2}
     assert job.code == 0 and "late:\n  hour: 3\n" in job.out
+    query = dpframe("-sc", "query=bash", cwd=tmp_path, **site, COMP_LINE="dpframe late.")
+    assert query.stdout == "late.hour=\n"
 
 
 def test_a_package_takes_no_mode_of_dpframes_own_and_one_that_is_gone_is_named(monkeypatch):
