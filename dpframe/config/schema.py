@@ -160,6 +160,7 @@ def _of_package(mode: str, values: Any) -> Any:
     kind = modes.settings(mode)
     if kind is None:
         raise UserError(f"there is no key {mode}; mode={mode} has no settings")
+    _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{mode}.")
     node: Any = OmegaConf.merge({mode: kind}, {mode: values or {}})
     return OmegaConf.to_object(node[mode])
 
@@ -188,7 +189,9 @@ def type_of(key: str) -> Any:
     """The annotation of a key; None for one of a part."""
     group, _, name = key.partition(".")
     kind = groups().get(group) if name else RunSettings
-    if kind is None and modes.of_package(group):
+    if modes.of_package(group):
+        if not name:
+            return Group
         kind = modes.settings(group)
     return get_type_hints(kind).get(name or group) if kind else None
 
