@@ -61,11 +61,6 @@ def settings(name: str) -> type[Any] | None:
     return kind
 
 
-def with_settings() -> list[str]:
-    """The modes that have keys; of a package's, which is not imported, that is assumed."""
-    return [name for name in names() if name not in OWN or settings(name) is not None]
-
-
 def of_package(key: str) -> bool:
     """Whether a key is a setting of a package's mode, which no file of dpframe names."""
     head = key.partition(".")[0]
