@@ -15,7 +15,6 @@ from dpframe.files import refuse_url
 from dpframe.trainer.settings import TrainerSettings, scale_settings
 
 CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
-EVALUATIONS = ("validate", "test", "predict", "export")
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
 PARTS = ("task", "data", "strategy")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
@@ -159,7 +158,9 @@ def _of_package(mode: str, values: Any) -> Any:
     """What Hydra has not checked."""
     kind = modes.settings(mode)
     if kind is None:
-        raise UserError(f"there is no key {mode}; mode={mode} has no settings")
+        if values:
+            raise UserError(f"there is no key {mode}; mode={mode} has no settings")
+        return None
     _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{mode}.")
     node: Any = OmegaConf.merge({mode: kind}, {mode: values or {}})
     return OmegaConf.to_object(node[mode])
