@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from command import ROOT, attempts, cold_attempts, write
+from command import ROOT, attempts, cold_attempts, dpframe, write
 
 from dpframe import UserError
 from dpframe.config import modes, plugins
@@ -32,6 +32,24 @@ def run(job):
 '''
 
 
+GRADE = '''"""`mode=grade`: says how good a checkpoint is."""
+
+EVALUATES = True
+
+
+def run(job):
+    from dpframe.modes.run import launch
+
+    return launch(job, grade)
+
+
+def grade(trainer, job, directory):
+    if trainer.strategy.is_main:
+        weights = len(list(trainer.task.parameters()))
+        print(f"{weights} weights, {trainer.settings.max_epochs} epoch")
+'''
+
+
 def install(site, package, **points):
     """What pip leaves behind of a package with these modes."""
     lines = [f"{name} = {module}" for name, module in points.items()]
@@ -45,10 +63,11 @@ def install(site, package, **points):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
-    install(site, "late", late="late", both="late", size="size")
+    install(site, "late", late="late", both="late", size="size", grade="grade")
     install(site, "rival", both="late", broken="broken", fit="late")
     size = re.search(r"^```python\n(\"{3}`mode=size`.*?)^```$", PAGE, re.M | re.S)[1]
-    write(site, {"late.py": LATE, "size.py": size, "broken.py": "import wishful_driver\n"})
+    modules = {"late": LATE, "size": size, "grade": GRADE, "broken": "import wishful_driver\n"}
+    write(site, {f"{name}.py": text for name, text in modules.items()})
     return {"PYTHONPATH": f"{ROOT}:{site}"}
 
 
@@ -77,6 +96,16 @@ def test_a_file_and_an_entry_point_are_a_mode_as_the_docs_have_one(site, tmp_pat
     )
 
 
+def test_a_mode_of_a_package_evaluates_a_checkpoint_with_the_config_of_its_run(site, tmp_path):
+    train = ["recipe=boston", "trainer.max_epochs=1", "hydra.run.dir=run"]
+    best = "checkpoint=run/checkpoints/last.ckpt"
+    grade = ["recipe=boston", "mode=grade", best]
+    trained, graded, wrong = attempts([train, grade, [*grade, "grade.by=1"]], tmp_path, **site)
+    assert trained.code == graded.code == 0, graded.err
+    assert wrong.err == "dpframe: there is no key grade; mode=grade has no settings\n"
+    assert "\n6 weights, 1 epoch\n" in graded.out
+
+
 def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_torch(
     site, tmp_path
 ):
@@ -97,14 +126,14 @@ def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_
         "  late          Tells how late it is. (dpframe-late 1.0)",
         "  late.hour=22  of the day",
     ]
-    assert misspelt.err == (
-        "dpframe: late.hours is not a key of the config; did you mean late.hour?\n"
-    )
+    assert misspelt.err == "dpframe: there is no key late.hours; did you mean late.hour?\n"
     assert text.err == "dpframe: late.hour=noon is text; use a whole number\n"
     assert "mode=lat is not one of fit, " in near.err and "did you mean late?" in near.err
     assert "there is no key tune.memry; did you mean tune.memory?" in own.err
     assert {misspelt.code, text.code, near.code, own.code} == {2}
     assert job.code == 0 and "late:\n  hour: 3\n" in job.out
+    query = dpframe("-sc", "query=bash", cwd=tmp_path, **site, COMP_LINE="dpframe late.")
+    assert query.stdout == "late.hour=\n"
 
 
 def test_a_package_takes_no_mode_of_dpframes_own_and_one_that_is_gone_is_named(monkeypatch):

@@ -106,7 +106,7 @@ def test_help_and_an_assumption_that_can_not_be_import_no_torch(tmp_path, instal
         "plan.disk_bandwidth=0": "plan.disk_bandwidth=0.0 is out of range; use more than 0 bytes",
         "plan.node_mtbf_hours=0": "plan.node_mtbf_hours=0.0 is out of range; use more than 0 hours",
         "plan.restart_seconds=inf": "plan.restart_seconds=inf is out of range; use 0 seconds",
-        "plan=3": "plan=3 is one value",
+        "plan=3": "plan=3 is a whole number; set its keys, as plan.KEY=VALUE",
     }
     lines = [["recipe=boston", "mode=plan", override] for override in refused]
     shown = [["--help"], ["--help", "plan.bandwidth"]]
@@ -114,7 +114,7 @@ def test_help_and_an_assumption_that_can_not_be_import_no_torch(tmp_path, instal
     assert heavy == []
     assert "  mode=plan      How fast 1 to 4096 replicas would be, in how much" in page.out
     assert "what failures cost. (dpframe-plan 0.1.0)\n" in page.out
-    assert re.search(r"^  plan\.bandwidth=1250000000\.0  bytes a second, from one", topic.out, re.M)
+    assert re.search(r"^  plan\.bandwidth=1\.25e\+09  bytes a second, from one", topic.out, re.M)
     for attempt, said in zip(tried, refused.values(), strict=True):
         assert (attempt.code, said in attempt.err) == (2, True), attempt
         assert attempt.err.count("\n") == 1 and attempt.files == []

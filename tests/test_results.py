@@ -161,6 +161,16 @@ def test_the_picture_has_a_panel_for_each_key_and_a_point_for_each_run_with_a_va
     assert best == ["run 3 of 6: seed=0 lr=0.01: 2"] * 2
 
 
+def test_a_metric_that_spans_much_is_drawn_by_its_logarithm():
+    made = results()
+    made.runs = made.runs[:3]
+    for run, value in zip(made.runs, (1.0, 100.0, 10.0), strict=True):
+        run.value = value
+    points = ElementTree.fromstring(svg(made)).findall("{*}circle")
+    heights = sorted(float(point.get("cy", 0)) for point in points[:3])
+    assert heights[1] == pytest.approx((heights[0] + heights[2]) / 2, abs=0.1)
+
+
 def test_there_is_no_picture_of_nothing_and_none_with_markup_of_a_value():
     made = results()
     made.runs = made.runs[-1:]

@@ -12,15 +12,15 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime
 
+from dpframe.config import modes
 from dpframe.config.compose import Composed, composed
-from dpframe.config.schema import EVALUATIONS, is_off, shown
+from dpframe.config.schema import is_off, shown
 from dpframe.config.search import quoted
 from dpframe.errors import UserError
 
 if TYPE_CHECKING:
     from dpframe.task import Task
 
-TRAINS = ("fit", *EVALUATIONS)
 BAR, LINE = "dpframe.callbacks.progress.Progress", "dpframe.callbacks.live.Live"
 
 
@@ -89,7 +89,8 @@ def _run(job: Composed) -> dict[str, Any]:
         _draw_line(job.settings.callbacks)
     trust = check_targets(job)
     strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
-    if strategy.needs_launch or job.settings.mode not in TRAINS:
+    mode = job.settings.mode
+    if strategy.needs_launch or not (mode == "fit" or modes.evaluates(mode)):
         return fresh.call(run_job, job)
     with seeded(job.settings.seed):
         return run_job(job, owns_process=False)

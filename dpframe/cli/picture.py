@@ -21,7 +21,7 @@ def svg(results: Results) -> str:
 def _panel(results: Results, runs: list[Result], key: str, name: str) -> Panel:
     values = [float(run.value or 0) for run in runs]
     texts = [run.values.get(key, "") for run in runs]
-    places, is_logarithmic = _places(texts)
+    places = _places(texts)
     labels = dict(sorted(zip(places, map(_shortened, texts), strict=True)))
     few = labels if len(labels) <= 6 else {at: labels[at] for at in (min(labels), max(labels))}
     dots = [
@@ -37,18 +37,23 @@ def _panel(results: Results, runs: list[Result], key: str, name: str) -> Panel:
         across=_shortened(name),
         ticks=few,
         heights={value: f"{value:.4g}" for value in (min(values), max(values))},
-        is_logarithmic=is_logarithmic,
+        logarithmic=[
+            axis for axis, numbers in (("across", places), ("up", values)) if _spans_much(numbers)
+        ],
     )
 
 
-def _places(texts: list[str]) -> tuple[list[float], bool]:
-    """Where each lies: numbers to scale, by their logarithms where they span much; else in turn."""
+def _places(texts: list[str]) -> list[float]:
+    """Numbers to scale; names in turn."""
     try:
-        numbers = [float(text) for text in texts]
+        return [float(text) for text in texts]
     except ValueError:
         names = list(dict.fromkeys(reversed(texts)))
-        return [float(names.index(text)) for text in texts], False
-    return numbers, min(numbers) > 0 and max(numbers) / min(numbers) >= LOGARITHMIC
+        return [float(names.index(text)) for text in texts]
+
+
+def _spans_much(numbers: list[float]) -> bool:
+    return min(numbers) > 0 and max(numbers) / min(numbers) >= LOGARITHMIC
 
 
 def _shortened(words: str) -> str:

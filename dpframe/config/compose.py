@@ -81,8 +81,8 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
     _refuse_several_machines(typed)
     modes.refuse_uninstalled(value_of("mode", typed))
     overrides = list(typed)
-    if value_of("mode", typed) == "doctor" and value_of("recipe", typed) is None:
-        overrides.append("recipe=boston")  # which is not measured
+    if value_of("recipe", typed) is None and not modes.needs_recipe(value_of("mode", typed)):
+        overrides.append("recipe=boston")  # which is not run
     if (name := value_of("checkpoint", typed)) in WORDS:
         file = newest_file(name, runs())
         others = [each for each in typed if key_of(each) != "checkpoint"]

@@ -226,7 +226,8 @@ def _of_packages() -> Iterator[Setting]:
         yield Setting(mode, "", modes.about(mode))
         with suppress(UserError):  # it is broken
             for name, default, comment in modes.described(mode):
-                yield Setting(f"{mode}.{name}", shown(default), comment)
+                value = f"{default:g}" if isinstance(default, float) else shown(default)
+                yield Setting(f"{mode}.{name}", value, comment)
 
 
 def _option(group: str, option: str, configs: Configs) -> str:

@@ -2,7 +2,9 @@
 
 A mode is a module with `run(job)`, which returns a summary. The first line of its docstring is what
 --help says of it. If it has `Settings`, a dataclass, its fields are the keys NAME.… of a config;
-a field's metadata may have a "help". At its top it imports nothing that takes long.
+a field's metadata may have a "help". `EVALUATES = True`: it reads a checkpoint's weights, with the
+config of its run; `NEEDS_RECIPE = False`: it may do without one. At its top it imports nothing that
+takes long.
 
     [project.entry-points."dpframe.modes"]
     plan = "dpframe_plan.mode"
@@ -61,9 +63,12 @@ def settings(name: str) -> type[Any] | None:
     return kind
 
 
-def with_settings() -> list[str]:
-    """The modes that have keys; of a package's, which is not imported, that is assumed."""
-    return [name for name in names() if name not in OWN or settings(name) is not None]
+def evaluates(name: str | None) -> bool:
+    return name is not None and name in names() and getattr(load(name), "EVALUATES", False)
+
+
+def needs_recipe(name: str | None) -> bool:
+    return name is None or name not in names() or getattr(load(name), "NEEDS_RECIPE", True)
 
 
 def of_package(key: str) -> bool:

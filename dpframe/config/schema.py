@@ -15,7 +15,6 @@ from dpframe.files import refuse_url
 from dpframe.trainer.settings import TrainerSettings, scale_settings
 
 CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
-EVALUATIONS = ("validate", "test", "predict", "export")
 NONE = "none"  # for `checkpoint`: no weights are loaded, and that is meant
 PARTS = ("task", "data", "strategy")
 OPEN = ("callbacks", "logger", "vars")  # a user adds keys
@@ -159,7 +158,10 @@ def _of_package(mode: str, values: Any) -> Any:
     """What Hydra has not checked."""
     kind = modes.settings(mode)
     if kind is None:
-        raise UserError(f"there is no key {mode}; mode={mode} has no settings")
+        if values:
+            raise UserError(f"there is no key {mode}; mode={mode} has no settings")
+        return None
+    _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{mode}.")
     node: Any = OmegaConf.merge({mode: kind}, {mode: values or {}})
     return OmegaConf.to_object(node[mode])
 
@@ -188,7 +190,9 @@ def type_of(key: str) -> Any:
     """The annotation of a key; None for one of a part."""
     group, _, name = key.partition(".")
     kind = groups().get(group) if name else RunSettings
-    if kind is None and modes.of_package(group):
+    if modes.of_package(group):
+        if not name:
+            return Group
         kind = modes.settings(group)
     return get_type_hints(kind).get(name or group) if kind else None
 

@@ -14,7 +14,8 @@ import yaml
 
 from dpframe import files
 from dpframe.checkpoint import seal
-from dpframe.config.schema import EVALUATIONS, NONE, RunSettings
+from dpframe.config import modes
+from dpframe.config.schema import NONE, RunSettings
 from dpframe.errors import UserError, first_line, nearest, printable
 
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
@@ -125,7 +126,7 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
         run = _resumed_run(resume, runs() if resume == "last" else Path())
         saved = saved_overrides(run or run_directory(_file("resume", resume)))
         return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
-    if checkpoint in (None, NONE) or value_of("mode", overrides) not in EVALUATIONS:
+    if checkpoint in (None, NONE) or not modes.evaluates(value_of("mode", overrides)):
         return list(overrides)
     # An evaluation has the config of its checkpoint's run, except for the machine it ran on.
     saved = saved_overrides(run_directory(_file("checkpoint", checkpoint)))

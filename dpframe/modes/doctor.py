@@ -7,6 +7,8 @@ from dpframe.config.compose import Composed
 from dpframe.config.start import value_of
 from dpframe.errors import UserError, first_line, refuse_below
 
+NEEDS_RECIPE = False
+
 
 @dataclass
 class Settings:

@@ -10,6 +10,7 @@ from dpframe.errors import UserError, not_one_of
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
+EVALUATES = True
 FORMATS = ("program", "weights", "safetensors", "checkpoint")
 
 

@@ -1,7 +1,7 @@
 """Numbers as a picture that every browser shows: panels beside each other, with lines or dots."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Panel:
     ticks: Mapping[float, str] = field(default_factory=dict)  # labels, by the place on an axis
     heights: Mapping[float, str] = field(default_factory=dict)
     marked: float | None = None  # a place that a dashed line shows
-    is_logarithmic: bool = False  # across
+    logarithmic: Collection[str] = ()  # of the axes, "across" and "up"
 
 
 def svg(*panels: Panel) -> str:
@@ -46,11 +46,12 @@ def _draw(panel: Panel, left: float) -> list[str]:
     bottom, right = HEIGHT - MARGIN, left + WIDTH - MARGIN
 
     def x_of(value: float) -> float:
-        share = _share(value, min(across), max(across), is_logarithmic=panel.is_logarithmic)
+        share = _share(value, across, is_logarithmic="across" in panel.logarithmic)
         return round(left + MARGIN + share * (WIDTH - 2 * MARGIN), 1)
 
     def y_of(value: float) -> float:
-        return round(bottom - _share(value, min(up), max(up)) * (HEIGHT - 2 * MARGIN), 1)
+        share = _share(value, up, is_logarithmic="up" in panel.logarithmic)
+        return round(bottom - share * (HEIGHT - 2 * MARGIN), 1)
 
     lines = [
         f'<path d="M{left + MARGIN},{MARGIN} V{bottom} H{right}" fill="none" stroke="black"/>',
@@ -77,8 +78,9 @@ def _draw(panel: Panel, left: float) -> list[str]:
     return lines
 
 
-def _share(value: float, low: float, high: float, *, is_logarithmic: bool = False) -> float:
-    """Where a value lies from 0 to 1."""
+def _share(value: float, values: Sequence[float], *, is_logarithmic: bool) -> float:
+    """Where a value lies among others, from 0 to 1."""
+    low, high = min(values), max(values)
     if high <= low:
         return 0.5
     if is_logarithmic:

@@ -13,10 +13,11 @@ from dpframe import checkpoint, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
+from dpframe.config import modes
 from dpframe.config.compose import Composed
 from dpframe.config.objective import CHOSEN
 from dpframe.config.origin import compared
-from dpframe.config.schema import EVALUATIONS, NONE, is_off
+from dpframe.config.schema import NONE, is_off
 from dpframe.config.start import run_directory, saved_since
 from dpframe.data import DataModule
 from dpframe.errors import Interrupted, UserError, explain_exits, printable
@@ -134,7 +135,7 @@ def _build_group(make: Make, nodes: dict[str, Any], where: str, kind: type) -> l
 
 
 def _load_start(job: Composed, strategy: Strategy) -> dict[str, Any] | None:
-    is_weights_alone = job.settings.mode in EVALUATIONS
+    is_weights_alone = modes.evaluates(job.settings.mode)
     whole = strategy.sharding is None and not is_weights_alone
     return checkpoint.load(job.start, whole=whole) if job.start is not None else None
 
@@ -144,7 +145,7 @@ def _load_and_prepare(job: Composed, trainer: Trainer, state: dict[str, Any] | N
     settings, notes = job.settings, []
     if settings.checkpoint == NONE:
         notes = ["checkpoint  none: the task as it is built"]
-    if state is not None and job.start is not None and settings.mode in EVALUATIONS:
+    if state is not None and job.start is not None and modes.evaluates(settings.mode):
         step = seal.step_of(job.start)  # another framework's file has none
         notes = [f"checkpoint  {job.start}" + f", step {step}" * (step >= 0)]
         notes += compared(job, state, task=trainer.task, data=trainer.data)
@@ -174,7 +175,7 @@ def _look_again(job: Composed, trainer: Trainer) -> None:
 def _warn_of_untrained(job: Composed) -> None:
     settings = job.settings
     is_trained = {"optimizer", "optimizers", "module"} & job.config["task"].keys()
-    is_evaluated = settings.mode in EVALUATIONS and settings.checkpoint is None
+    is_evaluated = modes.evaluates(settings.mode) and settings.checkpoint is None
     if is_evaluated and (is_trained or settings.mode == "export"):
         of = "the predictions of " if settings.mode == "predict" else ""
         log.warning("no checkpoint=FILE: these are %suntrained weights", of)

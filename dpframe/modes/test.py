@@ -8,6 +8,8 @@ from dpframe.modes.validate import warn_of_limits
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
+EVALUATES = True
+
 
 def run(job: Composed) -> dict[str, Any]:
     from dpframe.modes.run import launch

@@ -122,7 +122,7 @@ def picture(points: Sequence[Point], marked: float | None, title: str) -> str:
             ticks={rate: f"{rate:.3g}" for rate in (points[0].rate, points[-1].rate)},
             heights={low: f"{low:.4g}", high: f"{high:.4g}"},
             marked=marked,
-            is_logarithmic=True,
+            logarithmic=["across"],
         )
     )
 

@@ -8,6 +8,8 @@ from dpframe.config.compose import Composed
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
+EVALUATES = True
+
 log = logging.getLogger("dpframe")
 
 
