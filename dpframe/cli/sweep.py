@@ -23,7 +23,7 @@ from dpframe import files
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Results, earlier
 from dpframe.cli.runner import RunFailed, Runner, run_point
-from dpframe.config.compose import compose
+from dpframe.config.compose import compose, from_hydra
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import SweepSettings, shown, sweep_settings
 from dpframe.config.search import Configs, quoted, with_path_quoted
@@ -53,6 +53,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     settings = sweep_settings(OmegaConf.to_container(shared.sweep, resolve=True))
     is_listed = _is(shared.hydra.sweeper, SWEEPER)
     _refuse(overrides, shared, settings)
+    if not is_listed:
+        check_search(shared)
     objective = _objective(shared)
     turn(shared.hydra.sweeper, objective, typed)
     directory, made = _directory(shared, overrides, settings)
@@ -162,6 +164,14 @@ def _refuse(overrides: Sequence[Override], shared: DictConfig, settings: SweepSe
             f"sweep.jobs={settings.jobs}: another launcher starts the runs itself; set how many at "
             "a time there, or leave out sweep.jobs"
         )
+
+
+def check_search(shared: DictConfig) -> None:
+    """Refuses what no point can have, before there is a study; listed ones are all checked."""
+    # This imports torch: only now that the rest is good.
+    from dpframe.config.build import check_targets
+
+    check_targets(from_hydra(shared, []))
 
 
 def _is(node: DictConfig, name: str) -> bool:
