@@ -54,7 +54,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     is_listed = _is(shared.hydra.sweeper, SWEEPER)
     _refuse(overrides, shared, settings)
     if not is_listed:
-        check_search(shared)
+        _check_search(shared)
     objective = _objective(shared)
     turn(shared.hydra.sweeper, objective, typed)
     directory, made = _directory(shared, overrides, settings)
@@ -166,7 +166,7 @@ def _refuse(overrides: Sequence[Override], shared: DictConfig, settings: SweepSe
         )
 
 
-def check_search(shared: DictConfig) -> None:
+def _check_search(shared: DictConfig) -> None:
     """Refuses what no point can have, before there is a study; listed ones are all checked."""
     # This imports torch: only now that the rest is good.
     from dpframe.config.build import check_targets
