@@ -22,10 +22,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from dpframe import files
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Results, earlier
-from dpframe.cli.runner import RunFailed, Runner, run_point
-from dpframe.config.compose import compose, from_hydra
-from dpframe.config.objective import Objective, objective_of
-from dpframe.config.schema import SweepSettings, shown, sweep_settings
+from dpframe.cli.runner import RunFailed, Runner, compose_point, run_point
+from dpframe.config.compose import Composed
+from dpframe.config.objective import Objective
+from dpframe.config.schema import SweepSettings, shown
 from dpframe.config.search import Configs, quoted, with_path_quoted
 from dpframe.config.start import MACHINES, key_of, value_of
 from dpframe.errors import Interrupted, UserError, first_line, printable
@@ -49,20 +49,20 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     """0 when every run finished, else 1: the others go on when one fails."""
     before, typed = _with_earlier([with_path_quoted(override) for override in given])
     configs = Configs(config_dir)
-    overrides, shared = _first_point(typed, configs)
-    settings = sweep_settings(OmegaConf.to_container(shared.sweep, resolve=True))
-    is_listed = _is(shared.hydra.sweeper, SWEEPER)
+    overrides, first, shared = _first_point(typed, configs)
+    settings, is_listed = first.settings.sweep, _is(shared.hydra.sweeper, SWEEPER)
     _refuse(overrides, shared, settings)
-    if not is_listed:
-        _check_search(shared)
-    objective = _objective(shared)
-    turn(shared.hydra.sweeper, objective, typed)
+    if not is_listed:  # listed points are all checked
+        from dpframe.config.build import check_targets  # which imports torch
+
+        check_targets(first)
+    turn(shared.hydra.sweeper, first.objective, typed)
     directory, made = _directory(shared, overrides, settings)
     if (stop := signals.current()) is not None:
         stop.begin()  # from now on there is something to remove, or a table to write
     results = Results(
         directory=directory,
-        objective=objective,
+        objective=first.objective,
         typed=[each for each in typed if key_of(each) not in OF_THE_SWEEP],
         fixed={key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()},
         sweeper=str(shared.hydra.runtime.choices["hydra/sweeper"]),
@@ -121,17 +121,19 @@ def head_of(override: str) -> str:
     return re.split(r"\W", key_of(override))[0]
 
 
-def _first_point(typed: Sequence[str], configs: Configs) -> tuple[list[Override], DictConfig]:
-    """All overrides, and the config of their first values: a key that is not there is refused
-    before a sweeper draws a value for it."""
+def _first_point(
+    typed: Sequence[str], configs: Configs
+) -> tuple[list[Override], Composed, DictConfig]:
+    """All overrides, and what their first values make: a key that is not there is refused
+    before there is a directory or a study."""
     overrides = _parsed(typed, configs)
-    shared = compose(configs, list(map(_first, overrides)))
-    if params := shared.hydra.sweeper.get("params"):
+    first, config = compose_point(configs, list(map(_first, overrides)), 0)
+    if params := config.hydra.sweeper.get("params"):
         keys = {each.key_or_group for each in overrides}
         more = _parsed([f"{key}={value}" for key, value in params.items()], configs)
         overrides = [*(each for each in more if each.key_or_group not in keys), *overrides]
-        shared = compose(configs, list(map(_first, overrides)))
-    return overrides, shared
+        first, config = compose_point(configs, list(map(_first, overrides)), 0)
+    return overrides, first, config
 
 
 def _parsed(words: Sequence[str], configs: Configs) -> list[Override]:
@@ -166,22 +168,8 @@ def _refuse(overrides: Sequence[Override], shared: DictConfig, settings: SweepSe
         )
 
 
-def _check_search(shared: DictConfig) -> None:
-    """Refuses what no point can have, before there is a study; listed ones are all checked."""
-    # This imports torch: only now that the rest is good.
-    from dpframe.config.build import check_targets
-
-    check_targets(from_hydra(shared, []))
-
-
 def _is(node: DictConfig, name: str) -> bool:
     return str(node._target_).endswith(name)
-
-
-def _objective(shared: DictConfig) -> Objective:
-    keys = ("callbacks", "sweep", "mode")
-    plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(shared, list(keys)), resolve=True)
-    return objective_of(plain)
 
 
 def turn(sweeper: DictConfig, objective: Objective, typed: Sequence[str]) -> None:
