@@ -28,7 +28,8 @@ class RunFailed(Exception):
 @dataclass
 class Runner:
     results: Results
-    configs: Configs
+    configs: Configs  # with what is typed: a sweeper may draw values, but no run to resume
+    config_dir: str | None
     shared: list[str]  # Hydra's own overrides, for each point
     jobs: int  # at a time
     is_listed: bool  # the points: by Hydra's own sweeper, which brings them all at once
@@ -83,7 +84,7 @@ class Runner:
         is_begun = self.known and job.settings.mode == "fit"
         if is_begun and seal.newest_of_run(directory) is not None:
             words.append(f"resume={quoted(str(directory))}")
-            job, _ = compose_point(self.configs, words, number)
+            job, _ = compose_point(Configs(self.config_dir), words, number)
         job.run_dir, job.is_run_dir_given = str(directory), True
         return [job]
 

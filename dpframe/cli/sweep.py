@@ -48,16 +48,16 @@ OF_ONE_START = ("hydra", "trusted_modules", "resume", "resume_anyway")
 def sweep(given: list[str], config_dir: str | None) -> int:
     """0 when every run finished, else 1: the others go on when one fails."""
     before, typed = _with_earlier([with_path_quoted(override) for override in given])
-    configs = Configs(config_dir)
-    overrides, first, shared = _first_point(typed, configs)
-    settings, is_listed = first.settings.sweep, _is(shared.hydra.sweeper, SWEEPER)
-    _refuse(overrides, shared, settings)
+    configs = Configs(config_dir, typed=typed)
+    overrides, first, config = _first_point(typed, configs)
+    settings, is_listed = first.settings.sweep, _is(config.hydra.sweeper, SWEEPER)
+    _refuse(overrides, config, settings)
     if not is_listed:  # listed points are all checked
         from dpframe.config.build import check_targets  # which imports torch
 
         check_targets(first)
-    turn(shared.hydra.sweeper, first.objective, typed)
-    directory, made = _directory(shared, overrides, settings)
+    turn(config.hydra.sweeper, first.objective, typed)
+    directory, made = _directory(config, overrides, settings)
     if (stop := signals.current()) is not None:
         stop.begin()  # from now on there is something to remove, or a table to write
     results = Results(
@@ -65,15 +65,16 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         objective=first.objective,
         typed=[each for each in typed if key_of(each) not in OF_THE_SWEEP],
         fixed={key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()},
-        sweeper=str(shared.hydra.runtime.choices["hydra/sweeper"]),
+        sweeper=str(config.hydra.runtime.choices["hydra/sweeper"]),
     )
-    runner = Runner(results, configs, _of_each_run(results), settings.jobs, is_listed)
+    shared = _of_each_run(results)
+    runner = Runner(results, configs, config_dir, shared, settings.jobs, is_listed)
     if before is not None and is_listed:
         runner.known = {tuple(result.overrides): result for result in before.runs}
     elif before is not None:  # a search, which draws others
         results.runs = list(before.runs)
     try:
-        _by_sweeper(shared, runner, config_dir)
+        _by_sweeper(config, runner)
     except (UserError, Interrupted) as error:
         if all(result.status == "missing" for result in results.runs):
             remove(made)
@@ -154,14 +155,14 @@ def _first(override: Override) -> str:
     raise UserError(f"{line}: these are no values, so there is nothing to run")
 
 
-def _refuse(overrides: Sequence[Override], shared: DictConfig, settings: SweepSettings) -> None:
+def _refuse(overrides: Sequence[Override], config: DictConfig, settings: SweepSettings) -> None:
     """Refuses what is for another sweeper or launcher."""
     for each in overrides:
-        if each.is_interval_sweep() and _is(shared.hydra.sweeper, SWEEPER):
+        if each.is_interval_sweep() and _is(config.hydra.sweeper, SWEEPER):
             raise UserError(
                 f"{each.input_line}: Hydra's own sweeper needs listed values, e.g. lr=1,2"
             )
-    if settings.jobs > 1 and not _is(shared.hydra.launcher, LAUNCHER):
+    if settings.jobs > 1 and not _is(config.hydra.launcher, LAUNCHER):
         raise UserError(
             f"sweep.jobs={settings.jobs}: another launcher starts the runs itself; set how many at "
             "a time there, or leave out sweep.jobs"
@@ -206,8 +207,8 @@ def _of_each_run(results: Results) -> list[str]:
     return [*words, f"hydra.sweep.dir={quoted(str(results.directory.absolute()))}"]
 
 
-def _by_sweeper(shared: DictConfig, runner: Runner, config_dir: str | None) -> None:
-    results, hydra = runner.results, shared.hydra
+def _by_sweeper(config: DictConfig, runner: Runner) -> None:
+    results, hydra = runner.results, config.hydra
     words = [word for word in results.typed if head_of(word) != "hydra"]
     context: Any = partial(HydraContext, callbacks=Callback())  # type: ignore[arg-type]
     plugins = Plugins.instance()
@@ -218,9 +219,9 @@ def _by_sweeper(shared: DictConfig, runner: Runner, config_dir: str | None) -> N
             hydra.sweeper.max_batch_size = None  # all points are checked before the first one runs
         if not _is(hydra.launcher, LAUNCHER):
             runner.other = plugins.instantiate_launcher(
-                hydra_context=context(runner.configs),
-                task_function=partial(run_point, config_dir=config_dir),
-                config=deepcopy(shared),
+                hydra_context=context(Configs(runner.config_dir)),
+                task_function=partial(run_point, config_dir=runner.config_dir),
+                config=deepcopy(config),
             )
         if "optuna" in str(hydra.sweeper._target_):
             _set_up_optuna(hydra.sweeper, runner)
@@ -228,7 +229,7 @@ def _by_sweeper(shared: DictConfig, runner: Runner, config_dir: str | None) -> N
         sweeper = plugins.instantiate_sweeper(
             hydra_context=context(_Unchecked(runner.configs)),
             task_function=runner.run_batch,
-            config=shared,
+            config=config,
         )
     try:
         sweeper.sweep(words)
@@ -277,7 +278,7 @@ def _set_up_optuna(sweeper: DictConfig, runner: Runner) -> None:
 
 
 def _directory(
-    shared: DictConfig, overrides: Sequence[Override], settings: SweepSettings
+    config: DictConfig, overrides: Sequence[Override], settings: SweepSettings
 ) -> tuple[Path, list[Path]]:
     """The sweep's directory, and what was made for it."""
     if settings.resume is not None:
@@ -287,8 +288,8 @@ def _directory(
         return made
     for each in overrides:
         if each.key_or_group == "recipe" and each.is_sweep_override():
-            shared.recipe = ",".join(each.sweep_string_iterator())
-    path = files.local_path("hydra.sweep.dir", str(shared.hydra.sweep.dir))
+            config.recipe = ",".join(each.sweep_string_iterator())
+    path = files.local_path("hydra.sweep.dir", str(config.hydra.sweep.dir))
     is_given = any(each.key_or_group == "hydra.sweep.dir" for each in overrides)
     return new_directory(path, is_given=is_given)
 
