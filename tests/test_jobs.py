@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command import ROOT, attempts, cold_dpframe, dpframe, launcher, write
+from command import ROOT, attempts, cold_dpframe, dpframe, write
 from forked import started
 
 from dpframe import UserError
@@ -64,43 +64,47 @@ def told(directory: Path, *names: str) -> list[tuple[Any, ...]]:
     return [tuple(run[name] for name in names) for run in content(directory)["runs"]]
 
 
-def test_runs_at_a_time_have_the_values_of_runs_one_after_the_other(tmp_path):
-    line = [*LINE, "strategy=ddp,cpu", "seed=0,1", "trainer.accelerator=cpu"]
+def test_runs_of_strategies_and_numbers_one_after_the_other_and_at_a_time(tmp_path):
+    line = ["-m", "recipe=boston", "trainer.max_epochs=2", "hydra.sweep.dir=swept"]
+    line += ["strategy=cpu,ddp", "task.optimizer.lr=0.01,0.001", "trainer.accelerator=cpu"]
     write(tmp_path, {"one/x": "", "two/x": ""})
     one = dpframe(*line, cwd=tmp_path / "one")
     two = dpframe(*line, "sweep.jobs=2", cwd=tmp_path / "two")
     assert (one.returncode, two.returncode) == (0, 0), one.stderr + two.stderr
     names = "number", "overrides", "directory", "status", "value"
     assert told(tmp_path / "two", *names) == told(tmp_path / "one", *names)
-    for number in range(1, 5):
-        assert re.search(rf"^\[{number}\] epoch 2/2  step 8 ", two.stdout, re.M)
-        ending = rf"^run {number} of 4: strategy=.*: finished, val/loss .* s$"
+    points = [(strategy, rate) for strategy in ("cpu", "ddp") for rate in (0.01, 0.001)]
+    summaries = []
+    for number, (strategy, rate) in enumerate(points):
+        run = tmp_path / "one" / "swept" / f"{number}_strategy={strategy},task.optimizer.lr={rate}"
+        assert (run / "run.log").is_file() and (run / ".hydra" / "config.yaml").is_file()
+        assert len(list(run.glob("events.out.tfevents.*"))) == 1
+        summaries.append(json.loads((run / "summary.json").read_text()))
+        assert re.search(rf"^\[{number + 1}\] epoch 2/2  step 8 ", two.stdout, re.M)
+        ending = rf"^run {number + 1} of 4: strategy=.*: finished, val/loss .* s$"
         assert re.search(ending, two.stdout, re.M)
+    assert [summary["replicas"] for summary in summaries] == [1, 1, 2, 2]
+    losses = [summary["metrics"]["val/loss"] for summary in summaries]
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-5), "the strategy changed the numbers"
+    assert "sweep: 4 of 4 runs finished" in one.stdout
     assert not re.search("^epoch", two.stdout, re.M), "a line without its run"
 
 
-def test_a_run_that_fails_or_is_killed_is_told_and_the_others_go_on(tmp_path):
+def test_runs_have_their_shares_of_the_cores_and_one_that_fails_or_is_killed_is_told(tmp_path):
     write(tmp_path, {"own.py": OWN})
-    line = [*LINE, "seed=10,11,12,13", TOLD, "sweep.jobs=2"]
-    (done,) = attempts([line], tmp_path)
-    assert done.code == 1 and "sweep: 1 of 4 runs finished" in done.out
-    assert told(tmp_path, "status") == [("finished",), ("failed",), ("failed",), ("failed",)]
-    _, bug, killed, left = (reason for (reason,) in told(tmp_path, "reason"))
+    (done,) = attempts([[*LINE, "seed=10,11,12,13,14", TOLD, "sweep.jobs=2"]], tmp_path)
+    assert done.code == 1 and "sweep: 2 of 5 runs finished" in done.out
+    ended = [status for (status,) in told(tmp_path, "status")]
+    assert ended == ["finished", "failed", "failed", "failed", "finished"]
+    _, bug, killed, left, _ = (reason for (reason,) in told(tmp_path, "reason"))
     assert bug == "KeyError: 'a bug'" and killed == "killed by SIGKILL"
     assert left.startswith("sys.exit(0) in on_fit_start (own.py")
     assert "[2] KeyError: 'a bug'" in done.err.splitlines()
     assert "[1] half a line" in done.err.splitlines()
     assert re.search(r"^sweep: failed: swept/2_.*: killed by SIGKILL$", done.err, re.M)
-
-
-def test_each_run_has_its_share_of_the_cores(tmp_path):
-    write(tmp_path, {"own.py": OWN})
-    (done,) = attempts([[*LINE, "seed=1,2", TOLD, "sweep.jobs=2"]], tmp_path)
     share = max(1, len(os.sched_getaffinity(0)) // 2)
-    assert sorted(re.findall(rf"^\[(\d)\] uses {share} cores, 1 threads", done.out, re.M)) == [
-        "1",
-        "2",
-    ]
+    uses = re.findall(rf"^\[(\d)\] uses {share} cores, 1 threads", done.out, re.M)
+    assert sorted(uses) == ["1", "5"]
 
 
 def test_ctrl_c_ends_all_runs_that_there_are_and_begins_no_other(tmp_path):
@@ -133,17 +137,6 @@ def test_a_run_ends_with_the_sweep_that_has_started_it(tmp_path):
         job.wait()
     # That no process is left is checked after each test.
     assert told(tmp_path, "status") == [("running",), ("running",)]
-
-
-def test_another_sweeper_starts_its_own_runs(tmp_path):
-    lines = [["-m", "recipe=boston", "hydra/launcher=joblib", "sweep.jobs=2", "seed=1,2"]]
-    files = {"site/hydra_plugins/own.py": launcher("joblib")}
-    write(tmp_path, files)
-    (done,) = attempts(
-        lines, tmp_path, PYTHONPATH=f"{os.environ.get('PYTHONPATH', '')}:{tmp_path / 'site'}"
-    )
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert done.err.startswith("dpframe: sweep.jobs=2: another launcher starts the runs")
 
 
 def job_of(gpus: Any, accelerator: str = "auto") -> Any:

@@ -399,6 +399,13 @@ def defined(tree: ast.AST) -> Iterator[str]:
 OURS = {name for path in FILES for name in defined(tree_of(path))}
 
 
+def test_hydra_imports_nothing_of_dpframe_with_the_launcher_of_sweeps():
+    """It does so at every start."""
+    path = ROOT.parent / "hydra_plugins" / "dpframe_launcher" / "__init__.py"
+    imported = _imports(tree_of(path), "hydra_plugins.dpframe_launcher", at_top=True, hints=True)
+    assert {name.split(".")[0] for name, _ in imported} == {"collections", "typing", "hydra"}
+
+
 # ---- sizes
 
 FILE, CLASS, METHODS = 450, 350, 25  # lines, lines, methods and properties

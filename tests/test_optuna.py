@@ -83,3 +83,14 @@ def test_a_trial_that_fails_is_told_and_the_others_go_on(tmp_path):
     assert 0 < sum(failed) < 6 and done.code == 1
     assert done.err.count("sweep: failed: failing/") == sum(failed)
     assert "KeyError: 'too small'" in done.err
+
+
+def test_a_search_space_in_a_file_names_no_run_to_resume(tmp_path):
+    space = "{search_space: {resume: {type: categorical, choices: [theirs]}}, n_trials: 1}"
+    head = "# @package _global_\ndefaults: [override /hydra/sweeper: optuna]\n"
+    write(tmp_path, {"mine/experiment/searches.yaml": f"{head}hydra: {{sweeper: {space}}}"})
+    short = ["recipe=boston", "trainer.max_steps=1"]
+    search = ["-m", "--config-dir=mine", "experiment=searches", *short]
+    made, done = attempts([[*short, "hydra.run.dir=theirs"], search], tmp_path)
+    assert (made.code, done.code) == (0, 1)
+    assert "dpframe: a config file sets resume, which only you can" in done.err

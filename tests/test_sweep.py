@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command import ROOT, Attempt, attempts, dpframe, write
+from command import ROOT, Attempt, attempts, write
 from omegaconf import OmegaConf
 
 from dpframe import UserError
@@ -69,7 +69,7 @@ from hydra.plugins.sweeper import Sweeper
 
 
 class Told(Sweeper):
-    def __init__(self, direction, goes_on, seeds):
+    def __init__(self, direction, goes_on, seeds, params=None):
         self.direction, self.goes_on, self.seeds = direction, goes_on, seeds
 
     def setup(self, *, hydra_context, task_function, config):
@@ -104,12 +104,18 @@ class Node:
 
 
 @dataclass
+class Searches(Node):
+    params: Any = None
+
+
+@dataclass
 class Launcher:
     _target_: str = "hydra_plugins.own.Counting"
 
 
 store = ConfigStore.instance().store
 store(group="hydra/sweeper", name="told", node=Node, provider="own")
+store(group="hydra/sweeper", name="searches", node=Searches, provider="own")
 store(group="hydra/launcher", name="own", node=Launcher, provider="own")
 """
 DRAWS = """
@@ -117,37 +123,40 @@ DRAWS = """
 defaults: [override /hydra/sweeper: told]
 hydra: {sweeper: {seeds: 2}}
 """
+SEARCHES = """
+# @package _global_
+defaults: [override /hydra/sweeper: searches]
+hydra: {sweeper: {params: {seed: "1,2", task.optimizer.lrr: "interval(0.01,0.02)"}}}
+"""
 SHORT = "trainer.max_steps=1"
 TOLD = ("recipe=boston", "hydra/sweeper=told", "logger=none", "+callbacks.x._target_=own.Failing")
 THRICE = ("trainer.max_epochs=3", "trainer.sanity_batches=0")  # which would count as validated
 SCORED = ("callbacks.checkpoint.monitor=val/score", "callbacks.checkpoint.mode=max")
 SHORT_RUNS = ("recipe=boston", SHORT, "logger=none")
+NUMBERED = ("hydra.sweep.dir=by", "hydra.sweep.subdir=${hydra.job.num}")
 SWEPT = {
     "bug": ["recipe=boston", "task._target_=own.Own", "+task.fails=false,true,false", SHORT],
     "infinite": ["recipe=boston", "task._target_=own.Diverged", "+task.at=${seed}", "seed=0,1,2"],
     "mistake": ["recipe=boston", "strategy=cpu", "trainer.gpus=2,1", SHORT, "hydra.sweep.dir=bad"],
     "recipes": ["recipe=boston,shapes", SHORT],
-    "given": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=here"],
     "refused": ["recipe=boston", SHORT, "seed=1,2", "hydra.sweep.dir=/proc/no"],
     "best": [*TOLD, *SCORED, "task._target_=own.Scored", *THRICE],
     "ended": [*TOLD, "callbacks.checkpoint=null", "hydra.sweeper.goes_on=false", SHORT],
     "drawn": [*TOLD, "trainer.max_steps=${seed}", "hydra.sweep.dir=mistakes"],
     "first": [*SHORT_RUNS, "hydra/sweeper=told", "hydra.sweeper.seeds=2", "hydra.sweep.dir=twice"],
     "second": ["sweep.resume=twice", "hydra/sweeper=told", "hydra.sweeper.seeds=2"],
-    "numbered": [
-        *SHORT_RUNS,
-        "seed=1,2",
-        "hydra.sweep.dir=by",
-        "hydra.sweep.subdir=${hydra.job.num}",
-    ],
-    "table": [*SHORT_RUNS, "seed=0,1", "task.optimizer.lr=0.01,0.1"],
-    "metric": [*SHORT_RUNS, "sweep.metric=val/mae", "sweep.mode=max", "seed=0,1"],
+    "table": [*SHORT_RUNS, "seed=0,1", "task.optimizer.lr=0.01,0.1", "hydra.sweep.dir=here"],
+    "metric": [*SHORT_RUNS, "sweep.metric=val/mae", "sweep.mode=max", "seed=0,1", *NUMBERED],
     "no mode": [*SHORT_RUNS, "sweep.metric=val/mae", "seed=0,1"],
     "no metric": [*SHORT_RUNS, "sweep.mode=max", "seed=0,1"],
     "misspelt": [*SHORT_RUNS, "sweep.metric=val/mea", "sweep.mode=min", "seed=0,1"],
+    "jobs": [*SHORT_RUNS, "hydra/launcher=own", "sweep.jobs=2", "seed=1,2"],
+    "unknown": [*TOLD, "task.optimizer.lrr=interval(0.01,0.02)"],
+    "unknown in a file": ["--config-dir=mine", "experiment=searches", "recipe=boston"],
     "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
     "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],
 }
+SWEPT["drawn"] += ["--config-dir=mine", "experiment=three"]  # the first of the sweeper's is right
 SWEPT["infinite"] += [SHORT, "logger=none", "hydra.sweep.dir=infinite"]
 SWEPT["plugins"] += [SHORT, "task.optimizer.lr=interval(0.01,0.02)", "hydra.sweep.dir=drawn"]
 
@@ -156,33 +165,13 @@ SWEPT["plugins"] += [SHORT, "task.optimizer.lr=interval(0.01,0.02)", "hydra.swee
 def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Attempt]]:
     """Sweeps one after the other, in one directory."""
     files = {"site/hydra_plugins/own.py": PLUGIN, "mine/experiment/draws.yaml": DRAWS}
+    files["mine/experiment/searches.yaml"] = SEARCHES
+    files["mine/experiment/three.yaml"] = "# @package _global_\nseed: 3"
     directory = write(tmp_path_factory.mktemp("swept"), files | {"own.py": OWN})
     path = f"{ROOT}{os.pathsep}{directory / 'site'}"
     lines = [["-m", *line] for line in SWEPT.values()]
     done = attempts(lines, directory, PYTHONPATH=path)
     return directory, dict(zip(SWEPT, done, strict=True))
-
-
-def test_a_sweep_over_strategies_and_numbers(tmp_path):
-    words = ("-m", "recipe=boston", "strategy=cpu,ddp", "task.optimizer.lr=0.01,0.001")
-    done = dpframe(*words, "trainer.max_epochs=1", "trainer.accelerator=cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    (sweep,) = tmp_path.glob("multirun/boston/*")
-    runs = sorted(path for path in sweep.iterdir() if path.is_dir())
-    assert [run.name for run in runs] == [
-        f"{number}_strategy={strategy},task.optimizer.lr={rate}"
-        for number, (strategy, rate) in enumerate(
-            [("cpu", 0.01), ("cpu", 0.001), ("ddp", 0.01), ("ddp", 0.001)]
-        )
-    ]
-    for run in runs:
-        assert (run / "run.log").is_file() and (run / ".hydra" / "config.yaml").is_file()
-        assert len(list(run.glob("events.out.tfevents.*"))) == 1
-    summaries = [json.loads((run / "summary.json").read_text()) for run in runs]
-    assert [summary["replicas"] for summary in summaries] == [1, 1, 2, 2]
-    losses = [summary["metrics"]["val/loss"] for summary in summaries]
-    assert losses[2:] == pytest.approx(losses[:2], rel=1e-5), "the strategy changed the numbers"
-    assert "sweep: 4 of 4 runs finished" in done.stdout
 
 
 def test_one_bad_point_is_refused_before_any_runs(tmp_path):
@@ -241,10 +230,12 @@ def test_recipes_are_swept_into_one_directory(swept):
 
 def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(swept):
     directory, done = swept
-    assert done["given"].code == 0, done["given"].err
+    assert done["table"].code == 0, done["table"].err
     names = sorted(path.name for path in (directory / "here").iterdir())
-    files = ["multirun.yaml", "sweep.csv", "sweep.json", "sweep.svg"]
-    assert names == [*(f"{n}_seed={n + 1}" for n in (0, 1)), *files]
+    points = [(seed, rate) for seed in (0, 1) for rate in ("0.01", "0.1")]
+    runs = [f"{n}_seed={seed},task.optimizer.lr={rate}" for n, (seed, rate) in enumerate(points)]
+    assert names == [*runs, "multirun.yaml", "sweep.csv", "sweep.json", "sweep.svg"]
+    assert {path.name for path in (directory / "by").iterdir() if path.is_dir()} == {"0", "1"}
     refused = done["refused"]
     assert refused.code == 2 and refused.err.count("\n") == 1
     assert "the sweep's directory /proc/no can't be made" in refused.err
@@ -271,10 +262,15 @@ def test_a_sweeper_that_goes_on_has_other_directories_than_before(swept):
     assert all((directory / "twice" / run["directory"] / "summary.json").exists() for run in runs)
 
 
-def test_the_directories_of_runs_may_be_named_by_their_numbers(swept):
+def test_what_no_search_can_have_is_one_line_before_there_is_a_directory(swept):
     directory, done = swept
-    assert done["numbered"].code == 0, done["numbered"].err
-    assert {path.name for path in (directory / "by").iterdir() if path.is_dir()} == {"0", "1"}
+    assert done["jobs"].err.startswith("dpframe: sweep.jobs=2: another launcher starts the runs")
+    for name in ("unknown", "unknown in a file"):
+        assert re.match(r"dpframe: task\.optimizer\.lrr.*; did you mean .*lr\?\n$", done[name].err)
+    for name in ("jobs", "unknown", "unknown in a file"):
+        assert (done[name].code, done[name].out) == (2, "")
+    sweeps = [path.name for path in directory.glob("multirun/*/*")]
+    assert len(sweeps) == sum("finished; multirun/" in one.out for one in done.values())
 
 
 def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_direction(swept):

@@ -9,7 +9,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
-from omegaconf import OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dpframe import files
 from dpframe.checkpoint import seal
@@ -28,7 +28,8 @@ class RunFailed(Exception):
 @dataclass
 class Runner:
     results: Results
-    configs: Configs
+    configs: Configs  # with what is typed: a sweeper may draw values, but no run to resume
+    config_dir: str | None
     shared: list[str]  # Hydra's own overrides, for each point
     jobs: int  # at a time
     is_listed: bool  # the points: by Hydra's own sweeper, which brings them all at once
@@ -74,14 +75,16 @@ class Runner:
     def _to_run(self, result: Result) -> list[Composed]:
         """The run from its newest checkpoint, if it has one; none, if it is done."""
         words, number = [*self.shared, *result.overrides], result.number - 1
-        job, result.directory = _composed(self.configs, words, number)
+        job, config = compose_point(self.configs, words, number)
+        result.directory = str(config.hydra.sweep.subdir)
+        files.refuse_url("hydra.sweep.subdir", result.directory)
         directory = self.results.directory / result.directory
         if result.is_done and (directory / "summary.json").is_file():
             return []
         is_begun = self.known and job.settings.mode == "fit"
         if is_begun and seal.newest_of_run(directory) is not None:
             words.append(f"resume={quoted(str(directory))}")
-            job, _ = _composed(self.configs, words, number)
+            job, _ = compose_point(Configs(self.config_dir), words, number)
         job.run_dir, job.is_run_dir_given = str(directory), True
         return [job]
 
@@ -162,17 +165,15 @@ class Runner:
         return done
 
 
-def _composed(configs: Configs, words: list[str], number: int) -> tuple[Composed, str]:
-    """A run, and the name of its directory in the sweep's."""
+def compose_point(configs: Configs, words: list[str], number: int) -> tuple[Composed, DictConfig]:
+    """A run, and the config that Hydra composes of it."""
     config = compose(configs, words)
     with read_write(config.hydra), open_dict(config.hydra):
         config.hydra.job.num, config.hydra.job.id = number, str(number)
     HydraConfig.instance().set_config(config)
     job = from_hydra(config, words)
     job.number = number
-    name = str(config.hydra.sweep.subdir)
-    files.refuse_url("hydra.sweep.subdir", name)
-    return job, name
+    return job, config
 
 
 def run_point(config: Any, *, config_dir: str | None) -> tuple[Outcome, float]:
@@ -184,7 +185,7 @@ def run_point(config: Any, *, config_dir: str | None) -> tuple[Outcome, float]:
     began, hydra = time.monotonic(), HydraConfig.get()
     overrides: Any = OmegaConf.to_container(hydra.overrides, resolve=False)
     words = [*overrides["hydra"], *overrides["task"]]
-    job, _ = _composed(Configs(config_dir), words, hydra.job.num)
+    job, _ = compose_point(Configs(config_dir), words, hydra.job.num)
     job.run_dir, job.is_run_dir_given = hydra.runtime.output_dir, True
     outcome, _ = run_here(job)
     return outcome, time.monotonic() - began

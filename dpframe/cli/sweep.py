@@ -22,10 +22,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from dpframe import files
 from dpframe.cli.picture import svg
 from dpframe.cli.results import Earlier, Results, earlier
-from dpframe.cli.runner import RunFailed, Runner, run_point
-from dpframe.config.compose import compose
-from dpframe.config.objective import Objective, objective_of
-from dpframe.config.schema import SweepSettings, shown, sweep_settings
+from dpframe.cli.runner import RunFailed, Runner, compose_point, run_point
+from dpframe.config.compose import Composed
+from dpframe.config.objective import Objective
+from dpframe.config.schema import SweepSettings, shown
 from dpframe.config.search import Configs, quoted, with_path_quoted
 from dpframe.config.start import MACHINES, key_of, value_of
 from dpframe.errors import Interrupted, UserError, first_line, printable
@@ -48,30 +48,33 @@ OF_ONE_START = ("hydra", "trusted_modules", "resume", "resume_anyway")
 def sweep(given: list[str], config_dir: str | None) -> int:
     """0 when every run finished, else 1: the others go on when one fails."""
     before, typed = _with_earlier([with_path_quoted(override) for override in given])
-    configs = Configs(config_dir)
-    overrides, shared = _first_point(typed, configs)
-    settings = sweep_settings(OmegaConf.to_container(shared.sweep, resolve=True))
-    is_listed = _is(shared.hydra.sweeper, SWEEPER)
-    _refuse(overrides, shared, settings)
-    objective = _objective(shared)
-    turn(shared.hydra.sweeper, objective, typed)
-    directory, made = _directory(shared, overrides, settings)
+    configs = Configs(config_dir, typed=typed)
+    overrides, first, config = _first_point(typed, configs)
+    settings, is_listed = first.settings.sweep, _is(config.hydra.sweeper, SWEEPER)
+    _refuse(overrides, config, settings)
+    if not is_listed:  # listed points are all checked
+        from dpframe.config.build import check_targets  # which imports torch
+
+        check_targets(first)
+    turn(config.hydra.sweeper, first.objective, typed)
+    directory, made = _directory(config, overrides, settings)
     if (stop := signals.current()) is not None:
         stop.begin()  # from now on there is something to remove, or a table to write
     results = Results(
         directory=directory,
-        objective=objective,
+        objective=first.objective,
         typed=[each for each in typed if key_of(each) not in OF_THE_SWEEP],
         fixed={key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()},
-        sweeper=str(shared.hydra.runtime.choices["hydra/sweeper"]),
+        sweeper=str(config.hydra.runtime.choices["hydra/sweeper"]),
     )
-    runner = Runner(results, configs, _of_each_run(results), settings.jobs, is_listed)
+    shared = _of_each_run(results)
+    runner = Runner(results, configs, config_dir, shared, settings.jobs, is_listed)
     if before is not None and is_listed:
         runner.known = {tuple(result.overrides): result for result in before.runs}
     elif before is not None:  # a search, which draws others
         results.runs = list(before.runs)
     try:
-        _by_sweeper(shared, runner, config_dir)
+        _by_sweeper(config, runner)
     except (UserError, Interrupted) as error:
         if all(result.status == "missing" for result in results.runs):
             remove(made)
@@ -119,17 +122,19 @@ def head_of(override: str) -> str:
     return re.split(r"\W", key_of(override))[0]
 
 
-def _first_point(typed: Sequence[str], configs: Configs) -> tuple[list[Override], DictConfig]:
-    """All overrides, and the config of their first values: a key that is not there is refused
-    before a sweeper draws a value for it."""
+def _first_point(
+    typed: Sequence[str], configs: Configs
+) -> tuple[list[Override], Composed, DictConfig]:
+    """All overrides, and what their first values make: a key that is not there is refused
+    before there is a directory or a study."""
     overrides = _parsed(typed, configs)
-    shared = compose(configs, list(map(_first, overrides)))
-    if params := shared.hydra.sweeper.get("params"):
+    first, config = compose_point(configs, list(map(_first, overrides)), 0)
+    if params := config.hydra.sweeper.get("params"):
         keys = {each.key_or_group for each in overrides}
         more = _parsed([f"{key}={value}" for key, value in params.items()], configs)
         overrides = [*(each for each in more if each.key_or_group not in keys), *overrides]
-        shared = compose(configs, list(map(_first, overrides)))
-    return overrides, shared
+        first, config = compose_point(configs, list(map(_first, overrides)), 0)
+    return overrides, first, config
 
 
 def _parsed(words: Sequence[str], configs: Configs) -> list[Override]:
@@ -150,14 +155,14 @@ def _first(override: Override) -> str:
     raise UserError(f"{line}: these are no values, so there is nothing to run")
 
 
-def _refuse(overrides: Sequence[Override], shared: DictConfig, settings: SweepSettings) -> None:
+def _refuse(overrides: Sequence[Override], config: DictConfig, settings: SweepSettings) -> None:
     """Refuses what is for another sweeper or launcher."""
     for each in overrides:
-        if each.is_interval_sweep() and _is(shared.hydra.sweeper, SWEEPER):
+        if each.is_interval_sweep() and _is(config.hydra.sweeper, SWEEPER):
             raise UserError(
                 f"{each.input_line}: Hydra's own sweeper needs listed values, e.g. lr=1,2"
             )
-    if settings.jobs > 1 and not _is(shared.hydra.launcher, LAUNCHER):
+    if settings.jobs > 1 and not _is(config.hydra.launcher, LAUNCHER):
         raise UserError(
             f"sweep.jobs={settings.jobs}: another launcher starts the runs itself; set how many at "
             "a time there, or leave out sweep.jobs"
@@ -166,12 +171,6 @@ def _refuse(overrides: Sequence[Override], shared: DictConfig, settings: SweepSe
 
 def _is(node: DictConfig, name: str) -> bool:
     return str(node._target_).endswith(name)
-
-
-def _objective(shared: DictConfig) -> Objective:
-    keys = ("callbacks", "sweep", "mode")
-    plain: Any = OmegaConf.to_container(OmegaConf.masked_copy(shared, list(keys)), resolve=True)
-    return objective_of(plain)
 
 
 def turn(sweeper: DictConfig, objective: Objective, typed: Sequence[str]) -> None:
@@ -208,8 +207,8 @@ def _of_each_run(results: Results) -> list[str]:
     return [*words, f"hydra.sweep.dir={quoted(str(results.directory.absolute()))}"]
 
 
-def _by_sweeper(shared: DictConfig, runner: Runner, config_dir: str | None) -> None:
-    results, hydra = runner.results, shared.hydra
+def _by_sweeper(config: DictConfig, runner: Runner) -> None:
+    results, hydra = runner.results, config.hydra
     words = [word for word in results.typed if head_of(word) != "hydra"]
     context: Any = partial(HydraContext, callbacks=Callback())  # type: ignore[arg-type]
     plugins = Plugins.instance()
@@ -220,9 +219,9 @@ def _by_sweeper(shared: DictConfig, runner: Runner, config_dir: str | None) -> N
             hydra.sweeper.max_batch_size = None  # all points are checked before the first one runs
         if not _is(hydra.launcher, LAUNCHER):
             runner.other = plugins.instantiate_launcher(
-                hydra_context=context(runner.configs),
-                task_function=partial(run_point, config_dir=config_dir),
-                config=deepcopy(shared),
+                hydra_context=context(Configs(runner.config_dir)),
+                task_function=partial(run_point, config_dir=runner.config_dir),
+                config=deepcopy(config),
             )
         if "optuna" in str(hydra.sweeper._target_):
             _set_up_optuna(hydra.sweeper, runner)
@@ -230,7 +229,7 @@ def _by_sweeper(shared: DictConfig, runner: Runner, config_dir: str | None) -> N
         sweeper = plugins.instantiate_sweeper(
             hydra_context=context(_Unchecked(runner.configs)),
             task_function=runner.run_batch,
-            config=shared,
+            config=config,
         )
     try:
         sweeper.sweep(words)
@@ -279,7 +278,7 @@ def _set_up_optuna(sweeper: DictConfig, runner: Runner) -> None:
 
 
 def _directory(
-    shared: DictConfig, overrides: Sequence[Override], settings: SweepSettings
+    config: DictConfig, overrides: Sequence[Override], settings: SweepSettings
 ) -> tuple[Path, list[Path]]:
     """The sweep's directory, and what was made for it."""
     if settings.resume is not None:
@@ -289,8 +288,8 @@ def _directory(
         return made
     for each in overrides:
         if each.key_or_group == "recipe" and each.is_sweep_override():
-            shared.recipe = ",".join(each.sweep_string_iterator())
-    path = files.local_path("hydra.sweep.dir", str(shared.hydra.sweep.dir))
+            config.recipe = ",".join(each.sweep_string_iterator())
+    path = files.local_path("hydra.sweep.dir", str(config.hydra.sweep.dir))
     is_given = any(each.key_or_group == "hydra.sweep.dir" for each in overrides)
     return new_directory(path, is_given=is_given)
 

@@ -166,12 +166,6 @@ def _of_package(mode: str, values: Any) -> Any:
     return OmegaConf.to_object(node[mode])
 
 
-def sweep_settings(node: Any) -> SweepSettings:
-    """The same of a sweep, before there is a config of one of its runs."""
-    settings: SweepSettings = _made("sweep", SweepSettings, node)
-    return settings
-
-
 def _made(group: str, kind: type[Any], values: Mapping[str, Any] | None) -> Any:
     _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{group}.")
     return kind(**values or {})

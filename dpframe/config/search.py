@@ -283,7 +283,6 @@ def _loader(folders: Iterable[tuple[str, str]]) -> ConfigLoader:
     for plugin in (Folders, Inside):
         Plugins.instance().register(plugin)
     register_resolver("dirname", directory_name, replace=True)
-    register_resolver("later", int.__add__, replace=True)
     GlobalHydra.instance().clear()
     Folders.added = list(folders)
     try:
