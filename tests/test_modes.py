@@ -97,9 +97,7 @@ def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_
         "  late          Tells how late it is. (dpframe-late 1.0)",
         "  late.hour=22  of the day",
     ]
-    assert misspelt.err == (
-        "dpframe: late.hours is not a key of the config; did you mean late.hour?\n"
-    )
+    assert misspelt.err == ("dpframe: there is no key late.hours; did you mean late.hour?\n")
     assert text.err == "dpframe: late.hour=noon is text; use a whole number\n"
     assert "mode=lat is not one of fit, " in near.err and "did you mean late?" in near.err
     assert "there is no key tune.memry; did you mean tune.memory?" in own.err

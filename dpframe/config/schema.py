@@ -160,6 +160,7 @@ def _of_package(mode: str, values: Any) -> Any:
     kind = modes.settings(mode)
     if kind is None:
         raise UserError(f"there is no key {mode}; mode={mode} has no settings")
+    _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{mode}.")
     node: Any = OmegaConf.merge({mode: kind}, {mode: values or {}})
     return OmegaConf.to_object(node[mode])
 
@@ -187,10 +188,10 @@ def _refuse_unknown(values: Iterable[str], known: Iterable[str], prefix: str = "
 def type_of(key: str) -> Any:
     """The annotation of a key; None for one of a part."""
     group, _, name = key.partition(".")
-    kind = groups().get(group) if name else RunSettings
-    if kind is None and modes.of_package(group):
-        kind = modes.settings(group)
-    return get_type_hints(kind).get(name or group) if kind else None
+    kind = modes.settings(group) if modes.of_package(group) else groups().get(group)
+    if name:
+        return get_type_hints(kind).get(name) if kind else None
+    return kind or get_type_hints(RunSettings).get(group)
 
 
 def is_off(node: Any) -> bool:
@@ -213,6 +214,7 @@ KINDS = {
     "NoneType": "nothing",
     "list": "a list",
     "dict": "a group of keys",
+    "AnyNode": "one value",
 }
 WORDS = {
     int: "a whole number",

@@ -32,7 +32,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
-from dpframe.config import modes, plugins
+from dpframe.config import plugins
 from dpframe.config.errors import explain
 from dpframe.config.hints import has, may_take
 from dpframe.config.schema import CONFIG_NAME, register
@@ -187,7 +187,7 @@ class Configs:
     def _with_arguments(self, overrides: Sequence[str]) -> list[str]:
         """Adds ++ to keys that a part's class may take and no file sets."""
         try:
-            base = self.base([o for o in overrides if not modes.of_package(key_of(o))])
+            base = self.base(overrides)
         except Exception:  # another of the overrides is wrong, too
             return list(overrides)
         keys = {each: key_of(each) for each in overrides if each[0] not in "+~"}
