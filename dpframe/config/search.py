@@ -83,7 +83,6 @@ class Configs:
     """
 
     def __init__(self, config_dir: str | None, *, typed: Sequence[str] | None = None) -> None:
-        register()
         self.folder = None if config_dir is None else _readable(config_dir)
         self.typed = typed
         folders = [] if self.folder is None else [("--config-dir", str(self.folder))]
@@ -171,6 +170,7 @@ class Configs:
     def _loaded(
         self, load: Callable[[list[str]], DictConfig], overrides: list[str], shared: list[str]
     ) -> DictConfig:
+        register()
         try:
             config = load(overrides)
         except ConfigCompositionException as error:
@@ -190,7 +190,7 @@ class Configs:
             base = self.base(overrides)
         except Exception:  # another of the overrides is wrong, too
             return list(overrides)
-        keys = {each: key_of(each) for each in overrides if each[0] not in "+~"}
+        keys = {each: key_of(each) for each in overrides if each[:1] not in "+~"}
         added = {each for each, key in keys.items() if not has(base, key) and may_take(base, key)}
         return [f"++{each}" if each in added else each for each in overrides]
 
