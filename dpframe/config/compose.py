@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
@@ -113,14 +113,13 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
     hydra = config.hydra
     try:
-        plain, public = resolved(without_hydra(config))
+        plain, public = resolved(config)
         _refuse_objects(plain)
         settings = checked(plain)
         run_dir = str(files.local_path("hydra.run.dir", str(hydra.run.dir)))
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
-        known: Any = OmegaConf.to_container(config)
-        raise explain(error, config=known) from None
+        raise explain(error, config=_plain(config)) from None
     if not str(hydra.run.dir).strip():
         raise UserError("hydra.run.dir is empty; name a directory")
     objective_of(plain)  # refuses a metric without a direction
@@ -142,22 +141,20 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
 
 
 def without_hydra(config: DictConfig) -> DictConfig:
-    """A masked copy would lose the types of the top level."""
-    copy = config.copy()
-    with open_dict(copy):
-        del copy["hydra"]
-    return copy
+    return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
-def resolved(job: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config, and as it is written down: what is in the environment may be a secret."""
-    config, unfilled = _plain(job, resolve=True), _plain(job, resolve=False)
+def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run's config, and as it is written down: what is in the environment may be a secret."""
+    filled, unfilled = _filled(config), _plain(config)
+    del unfilled["hydra"]
     try:
         register_resolver("oc.env", _as_written, replace=True)
-        untyped = OmegaConf.create(unfilled)  # what is written for a number is text
-        return config, _plain(untyped, resolve=True)
+        if "oc.env" in str(unfilled):
+            config = OmegaConf.create(unfilled)  # without types: text stands there for a number
+        return filled, _filled(config)
     except OmegaConfBaseException:  # e.g. it is a part of another name
-        return config, unfilled
+        return filled, unfilled
     finally:
         register_resolver("oc.env", oc.env, replace=True)
 
@@ -168,10 +165,14 @@ def overrides_of(config: DictConfig) -> list[str]:
     return list(overrides["task"])
 
 
-def _plain(job: DictConfig, *, resolve: bool) -> dict[str, Any]:
-    plain = OmegaConf.to_container(job, resolve=resolve, throw_on_missing=resolve)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
+def _filled(config: DictConfig) -> dict[str, Any]:
+    """With what each `${…}` stands for, and without Hydra's own keys, which may have no value."""
+    parts = {str(key): config[key] for key in config if key != "hydra"}
+    return {k: _plain(v, fill=True) if OmegaConf.is_config(v) else v for k, v in parts.items()}
+
+
+def _plain(node: Any, *, fill: bool = False) -> Any:
+    return OmegaConf.to_container(node, resolve=fill, throw_on_missing=fill)
 
 
 def _as_written(*arguments: Any) -> str:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Protocol
 
 import yaml
@@ -144,13 +144,12 @@ class _Mistake:
         said = {"kind": "NoneType", "value": None} | found.groupdict()
         kind, value = str(said["kind"]), said["value"] or value_of(self.key, self.overrides)
         value = "null" if kind == "NoneType" else value
-        what = f"{self.key}={value}" if value else self.key
-        what += f" is {KINDS.get(kind, kind)}; "
-        wanted = type_of(self.key)
-        if self.key in groups() or wanted == Group:
-            return f"{what}set its keys, as {self.key}.KEY=VALUE"
+        what, wanted = f"{self.key}={value}" if value else self.key, type_of(self.key)
+        if wanted == Group or is_dataclass(wanted):
+            return f"{what} is one value; set its keys, as {self.key}.KEY=VALUE"
         example = f", e.g. [{value or 'NAME'}]" if wanted == list[str] else ""
-        return f"{what}use {spoken(wanted)}{example}" if wanted else ""
+        use = f"; use {spoken(wanted)}{example}" if wanted else ""
+        return f"{what} is {KINDS.get(kind, kind)}{use}"
 
     def no_group(self, found: re.Match[str]) -> str:
         keys = [key for key, kind in groups().items() if kind.__name__ == found[1]]

@@ -103,9 +103,9 @@ def _config(configs: Configs, overrides: Sequence[str], arguments: argparse.Name
 def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
     if resolve:
         OmegaConf.resolve(config)
-    known: Any = OmegaConf.to_container(config)
-    if package and not has(known, package):
-        raise UserError(f"--package={package}: there is no such part; {hint(known, package)}")
+    plain: Any = OmegaConf.to_container(config) if package else {}
+    if package and not has(plain, package):
+        raise UserError(f"--package={package}: there is no such part; {hint(plain, package)}")
     part = OmegaConf.select(config, package) if package else config
     if not isinstance(part, DictConfig | ListConfig):
         return shown(part)

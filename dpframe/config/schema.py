@@ -183,12 +183,11 @@ def _refuse_unknown(values: Iterable[str], known: Iterable[str], prefix: str = "
 def type_of(key: str) -> Any:
     """The annotation of a key; None for one of a part."""
     group, _, name = key.partition(".")
-    kind = groups().get(group) if name else RunSettings
-    if modes.of_package(group):
-        if not name:
-            return Group
-        kind = modes.settings(group)
-    return get_type_hints(kind).get(name or group) if kind else None
+    is_of_package = modes.of_package(group)
+    kind = modes.settings(group) if is_of_package else groups().get(group)
+    if name:
+        return get_type_hints(kind).get(name) if kind else None
+    return Group if is_of_package else kind or get_type_hints(RunSettings).get(group)
 
 
 def is_off(node: Any) -> bool:
@@ -211,6 +210,7 @@ KINDS = {
     "NoneType": "nothing",
     "list": "a list",
     "dict": "a group of keys",
+    "AnyNode": "one value",
 }
 WORDS = {
     int: "a whole number",

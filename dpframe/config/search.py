@@ -32,7 +32,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
-from dpframe.config import modes, plugins
+from dpframe.config import plugins
 from dpframe.config.errors import explain
 from dpframe.config.hints import has, may_take
 from dpframe.config.schema import CONFIG_NAME, register
@@ -83,7 +83,6 @@ class Configs:
     """
 
     def __init__(self, config_dir: str | None, *, typed: Sequence[str] | None = None) -> None:
-        register()
         self.folder = None if config_dir is None else _readable(config_dir)
         self.typed = typed
         folders = [] if self.folder is None else [("--config-dir", str(self.folder))]
@@ -171,6 +170,7 @@ class Configs:
     def _loaded(
         self, load: Callable[[list[str]], DictConfig], overrides: list[str], shared: list[str]
     ) -> DictConfig:
+        register()
         try:
             config = load(overrides)
         except ConfigCompositionException as error:
@@ -187,10 +187,10 @@ class Configs:
     def _with_arguments(self, overrides: Sequence[str]) -> list[str]:
         """Adds ++ to keys that a part's class may take and no file sets."""
         try:
-            base = self.base([o for o in overrides if not modes.of_package(key_of(o))])
+            base = self.base(overrides)
         except Exception:  # another of the overrides is wrong, too
             return list(overrides)
-        keys = {each: key_of(each) for each in overrides if each[0] not in "+~"}
+        keys = {each: key_of(each) for each in overrides if each[:1] not in "+~"}
         added = {each for each, key in keys.items() if not has(base, key) and may_take(base, key)}
         return [f"++{each}" if each in added else each for each in overrides]
 
