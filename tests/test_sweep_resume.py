@@ -60,7 +60,8 @@ class Trouble(dpframe.Callback):
             time.sleep(0.01)
 """
 LINE = ("-m", "recipe=boston", "seed=0,1,2", "trainer.max_epochs=3", "logger=none")
-LINE += ("callbacks.checkpoint.seconds_between=0", "+callbacks.trouble._target_=own.Trouble")
+TROUBLE = "+callbacks.trouble._target_=own.Trouble"  # typed again: a directory is data
+LINE += ("callbacks.checkpoint.seconds_between=0", TROUBLE)
 LINE += ("hydra.sweep.dir=swept",)
 
 
@@ -116,7 +117,7 @@ def test_a_run_that_failed_goes_on_from_its_checkpoint_and_finished_ones_are_lef
     before = ended(directory)
     assert len(before) == 2
     (directory / "trouble").unlink()
-    resume = ["-m", "sweep.resume=swept"]
+    resume = ["-m", "sweep.resume=swept", TROUBLE]
     lines = [[*resume, "hydra/launcher=another"], resume]
     again, whole = attempts(lines, directory, PYTHONPATH=f"{ROOT}:{directory / 'site'}")
     assert again.code == 0, again.err
@@ -157,11 +158,11 @@ def test_ctrl_c_in_a_run_leaves_a_table_and_the_sweep_is_gone_on_with(
         code, said = job.ended()
         out = job.printed()
     assert code == 130
-    assert said[-1] == "dpframe: interrupted by SIGINT; go on with sweep.resume=swept"
+    assert said[-1] == f"dpframe: interrupted by SIGINT; go on with sweep.resume=swept {TROUBLE}"
     assert statuses(directory) == ["finished", "interrupted", "missing"]
     assert "sweep: 1 of 3 runs finished" in out and "best: run 1, " in out
     (directory / "trouble").unlink()
-    done = dpframe("-m", "sweep.resume=swept", cwd=directory)
+    done = dpframe("-m", "sweep.resume=swept", TROUBLE, cwd=directory)
     assert done.returncode == 0, done.stderr
     assert statuses(directory) == ["finished"] * 3
     assert is_same(weights(directory), weights(undisturbed))
@@ -175,7 +176,8 @@ def test_ctrl_c_between_two_runs_ends_the_sweep_with_its_table(tmp_path):
         code, said = job.ended()
         out = job.printed()
     assert code == 130
-    assert said == ["dpframe: interrupted by SIGINT; go on with sweep.resume=swept"]
+    words = f"sweep.resume=swept {TROUBLE} {more}"
+    assert said == [f"dpframe: interrupted by SIGINT; go on with {words}"]
     first, second, third = statuses(directory)
     assert first == "finished" and second in ("missing", "interrupted") and third == "missing"
     assert "sweep: 1 of 3 runs finished" in out and "run 3 of 3" not in out
@@ -190,7 +192,7 @@ def test_a_sweep_that_was_killed_is_gone_on_with(tmp_path, undisturbed):
         job.wait()
     assert statuses(directory) == ["finished", "running", "missing"]
     (directory / "trouble").unlink()
-    done = dpframe("-m", "sweep.resume=swept", cwd=directory)
+    done = dpframe("-m", "sweep.resume=swept", TROUBLE, cwd=directory)
     assert done.returncode == 0, done.stderr
     assert statuses(directory) == ["finished"] * 3
     assert is_same(weights(directory), weights(undisturbed))
@@ -218,14 +220,3 @@ def test_a_link_out_of_a_sweeps_directory_is_refused(tmp_path):
     (done,) = attempts([["-m", "sweep.resume=swept"]], directory)
     assert done.code == 2 and "is a link out of the run directory" in done.err
     assert [path.name for path in (directory / "elsewhere").iterdir()] == ["x"]
-
-
-def test_an_earlier_sweep_vouches_for_nothing(tmp_path):
-    directory = folder(tmp_path, "")
-    words = ["recipe=boston", "trusted_modules=[os]", "hydra.sweep.dir=out", "sweep.jobs=9"]
-    words += ["task.net._target_=os.system", "+task.net.command=touch canary"]
-    text = {"runs": [], "overrides": words, "sweeper": "basic"}
-    write(directory, {"swept/sweep.json": json.dumps(text)})
-    (done,) = attempts([["-m", "sweep.resume=swept"]], directory)
-    assert done.code == 2 and "is not one of the names that a config may call" in done.err
-    assert not (directory / "canary").exists() and not (directory / "out").exists()
