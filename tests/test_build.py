@@ -1,21 +1,17 @@
 """What a config names is looked at before it is called, and told in one line where it is wrong."""
 
+import functools
 import pickle
 import sys
-from functools import partial
 
 import pytest
 from command import write
 from small import Small
 
-from dpframe.config import build as building
-from dpframe.config.locate import locate
-from dpframe.config.trust import Trust
+from dpframe.config.build import build, check
+from dpframe.config.target import find
 from dpframe.errors import UserError
 from dpframe.trainer.callback import Callback
-
-OURS = Trust(frozenset(["own"]))
-build, check = partial(building.build, trust=OURS), partial(building.check, trust=OURS)
 
 OWN = """
 class Typed:
@@ -111,7 +107,7 @@ def said(call, *arguments) -> str:
     ],
 )
 def test_a_misspelt_target_names_the_nearest(path, line, own):
-    assert line.format(folder=own) in said(locate, path, "task._target_")
+    assert line.format(folder=own) in said(find, path, "task._target_")
 
 
 @pytest.mark.parametrize(
@@ -124,14 +120,14 @@ def test_a_misspelt_target_names_the_nearest(path, line, own):
     ],
 )
 def test_an_import_error_inside_a_module_tells_its_file_and_line(module, error, file, line, own):
-    text = said(locate, f"pack.{module}.Thing", "task._target_")
+    text = said(find, f"pack.{module}.Thing", "task._target_")
     assert error in text
     assert text.endswith(f"({own / 'pack' / file}, line {line})")
 
 
 def test_a_bug_that_runs_on_import_stays_an_exception(own):
     with pytest.raises(ZeroDivisionError):
-        locate("pack.bug.Thing", "task._target_")
+        find("pack.bug.Thing", "task._target_")
 
 
 @pytest.mark.parametrize(
@@ -262,13 +258,10 @@ def test_what_a_partial_says_when_it_is_called_is_told_by_its_key(own):
     [
         ({"_args_": "ab"}, "x._args_=ab is text; use a list"),
         ({"_partial_": "yes"}, "x._partial_=yes is text; use true or false"),
+        ({"_recursive_": 3}, "x._recursive_=3 is a whole number; use true or false"),
         (
-            {"_recursive_": False},
-            "x._recursive_: every part gets its parts, dicts and",
-        ),
-        (
-            {"_convert_": "none"},
-            "x._convert_: every part gets its parts, dicts and",
+            {"_convert_": "nnoe"},
+            "x._convert_=nnoe is not one of none, partial, object, all; did",
         ),
         ({"_target_": 5}, "x._target_=5 is a whole number; use text"),
         ({"_target_": ["own.Typed"]}, "x._target_=['own.Typed'] is a list; use text"),
@@ -278,6 +271,50 @@ def test_what_a_partial_says_when_it_is_called_is_told_by_its_key(own):
 )
 def test_a_key_about_the_call_itself_that_does_not_fit_is_refused(special, line, own):
     assert line in said(check, {"_target_": "own.Typed", "count": 1, **special}, "x")
+
+
+def test_what_hydra_allows_of_a_call_is_allowed(own):
+    value = {"a": [1, "${x}"], "b": {"_target_": "own.Strict"}}
+    node = {"_target_": "own.Keeps", "value": value}
+    made = build(node, "x").value
+    assert type(made) is dict and type(made["b"]).__name__ == "Strict"
+    assert build({**node, "_recursive_": False}, "x").value == value
+    config = build({**node, "_recursive_": False, "_convert_": "none"}, "x").value
+    assert config.b._target_ == "own.Strict" and config.a == [1, "${x}"]
+
+
+NOT_CALLED = ["os.system", "builtins.eval", "pickle.loads", "os.remove", "own.torch.os.system"]
+
+
+@pytest.mark.parametrize("path", NOT_CALLED)
+def test_what_hydra_does_not_call_is_one_line_and_no_noise(path, own, capfd):
+    line = said(build, {"_target_": path, "_args_": ["touch canary"]}, "x")
+    assert line.startswith(f"x._target_={path}: Hydra says: Target ")
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        {"_target_": "fractions.Fraction", "numerator": 1, "denominator": 2},
+        {"_target_": "numpy.linspace", "start": 0, "stop": 1},
+        {"_target_": "rich.text.Text", "text": "${x}"},
+        {"_target_": "builtins.dict", "a": {"_target_": "builtins.tuple", "_args_": [[1]]}},
+        {"_target_": "torch.nn.Embedding.from_pretrained", "_partial_": True},
+        {"_target_": "dpframe.recipes.lenet.LeNet", "_partial_": True},
+    ],
+)
+def test_whatever_is_installed_is_built(node, capfd):
+    check(node, "x")
+    assert build(node, "x") is not None
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_made_later_is_a_plain_partial(own):
+    node = {"_target_": "own.Keeps", "value": {"_target_": "own.Strict", "_partial_": True}}
+    make = build(node, "x").value
+    assert isinstance(make, functools.partial) and not hasattr(make, "_hydra_full_key")
+    assert make.func.__name__ == "Strict"
 
 
 def test_text_is_never_read_as_a_node_or_a_reference(own):

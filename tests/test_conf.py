@@ -11,12 +11,11 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
-from dpframe.config.build import build, check_targets
+from dpframe.config.build import build, check_targets, slots
 from dpframe.config.compose import composed
-from dpframe.config.locate import locate
 from dpframe.config.schema import is_off
 from dpframe.config.search import GROUPS
-from dpframe.config.trust import slots
+from dpframe.config.target import find
 from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 
@@ -55,15 +54,15 @@ def test_every_option_is_composed_and_built(group, option):
         pytest.importorskip(package, reason=f"{package} is not installed")
     recipe = [] if group == "recipe" or option in WITH_RECIPE else ["recipe=boston"]
     job = composed([*recipe, f"{group}={option}", *NEEDED.get(option, ())])
-    trust = check_targets(job)
+    check_targets(job)
     for where, node, kind in slots(job.settings):
-        assert isinstance(build(node, where, kind, trust=trust), kind)
+        assert isinstance(build(node, where, kind), kind)
 
 
 @pytest.mark.parametrize("name", ["param_dtype", "reduce_dtype"])
 def test_the_formats_of_fsdp_are_typed_as_numbers_as_trainer_precision_is(name):
     job = composed(["recipe=boston", "strategy=fsdp", f"strategy.{name}=32"])
-    made = build(job.config["strategy"], "strategy", FSDP, trust=check_targets(job))
+    made = build(job.config["strategy"], "strategy", FSDP)
     assert getattr(made.sharding, name) == torch.float32
     assert TrainerSettings(precision=32) == TrainerSettings(precision="32")
 
@@ -108,7 +107,7 @@ def test_a_node_lists_every_option_of_its_class_with_its_default(group, option):
     for node in nodes:
         if is_off(node):
             continue
-        target = locate(node["_target_"], group)
+        target = find(node["_target_"], group)
         parameters = inspect.signature(target).parameters
         assert {**node}.keys() - {"_target_"} == parameters.keys(), node["_target_"]
         differ = {k: v for k, v in node.items() if k in parameters and v != parameters[k].default}

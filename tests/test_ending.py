@@ -18,7 +18,7 @@ class Boom(Callback):
         if trainer.epoch == 2:
             raise ValueError("boom")
 """
-FAILING = ["recipe=boston", "+callbacks.boom._target_=boom.Boom", "trusted_modules=[boom]"]
+FAILING = ["recipe=boston", "+callbacks.boom._target_=boom.Boom"]
 
 
 def ends(out: str) -> dict[str, str]:
@@ -144,7 +144,7 @@ def test_a_failed_run_keeps_its_directory_and_the_reason(tmp_path, strategy):
     assert failed.returncode == 1
     assert failed.stderr.splitlines()[-1] == (
         "dpframe: the run is in run; go on with dpframe --config-dir 'my own' "
-        "'trusted_modules=[boom]' resume=run"
+        "+callbacks.boom._target_=boom.Boom resume=run"
     )
     summary = json.loads((tmp_path / "run/summary.json").read_text())
     assert (summary["status"], summary["reason"]) == ("failed", "ValueError: boom")

@@ -171,7 +171,7 @@ def test_on_a_signal_the_other_ranks_wait_for_the_main_one_to_save(tmp_path):
     two = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     two |= {"MASTER_ADDR": "127.0.0.1", "PYTHONPATH": f"{ROOT}:{tmp_path}"}
     tasks = [TASK | two | {"SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
-    more = ["trainer.max_epochs=100", "trusted_modules=[slow]"]
+    more = ["trainer.max_epochs=100"]
     with (
         forked.started([*words, *more], tmp_path, **tasks[0]) as main,
         forked.started([*words, *more], tmp_path, **tasks[1]) as other,

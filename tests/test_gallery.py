@@ -92,16 +92,16 @@ def trained(
     """With the callbacks of the recipe's own."""
     shared = "callbacks=none trainer.threads=1"
     job = composed([f"recipe={name}", *shared.split(), *overrides.split()])
-    trust = check_targets(job)
+    check_targets(job)
     seeding.seed_everything(SEED if resume is None else 99)  # the checkpoint decides
     own = [
-        build(node, f"callbacks.{key}", Callback, trust=trust)
+        build(node, f"callbacks.{key}", Callback)
         for key, node in job.settings.callbacks.items()
         if not is_off(node)
     ]
     trainer = Trainer(
-        build(job.config["task"], "task", Task, trust=trust),
-        build(job.config["data"], "data", DataModule, trust=trust),
+        build(job.config["task"], "task", Task),
+        build(job.config["data"], "data", DataModule),
         strategy=strategy or CPU(),
         settings=job.settings.trainer,
         callbacks=[*own, *callbacks],
@@ -222,7 +222,7 @@ def test_an_experiment_makes_gpt_2():
     job = composed(["experiment=gpt2_124m"])
     assert job.settings.recipe == "gpt"
     with torch.device("meta"):
-        task = build(job.config["task"], "task", Task, trust=check_targets(job))
+        task = build(job.config["task"], "task", Task)
     assert sum(p.numel() for p in task.parameters()) == 124_439_808
 
 

@@ -115,14 +115,15 @@ def test_ctrl_c_ends_all_runs_that_there_are_and_begins_no_other(tmp_path):
         os.kill(job.pid, signal.SIGINT)
         code, said = job.ended()
     assert code == 130
-    assert said[-1] == "dpframe: interrupted by SIGINT; go on with sweep.resume=swept"
+    words = f"sweep.resume=swept {TOLD}"
+    assert said[-1] == f"dpframe: interrupted by SIGINT; go on with {words}"
     assert [status for (status,) in told(tmp_path, "status")] == [
         "interrupted",
         "interrupted",
         "missing",
     ]
     (tmp_path / "go").touch()
-    (done,) = attempts([["sweep.resume=swept", "sweep.jobs=3"]], tmp_path)
+    (done,) = attempts([["sweep.resume=swept", "sweep.jobs=3", TOLD]], tmp_path)
     assert done.code == 0, done.err
     assert told(tmp_path, "status") == [("finished",)] * 3
 

@@ -1,5 +1,6 @@
 """A trained task from its checkpoint, and a Trainer in Python that goes on from one."""
 
+import json
 import os
 import sys
 
@@ -28,7 +29,11 @@ class Mine(dpframe.Task):
     def predict_step(self, batch):
         return self.net(batch)
 """
-CONFIG = "task: {_target_: mine_to_load.Mine, width: 3, token: 'a ${oc.env:TOKEN_TO_LOAD,none}'}\n"
+RECIPE = """
+# @package _global_
+task: {_target_: mine_to_load.Mine, width: 3, token: 'a ${oc.env:TOKEN_TO_LOAD,none}'}
+data: {_target_: dpframe.recipes.boston.BostonData}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -55,73 +60,89 @@ def test_a_loaded_task_predicts_what_the_command_predicts(run):
 
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
-    """A run of a task from a module that is beside it, and one of a module that is not."""
-    write(tmp_path, {"code/mine_to_load.py": MINE, "run/.hydra/config.yaml": CONFIG})
+    """A run of a recipe of one's own, whose task is beside the configs."""
+    code = MINE.replace("net=None", "net=None, optimizer=None")
+    write(tmp_path, {"mine_to_load.py": code, "conf/recipe/mine.yaml": RECIPE})
+    write(tmp_path, {"run/.hydra/overrides.yaml": "- recipe=mine\n- task.width=3\n"})
     weights = {"net.weight": torch.ones(1, 3), "net.bias": torch.zeros(1)}
     checkpoint.save({"task": weights}, tmp_path / "run/checkpoints/best.ckpt")
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("mine_to_load", None)
+
+
+def loaded(*overrides):
+    return dpframe.load("run", *overrides, config_dir="conf")
 
 
 def test_what_came_from_the_environment_comes_from_it_again(mine, monkeypatch):
-    assert dpframe.load(mine / "run").token == "a none"
+    assert loaded().token == "a none"
     monkeypatch.setenv("TOKEN_TO_LOAD", "secret")
-    assert dpframe.load(mine / "run").token == "a secret"
-
-
-def test_what_the_environment_does_not_set_may_be_null(mine):
-    config = CONFIG.replace("'a ${oc.env:TOKEN_TO_LOAD,none}'", "'${oc.env:TOKEN_TO_LOAD,null}'")
-    write(mine, {"run/.hydra/config.yaml": config})
-    assert dpframe.load(mine / "run").token is None
+    assert loaded().token == "a secret"
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "notes, typed, said",
     [
         (
-            CONFIG.replace("mine_to_load.Mine", "os.system"),
-            "task._target_=os.system is not a dpframe",
+            "- recipe=mine\n- task.widht=4\n",
+            [],
+            "there is no key task.widht|takes no such argument",
         ),
-        (CONFIG.replace("3,", "{_target_: os.getcwd},"), "is not one of the names that a config"),
-        (CONFIG.replace("width", "widht"), "takes no such argument; did you mean width?"),
-        (CONFIG.replace("3,", "4,"), "does not fit this recipe's Mine: net.weight has size (1, 3)"),
-        (CONFIG.replace(",none", ""), "TOKEN_TO_LOAD is not set; set it"),
-        ("seed: 1\n", "task=null has no _target_; name its class"),
-        ("- 1\n", "is no config; restore it from the run"),
-        ("a: [\n", "it says how the task of best.ckpt is built"),
-        ("a: " + "[" * 9000, "has more than 100 levels; restore it from the run"),
-        (CONFIG.replace("3,", f"{'[' * 200}{']' * 200},"), "has more than 100 levels; restore it"),
-        ("task: &t {net: *t}", "has an alias, *t, which no run writes; restore it from the run"),
-        ("a: &a [x, x]\nb: &b [*a, *a]", "has an alias, *a, which no run writes; restore it"),
-        (f"seed: {'9' * 5000}", "it says how the task of best.ckpt is built"),
+        (
+            "- recipe=mine\n",
+            ["task.width=4"],
+            "does not fit this recipe's Mine: net.weight has size",
+        ),
+        ("- recipe=mien\n", [], "recipe=mien: there is no such recipe; did you mean mine?"),
+        (
+            "- recipe=mine\n- task._target_=os.getcwd\n",
+            [],
+            "type them again: task._target_=os.getcwd",
+        ),
+        ("- seed=1\n", [], "recipe is not set; set recipe=NAME"),
+        ("a: [\n", [], "overrides.yaml can't be read"),
+        ("- recipe=mine\n", ["+task.token=${oc.env:NOT_SET_AT_ALL}"], "token has a value already"),
+        ("- recipe=mine\n", ["task.token=${oc.env:NOT_SET_AT_ALL}"], "NOT_SET_AT_ALL"),
     ],
 )
-def test_a_config_that_can_not_be_built_is_refused_in_one_line(mine, config, said):
-    write(mine, {"run/.hydra/config.yaml": config})
+def test_a_run_that_can_not_be_built_is_refused_in_one_line(mine, notes, typed, said):
+    write(mine, {"run/.hydra/overrides.yaml": notes})
     with pytest.raises(UserError) as caught:
-        dpframe.load(mine / "run")
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+        loaded(*typed)
+    assert any(each in str(caught.value) for each in said.split("|")), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_run_was_started_with_is_named_again(mine):
+    notes = "- recipe=mine\n- task.net={_target_:torch.nn.Linear,in_features:3,out_features:1}\n"
+    write(mine, {"run/.hydra/overrides.yaml": notes})
+    again = "task.net={_target_:torch.nn.Linear,in_features:3,out_features:1}"
+    assert torch.equal(loaded(f"+{again}").net.weight, torch.ones(1, 3))
+
+
+def test_what_the_recipe_has_that_the_run_had_not_is_typed(mine):
+    state = checkpoint.load("run/checkpoints/best.ckpt")
+    then = {"task._target_": "mine_to_load.Mine", "task.width": 5, "task.token": "b"}
+    state["fingerprint"] = json.dumps(then)
+    checkpoint.save(state, mine / "run/checkpoints/best.ckpt")
+    with pytest.raises(
+        UserError, match="its run had another config: task.width=5 there, 3 here; type"
+    ):
+        loaded()
+    assert loaded("task.width=3").training is False
 
 
 @pytest.mark.parametrize(
     "name, said",
-    [(".hydra/config.yaml", "config.yaml is no file"), ("checkpoints/best.ckpt", "no such file")],
+    [(".hydra/overrides.yaml", "nothing beside it says"), ("checkpoints/best.ckpt", "no such")],
 )
 def test_a_pipe_in_the_run_directory_is_not_waited_for(mine, name, said):
     (mine / "run" / name).unlink()
     os.mkfifo(mine / "run" / name)
     with pytest.raises(UserError, match=said):
-        dpframe.load(mine / "run/checkpoints/best.ckpt")
-
-
-def test_python_in_the_run_directory_is_not_imported(mine, monkeypatch):
-    config = CONFIG.replace("mine_to_load", "beside_it")
-    write(mine, {"run/beside_it.py": MINE, "run/.hydra/config.yaml": config})
-    monkeypatch.syspath_prepend(mine / "run")
-    with pytest.raises(UserError, match="beside what this run starts from"):
-        dpframe.load(mine / "run")
-    assert "beside_it" not in sys.modules
-    assert dpframe.load(mine / "run", trusted_modules=["beside_it"]).token == "a none"
+        dpframe.load(mine / "run/checkpoints/best.ckpt", config_dir="conf")
 
 
 def test_a_path_without_a_checkpoint_or_a_config_is_refused_in_one_line(tmp_path):

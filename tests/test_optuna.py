@@ -54,8 +54,9 @@ def runs(directory: Path) -> list[dict[str, Any]]:
 def test_it_maximises_the_best_score_and_the_study_goes_on(tmp_path):
     write(tmp_path, {"own.py": OWN})
     again = ["-m", "sweep.resume=scored", "hydra/sweeper=optuna", "hydra.sweeper.n_trials=5"]
+    again.append(SCORED[0])
     again += ["hydra/sweeper/sampler=random"]
-    other = ["-m", "sweep.resume=scored"]
+    other = ["-m", "sweep.resume=scored", SCORED[0]]
     lines = [[*LINE, *SCORED, "hydra.sweeper.n_trials=3"], again, again, other]
     first, second, third, without = attempts(lines, tmp_path)
     assert (first.code, second.code, third.code) == (0, 0, 0), first.err + second.err

@@ -413,7 +413,7 @@ class Fails(Callback):
         raise KeyError
 """
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-TOLD = ("+callbacks.tells._target_=tells.Tells", "trusted_modules=[tells]")
+TOLD = ("+callbacks.tells._target_=tells.Tells",)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the names of threads from /proc")

@@ -60,7 +60,7 @@ class Trouble(dpframe.Callback):
             time.sleep(0.01)
 """
 LINE = ("-m", "recipe=boston", "seed=0,1,2", "trainer.max_epochs=3", "logger=none")
-TROUBLE = "+callbacks.trouble._target_=own.Trouble"
+TROUBLE = "+callbacks.trouble._target_=own.Trouble"  # typed again: a directory is data
 LINE += ("callbacks.checkpoint.seconds_between=0", TROUBLE)
 LINE += ("hydra.sweep.dir=swept",)
 RESUME = ("-m", "sweep.resume=swept", TROUBLE)
@@ -210,14 +210,3 @@ def test_what_can_not_be_gone_on_with_is_one_line(undisturbed):
         assert (one.code, one.out, one.err.count("\n")) == (2, "", 1), one
         assert one.err.startswith(f"dpframe: {said}"), one.err
     assert [path.name for path in (undisturbed / "elsewhere").iterdir()] == ["x"]
-
-
-def test_an_earlier_sweep_vouches_for_nothing(tmp_path):
-    directory = folder(tmp_path, "")
-    words = ["recipe=boston", "trusted_modules=[os]", "hydra.sweep.dir=out", "sweep.jobs=9"]
-    words += ["task.net._target_=os.system", "+task.net.command=touch canary"]
-    text = {"runs": [], "overrides": words, "sweeper": "basic"}
-    write(directory, {"swept/sweep.json": json.dumps(text)})
-    (done,) = attempts([["-m", "sweep.resume=swept"]], directory)
-    assert done.code == 2 and "is not one of the names that a config may call" in done.err
-    assert not (directory / "canary").exists() and not (directory / "out").exists()

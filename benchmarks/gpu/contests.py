@@ -115,9 +115,9 @@ def tiny(contest: Contest, make: Callable[[], Problem]) -> Contest:
 def recipe(*words: str) -> Problem:
     """As `python -m dpframe` makes it of these words."""
     job = composed(words)
-    trust = check_targets(job)
-    task = build(job.config["task"], "task", Task, trust=trust)
-    data = build(job.config["data"], "data", DataModule, trust=trust)
+    check_targets(job)
+    task = build(job.config["task"], "task", Task)
+    data = build(job.config["data"], "data", DataModule)
     return Problem(task, data, job.settings.trainer)
 
 

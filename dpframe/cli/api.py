@@ -2,18 +2,13 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import JobRuntime
-
 from dpframe.config import modes
-from dpframe.config.compose import Composed, composed
+from dpframe.config.compose import Composed, composed, hydra_kept
 from dpframe.config.schema import is_off, shown
 from dpframe.config.search import quoted
 from dpframe.errors import UserError
@@ -38,18 +33,15 @@ class Result:
     @cached_property
     def task(self) -> "Task":
         """The task with the weights of `checkpoint`, on the CPU, in evaluation mode."""
+        from dpframe import checkpoint
         from dpframe.config.load import trained
-        from dpframe.config.trust import trust_of
 
-        job = self.job
         if self.checkpoint is None:
             raise UserError(
                 "this run has kept no weights; leave callbacks.checkpoint as it is, or pass "
                 "checkpoint=FILE"
             )
-        precision = job.settings.trainer.precision
-        file = Path(self.checkpoint)
-        return trained(job.config["task"], file, precision=precision, trust=trust_of(job))
+        return trained(self.job, checkpoint.load(Path(self.checkpoint)))
 
 
 def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Result:
@@ -87,8 +79,8 @@ def _run(job: Composed) -> dict[str, Any]:
     job.history = History()
     if _is_notebook():
         _draw_line(job.settings.callbacks)
-    trust = check_targets(job)
-    strategy = build(job.config["strategy"], "strategy", Strategy, trust=trust)
+    check_targets(job)
+    strategy = build(job.config["strategy"], "strategy", Strategy)
     mode = job.settings.mode
     if strategy.needs_launch or not (mode == "fit" or modes.evaluates(mode)):
         return fresh.call(run_job, job)
@@ -112,20 +104,6 @@ def _text(value: Any) -> str:
         return f"[{','.join(map(_text, value))}]"
     is_plain = value is None or isinstance(value, bool | int | float)
     return shown(value) if is_plain else quoted(str(value))
-
-
-@contextmanager
-def hydra_kept() -> Iterator[None]:
-    """A program of Hydra's, e.g. a `@hydra.main`, has its own again afterwards."""
-    program, config = GlobalHydra.instance(), HydraConfig.instance()
-    before = program.hydra, config.cfg
-    runtime = JobRuntime.instance()
-    name = runtime.get("name")  # a sweep's next job is composed with it
-    try:
-        yield
-    finally:
-        program.hydra, config.cfg = before
-        runtime.set("name", name)
 
 
 def _is_notebook() -> bool:

@@ -27,7 +27,7 @@ from dpframe.config.compose import Composed
 from dpframe.config.objective import Objective
 from dpframe.config.schema import SweepSettings, shown
 from dpframe.config.search import Configs, quoted, with_path_quoted
-from dpframe.config.start import MACHINES, key_of, value_of
+from dpframe.config.start import GONE, key_of, names_call, refuse_calls, value_of
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
 from dpframe.modes.directory import create, refuse_ways_out, remove
@@ -42,13 +42,14 @@ SWEEPER, LAUNCHER = ".BasicSweeper", ".BasicLauncher"  # Hydra's own
 OURS = {"_target_": "hydra_plugins.dpframe_launcher.DpframeLauncher"}  # in place of that launcher
 NAMED_BY = "hydra.job.config.override_dirname.exclude_keys"
 OF_THE_SWEEP = ("sweep.jobs", "sweep.resume")  # no run has a use for them
-OF_ONE_START = ("hydra", "trusted_modules", "resume", "resume_anyway")
+OF_ONE_START = ("hydra", "resume", "resume_anyway")
 
 
 def sweep(given: list[str], config_dir: str | None) -> int:
     """0 when every run finished, else 1: the others go on when one fails."""
     before, typed = _with_earlier([with_path_quoted(override) for override in given])
-    configs = Configs(config_dir, typed=typed)
+    configs = Configs(config_dir)
+    configs.taken = () if before is None else before.overrides
     overrides, first, config = _first_point(typed, configs)
     settings, is_listed = first.settings.sweep, _is(config.hydra.sweeper, SWEEPER)
     _refuse(overrides, config, settings)
@@ -82,7 +83,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         if isinstance(error, UserError):
             raise
         _conclude(results)
-        then = shlex.quote(f"sweep.resume={directory}")
+        then = shlex.join([f"sweep.resume={directory}", *filter(names_call, typed)])
         raise Interrupted(error.number, f"; go on with {then}") from None
     return _conclude(results)
 
@@ -97,7 +98,7 @@ def _with_earlier(given: list[str]) -> tuple[Earlier | None, list[str]]:
         return None, given
     before = earlier(files.local_path("sweep.resume", name))
     kept = [each for each in before.overrides if not _is_of_one_start(each)]
-    saved = [override for override in kept if key_of(override) not in MACHINES]
+    saved = [override for override in kept if key_of(override) not in GONE]
     new = [override for override in given if override not in saved]
     for override in new:
         if not _is_of_one_start(override):
@@ -111,6 +112,7 @@ def _with_earlier(given: list[str]) -> tuple[Earlier | None, list[str]]:
             f"sweep.resume={name}: that sweep was by hydra/sweeper={before.sweeper}; add this and "
             "its settings, as you typed them then"
         )
+    refuse_calls([each for each in saved if each not in given], f"sweep.resume={name}")
     return before, [*saved, *new]
 
 

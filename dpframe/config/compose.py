@@ -1,18 +1,21 @@
 """A run's config: composed and checked before torch is imported."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import JobRuntime
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from dpframe import files
-from dpframe.config import modes, plugins
+from dpframe.config import modes
 from dpframe.config.errors import explain
 from dpframe.config.objective import Objective, objective_of
 from dpframe.config.schema import RunSettings, checked, shown
@@ -23,6 +26,7 @@ from dpframe.config.start import (
     as_notes,
     key_of,
     newest_file,
+    refuse_brought,
     start_file,
     value_of,
     with_saved,
@@ -48,7 +52,6 @@ class Composed:
     run_dir: str
     is_run_dir_given: bool
     start: Path | None  # the checkpoint to begin with
-    plugins: list[str]  # the packages whose options are in it
     config_dir: Path | None = None
     number: int | None = None  # of a sweep's run
     is_repeated: bool = False  # from its beginning, as its ranks failed before a checkpoint
@@ -79,6 +82,8 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         return Path(str(config.hydra.run.dir)).parent
 
     _refuse_several_machines(typed)
+    if any(key_of(override) == "trusted_modules" for override in typed):
+        raise UserError("trusted_modules: a config names whatever is installed; leave it out")
     modes.refuse_uninstalled(value_of("mode", typed))
     overrides = list(typed)
     if value_of("recipe", typed) is None and not modes.needs_recipe(value_of("mode", typed)):
@@ -87,7 +92,8 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         file = newest_file(name, runs())
         others = [each for each in typed if key_of(each) != "checkpoint"]
         overrides = [*others, f"checkpoint={quoted(str(file))}"]
-    overrides = with_saved(overrides, runs)
+    own = overrides
+    overrides = with_saved(own, runs)
     try:
         config = configs.compose(overrides)
     except UserError as error:
@@ -98,6 +104,11 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
             ) from None
         raise
     HydraConfig.instance().set_config(config)  # what `${hydra:…}` refers to
+    taken = {key_of(each) for each in [*configs.taken, *(o for o in overrides if o not in own)]}
+    if taken:
+        kept = [o for o in overrides if key_of(o) not in taken or configs.is_choice(o)]
+        start = next((o for o in own if key_of(o) in ("resume", "checkpoint")), "sweep.resume")
+        refuse_brought(without_hydra(config), lambda: without_hydra(configs.compose(kept)), start)
     return config
 
 
@@ -135,9 +146,22 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
         run_dir=run_dir,
         is_run_dir_given=any(o.startswith("hydra.run.dir=") for o in hydra.overrides.hydra),
         start=start_file(settings, Path(run_dir).parent),
-        plugins=plugins.selected(hydra.runtime.choices, folder),
         config_dir=folder,
     )
+
+
+@contextmanager
+def hydra_kept() -> Iterator[None]:
+    """A program of Hydra's, e.g. a `@hydra.main`, has its own again afterwards."""
+    program, config = GlobalHydra.instance(), HydraConfig.instance()
+    before = program.hydra, config.cfg
+    runtime = JobRuntime.instance()
+    name = runtime.get("name")  # a sweep's next job is composed with it
+    try:
+        yield
+    finally:
+        program.hydra, config.cfg = before
+        runtime.set("name", name)
 
 
 def without_hydra(config: DictConfig) -> DictConfig:

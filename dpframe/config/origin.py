@@ -34,16 +34,38 @@ DECIDING = ("task", "data", "seed", "trainer.precision")
 def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataModule) -> list[str]:
     """The lines to log: the run's overrides, and each value that is typed as another one here."""
     what = f"checkpoint={job.start}"
-    theirs, ours = _fingerprint(what, state), fingerprint.leaves_of_config(job.config, job.public)
+    theirs = _fingerprint(what, state)
     if "task._target_" not in theirs:  # made from Python, without a config
         return []
+    differences = changed(job, state, DECIDING)
+    brought = " ".join(_brought(job))
+    lines = [f"with its run's {brought}"] if brought else []
+    lines += [
+        f"its run had {key}={shown(then)}, this one has {key}={shown(now)}"
+        for key, (then, now) in differences.items()
+    ]
+    codes = fingerprint.of_code(task, data)
+    lines += [f"{key} has changed since its run" for key in codes if theirs.get(key) != codes[key]]
+    return [f"{what}: {line}" for line in lines]
+
+
+def changed(
+    job: Composed, state: Mapping[str, Any], deciding: Sequence[str]
+) -> dict[str, tuple[Any, Any]]:
+    """The values of the run and of this one, where they differ below `deciding` keys.
+
+    Refuses what was not typed here.
+    """
+    what = f"checkpoint={job.start}"
+    theirs, ours = _fingerprint(what, state), fingerprint.leaves_of_config(job.config, job.public)
+    if "task._target_" not in theirs:
+        return {}
     if state.get("recipe") not in ("", None, job.settings.recipe):
         refuse_recipe(str(job.start), str(state["recipe"]), job.settings.recipe)
     ours |= {"seed": job.settings.seed, "trainer.precision": job.settings.trainer.precision}
-    keys = {**theirs, **ours}
-    deciding = [k for k in keys if _is_below(k, DECIDING) and not _is_below(k, OF_TRAINING)]
-    changed = [key for key in deciding if theirs.get(key) != ours.get(key)]
-    untyped = [key for key in changed if not _is_typed(key, theirs, ours, job)]
+    keys = [key for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)]
+    keys = [key for key in keys if _is_below(key, deciding) and not _is_below(key, OF_TRAINING)]
+    untyped = [key for key in keys if not _is_typed(key, theirs, ours, job)]
     if untyped:
         differences = "; ".join(
             f"{key}={shown(theirs.get(key))} there, {shown(ours.get(key))} here" for key in untyped
@@ -52,15 +74,7 @@ def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataM
             f"{what}: its run had another config: {differences}; type what it had, or what you "
             "want instead"
         )
-    brought = " ".join(_brought(job))
-    lines = [f"with its run's {brought}"] if brought else []
-    lines += [
-        f"its run had {key}={shown(theirs.get(key))}, this one has {key}={shown(ours.get(key))}"
-        for key in changed
-    ]
-    codes = fingerprint.of_code(task, data)
-    lines += [f"{key} has changed since its run" for key in codes if theirs.get(key) != codes[key]]
-    return [f"{what}: {line}" for line in lines]
+    return {key: (theirs.get(key), ours.get(key)) for key in keys}
 
 
 def _fingerprint(what: str, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from dpframe.callbacks import Callback
 from dpframe.config.build import build
 from dpframe.config.compose import Composed
 from dpframe.config.schema import is_off
-from dpframe.config.trust import trust_of
 from dpframe.data import DataModule
 from dpframe.strategies import Strategy
 from dpframe.task import Task
@@ -17,21 +16,21 @@ from dpframe.task import Task
 def strategy_of(job: Composed, arguments: Mapping[str, Any] | None = None) -> partial[Strategy]:
     """`arguments` are set in the config's node."""
     node = {**job.config["strategy"], **(arguments or {})}
-    return partial(build, node, "strategy", Strategy, trust=trust_of(job))
+    return partial(build, node, "strategy", Strategy)
 
 
 def task_of(job: Composed) -> partial[Task]:
-    return partial(build, job.config["task"], "task", Task, trust=trust_of(job))
+    return partial(build, job.config["task"], "task", Task)
 
 
 def data_of(job: Composed) -> partial[DataModule]:
-    return partial(build, job.config["data"], "data", DataModule, trust=trust_of(job))
+    return partial(build, job.config["data"], "data", DataModule)
 
 
 def callbacks_of(job: Composed) -> dict[str, partial[Callback]]:
     """Those that are not off, by their names."""
     return {
-        name: partial(build, node, f"callbacks.{name}", Callback, trust=trust_of(job))
+        name: partial(build, node, f"callbacks.{name}", Callback)
         for name, node in job.settings.callbacks.items()
         if not is_off(node)
     }

@@ -11,12 +11,11 @@ nearer wins. Nothing of a package is imported before one of its options or modes
 
 import os
 import sys
-from collections.abc import Mapping
 from functools import cache
 from importlib import metadata, util
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dpframe.errors import UserError
 
@@ -86,17 +85,6 @@ def refuse_shadowed(group: str, option: str, own: Path | None) -> None:
             f"{group}={option} is in {' and '.join(names)}; uninstall one, or copy the file that "
             f"you mean, e.g. {paths[0][1]}, into your --config-dir"
         )
-
-
-def selected(choices: Mapping[str, Any], own: Path | None) -> list[str]:
-    """The packages whose options a config has."""
-    tops = {plugin.package: plugin.top for plugin in installed()}
-    packages = set()
-    for group, options in choices.items() if tops else ():
-        for option in [options] if isinstance(options, str | None) else options:
-            nearest = files_of(group.split("@")[0], str(option), own)[:1]
-            packages |= {tops[who] for who, _ in nearest if who in tops}
-    return sorted(packages)
 
 
 def origin_of(module: str) -> str:

@@ -58,7 +58,6 @@ class RunSettings:
     test_after_fit: bool = False
     sweep: SweepSettings = field(default_factory=SweepSettings)
     vars: Group = field(default_factory=dict)
-    trusted_modules: list[str] = field(default_factory=list)
     modes: dict[str, Any] = field(  # the settings of each, by its name
         default_factory=dict, metadata={"omegaconf_ignore": True}
     )

@@ -1,6 +1,6 @@
 """The configs of dpframe, of plugins and of a user's folder, as Hydra composes them.
 
-A file may not set trust, the run to resume, where a run meets others, nor Hydra's commands and
+A file may not set the run to resume, where a run meets others, nor Hydra's commands and
 directories: they come from the command line alone. A file may choose an installed launcher or
 sweeper, numbers and plain words for them, and the search space.
 """
@@ -56,7 +56,6 @@ TYPED: dict[str, Any] = {
     "resume_anyway": False,
     "strategy.storage": None,
     "sweep.resume": None,
-    "trusted_modules": [],
 }
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
 UNUSED: dict[str, Any] = {  # Hydra's keys without a use in dpframe, and their only value
@@ -81,6 +80,8 @@ class Configs:
 
     A sweeper and its launcher compose through it, too: `typed` are the overrides of their sweep.
     """
+
+    taken: Sequence[str] = ()  # overrides of an earlier sweep, whose directory is data
 
     def __init__(self, config_dir: str | None, *, typed: Sequence[str] | None = None) -> None:
         self.folder = None if config_dir is None else _readable(config_dir)
@@ -128,6 +129,11 @@ class Configs:
 
     def options(self, group: str) -> list[str]:
         return sorted(set(self.get_group_options(group)))
+
+    def is_choice(self, override: str) -> bool:
+        """Whether it chooses an option of a group."""
+        group = key_of(override).partition("@")[0]
+        return bool(self.options(group)) and not override.partition("=")[2].startswith("{")
 
     def groups(self) -> list[str]:
         """Ours in our order, then the user's."""
@@ -354,11 +360,6 @@ def _refuse_settings(hydra: DictConfig, plain: Mapping[str, Any], overrides: Seq
     for key, value in _leaves(guarded):
         if (key, value) in installed:
             continue
-        if key.endswith("._target_"):
-            raise UserError(
-                f"hydra.{key}={value} is no plugin of Hydra's; choose one by its name, e.g. "
-                "hydra/launcher=NAME"
-            )
         if "._" in key:
             raise _unused(key)
         if key not in typed and not _is_harmless(key, value):

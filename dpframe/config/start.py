@@ -1,16 +1,20 @@
 """What a run takes over from an earlier one: its checkpoint, and overrides below the typed ones.
 
-It is found before torch is imported, once for all ranks.
+A run directory is data, maybe a stranger's: what names something to call is typed again. All is
+found before torch is imported, once for all ranks.
 """
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dpframe import files
 from dpframe.checkpoint import seal
@@ -21,8 +25,9 @@ from dpframe.errors import UserError, first_line, nearest, printable
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
 WORDS = ("best", "last")  # a checkpoint of the newest run
-OF_ITS_OWNER = ("trusted_modules",)  # a directory from a stranger must not vouch for itself
+PLAIN = r"\$\{(oc\.env:[^${}]*|[\w.]+)\}"  # a reference that calls no other resolver
 MACHINES = ("trainer.nodes", "trainer.rendezvous")  # in runs of an earlier version
+GONE = (*MACHINES, "trusted_modules")
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
@@ -125,7 +130,9 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     if resume is not None:
         run = _resumed_run(resume, runs() if resume == "last" else Path())
         saved = saved_overrides(run or run_directory(_file("resume", resume)))
-        return [*(each for each in saved if _is_kept(each, saved, overrides)), *overrides]
+        kept = [each for each in saved if _is_kept(each, saved, overrides)]
+        refuse_calls(kept, f"resume={resume}")
+        return [*kept, *overrides]
     if checkpoint in (None, NONE) or not modes.evaluates(value_of("mode", overrides)):
         return list(overrides)
     # An evaluation has the config of its checkpoint's run, except for the machine it ran on.
@@ -134,6 +141,7 @@ def with_saved(overrides: Sequence[str], runs: Callable[[], Path]) -> list[str]:
     if theirs is not None and recipe is not None and theirs != recipe:
         refuse_recipe(checkpoint, theirs, recipe)
     kept = [each for each in saved if _is_evaluated(each, saved, overrides)]
+    refuse_calls(kept, f"checkpoint={checkpoint}")
     if value_of("experiment", kept) is not None:  # it may set a limit: `experiment=debug` does
         kept += [f"{limit}=null" for limit in LIMITS]
     return [*kept, *overrides]
@@ -144,6 +152,57 @@ def refuse_recipe(checkpoint: str, theirs: str, recipe: str) -> NoReturn:
         f"checkpoint={checkpoint} is of a run with recipe={theirs}, not recipe={recipe}; "
         f"use recipe={theirs}, or name a checkpoint of recipe={recipe}"
     )
+
+
+def refuse_calls(saved: Sequence[str], what: str) -> None:
+    """`saved` are overrides of a directory, which are taken unless they are typed again."""
+    if calls := [override for override in saved if names_call(override)]:
+        raise UserError(
+            f"{what}: its overrides name what is called, or may be, and a run directory is data; "
+            f"if they are yours, type them again: {shlex.join(calls)}"
+        )
+
+
+def names_call(override: str) -> bool:
+    """Whether an override could name something to call: by its key, in a mapping, by `${…}`."""
+    return bool(re.search("_target_|_args_", override) or "${" in re.sub(PLAIN, "", override))
+
+
+def refuse_brought(config: Any, compose: Callable[[], Any], what: str) -> None:
+    """Refuses a `_target_` that is there by a reference to what a directory's overrides set.
+
+    `compose` gives the config without these, but with the options that they choose.
+    """
+    try:
+        there = _calls(config, resolve=True)
+    except OmegaConfBaseException:
+        return  # no run begins with it either
+    if there.items() <= _calls(config, resolve=False).items():
+        return  # all are texts of config files, or typed
+    try:
+        known = _calls(compose(), resolve=True)
+    except (UserError, OmegaConfBaseException):
+        known = {}
+    for key, path in there.items():
+        if known.get(key) != path:
+            raise UserError(
+                f"{what}: its overrides make {key}={path}, and a run directory is data; if you "
+                f"mean that, type it: {key}={path}"
+            )
+
+
+def _calls(config: Any, *, resolve: bool) -> dict[str, Any]:
+    """Each `_target_` by its key."""
+    found: dict[str, Any] = {}
+    waiting: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=resolve))]
+    while waiting:
+        where, node = waiting.pop()
+        if where.endswith("._target_"):
+            found[where[1:]] = node
+        elif isinstance(node, dict | list):
+            pairs = node.items() if isinstance(node, dict) else enumerate(node)
+            waiting += [(f"{where}.{name}", value) for name, value in pairs]
+    return found
 
 
 def value_of(key: str, overrides: Sequence[str]) -> str | None:
@@ -163,7 +222,9 @@ def as_notes(overrides: Sequence[str]) -> str:
 
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
-    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, *OF_ITS_OWNER, "hydra") or key in MACHINES:
+    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, "hydra") or key in GONE:
+        return False
+    if names_call(override) and key in map(key_of, typed):
         return False
     if key.startswith("strategy."):  # another strategy has other keys
         chosen = [o for o in typed if key_of(o) == "strategy"]

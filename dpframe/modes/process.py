@@ -14,6 +14,7 @@ from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
 from dpframe.config import modes
+from dpframe.config.build import build
 from dpframe.config.compose import Composed
 from dpframe.config.objective import CHOSEN
 from dpframe.config.origin import compared
@@ -41,9 +42,6 @@ from dpframe.strategies.devices import use_threads
 from dpframe.task import Task
 from dpframe.trainer import RunInfo, Trainer
 
-Make = Callable[..., Any]
-"""Builds a node of the config: `make(node, where, kind)`."""
-
 log = logging.getLogger("dpframe")
 
 
@@ -52,7 +50,6 @@ def perform(
     job: Composed,
     work: Callable[[Trainer, Composed, str], None],
     strategy: Strategy,
-    make: Make,
 ) -> dict[str, Any]:
     """Does a mode's `work` in this process, and returns the run's summary."""
     job, said = elastic.find(job, strategy)
@@ -64,7 +61,7 @@ def perform(
     best = Best(*job.objective, is_needed=job.objective.key == CHOSEN)
     # What can be refused is refused before there is a run directory.
     with explain():
-        trainer = _build_trainer(job, strategy, make, best)
+        trainer = _build_trainer(job, strategy, best)
     with explain(trainer):
         notes = [said, *_load_and_prepare(job, trainer, state)]
     signals.raise_if_signaled()
@@ -93,18 +90,18 @@ def perform(
 # ---- the parts
 
 
-def _build_trainer(job: Composed, strategy: Strategy, make: Make, best: Best) -> Trainer:
+def _build_trainer(job: Composed, strategy: Strategy, best: Best) -> Trainer:
     settings = job.settings
     seeding.seed_everything(settings.seed)
     if settings.trainer.logical_replicas is not None:  # the first weights may be sums, too
         use_threads(settings.trainer.threads or 1)
     beat()
     with nullcontext() if strategy.sharding is None else strategy.sharding.building():
-        task = make(job.config["task"], "task", Task)
-    data = make(job.config["data"], "data", DataModule)
+        task = build(job.config["task"], "task", Task)
+    data = build(job.config["data"], "data", DataModule)
     beat()
-    callbacks = _build_group(make, settings.callbacks, "callbacks", Callback)
-    loggers = _build_group(make, settings.logger, "logger", Logger)
+    callbacks = _build_group(settings.callbacks, "callbacks", Callback)
+    loggers = _build_group(settings.logger, "logger", Logger)
     if job.history is not None:
         loggers.append(job.history)
     return Trainer(
@@ -126,9 +123,11 @@ def _build_trainer(job: Composed, strategy: Strategy, make: Make, best: Best) ->
     )
 
 
-def _build_group(make: Make, nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
+def _build_group(nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
     """The callbacks or loggers of a group, each of a node."""
-    return [make(node, f"{where}.{name}", kind) for name, node in nodes.items() if not is_off(node)]
+    return [
+        build(node, f"{where}.{name}", kind) for name, node in nodes.items() if not is_off(node)
+    ]
 
 
 # ---- the checkpoint that it begins with

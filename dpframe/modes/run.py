@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,10 @@ import torch
 from dpframe import memory
 from dpframe.checkpoint import seal
 from dpframe.config import modes
-from dpframe.config.build import build, check_targets
+from dpframe.config.build import check_targets
 from dpframe.config.compose import Composed
 from dpframe.config.parts import strategy_of
-from dpframe.config.trust import trust_of
+from dpframe.config.target import see_own_folders
 from dpframe.errors import DeviceLost, UserError, explain_exits, printable
 from dpframe.launch import environment, local, signals
 from dpframe.launch.faults import RankFailed
@@ -126,8 +125,8 @@ def _resume(job: Composed, directory: str) -> tuple[Composed, str]:
 def _run_rank(job: Composed, work: Work) -> dict[str, Any]:
     """In every process of the job."""
     with signals.watched(job.settings.trainer.hang_seconds), process_settings_restored():
-        make = partial(build, trust=trust_of(job))
-        strategy = make(job.config["strategy"], "strategy", Strategy)
+        see_own_folders(job.config, job.config_dir)
+        strategy = strategy_of(job)()
         signals.raise_if_signaled()
         with strategy:
-            return perform(job, work, strategy, make)
+            return perform(job, work, strategy)

@@ -12,14 +12,14 @@ def run(job: Composed) -> dict[str, Any]:
 
     A run of a sweep doesn't exit: the other runs go on. Nor does one from Python.
     """
-    from dpframe.config.locate import locate
     from dpframe.config.parts import strategy_of
+    from dpframe.config.target import find
     from dpframe.modes.report import refuse_checkpoint, show
     from dpframe.testing import verify
     from dpframe.testing.verification import recipe_of
 
     refuse_checkpoint(job, "starts from the recipe's own weights")
-    maker = locate(job.config["task"]["_target_"], "task")  # a class, or a function
+    maker = find(job.config["task"]["_target_"], "task")  # a class, or a function
     if getattr(maker, "needs_trainer", False):
         raise UserError(
             "mode=verify compares with steps that no Trainer makes, which a LightningModule needs; "

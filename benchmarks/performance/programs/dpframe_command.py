@@ -32,5 +32,4 @@ if __name__ == "__main__":
     from dpframe.cli import main
 
     sys.argv += ["+callbacks.notes._target_=dpframe_command.Notes"]
-    sys.argv += ["trusted_modules=[dpframe_command,growth]"]
     main()

@@ -1,0 +1,224 @@
+"""What a `_target_` is given, against what it takes: checked before, and explained after a call."""
+
+import inspect
+import re
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+import hydra
+import torch
+from torch import nn, optim
+from torch.optim.lr_scheduler import LRScheduler
+
+from dpframe.callbacks import Callback
+from dpframe.config.schema import is_off, kind_of, shown, unfit
+from dpframe.config.target import find, taken_by
+from dpframe.data import DataModule
+from dpframe.errors import UserError, first_line, not_one_of, suggestion
+
+SPECIAL = {
+    "_target_": str,
+    "_args_": list,
+    "_partial_": bool,
+    "_recursive_": bool,
+    "_convert_": str,
+}
+CONVERSIONS = ("none", "partial", "object", "all")  # the last three are alike: there are no classes
+TORCH, HYDRA = (str(Path(inspect.getfile(each)).parent) for each in (torch, hydra))
+SCALARS = (bool, int, float, str)
+GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
+"""An argument of every optimizer, which the Task takes out and makes parameter groups of."""
+OF_DATA = {
+    name: inspect.signature(DataModule).parameters[name]
+    for name in ("drop_last", "eval_batch_size", "input")
+}
+"""Of every DataModule, whatever its constructor takes."""
+OF_TASK = {"scale_lr": inspect.Parameter("scale_lr", inspect.Parameter.KEYWORD_ONLY, default=None)}
+MODULES = ("task.module", "data.module")  # of dpframe.lightning
+OF_ALL = {"data": OF_DATA, "task": OF_TASK}
+MADE_LATER = {  # by the Task, and an example of each
+    optim.Optimizer: "name one, e.g. torch.optim.Adam",
+    LRScheduler: "name one, e.g. torch.optim.lr_scheduler.StepLR",
+}
+
+
+def check(node: Any, where: str, kind: type | None = None, *, hint: Any = None) -> None:
+    """Refuses a target or an argument that can't be right, before anything is called.
+
+    `kind` is a slot's, `hint` the annotation of a constructor's argument.
+    """
+    hints: dict[str, Any] = {}
+    if where in MODULES and is_off(node):
+        return
+    if isinstance(node, Mapping) and "_target_" in node:
+        _check_special(node, where)
+        target = find(node["_target_"], f"{where}._target_")
+        if kind is not None:
+            _check_kind(target, f"{where}._target_={node['_target_']}", kind)
+        _check_made(target, node["_target_"], where, hint)
+        hints = _hints(target)
+        _check_arguments(target, node, where, hints)
+        if not node.get("_recursive_", True):
+            return
+    elif kind is not None:
+        given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
+        raise UserError(f"{given} has no _target_; name its class")
+    for place, value in values_of(node, where):
+        check(value, place, hint=hints.get(place.rpartition(".")[2]))
+
+
+def values_of(node: Any, where: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(node, Mapping):
+        yield from ((f"{where}.{name}", value) for name, value in node.items())
+    elif isinstance(node, list):
+        yield from ((f"{where}[{index}]", value) for index, value in enumerate(node))
+
+
+def _check_special(node: Mapping[str, Any], where: str) -> None:
+    """The keys that are about the call itself."""
+    for name, kind in SPECIAL.items():
+        if name in node and type(node[name]) is not kind:
+            raise unfit(f"{where}.{name}", node[name], kind)
+    if (how := node.get("_convert_", "all")) not in CONVERSIONS:
+        raise not_one_of(f"{where}._convert_", how, CONVERSIONS)
+
+
+def _check_kind(target: Any, given: str, kind: type) -> None:
+    """A class is below `kind`; a function may say what it returns, and is asked when it has."""
+    made = target if isinstance(target, type) else _hints(target).get("return")
+    if not isinstance(made, type) or issubclass(made, kind):
+        return
+    if kind is Callback and any(base.__name__ == "Callback" for base in made.__mro__):
+        raise UserError(
+            f"{given} is a Callback of Lightning's; docs/from-lightning.md lists dpframe's, e.g. "
+            "callbacks=ema"
+        )
+    name = kind.__name__
+    raise UserError(f"{given} is not a dpframe {name}; name a class or a function that makes one")
+
+
+def _check_made(target: Any, path: str, where: str, hint: Any) -> None:
+    """Where an optimizer or a scheduler is wanted, a network is none, and neither is the other."""
+    if not isinstance(target, type) or not issubclass(target, (nn.Module, *MADE_LATER)):
+        return
+    for option in _options(hint):
+        wanted = get_args(option)[-1] if get_origin(option) is Callable else None
+        if wanted in MADE_LATER and not issubclass(target, wanted):
+            name = wanted.__name__
+            raise UserError(f"{where}._target_={path} makes no {name}; {MADE_LATER[wanted]}")
+
+
+def _check_arguments(
+    target: Any, node: Mapping[str, Any], where: str, hints: Mapping[str, Any]
+) -> None:
+    if not (parameters := _parameters(target)):
+        return
+    parameters = {**OF_ALL.get(where, {}), **parameters}
+    if isinstance(target, type) and issubclass(target, optim.Optimizer):
+        parameters.setdefault("groups", GROUPS)
+    given = {name: value for name, value in node.items() if name not in SPECIAL}
+    name = getattr(target, "__name__", str(target))
+    for key in given:
+        if key not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+            raise UserError(
+                f"{where}.{key}: {name} takes no such argument; {suggestion(key, parameters)}"
+            )
+    # The Task adds the first argument of these, and `total_steps`.
+    is_later = isinstance(target, type) and issubclass(target, tuple(MADE_LATER))
+    if is_later and not node.get("_partial_"):
+        raise UserError(f"{where}: the Task makes its {name} later; add ++{where}._partial_=true")
+    if is_later or not node.get("_partial_"):
+        rest = list(parameters.items())[is_later + len(node.get("_args_", ())) :]
+        for key, parameter in rest:
+            is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            is_needed = is_plain and parameter.default is parameter.empty and key not in given
+            if is_needed and not (is_later and key == "total_steps"):
+                raise UserError(f"{where}.{key} is missing; {name} needs it, add +{where}.{key}=…")
+    for key, value in given.items():
+        has_no_default = key not in parameters or parameters[key].default is not None
+        is_auto = (where, key, value) == ("data", "workers", "auto")  # whatever a class's hint says
+        if not is_auto and (value is not None or has_no_default):
+            _check_type(value, hints.get(key), f"{where}.{key}")
+
+
+def _parameters(target: Any) -> dict[str, inspect.Parameter]:
+    """None of a builtin without a signature."""
+    try:
+        return dict(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def _check_type(value: Any, hint: Any, where: str) -> None:
+    """Refuses only what is certain: a plain value where the annotation names other plain types, or
+    a part."""
+    if hint is None or not isinstance(value, (*SCALARS, type(None))):
+        return
+    options = _options(hint)
+    if Any in options or type(value) in options or (float in options and type(value) is int):
+        return
+    if any(option in SCALARS for option in options):
+        raise unfit(where, value, hint)
+    if all(map(_is_part, options)):
+        given = f"{where}={shown(value)} is {kind_of(value)}"
+        raise UserError(f"{given}; name its class: {where}={{_target_:…}}")
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_part(option: Any) -> bool:
+    is_layer = isinstance(option, type) and issubclass(option, nn.Module | types.NoneType)
+    return is_layer or get_origin(option) is Callable
+
+
+def _hints(target: Any) -> dict[str, Any]:
+    try:
+        return get_type_hints(getattr(target, "__init__") if isinstance(target, type) else target)  # noqa: B009
+    except Exception:
+        return {}  # annotations that don't resolve are no reason to refuse a run
+
+
+def explained(
+    error: Exception, where: str, target: Any, keywords: Mapping[str, Any]
+) -> UserError | None:
+    """The line for what a target says of its arguments; None: it is a bug, with a traceback."""
+    said = first_line(ValueError(*error.args))  # the text of a KeyError is quoted
+    name = getattr(target, "__name__", str(target))
+    unknown = re.search(r"\) got an unexpected keyword argument '(\w+)'", said)
+    if unknown and (key := unknown[1]) in keywords and key not in _parameters(target):
+        near = suggestion(key, taken_by(target)[0])  # it went through a `**more`
+        return UserError(f"{where}.{key}: {name} takes no such argument; {near}")
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    below = [frame for frame in frames if not frame.filename.startswith(HYDRA)]
+    if not _is_about_arguments(error, below):
+        return None
+    plain = {key: value for key, value in keywords.items() if isinstance(value, SCALARS)}
+    texts = [key for key, value in plain.items() if isinstance(value, str)]
+    if said == "'str' object is not callable" and len(texts) == 1:
+        key, value = texts[0], plain[texts[0]]
+        return UserError(
+            f"{where}.{key}={value} is text, and {name} calls it; for a function write "
+            f"{where}.{key}={{_target_:{value},_partial_:true}}"
+        )
+    meant = [key for key, value in plain.items() if str(value) in said]
+    if len(meant) == 1:
+        return UserError(f"{where}.{meant[0]}={plain[meant[0]]}: {name} says: {said}")
+    place = f" ({below[-1].filename}, line {below[-1].lineno})" if below else ""
+    return UserError(f"{where}: {name} says: {said}{place}")
+
+
+def _is_about_arguments(error: Exception, below: list[traceback.FrameSummary]) -> bool:
+    """Whether a constructor refuses its own arguments, as Adam does lr=-1.
+
+    An error from deeper is a bug, which needs its traceback. So does a TypeError or a KeyError,
+    except where all the code that ran is torch's.
+    """
+    is_its_own = all(frame.name in ("__init__", "__new__") for frame in below[1:])
+    if isinstance(error, ValueError | RuntimeError) and is_its_own:
+        return True
+    return all(frame.filename.startswith(TORCH) for frame in below)
