@@ -222,7 +222,7 @@ def _topic(topic: str, configs: Configs) -> str:
 
 def _of_packages() -> Iterator[Setting]:
     """The settings of the modes of packages."""
-    for mode in filter(modes.of_package, modes.names()):
+    for mode in modes.of_packages():
         yield Setting(mode, "", modes.about(mode))
         with suppress(UserError):  # it is broken
             for name, default, comment in modes.described(mode):

@@ -27,7 +27,11 @@ UNINSTALLED = {  # modes of packages that are in dpframe's repository
 
 def names() -> list[str]:
     """dpframe's own in their order, then those of packages."""
-    return [*OWN, *sorted(plugins.modes().keys() - set(OWN))]
+    return [*OWN, *of_packages()]
+
+
+def of_packages() -> list[str]:
+    return sorted(plugins.modes().keys() - set(OWN))
 
 
 def load(name: str) -> ModuleType:
@@ -73,8 +77,7 @@ def needs_recipe(name: str | None) -> bool:
 
 def of_package(key: str) -> bool:
     """Whether a key is a setting of a package's mode, which no file of dpframe names."""
-    head = key.partition(".")[0]
-    return head not in OWN and head in plugins.modes()
+    return key.partition(".")[0] in of_packages()
 
 
 def described(name: str) -> list[tuple[str, Any, str]]:

@@ -118,7 +118,7 @@ def groups() -> dict[str, type[Any]]:
 @cache
 def register() -> None:
     """Tells Hydra what to compose: these types first, then conf/config.yaml with its groups."""
-    kinds = groups() | {name: Group for name in modes.names() if modes.of_package(name)}
+    kinds = groups() | dict.fromkeys(modes.of_packages(), Group)
     more: list[Any] = [(name, kind, field(default_factory=kind)) for name, kind in kinds.items()]
     more += [("recipe", str, MISSING)]  # the ??? of conf/config.yaml would not replace a value
     more += [("defaults", list[Any], field(default_factory=lambda: ["_self_", "config"]))]
@@ -140,16 +140,16 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
         if not isinstance(node, Mapping) or not node.get("_target_"):
             raise UserError(f"{name} has no _target_; a recipe names the class of its {name}")
     _check_data(config["data"], config.get("mode", "fit"))
-    if config["task"].get("scale_lr") is not None:
-        scale_settings(config["task"]["scale_lr"])
-    _refuse_unknown(config, defaults())
+    if (given := config["task"].get("scale_lr")) is not None:
+        scale_settings(given)
+    _refuse_unknown(config, [*TOP_LEVEL, *groups(), *modes.of_packages()])
     made = {name: _made(name, kind, config.get(name)) for name, kind in groups().items()}
-    for name in filter(modes.of_package, modes.names()):
+    for name in modes.of_packages():
         if config.get(name) or config.get("mode") == name:
             made[name] = _of_package(name, config.get(name))
     own = {name: made.pop(name) for name in modes.names() if name in made}
+    made |= {name: config.get(name) or {} for name in OPEN}
     rest = {name: value for name, value in config.items() if name in TOP_LEVEL}
-    rest |= {name: config.get(name) or {} for name in OPEN}
     return RunSettings(**{**rest, **made, "modes": own})
 
 
