@@ -44,7 +44,6 @@ TESTS = {
     "test_operations_are_told_by_thousands",
     "test_the_table_of_shares_is_what_split_gives",
     "test_the_rates_rise_from_what_is_set_to_the_factor_for_each_doubling",
-    "test_the_source_says_what_a_class_takes",
     "test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it",
     "test_gpus_that_are_named_and_torchruns_ranks_are_refused",
     "test_settings_of_parts_are_refused_in_one_line",
@@ -144,7 +143,6 @@ TESTS = {
     "test_what_is_no_number_with_a_name_is_not_logged",
     "test_what_can_not_be_averaged_is_one_line",
     "test_what_can_not_be_frozen_is_one_line",
-    "test_what_is_known_are_layers_optimisers_schedulers_and_a_list_of_functions",
     "test_without_files_no_directory_is_needed_or_named",
 }
 # Each of their tests starts processes, or trains for seconds.
