@@ -25,6 +25,7 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_what_takes_any_keyword_is_not_known",
     "test_every_file_of_a_mode_is_a_mode",
     "test_bytes_have_their_unit",
     "test_seconds_have_their_unit",
@@ -147,7 +148,6 @@ TESTS = {
 }
 # Each of their tests starts processes, or trains for seconds.
 SLOW_FILES = {
-    "plan",
     "accelerator",
     "compiled",
     "completion",
@@ -170,6 +170,7 @@ SLOW_FILES = {
     "restarts",
     "run",
     "samplers",
+    "security",
     "slurm",
     "sweep_resume",
     "task",
