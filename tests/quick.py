@@ -148,6 +148,7 @@ TESTS = {
 }
 # Each of their tests starts processes, or trains for seconds.
 SLOW_FILES = {
+    "plan",
     "accelerator",
     "compiled",
     "completion",
