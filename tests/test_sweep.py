@@ -69,7 +69,8 @@ from hydra.plugins.sweeper import Sweeper
 
 
 class Told(Sweeper):
-    def __init__(self, direction, goes_on, seeds, params=None):
+    def __init__(self, direction, goes_on, seeds, params=None, space=None):
+        self.space = space or {}
         self.direction, self.goes_on, self.seeds = direction, goes_on, seeds
 
     def setup(self, *, hydra_context, task_function, config):
@@ -79,6 +80,7 @@ class Told(Sweeper):
 
     def sweep(self, arguments):
         heard, listed = [], [word for word in arguments if "interval" not in word]
+        listed += [f"{key}={value}" for key, value in self.space.items()]
         for number, seed in enumerate(reversed(range(self.seeds))):
             (done,) = self.launcher.launch([[*listed, f"seed={seed}"]], number)
             is_done = done.status == JobStatus.COMPLETED
@@ -106,6 +108,7 @@ class Node:
 @dataclass
 class Searches(Node):
     params: Any = None
+    space: Any = None
 
 
 @dataclass
@@ -127,6 +130,11 @@ SEARCHES = """
 # @package _global_
 defaults: [override /hydra/sweeper: searches]
 hydra: {sweeper: {params: {seed: "1,2", task.optimizer.lrr: "interval(0.01,0.02)"}}}
+"""
+THEIRS = """
+# @package _global_
+defaults: [override /hydra/sweeper: searches]
+hydra: {sweeper: {seeds: 1, space: {resume_anyway: true}}}
 """
 SHORT = "trainer.max_steps=1"
 TOLD = ("recipe=boston", "hydra/sweeper=told", "logger=none", "+callbacks.x._target_=own.Failing")
@@ -153,6 +161,7 @@ SWEPT = {
     "jobs": [*SHORT_RUNS, "hydra/launcher=own", "sweep.jobs=2", "seed=1,2"],
     "unknown": [*TOLD, "task.optimizer.lrr=interval(0.01,0.02)"],
     "unknown in a file": ["--config-dir=mine", "experiment=searches", "recipe=boston"],
+    "theirs": ["--config-dir=mine", "experiment=theirs", "recipe=boston", SHORT],
     "contradiction": [*TOLD, "hydra.sweeper.direction=maximize"],
     "plugins": ["--config-dir=mine", "experiment=draws", "hydra/launcher=own", "recipe=boston"],
 }
@@ -166,6 +175,7 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Att
     """Sweeps one after the other, in one directory."""
     files = {"site/hydra_plugins/own.py": PLUGIN, "mine/experiment/draws.yaml": DRAWS}
     files["mine/experiment/searches.yaml"] = SEARCHES
+    files["mine/experiment/theirs.yaml"] = THEIRS
     files["mine/experiment/three.yaml"] = "# @package _global_\nseed: 3"
     directory = write(tmp_path_factory.mktemp("swept"), files | {"own.py": OWN})
     path = f"{ROOT}{os.pathsep}{directory / 'site'}"
@@ -283,6 +293,12 @@ def test_the_objective_is_the_best_of_what_the_checkpoint_watches_in_its_directi
     summaries = [json.loads(text) for text in texts if "val/score" in text]
     assert [summary["best"] for summary in summaries] == [{"val/score": 0.75}] * 2
     assert summaries[0]["metrics"]["val/score"] == 0.5
+
+
+def test_a_sweeper_sets_nothing_that_only_a_user_can(swept):
+    theirs = swept[1]["theirs"]
+    assert theirs.code == 1
+    assert "dpframe: a config file sets resume_anyway, which only you can" in theirs.err
 
 
 def test_a_point_that_a_sweeper_draws_and_no_run_can_have_is_told_as_failed(swept):

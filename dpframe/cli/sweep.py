@@ -48,7 +48,7 @@ OF_ONE_START = ("hydra", "resume", "resume_anyway")
 def sweep(given: list[str], config_dir: str | None) -> int:
     """0 when every run finished, else 1: the others go on when one fails."""
     before, typed = _with_earlier([with_path_quoted(override) for override in given])
-    configs = Configs(config_dir)
+    configs = Configs(config_dir, typed=typed)
     configs.taken = () if before is None else before.overrides
     overrides, first, config = _first_point(typed, configs)
     settings, is_listed = first.settings.sweep, _is(config.hydra.sweeper, SWEEPER)
