@@ -148,7 +148,6 @@ TESTS = {
 }
 # Each of their tests starts processes, or trains for seconds.
 SLOW_FILES = {
-    "plan",
     "accelerator",
     "compiled",
     "completion",
@@ -167,6 +166,7 @@ SLOW_FILES = {
     "oracle",
     "origin",
     "parity",
+    "plan",
     "plugins",
     "restarts",
     "run",

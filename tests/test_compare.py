@@ -14,7 +14,7 @@ from small import Hooks, Rows, Small, fitted
 from dpframe import TrainerSettings
 from dpframe.config.compose import composed
 from dpframe.modes import step_times, variants
-from dpframe.modes.contest import Contest, Entry, trained
+from dpframe.modes.contest import Contest, Entry, train
 from dpframe.modes.measure import WARM_UPS
 from dpframe.modes.step_times import StepTimes
 from dpframe.strategies.data_parallel import DataParallel
@@ -24,7 +24,7 @@ from dpframe.strategies.single import CPU
 @pytest.mark.parametrize("count", [1, WARM_UPS, WARM_UPS + 1])
 def test_a_training_that_ends_with_its_warm_up_has_a_rate(count):
     settings = TrainerSettings(max_steps=count)
-    assert trained(CPU, Small, Rows, settings, 0, "cpu").rows_per_second > 0
+    assert train(CPU, Small, Rows, settings, 0, "cpu").rows_per_second > 0
 
 
 def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
@@ -150,13 +150,13 @@ def test_all_gpus_are_tried_also_where_they_are_no_power_of_two(monkeypatch, gpu
 def test_a_strategy_whose_package_is_missing_is_left_out_unless_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     job = composed(["recipe=boston", "trainer.accelerator=cpu"])
-    assert {variant.name for variant in variants.variants(job)} == {
+    assert {variant.name for variant in variants.list_variants(job)} == {
         "cpu",
         "data_parallel",
         "ddp",
         "fsdp",
     }
-    (named,) = variants.variants(job, ["ray"], [2])
+    (named,) = variants.list_variants(job, ["ray"], [2])
     assert "strategy=ray needs Ray Train" in named.failure
 
 

@@ -12,14 +12,14 @@ from command import dpframe
 from dpframe.config.compose import composed
 from dpframe.modes import machine
 from dpframe.modes.operations import flop
-from dpframe.modes.variants import strategies
+from dpframe.modes.variants import list_strategies
 
 
 def test_without_a_recipe_it_tells_what_each_strategy_would_use(tmp_path):
     done = dpframe("mode=doctor", "trainer.gpus=3", "trainer.accelerator=cpu", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = dict(re.findall(r"^(\w+) {2,}(\S.*)$", done.stdout, re.M))
-    assert set(strategies(composed(["mode=doctor"]))) <= set(rows)
+    assert set(list_strategies(composed(["mode=doctor"]))) <= set(rows)
     assert rows["data_parallel"] == "3 x cpu" and rows["ddp"] == "3 x cpu, in ranks"
     assert rows["cpu"].startswith("trainer.gpus=3 but CPU is one replica; use trainer.gpus=1")
     assert rows["ranks"] == "2 have talked to each other" and "gloo" in rows["backends"]

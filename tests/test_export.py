@@ -14,7 +14,7 @@ from dpframe import UserError, checkpoint, load
 from dpframe.checkpoint import seal
 from dpframe.errors import Failure
 from dpframe.modes import export_files
-from dpframe.modes.export_files import PROGRAM, SAFETENSORS, WEIGHTS, exported
+from dpframe.modes.export_files import PROGRAM, SAFETENSORS, WEIGHTS, write_files
 from dpframe.recipes.boston import BostonData
 from dpframe.strategies.single import SingleGPU
 
@@ -44,7 +44,7 @@ def test_a_trained_recipe_predicts_the_same_by_torch_alone_and_what_does_not_is_
         net.load_state_dict(load_file(tmp_path / "there" / SAFETENSORS))
         assert torch.equal(net(rows), wanted)
     with pytest.raises(Failure, match="does not load without dpframe: .+"):
-        export_files._tried(tmp_path / "there", [PROGRAM], [([rows], wanted + 1)])
+        export_files._try_without_dpframe(tmp_path / "there", [PROGRAM], [([rows], wanted + 1)])
 
 
 def run_of(words: list[str], folder: Path) -> str:
@@ -93,26 +93,26 @@ class Branching(Small):
 
 def test_weights_of_a_task_that_torch_can_not_export_are_written_with_the_reason(tmp_path, capfd):
     made = trainer(Branching(), Rows())
-    lines = exported(made, tmp_path, None)
+    lines = write_files(made, tmp_path, None)
     assert capfd.readouterr() == ("", ""), "torch's log and graph"
     assert sum("torch.export can't take Branching.predict_step: " in line for line in lines) == 1
     assert lines[-1] == "loaded without dpframe"
     assert {path.name for path in tmp_path.iterdir()} - {SAFETENSORS} == {WEIGHTS}
     with pytest.raises(Failure, match="leave program out of export.formats$"):
-        exported(made, tmp_path, ["program"])
+        write_files(made, tmp_path, ["program"])
 
 
 def test_a_file_of_an_export_before_does_not_count(tmp_path):
     torch_files = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     torch_files.save_file({"other": torch.ones(1)}, tmp_path / SAFETENSORS)
-    lines = exported(trainer(Small(), Rows()), tmp_path, ["weights"])
+    lines = write_files(trainer(Small(), Rows()), tmp_path, ["weights"])
     assert lines[-1] == "loaded without dpframe"
 
 
 @pytest.mark.gpu(1)
 def test_a_task_on_a_gpu_is_exported_for_the_cpu(tmp_path):
     with trainer(Small(), Rows(), strategy=SingleGPU()) as made:
-        lines = exported(made, tmp_path, ["program", "weights"])
+        lines = write_files(made, tmp_path, ["program", "weights"])
     assert lines[-1] == "loaded without dpframe: the same outputs for 4 and 2 rows"
 
 
@@ -132,4 +132,4 @@ def test_what_can_not_be_written_is_refused_in_one_line(tmp_path, monkeypatch):
     assert "export.formats=onnx is not one of program, weights, safetensors" in tried.err
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UserError, match=r"pip install 'dpframe\[export\]'$"):
-        exported(trainer(Small(), Rows()), tmp_path, ["safetensors"])
+        write_files(trainer(Small(), Rows()), tmp_path, ["safetensors"])

@@ -20,7 +20,7 @@ from dpframe.config.compose import composed
 from dpframe.errors import Failure
 from dpframe.modes import tune
 from dpframe.modes.measure import devices_of
-from dpframe.modes.tuner import Point, Rates, Tuner, largest, smoothed, steepest
+from dpframe.modes.tuner import Point, Rates, Tuner, find_largest, find_steepest, smooth
 from dpframe.modes.tuning import Tuning, chart, picture
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -46,7 +46,7 @@ def test_doubling_and_bisection_end_one_part_in_64_below_what_fits(bound, first)
         tried.append(size)
         return size <= bound
 
-    found = largest(fits, first, 6000)
+    found = find_largest(fits, first, 6000)
     true = min(bound, 6000)
     assert true - max(0, true // 64 - 1) <= found <= true
     assert len(tried) <= 2 * math.log2(6000) and max(tried) <= max(first, 2 * true + 1)
@@ -61,11 +61,15 @@ FRESH = [Point(0.0, 1.0)] * 60
 
 
 def test_the_steepest_point_is_not_shifted_by_smoothing():
-    assert steepest(falling(23), FRESH) == falling(23)[23].rate
-    assert [p.loss for p in smoothed([Point(1, x) for x in (1.0, 5.0, 3.0)])] == [1.0, 3.0, 3.0]
+    assert find_steepest(falling(23), FRESH) == falling(23)[23].rate
+    assert [p.loss for p in smooth([Point(1, x) for x in (1.0, 5.0, 3.0)])] == [1.0, 3.0, 3.0]
     rises = [*falling(23)[:40], *(Point(10 ** (n / 10), n) for n in range(40, 60))]
-    assert steepest(rises, FRESH) == falling(23)[23].rate
-    assert steepest([], []) is steepest([Point(n, float(n)) for n in range(1, 20)], FRESH) is None
+    assert find_steepest(rises, FRESH) == falling(23)[23].rate
+    assert (
+        find_steepest([], [])
+        is find_steepest([Point(n, float(n)) for n in range(1, 20)], FRESH)
+        is None
+    )
 
 
 @pytest.mark.parametrize("shift", [0.0, -100.0])
@@ -75,14 +79,14 @@ def test_batches_of_several_losses_are_no_fall(shift):
     sizes = [draw.uniform(0.2, 5.0) for _ in range(60)]
     fresh = [Point(0.0, size + shift) for size in sizes]
     flat = [Point(n + 1, point.loss) for n, point in enumerate(fresh)]
-    assert steepest(flat, fresh) is None
+    assert find_steepest(flat, fresh) is None
     falls = [1 - point.loss for point in falling(30)]
     noisy = [
         Point(at.rate, size * (1 - fall) if not shift else size + shift - 100 * fall)
         for at, size, fall in zip(falling(30), sizes, falls, strict=True)
     ]
     rates = [point.rate for point in falling(30)]
-    assert abs(rates.index(steepest(noisy, fresh)) - 30) <= 3
+    assert abs(rates.index(find_steepest(noisy, fresh)) - 30) <= 3
 
 
 # ---- the trials

@@ -9,6 +9,7 @@ from dpframe.config.build import build
 from dpframe.config.compose import Composed
 from dpframe.config.schema import is_off
 from dpframe.data import DataModule
+from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
 from dpframe.task import Task
 
@@ -29,8 +30,16 @@ def data_of(job: Composed) -> partial[DataModule]:
 
 def callbacks_of(job: Composed) -> dict[str, partial[Callback]]:
     """Those that are not off, by their names."""
+    return _group(job.settings.callbacks, "callbacks", Callback)
+
+
+def loggers_of(job: Composed) -> dict[str, partial[Logger]]:
+    return _group(job.settings.logger, "logger", Logger)
+
+
+def _group(nodes: Mapping[str, Any], where: str, kind: type) -> dict[str, partial[Any]]:
     return {
-        name: partial(build, node, f"callbacks.{name}", Callback)
-        for name, node in job.settings.callbacks.items()
+        name: partial(build, node, f"{where}.{name}", kind)
+        for name, node in nodes.items()
         if not is_off(node)
     }

@@ -20,12 +20,12 @@ class Settings:
 def run(job: Composed) -> dict[str, Any]:
     """Prints what an epoch takes by each strategy and number of replicas."""
     from dpframe.modes.report import refuse_checkpoint, refuse_ranks, show
-    from dpframe.modes.variants import contest, variants
+    from dpframe.modes.variants import list_variants, train_all
 
     refuse_checkpoint(job, "begins each training with fresh weights")
     refuse_ranks("compare")
     asked = job.settings.modes["compare"]
-    trained = contest(job, variants(job, asked.strategies, asked.gpus), job.settings.trainer)
+    trained = train_all(job, list_variants(job, asked.strategies, asked.gpus), job.settings.trainer)
     trained.metric = job.objective.metric
     found = {"compare": [vars(entry) for entry in trained.entries]}
     show(job, str(trained), found, {"compare.svg": trained.svg()})

@@ -96,7 +96,7 @@ class Contest:
         )
 
 
-def trained(
+def train(
     make_strategy: Callable[[], Strategy],
     make_task: Callable[[], Task],
     make_data: Callable[[], DataModule],

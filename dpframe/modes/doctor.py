@@ -23,14 +23,14 @@ def run(job: Composed) -> dict[str, Any]:
     from dpframe.modes.machine import describe
     from dpframe.modes.measure import a_few_steps
     from dpframe.modes.report import refuse_ranks, show
-    from dpframe.modes.variants import contest, variants
+    from dpframe.modes.variants import list_variants, train_all
 
     text = describe(job)
     lines: list[dict[str, Any]] = []
     if value_of("recipe", job.typed) is not None:
         refuse_ranks("doctor")
         settings = a_few_steps(job.settings.trainer, job.settings.modes["doctor"].steps)
-        trained = contest(job, variants(job), settings)
+        trained = train_all(job, list_variants(job), settings)
         lines = [vars(entry) for entry in trained.entries]
         text = f"{text}\n\n{trained}\n\nmodel      {_count_operations(job)}"
     found = {"doctor": lines}
@@ -41,10 +41,10 @@ def run(job: Composed) -> dict[str, Any]:
 def _count_operations(job: Composed) -> str:
     """What a step of the recipe computes, or why that can't be told."""
     from dpframe.config.parts import data_of, task_of
-    from dpframe.modes.operations import operations
+    from dpframe.modes.operations import describe_operations
 
     settings = job.settings
     try:
-        return operations(task_of(job), data_of(job)(), settings.trainer, settings.seed)
+        return describe_operations(task_of(job), data_of(job)(), settings.trainer, settings.seed)
     except UserError as error:
         return first_line(error)

@@ -33,8 +33,8 @@ def run(job: Composed) -> dict[str, Any]:
 
 
 def export(trainer: "Trainer", job: Composed, directory: str) -> None:
-    from dpframe.modes.export_files import exported
+    from dpframe.modes.export_files import write_files
 
     if trainer.strategy.is_main:
         formats = job.settings.modes["export"].formats
-        print(*exported(trainer, Path(directory), formats, job.start), sep="\n")
+        print(*write_files(trainer, Path(directory), formats, job.start), sep="\n")

@@ -29,7 +29,7 @@ NET = "net."
 TRIED = Path(__file__).with_name("check_export.py")
 
 
-def exported(
+def write_files(
     trainer: Trainer, directory: Path, formats: Sequence[str] | None, start: Path | None = None
 ) -> list[str]:
     """Writes the files, and returns a line about each. None: all that torch alone can use. `start`
@@ -45,7 +45,7 @@ def exported(
     directory.mkdir(parents=True, exist_ok=True)
     lines: list[str] = []
     if "checkpoint" in wanted:
-        lines.append(_joined(start, directory))
+        lines.append(_join_checkpoint(start, directory))
     cases: list[tuple[Any, Any]] = []
     written: list[str] = []
     weights = weights_of(task)
@@ -77,11 +77,11 @@ def exported(
             written.append(PROGRAM)
             lines.append(f"{directory / PROGRAM}  takes {takes}, by torch.export.load")
     if set(wanted) != {"checkpoint"}:
-        lines.append(_tried(directory, written, cases))
+        lines.append(_try_without_dpframe(directory, written, cases))
     return lines
 
 
-def _joined(start: Path | None, directory: Path) -> str:
+def _join_checkpoint(start: Path | None, directory: Path) -> str:
     if start is None:
         raise UserError(
             "export.formats=[checkpoint] writes a checkpoint as one file; name it by "
@@ -173,7 +173,9 @@ def _read_inputs(program: Any) -> list[bool]:
     return [bool(node.users) for node in nodes]
 
 
-def _tried(directory: Path, written: Sequence[str], cases: list[tuple[Any, Any]]) -> str:
+def _try_without_dpframe(
+    directory: Path, written: Sequence[str], cases: list[tuple[Any, Any]]
+) -> str:
     """Has an interpreter load what was written, without dpframe; other files may be older."""
     with tempfile.TemporaryDirectory() as folder:
         torch.save(cases, Path(folder) / "cases.pt")

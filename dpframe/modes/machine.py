@@ -19,7 +19,7 @@ from dpframe.errors import UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
 from dpframe.modes.report import size
-from dpframe.modes.variants import strategies, with_strategy
+from dpframe.modes.variants import list_strategies, with_strategy
 from dpframe.strategies import Strategy
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.devices import HIDES, model, present, why_none
@@ -36,7 +36,7 @@ FORKS_SAFELY = (3, 11, 10)  # the first Python without CPython's issue 112275
 
 def describe(job: Composed) -> str:
     problems = list(_problems())
-    rows = [(name, _used(job, name)) for name in strategies(job)]
+    rows = [(name, _used(job, name)) for name in list_strategies(job)]
     talk = _talk(problems)
     facts = [*_facts(), ("ranks", talk)]
     lines = [f"{name:<10} {value}" for name, value in facts]

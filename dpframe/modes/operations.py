@@ -18,7 +18,7 @@ from dpframe.trainer.settings import TrainerSettings
 PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
-def operations(
+def describe_operations(
     make_task: Callable[[], Task], data: DataModule, settings: TrainerSettings, seed: int
 ) -> str:
     """The parameters, and a step's operations on one device as torch counts them."""

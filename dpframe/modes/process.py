@@ -10,22 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from dpframe import checkpoint, memory, seeding
-from dpframe.callbacks import Callback
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
 from dpframe.config import modes
-from dpframe.config.build import build
 from dpframe.config.compose import Composed
 from dpframe.config.objective import CHOSEN
 from dpframe.config.origin import compared
-from dpframe.config.schema import NONE, is_off
+from dpframe.config.parts import callbacks_of, data_of, loggers_of, task_of
+from dpframe.config.schema import NONE
 from dpframe.config.start import run_directory, saved_since
-from dpframe.data import DataModule
 from dpframe.errors import Interrupted, UserError, explain_exits, printable
 from dpframe.launch import signals
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
-from dpframe.loggers import Logger
 from dpframe.modes import elastic, faults, output
 from dpframe.modes.directory import Directory
 from dpframe.modes.ending import (
@@ -39,7 +36,6 @@ from dpframe.modes.ending import (
 )
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
-from dpframe.task import Task
 from dpframe.trainer import RunInfo, Trainer
 
 log = logging.getLogger("dpframe")
@@ -97,11 +93,11 @@ def _build_trainer(job: Composed, strategy: Strategy, best: Best) -> Trainer:
         use_threads(settings.trainer.threads or 1)
     beat()
     with nullcontext() if strategy.sharding is None else strategy.sharding.building():
-        task = build(job.config["task"], "task", Task)
-    data = build(job.config["data"], "data", DataModule)
+        task = task_of(job)()
+    data = data_of(job)()
     beat()
-    callbacks = _build_group(settings.callbacks, "callbacks", Callback)
-    loggers = _build_group(settings.logger, "logger", Logger)
+    callbacks = [make() for make in callbacks_of(job).values()]
+    loggers = [make() for make in loggers_of(job).values()]
     if job.history is not None:
         loggers.append(job.history)
     return Trainer(
@@ -121,13 +117,6 @@ def _build_trainer(job: Composed, strategy: Strategy, best: Best) -> Trainer:
         ),
         interruption=signals.current(),
     )
-
-
-def _build_group(nodes: dict[str, Any], where: str, kind: type) -> list[Any]:
-    """The callbacks or loggers of a group, each of a node."""
-    return [
-        build(node, f"{where}.{name}", kind) for name, node in nodes.items() if not is_off(node)
-    ]
 
 
 # ---- the checkpoint that it begins with

@@ -96,7 +96,7 @@ class Tuner:
 
         most = min(sum(map(len, self.batches)), most)
         share = -(-most // self.replicas)
-        found = largest(fits, -(-max(map(len, self.batches)) // self.replicas), share)
+        found = find_largest(fits, -(-max(map(len, self.batches)) // self.replicas), share)
         return min(found * self.replicas, most), trials
 
     def learning_rate(self, least: float, most: float, steps: int) -> Rates:
@@ -118,7 +118,7 @@ class Tuner:
                     "learning rates are tried; use a smaller data.batch_size and a larger "
                     "trainer.accumulate"
                 )
-        best = steepest(sweep.points, fresh.points)
+        best = find_steepest(sweep.points, fresh.points)
         return Rates(sweep.points, fresh.points, size * accumulate, best)
 
     def _trial(self, rows: int) -> Trial:
@@ -203,7 +203,7 @@ class Sweep(Callback):
             self._set(trainer)
 
     def _has_diverged(self) -> bool:
-        least = min(point.loss for point in smoothed(self.points))
+        least = min(point.loss for point in smooth(self.points))
         recent = min(point.loss for point in self.points[-RECENT:])
         return self.rates[-1] > 0 and recent > least + (DIVERGED - 1) * abs(least)
 
@@ -213,7 +213,7 @@ class Sweep(Callback):
             group["lr"] = rate * part
 
 
-def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
+def find_largest(fits: Callable[[int], bool], first: int, most: int) -> int:
     """The largest number up to `most` that fits, to one part in 64: by doubling, then bisection."""
     good, bad, size = 0, 0, min(first, most)
     while True:
@@ -226,12 +226,12 @@ def largest(fits: Callable[[int], bool], first: int, most: int) -> int:
         size = (good + bad) // 2 if bad else min(2 * good, most)
 
 
-def steepest(points: Sequence[Point], fresh: Sequence[Point]) -> float | None:
+def find_steepest(points: Sequence[Point], fresh: Sequence[Point]) -> float | None:
     """The learning rate at which the loss falls fastest, before its minimum; None: nowhere.
 
     The loss is told as a part of what `fresh` weights have on the same batches: the batches differ
     by more than what one step learns."""
-    changes = changed(points, fresh)
+    changes = compare_losses(points, fresh)
     end = changes.index(min(changes)) if changes else 0
     if not end or changes[end] > -FLAT:
         return None
@@ -239,17 +239,17 @@ def steepest(points: Sequence[Point], fresh: Sequence[Point]) -> float | None:
     return points[min(falls, default=(0.0, end))[1]].rate
 
 
-def changed(points: Sequence[Point], fresh: Sequence[Point]) -> list[float]:
-    """By how much of it the smoothed loss differs from that of the `fresh` weights."""
+def compare_losses(points: Sequence[Point], fresh: Sequence[Point]) -> list[float]:
+    """By how much of it the smooth loss differs from that of the `fresh` weights."""
     pairs = list(zip(points, fresh, strict=False))
-    differences = smoothed([Point(here.rate, here.loss - first.loss) for here, first in pairs])
-    sizes = smoothed([Point(here.rate, abs(first.loss)) for here, first in pairs])
+    differences = smooth([Point(here.rate, here.loss - first.loss) for here, first in pairs])
+    sizes = smooth([Point(here.rate, abs(first.loss)) for here, first in pairs])
     return [
         change.loss / (size.loss or 1.0) for change, size in zip(differences, sizes, strict=True)
     ]
 
 
-def smoothed(points: Sequence[Point]) -> list[Point]:
+def smooth(points: Sequence[Point]) -> list[Point]:
     """Means of near points: as many on each side, so that the curve is not shifted."""
     means = []
     for at, point in enumerate(points):

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from dpframe.modes.picture import Panel, Series, svg
 from dpframe.modes.report import size
-from dpframe.modes.tuner import FLAT, Point, Rates, Trial, smoothed
+from dpframe.modes.tuner import FLAT, Point, Rates, Trial, smooth
 
 COLUMNS, LINES = 64, 10  # of the curve
 
@@ -85,7 +85,7 @@ class Tuning(NamedTuple):
 
 def chart(points: Sequence[Point], marked: float | None) -> list[str]:
     """Lines of text; `marked` is a learning rate."""
-    means = smoothed(points)
+    means = smooth(points)
     low, high = _range(means)
     first, last = points[0].rate, points[-1].rate
     span = math.log(last / first)
@@ -108,7 +108,7 @@ def chart(points: Sequence[Point], marked: float | None) -> list[str]:
 
 def picture(points: Sequence[Point], marked: float | None, title: str) -> str:
     """The same as SVG: the losses in grey, their means in blue."""
-    means = smoothed(points)
+    means = smooth(points)
     low, high = _range(means)
     return svg(
         Panel(

@@ -13,7 +13,7 @@ from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, not_one_of
 from dpframe.launch import signals
 from dpframe.launch.faults import RankFailed
-from dpframe.modes.contest import Contest, Entry, trained
+from dpframe.modes.contest import Contest, Entry, train
 from dpframe.modes.measure import devices_of
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present
 from dpframe.trainer.settings import TrainerSettings
@@ -33,7 +33,7 @@ class Variant(NamedTuple):
     failure: str = ""
 
 
-def contest(job: Composed, variants: Sequence[Variant], settings: TrainerSettings) -> Contest:
+def train_all(job: Composed, variants: Sequence[Variant], settings: TrainerSettings) -> Contest:
     """Trains each variant. Those with ranks come first: after a training in this process, ranks
     can't be forked."""
     entries: dict[int, Entry] = {}
@@ -47,13 +47,13 @@ def contest(job: Composed, variants: Sequence[Variant], settings: TrainerSetting
     return Contest(title, [entries[at] for at in range(len(variants))])
 
 
-def variants(
+def list_variants(
     job: Composed, names: Sequence[str] | None = None, counts: Sequence[int] | None = None
 ) -> list[Variant]:
     """The variants asked for, or all that fit this machine, by powers of two."""
     for name in names or ():
-        if name not in strategies(job):
-            raise not_one_of("compare.strategies", name, strategies(job))
+        if name not in list_strategies(job):
+            raise not_one_of("compare.strategies", name, list_strategies(job))
     found: list[Variant] = []
     for name in names or _names(job):
         is_alone = name in ALONE
@@ -66,7 +66,7 @@ def variants(
     return found
 
 
-def strategies(job: Composed) -> list[str]:
+def list_strategies(job: Composed) -> list[str]:
     """All that there are, but the one that stands for others."""
     return [name for name in Configs(_folder(job)).options("strategy") if name != AUTO]
 
@@ -91,7 +91,7 @@ def with_strategy(job: Composed, name: str, gpus: int | None = None) -> Variant:
 def _names(job: Composed) -> list[str]:
     """The strategies to try; single_gpu only where there is a GPU."""
     has_gpus = job.settings.trainer.accelerator != "cpu" and bool(present("auto"))
-    return [name for name in strategies(job) if has_gpus or name != "single_gpu"]
+    return [name for name in list_strategies(job) if has_gpus or name != "single_gpu"]
 
 
 def _counts(job: Composed) -> list[int]:
@@ -111,7 +111,7 @@ def _entry(variant: Variant, settings: TrainerSettings) -> Entry:
     make_strategy, seed = strategy_of(job), job.settings.seed
     parts = make_strategy, task_of(job), data_of(job)
     try:
-        return make_strategy().launch(trained, *parts, settings, seed, name)
+        return make_strategy().launch(train, *parts, settings, seed, name)
     except RankFailed as error:
         return Entry(name, variant.replicas, failure=str(error).splitlines()[-1])
     except UserError as error:
