@@ -53,7 +53,7 @@ SAYS = {  # what an experiment file says, and the line
     "resume: last": "a config file sets resume, which only you can",
     "vars: {x: last}\nresume: ${vars.x}": "a config file sets resume, which only you can",
     "sweep: {resume: theirs}": "a config file sets sweep.resume, which only you can",
-    "vars: {x: {resume: theirs}}\nsweep: ${vars.x}": "a config file sets sweep.resume, which only",
+    "vars: {x: {resume: theirs}}\nsweep: ${vars.x}": "sweep=${vars.x} is one value; set its keys",
     "hydra: {sweeper: {params: {sweep.resume: theirs}}}": "hydra.sweeper.params.sweep.resume",
     "resume_anyway: true": "a config file sets resume_anyway, which only you can",
     "hydra: {sweeper: {_target_: mine.tasks.Net}}": "hydra.sweeper._target_: dpframe has no use",
