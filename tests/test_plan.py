@@ -106,7 +106,7 @@ def test_help_and_an_assumption_that_can_not_be_import_no_torch(tmp_path, instal
         "plan.disk_bandwidth=0": "plan.disk_bandwidth=0.0 is out of range; use more than 0 bytes",
         "plan.node_mtbf_hours=0": "plan.node_mtbf_hours=0.0 is out of range; use more than 0 hours",
         "plan.restart_seconds=inf": "plan.restart_seconds=inf is out of range; use 0 seconds",
-        "plan=3": "plan=3 is a whole number; set its keys, as plan.KEY=VALUE",
+        "plan=3": "plan=3 is one value; set its keys, as plan.KEY=VALUE",
     }
     lines = [["recipe=boston", "mode=plan", override] for override in refused]
     shown = [["--help"], ["--help", "plan.bandwidth"]]
