@@ -37,7 +37,7 @@ ELSEWHERE = {
     # What the check sees of the next two is not what Hydra makes the folder of.
     "recipe: ${oc.select:hydra.help.header,boston}\nhydra: {help: {header: ../../../out}}": PLAIN,
     "recipe: ${oc.env:DPFRAME_TOKEN,secret}": PLAIN,
-    "recipe: [boston]": PLAIN,
+    "recipe: [boston]": "recipe=['boston'] is a list; use text",
     "recipe: ../../out": "recipe=../../out is not a plain name",
     "recipe: a/../../../out": "recipe=a/../../../out is not a plain name",
     "recipe: ~out": "recipe=~out is not a plain name",

@@ -205,6 +205,7 @@ TEXTS: tuple[tuple[str, str | Callable[[_Mistake, re.Match[str]], str]], ...] = 
     ("Value '(?P<value>.*)' of type '(?P<kind>.+?)'", _Mistake.misfit),
     (r"Value '(?P<value>.*)' is not a valid bool \(type (?P<kind>\w+)\)", _Mistake.misfit),
     (r"Invalid value assigned: (?P<kind>\w+) is not a ListConfig", _Mistake.misfit),
+    (r"Cannot convert '(?P<kind>\w+)' to string: '(?P<value>.*)'", _Mistake.misfit),
     (r"Cannot assign (?P<kind>\w+) to ", _Mistake.misfit),
     ("field '.*' is not Optional|Incompatible value 'None'", _Mistake.misfit),
     (r"is not a subclass of (\w+)\. value: (.*)", _Mistake.no_group),

@@ -209,6 +209,8 @@ KINDS = {
     "NoneType": "nothing",
     "list": "a list",
     "dict": "a group of keys",
+    "ListConfig": "a list",
+    "DictConfig": "a group of keys",
     "AnyNode": "one value",
 }
 WORDS = {
