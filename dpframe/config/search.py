@@ -91,7 +91,7 @@ class Configs:
         self.loader = _loader(folders)
         self.composed: dict[tuple[str, ...], dict[str, Any]] = {}  # for hints
 
-    def compose(self, overrides: Sequence[str], mode: RunMode = RunMode.RUN) -> DictConfig:
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config, `hydra` included; an error of Hydra's is a UserError."""
         for override in overrides:
             if several := re.match(r"(recipe|strategy)=\[(.*,.*)\]", override):
@@ -99,13 +99,12 @@ class Configs:
                 raise UserError(f"{override}: a run has one {group}; -m {group}={names} runs each")
         with self.explained(overrides):
             words = [with_path_quoted(override) for override in overrides]
-            config = self.load_configuration(CONFIG_NAME, words, mode)
-        if mode is RunMode.RUN:
-            choices = config.hydra.runtime.choices
-            for group, option in choices.items():
-                plugins.refuse_shadowed(str(group), option, self.folder)
-            if "recipe" in choices and OmegaConf.is_missing(config, "recipe"):
-                config.recipe = choices["recipe"]  # a recipe is called as its file
+            config = self.load_configuration(CONFIG_NAME, words, RunMode.RUN)
+        choices = config.hydra.runtime.choices
+        for group, option in choices.items():
+            plugins.refuse_shadowed(str(group), option, self.folder)
+        if "recipe" in choices and OmegaConf.is_missing(config, "recipe"):
+            config.recipe = choices["recipe"]  # a recipe is called as its file
         return config
 
     @contextmanager
