@@ -12,8 +12,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.config.hints import hint
 from dpframe.config.schema import CONFIG_NAME, KINDS, Group, defaults, groups, spoken, type_of
-from dpframe.config.start import key_of, value_of
+from dpframe.config.start import MACHINES, key_of, value_of
 from dpframe.errors import UserError, first_line, nearest, suggestion
+from dpframe.trainer.settings import several_machines
 
 
 class Menu(Protocol):
@@ -132,6 +133,8 @@ class _Mistake:
 
     def no_key(self, found: re.Match[str]) -> str:
         key = found[1]
+        if key in MACHINES:
+            return str(several_machines(None, None))
         key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}
         typed = [f"{o}: " for o in self.overrides if f"{key}.".startswith(f"{key_of(o)}.")]
         return max(typed, default="", key=key_of) + f"there is no key {key}; {self.hint(key)}"
