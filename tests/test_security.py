@@ -14,6 +14,7 @@ from command import attempts, environment, write
 from forked import fresh
 
 import dpframe
+from dpframe.config.start import key_of
 from dpframe.errors import UserError
 from dpframe.strategies.ddp import DDP
 
@@ -58,6 +59,10 @@ vars: {net: torch.nn.Linear}
 COPY = "{_target_:shutil.copyfile,_args_:[mine/tasks.py,canary]}"
 SPAWN = "{_target_:setuptools._distutils.spawn.spawn,_args_:[[touch,canary]]}"
 DATA, NONE, GONE = "a run directory is data; if", "there is no such", "can't be used"
+# Reads as a mapping with a `_target_`, once what stands for it is filled in.
+HALVES = (
+    r"\\\{_tar${oc.env:NOPE,get_}\\\: shutil.copyfile\\\, _ar${oc.env:NOPE,gs_}\\\: \\\[a\\\]\\\}"
+)
 ATTACKS = {  # what overrides.yaml has, and what the one line says
     "a key": (["+task.net._target_=os.getcwd"], DATA),
     "two keys": (["+task.net._target_=shutil.copyfile", "+task.net._args_=[a,b]"], DATA),
@@ -81,6 +86,15 @@ ATTACKS = {  # what overrides.yaml has, and what the one line says
         ["+vars.a='{_tar'", "+vars.b='get_: x}'", "+task.net=${oc.create:${vars.a}${vars.b}}"],
         DATA,
     ),
+    "a reference that hides another": (
+        ["+vars.s=${hydra.job.name}", "+task.net=${vars.tool}"],
+        DATA,
+    ),
+    "a reference to Hydra's own": (["recipe=named", "vars.net=this.x", "+vars.s=${hydra.x}"], DATA),
+    "an escaped reference": ([rf"+task.net=$\{{oc.create:{HALVES}\}}"], DATA),
+    "a mapping behind a space": (["++logger= {x: ${vars.tool}}"], DATA),
+    "a text behind a tab": ([rf"++logger=\t{{x: $\{{oc.create:{HALVES}\}}}}"], DATA),
+    "an option in another place": (["+recipe@task.net=victim"], DATA),
     "a resolver of one's own": (["task.width=${eval:1+1}"], DATA),
     "a nested name": (["+task.net=${${vars.a}:x}", "+vars.a=oc.create"], DATA),
     "a sweep's values": ([f"+task.net=choice({COPY},1)"], DATA),
@@ -93,6 +107,7 @@ ATTACKS = {  # what overrides.yaml has, and what the one line says
 OF_NOTES = {  # overrides.yaml that is no list of texts
     "laughs": "- &a0 [x, x, x]\n"
     + "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)),
+    "merged": "- &a {x: x}\n- {<<: [*a, *a]}\n",
     "deep": "[" * 5000,
     "long": "- " + "9" * 5000,
 }
@@ -165,7 +180,8 @@ def test_what_a_run_directory_names_is_not_called_by_load(place):
     told = fresh(loaded, paths, folder=place)
     assert not (place / "canary").exists()
     for (name, (words, says)), line in zip(ATTACKS.items(), told, strict=False):
-        says = GONE if words[0].startswith("callbacks=") else says  # no task needs them
+        is_of_a_task = key_of(words[0]) not in ("callbacks", "logger")
+        says = says if is_of_a_task else GONE  # what a load composes has none
         assert says in line and "\n" not in line, (name, line)
     assert all("overrides.yaml" in line for line in told[len(ATTACKS) :])
 
@@ -186,6 +202,11 @@ def test_an_own_run_is_resumed_with_what_is_typed_again(tmp_path):
     assert again.code == 0 and "epoch 2/2" in again.out, again.err
     assert "type them again" in said(evaluated)
     assert sings.code != 0 and "canary" in sings.files  # else the other tests would pass, too
+    write(place, {"own/mine/tasks.py": f"open('canary', 'w').close()\n{TASKS}"})
+    inside = ["--config-dir", str(place / "mine"), "resume=.", "trainer.max_epochs=3", quiet]
+    (there,) = attempts([inside], place / "own")
+    assert there.code == 0 and "epoch 3/3" in there.out, there.err
+    assert "canary" not in there.files
 
 
 STOLEN = (

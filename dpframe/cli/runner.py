@@ -84,7 +84,9 @@ class Runner:
         is_begun = self.known and job.settings.mode == "fit"
         if is_begun and seal.newest_of_run(directory) is not None:
             words.append(f"resume={quoted(str(directory))}")
-            job, _ = compose_point(Configs(self.config_dir), words, number)
+            configs = Configs(self.config_dir)
+            configs.taken = self.configs.taken
+            job, _ = compose_point(configs, words, number)
         job.run_dir, job.is_run_dir_given = str(directory), True
         return [job]
 

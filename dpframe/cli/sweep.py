@@ -27,7 +27,7 @@ from dpframe.config.compose import Composed
 from dpframe.config.objective import Objective
 from dpframe.config.schema import SweepSettings, shown
 from dpframe.config.search import Configs, quoted, with_path_quoted
-from dpframe.config.start import GONE, key_of, names_call, refuse_calls, value_of
+from dpframe.config.start import GONE, key_of, must_be_typed, refuse_calls, value_of
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
 from dpframe.modes.directory import create, refuse_ways_out, remove
@@ -49,7 +49,8 @@ def sweep(given: list[str], config_dir: str | None) -> int:
     """0 when every run finished, else 1: the others go on when one fails."""
     before, typed = _with_earlier([with_path_quoted(override) for override in given])
     configs = Configs(config_dir, typed=typed)
-    configs.taken = () if before is None else before.overrides
+    again = [with_path_quoted(override) for override in given]
+    configs.taken = [] if before is None else [o for o in before.overrides if o not in again]
     overrides, first, config = _first_point(typed, configs)
     settings, is_listed = first.settings.sweep, _is(config.hydra.sweeper, SWEEPER)
     _refuse(overrides, config, settings)
@@ -83,7 +84,7 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         if isinstance(error, UserError):
             raise
         _conclude(results)
-        then = shlex.join([f"sweep.resume={directory}", *filter(names_call, typed)])
+        then = shlex.join([f"sweep.resume={directory}", *filter(must_be_typed, typed)])
         raise Interrupted(error.number, f"; go on with {then}") from None
     return _conclude(results)
 

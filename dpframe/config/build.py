@@ -30,7 +30,7 @@ from dpframe.task import Task
 
 def check_targets(job: Composed) -> None:
     """Checks every part of a config before anything is built."""
-    see_own_folders(job.config, job.config_dir)
+    see_own_folders(job.config, job.config_dir, job.start)
     for where, node, kind in slots(job.settings):
         check(node, where, kind)
 

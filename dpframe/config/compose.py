@@ -106,9 +106,16 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
     HydraConfig.instance().set_config(config)  # what `${hydra:…}` refers to
     taken = {key_of(each) for each in [*configs.taken, *(o for o in overrides if o not in own)]}
     if taken:
-        kept = [o for o in overrides if key_of(o) not in taken or configs.is_choice(o)]
+        known = [o for o in overrides if key_of(o) not in taken or configs.is_choice(o)]
+        # What is typed may set a key that one of the others has added.
+        known = [o if o[0] in "+~" or configs.is_choice(o) else f"++{o}" for o in known]
         start = next((o for o in own if key_of(o) in ("resume", "checkpoint")), "sweep.resume")
-        refuse_brought(without_hydra(config), lambda: without_hydra(configs.compose(kept)), start)
+        try:
+            texts = _plain(without_hydra(config))
+            refuse_brought(_filled(config), texts, lambda: _filled(configs.compose(known)), start)
+        except OmegaConfBaseException as error:
+            raise explain(error, config=_plain(config)) from None
+        HydraConfig.instance().set_config(config)
     return config
 
 

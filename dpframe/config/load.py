@@ -44,7 +44,7 @@ def load(
         job = composed([*start, *overrides], config_dir=config_dir)
     state = checkpoint.load(file)
     changed(job, state, ("task",))
-    see_own_folders(job.config["task"], job.config_dir)
+    see_own_folders(job.config["task"], job.config_dir, job.start)
     return trained(job, state, device=device)
 
 

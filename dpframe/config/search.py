@@ -25,7 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException
+from hydra.errors import ConfigCompositionException, OverrideParseException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
@@ -131,8 +131,13 @@ class Configs:
 
     def is_choice(self, override: str) -> bool:
         """Whether it chooses an option of a group."""
-        group = key_of(override).partition("@")[0]
-        return bool(self.options(group)) and not override.partition("=")[2].startswith("{")
+        if not self.options(key_of(override).partition("@")[0]):
+            return False
+        try:
+            value = OverridesParser.create().parse_override(override).value()
+        except OverrideParseException:  # a path, which is read once it is quoted
+            return False
+        return all(isinstance(o, str) for o in (value if isinstance(value, list) else [value]))
 
     def groups(self) -> list[str]:
         """Ours in our order, then the user's."""

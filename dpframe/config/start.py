@@ -8,12 +8,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, QuotedString
+from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe import files
@@ -25,7 +27,7 @@ from dpframe.errors import UserError, first_line, nearest, printable
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
 WORDS = ("best", "last")  # a checkpoint of the newest run
-PLAIN = r"\$\{(oc\.env:[^${}]*|[\w.]+)\}"  # a reference that calls no other resolver
+FROM_ENVIRONMENT = r"\$\{oc\.env:[^${}]*\}"
 MACHINES = ("trainer.nodes", "trainer.rendezvous")  # in runs of an earlier version
 GONE = (*MACHINES, "trusted_modules")
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
@@ -156,33 +158,56 @@ def refuse_recipe(checkpoint: str, theirs: str, recipe: str) -> NoReturn:
 
 def refuse_calls(saved: Sequence[str], what: str) -> None:
     """`saved` are overrides of a directory, which are taken unless they are typed again."""
-    if calls := [override for override in saved if names_call(override)]:
+    if calls := [override for override in saved if must_be_typed(override)]:
         raise UserError(
-            f"{what}: its overrides name what is called, or may be, and a run directory is data; "
-            f"if they are yours, type them again: {shlex.join(calls)}"
+            f"{what}: its overrides name what is called or where files go, or may do so, and a run "
+            f"directory is data; if they are yours, type them again: {shlex.join(calls)}"
         )
 
 
-def names_call(override: str) -> bool:
-    """Whether an override could name something to call: by its key, in a mapping, by `${…}`."""
-    return bool(re.search("_target_|_args_", override) or "${" in re.sub(PLAIN, "", override))
+def must_be_typed(override: str) -> bool:
+    """Whether an override of a directory could name something to call, or says where files go.
 
-
-def refuse_brought(config: Any, compose: Callable[[], Any], what: str) -> None:
-    """Refuses a `_target_` that is there by a reference to what a directory's overrides set.
-
-    `compose` gives the config without these, but with the options that they choose.
-    """
+    The first is by its key, in a mapping or by a reference, as Hydra reads them."""
+    key = key_of(override)
+    if key == "strategy.storage" or re.search("_target_|_args_|@", key):
+        return True
     try:
-        there = _calls(config, resolve=True)
-    except OmegaConfBaseException:
-        return  # no run begins with it either
-    if there.items() <= _calls(config, resolve=False).items():
+        value = OverridesParser.create().parse_override(override).value()
+    except HydraException:  # Hydra reads it otherwise, as a path, or not at all
+        return bool(re.search("[${]", override))
+    return any(
+        re.search("_target_|_args_", text) or "${" in re.sub(FROM_ENVIRONMENT, "", text)
+        for text in _texts(value)
+    )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All that are in a value, keys too."""
+    if isinstance(value, Mapping):
+        yield from map(str, value)
+        value = list(value.values())
+    value = value.list if isinstance(value, ChoiceSweep) else value
+    value = value.text if isinstance(value, QuotedString) else value
+    if isinstance(value, str):
+        yield value
+    for each in value if isinstance(value, list) else ():
+        yield from _texts(each)
+
+
+def refuse_brought(config: Any, texts: Any, compose: Callable[[], Any], what: str) -> None:
+    """Refuses a `_target_` that is there by a file's reference to what a directory's overrides set.
+
+    `config` has each `${…}` filled in, `texts` has not; `compose` gives the first without these
+    overrides, but with the options that they choose.
+    """
+    there, written = _calls(config), _calls(texts)
+    if there == written:
         return  # all are texts of config files, or typed
     try:
-        known = _calls(compose(), resolve=True)
+        known = _calls(compose())
     except (UserError, OmegaConfBaseException):
-        known = {}
+        known = written
     for key, path in there.items():
         if known.get(key) != path:
             raise UserError(
@@ -191,10 +216,10 @@ def refuse_brought(config: Any, compose: Callable[[], Any], what: str) -> None:
             )
 
 
-def _calls(config: Any, *, resolve: bool) -> dict[str, Any]:
+def _calls(config: Any) -> dict[str, Any]:
     """Each `_target_` by its key."""
     found: dict[str, Any] = {}
-    waiting: list[tuple[str, Any]] = [("", OmegaConf.to_container(config, resolve=resolve))]
+    waiting: list[tuple[str, Any]] = [("", config)]
     while waiting:
         where, node = waiting.pop()
         if where.endswith("._target_"):
@@ -224,7 +249,7 @@ def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
     if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, "hydra") or key in GONE:
         return False
-    if names_call(override) and key in map(key_of, typed):
+    if must_be_typed(override) and key in map(key_of, typed):
         return False
     if key.startswith("strategy."):  # another strategy has other keys
         chosen = [o for o in typed if key_of(o) == "strategy"]
@@ -248,12 +273,14 @@ def saved_overrides(directory: Path | None) -> list[str]:
     if path is None or not path.is_file():
         return []
     try:
-        saved = yaml.safe_load(path.read_text(encoding="utf-8", errors="surrogateescape")) or []
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        # A few bytes of them stand for gigabytes, and no run writes one.
+        has_alias = any(isinstance(each, yaml.AliasEvent) for each in yaml.parse(text))
+        saved = [[]] if has_alias else yaml.safe_load(text) or []
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(
             f"{path} can't be read: {first_line(error)}; fix it, or remove it"
         ) from None
-    # A few bytes of lists in lists can stand for gigabytes of text.
     if not isinstance(saved, list) or any(isinstance(each, list | dict) for each in saved):
         raise UserError(f"{path} is no list of overrides; fix it, or remove it")
     overrides = [str(override).strip() for override in saved]

@@ -2,7 +2,6 @@
 
 import importlib
 import inspect
-import os
 import pkgutil
 import sys
 import traceback
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpframe.config import plugins
+from dpframe.config.start import run_directory
 from dpframe.errors import UserError, first_line, nearest
 
 UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -59,14 +59,17 @@ def taken_by(target: Any) -> tuple[list[str], bool]:
     return names, False
 
 
-def see_own_folders(config: Any, config_dir: Path | None = None) -> None:
-    """Appends the current directory, or the folder that the `--config-dir` is in, to `sys.path`.
+def see_own_folders(config: Any, config_dir: Path | None, start: Path | None) -> None:
+    """Appends the folder that the `--config-dir` is in, or the current directory, to `sys.path`.
 
     Only once a config names a module that is only there, so that no file there stands in for a
-    package that Hydra or torch tries to import.
+    package that Hydra or torch tries to import. The current directory is not seen where it is that
+    of the checkpoint that a run starts from: a run directory is data.
     """
-    folders = [] if sys.flags.safe_path else [os.getcwd()]
-    folders += [] if config_dir is None else [str(config_dir.parent)]
+    here, data = Path.cwd(), None if start is None else (run_directory(start) or start.parent)
+    is_data = data is not None and here.is_relative_to(data.resolve())
+    folders = [] if config_dir is None else [str(config_dir.parent)]
+    folders += [] if sys.flags.safe_path or is_data else [str(here)]
     for top in {path.split(".")[0] for path in targets_in(config)}:
         if not top.isidentifier() or _is_importable(top):
             continue

@@ -13,7 +13,7 @@ from typing import Any
 from dpframe import files
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
-from dpframe.config.start import names_call
+from dpframe.config.start import must_be_typed
 from dpframe.errors import Failure, UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
@@ -118,5 +118,5 @@ def _command(job: Composed, *overrides: str) -> str:
     is_module = Path(sys.argv[0]).parts[-2:] == ("dpframe", "__main__.py")
     words = ["python", "-m", "dpframe"] if is_module else ["dpframe"]
     own = ["--config-dir", os.path.relpath(job.config_dir)] if job.config_dir is not None else []
-    own += [each for each in job.typed if names_call(each)]  # typed each time
+    own += [each for each in job.typed if must_be_typed(each)]  # typed each time
     return shlex.join([*words, *own, *overrides])

@@ -125,7 +125,7 @@ def _resume(job: Composed, directory: str) -> tuple[Composed, str]:
 def _run_rank(job: Composed, work: Work) -> dict[str, Any]:
     """In every process of the job."""
     with signals.watched(job.settings.trainer.hang_seconds), process_settings_restored():
-        see_own_folders(job.config, job.config_dir)
+        see_own_folders(job.config, job.config_dir, job.start)
         strategy = strategy_of(job)()
         signals.raise_if_signaled()
         with strategy:
