@@ -106,17 +106,26 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
     HydraConfig.instance().set_config(config)  # what `${hydra:…}` refers to
     taken = {key_of(each) for each in [*configs.taken, *(o for o in overrides if o not in own)]}
     if taken:
-        known = [o for o in overrides if key_of(o) not in taken or configs.is_choice(o)]
-        # What is typed may set a key that one of the others has added.
-        known = [o if o[0] in "+~" or configs.is_choice(o) else f"++{o}" for o in known]
         start = next((o for o in own if key_of(o) in ("resume", "checkpoint")), "sweep.resume")
+        known = _without(taken, overrides, configs)
         try:
             texts = _plain(without_hydra(config))
             refuse_brought(_filled(config), texts, lambda: _filled(configs.compose(known)), start)
         except OmegaConfBaseException as error:
             raise explain(error, config=_plain(config)) from None
-        HydraConfig.instance().set_config(config)
     return config
+
+
+def _without(taken: set[str], overrides: Sequence[str], configs: Configs) -> list[str]:
+    """Without the values that a directory's overrides set; the options that they choose stay."""
+    known = []
+    for override in overrides:
+        if configs.is_choice(override):
+            known.append(override)
+        elif key_of(override) not in taken:
+            # What is typed may set a key that one of those that are left out has added.
+            known.append(override if override[0] in "+~" else f"++{override}")
+    return known
 
 
 def _refuse_several_machines(typed: Sequence[str]) -> None:

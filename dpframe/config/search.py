@@ -36,7 +36,7 @@ from dpframe.config import plugins
 from dpframe.config.errors import explain
 from dpframe.config.hints import has, may_take
 from dpframe.config.schema import CONFIG_NAME, register
-from dpframe.config.start import key_of
+from dpframe.config.start import key_of, parsed_value
 from dpframe.errors import UserError
 
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "experiment")
@@ -134,7 +134,7 @@ class Configs:
         if not self.options(key_of(override).partition("@")[0]):
             return False
         try:
-            value = OverridesParser.create().parse_override(override).value()
+            value = parsed_value(override)
         except OverrideParseException:  # a path, which is read once it is quoted
             return False
         return all(isinstance(o, str) for o in (value if isinstance(value, list) else [value]))

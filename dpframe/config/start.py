@@ -173,13 +173,18 @@ def must_be_typed(override: str) -> bool:
     if key == "strategy.storage" or re.search("_target_|_args_|@", key):
         return True
     try:
-        value = OverridesParser.create().parse_override(override).value()
+        value = parsed_value(override)
     except HydraException:  # Hydra reads it otherwise, as a path, or not at all
         return bool(re.search("[${]", override))
     return any(
         re.search("_target_|_args_", text) or "${" in re.sub(FROM_ENVIRONMENT, "", text)
         for text in _texts(value)
     )
+
+
+def parsed_value(override: str) -> Any:
+    """The value of an override as Hydra reads it; a HydraException if it can't."""
+    return OverridesParser.create().parse_override(override).value()
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -249,7 +254,7 @@ def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
     if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, "hydra") or key in GONE:
         return False
-    if must_be_typed(override) and key in map(key_of, typed):
+    if key in map(key_of, typed) and must_be_typed(override):
         return False
     if key.startswith("strategy."):  # another strategy has other keys
         chosen = [o for o in typed if key_of(o) == "strategy"]
