@@ -1,5 +1,6 @@
 """A signal ends a run at the end of a step, with a checkpoint from which it goes on to the bit."""
 
+import gc
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing import Pipe
+from multiprocessing import Pipe, Process
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,10 @@ def send(job, number: int, target: str) -> None:
         os.kill(pid, number)
 
 
-CASES = [  # what runs, the signal and who gets it, and whether the run is gone on with
-    (TWO, TERM, "parent", True),
+# What runs, the signal and who gets it, and whether the run is gone on with: the two ranks without
+# workers are, after the validation that is broken off below.
+CASES = [
+    (TWO, TERM, "parent", False),
     ((*TWO, "trainer.max_restarts=3"), TERM, "1", False),
     ((*TWO, "callbacks.checkpoint.every_n_steps=1"), INT, "group", False),  # while it saves
     ((*TWO, *WORKERS), TERM, "group", True),
@@ -54,26 +57,42 @@ CASES = [  # what runs, the signal and who gets it, and whether the run is gone 
 ]
 
 
-@pytest.mark.parametrize("setting, number, target, goes_on", CASES)
-def test_a_signal_ends_a_run_that_resumes_to_the_same_weights(
-    tmp_path, undisturbed, setting, number, target, goes_on
-):
-    ranks = ("0", "1") if "strategy=ddp" in setting else ("0",)
-    with started(tmp_path, *setting, **SLOW) as job:
-        job.wait_for(*(f"training-{rank}" for rank in ranks))
-        send(job, number, target)
-        code, said = job.ended()
-    assert code == 128 + number
-    step = last(tmp_path)["progress"]["global_step"]
-    assert 3 <= step < STEPS
-    name = signal.Signals(number).name
-    reason = f"interrupted by {name} after step {step}; go on with {GO_ON}"
-    assert said == [f"dpframe: {reason}"]
-    summary = json.loads((tmp_path / "run/summary.json").read_text())
-    assert (summary["status"], summary["reason"], summary["steps"]) == ("interrupted", reason, step)
-    if goes_on:
-        assert run(tmp_path, *setting, "resume=run").returncode == 0
-        assert is_same(weights(tmp_path), undisturbed(*setting))
+def test_a_signal_ends_a_run_that_resumes_to_the_same_weights(tmp_path, undisturbed):
+    """All of them at once: they do nothing for most of the time."""
+    folders = [tmp_path / str(number) for number in range(len(CASES))]
+    with ExitStack() as stack:
+        jobs = [
+            stack.enter_context(started(folder, *setting, **SLOW))
+            for folder, (setting, *_) in zip(folders, CASES, strict=True)
+        ]
+        send_in_training(jobs)
+        ends = [job.ended() for job in jobs]
+    for folder, case, end in zip(folders, CASES, ends, strict=True):
+        setting, number, _, goes_on = case
+        step = last(folder)["progress"]["global_step"]
+        assert 3 <= step < STEPS, case
+        name = signal.Signals(number).name
+        reason = f"interrupted by {name} after step {step}; go on with {GO_ON}"
+        assert end == (128 + number, [f"dpframe: {reason}"]), case
+        summary = json.loads((folder / "run/summary.json").read_text())
+        found = summary["status"], summary["reason"], summary["steps"]
+        assert found == ("interrupted", reason, step), case
+        if goes_on:
+            assert run(folder, *setting, "resume=run").returncode == 0, case
+            assert is_same(weights(folder), undisturbed(*setting)), case
+
+
+def send_in_training(jobs: list[Any]) -> None:
+    """Each job's signal, once all of its ranks are in their third step."""
+    waiting = list(zip(jobs, CASES, strict=True))
+    while waiting:
+        for job, (setting, number, target, _) in tuple(waiting):
+            assert job.code is None, job.said()
+            ranks = (0, 1) if "strategy=ddp" in setting else (0,)
+            if all((job.folder / f"training-{rank}").exists() for rank in ranks):
+                send(job, number, target)
+                waiting.remove((job, (setting, number, target, _)))
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("setting", [TWO, ONE], ids=["two ranks", "one process"])
@@ -133,7 +152,7 @@ def test_a_second_signal_ends_a_stuck_rank_at_once(tmp_path):
 )
 def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting, kind):
     """In C, where Python calls no handler, too; one that keeps its GIL is ended by its parent."""
-    grace = "trainer.grace_seconds=0.5"
+    grace = "trainer.grace_seconds=0.1"
     with started(tmp_path, *setting, grace, **fail_at(0, 3, kind)) as job:
         job.wait_for("fired")
         send(job, TERM, "parent")
@@ -142,7 +161,7 @@ def test_what_is_stuck_ends_when_the_grace_period_is_over(tmp_path, setting, kin
 
 
 LIMITS = ("trainer.hang_seconds=4", "trainer.data_timeout_seconds=4")
-STOPPED_SECONDS = 6  # longer than every one of them
+STOPPED_SECONDS = 5  # longer than every one of them
 
 
 def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
@@ -152,8 +171,9 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
     with ExitStack() as stack:
         jobs = []
         for setting, slow in zip(settings, waits, strict=True):
-            words = (tmp_path / str(len(jobs)), *setting, *LIMITS, "trainer.max_epochs=10")
-            jobs.append(stack.enter_context(started(*words, STEP_SECONDS="0.05", **slow)))
+            words = (tmp_path / str(len(jobs)), *setting, *LIMITS, "trainer.max_epochs=6")
+            slow |= {"STEP_SECONDS": "0.1", "HURRY": "continued"}
+            jobs.append(stack.enter_context(started(*words, **slow)))
         jobs[0].wait_for("training-0")
         jobs[1].wait_for("training-0", "training-1")
         for job in jobs:
@@ -165,10 +185,11 @@ def test_a_job_that_was_stopped_for_longer_than_its_timeouts_goes_on(tmp_path):
         time.sleep(STOPPED_SECONDS)
         for job in jobs:
             assert is_stopped(job.pid)
+            (job.folder / "continued").touch()
             os.killpg(job.pid, signal.SIGCONT)
         for job in jobs:
             assert job.ended() == (0, [])
-            assert last(job.folder)["progress"]["global_step"] == 80
+            assert last(job.folder)["progress"]["global_step"] == 48
 
 
 def steps_where_one_rank_knows(strategy: DDP) -> list[int]:
@@ -189,6 +210,25 @@ def steps_where_one_rank_knows(strategy: DDP) -> list[int]:
 def test_the_ranks_agree_on_a_signal_that_one_of_them_has_seen():
     first, second = on(DDP(2, "cpu", timeout_seconds=100), steps_where_one_rank_knows)
     assert first == second >= 2
+
+
+def leave_a_cycle(strategy: DDP, folder: str) -> None:
+    """That notes, when it is collected, whether a data worker of its rank still runs."""
+
+    class Cycle:
+        def __del__(self) -> None:
+            Path(folder, str(strategy.rank)).write_text(str(worker.is_alive()))
+
+    worker = Process(target=time.sleep, args=(600,), daemon=True)
+    worker.start()
+    gc.disable()
+    cycle = Cycle()
+    cycle.itself = cycle
+
+
+def test_a_rank_ends_its_data_workers_before_a_dataloader_that_would_wait_for_them(tmp_path):
+    on(DDP(2, "cpu"), leave_a_cycle, str(tmp_path))
+    assert [(tmp_path / rank).read_text() for rank in ("0", "1")] == ["False", "False"]
 
 
 # Within this process

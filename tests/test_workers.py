@@ -18,6 +18,7 @@ from small import Stream, fitted, is_same, trainer
 from test_data import Bad, BadStream
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dpframe import DataModule, Strategy, UserError, seeding
 from dpframe.callbacks.banner import banner
@@ -177,6 +178,12 @@ def test_another_word_is_refused():
 
 
 # Workers that are lost or hang
+
+
+@pytest.fixture(autouse=True)
+def torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether its workers live, while it waits for an answer: it does so every five seconds."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
 
 
 class Dies(Bad):

@@ -42,6 +42,7 @@ def rank_main(
     with parent.pausing():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALED)
         code = do_work(parent, work)
+    signals.end_children()  # a DataLoader in a cycle would wait seconds for its workers
     gc.collect()  # as in `cli.exit`: of a process that is not a fork the interpreter ends
     sys.exit(code)
 
