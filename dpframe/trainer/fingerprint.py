@@ -8,7 +8,7 @@ import sys
 import tokenize
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from dpframe.data import DataModule, is_tensors
@@ -150,6 +150,7 @@ def _digest(kind: type) -> str:
     return digest.hexdigest()[:16]
 
 
+@lru_cache(maxsize=64)  # a sweep, or a program, makes many runs of the same files
 def significant(source: str) -> str:
     """The text without comments, blank lines and spaces at the ends of lines.
 
