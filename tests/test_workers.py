@@ -179,11 +179,13 @@ def test_another_word_is_refused():
 
 # Workers that are lost or hang
 
+LOOK: Any = _MultiProcessingDataLoaderIter._try_get_data
+
 
 @pytest.fixture(autouse=True)
 def torch_looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether its workers live, while it waits for an answer: it does so every five seconds."""
-    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.1,))
+    monkeypatch.setattr(LOOK, "__defaults__", (0.1,))
 
 
 class Dies(Bad):
@@ -261,6 +263,7 @@ def test_a_worker_that_exits_is_told_by_where():
 def begun(hung: int, persistent: bool) -> tuple[list[Any], list[str], str]:
     """Two epochs of rows that draw, what was logged, and the error, if so many tries hang."""
     stop_forks(*range(1, 2 * hung, 2))  # of each try's two workers the second
+    LOOK.__defaults__ = (0.1,)
     watchdog.BEGIN_SECONDS = (0.2, *(0.2,) * (hung - 1), 100.0)[:3]
     lines, handler = [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
