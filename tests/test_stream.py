@@ -216,7 +216,7 @@ def by_hand(ranks: int, accumulate: int) -> dict[str, Any]:
     return {"log": log, "weights": weights(task)}
 
 
-WHERE = ["cpu-1", "data_parallel-2", "ddp-2", "ddp-3"]
+WHERE = ["cpu-1", "data_parallel-2", "ddp-3"]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -282,7 +282,8 @@ def taking(states: dict[int, Any]) -> Hooks:
 
 
 def all_resumed(strategy: Strategy, folder: str) -> dict[Any, Any]:
-    """For each way to read, the whole run and those that were resumed after its steps."""
+    """For each way to read, the whole run and those that were resumed after its steps: two ranks
+    are slow, and try half of the steps that one process tries."""
     runs = {}
     for name, workers, is_divided in READ:
 
@@ -291,7 +292,8 @@ def all_resumed(strategy: Strategy, folder: str) -> dict[Any, Any]:
 
         states: dict[int, Any] = {}
         runs[name, workers, "whole"] = fitted(trainer(strategy, data(), [taking(states)]))
-        for step in (1, 4, len(states) // 2, len(states) - 1):
+        steps = (1, 4, len(states) // 2, len(states) - 1)
+        for step in steps if strategy.world_size == 1 else steps[1::2]:
             state = deepcopy(strategy.collectives.broadcast(states[step]))
             runs[name, workers, step] = fitted(trainer(strategy, data()), state)
         if strategy.is_main:
@@ -312,7 +314,7 @@ def test_a_stream_is_resumed_to_the_bit(where, name, workers, is_divided, folder
         key[2]: run for key, run in resumed(where, folder).items() if key[:2] == (name, workers)
     }
     whole = runs.pop("whole")
-    assert len(runs) == 4
+    assert len(runs) == (4 if where == "cpu-1" else 2)
     for step, run in runs.items():
         assert weights_apart(run["weights"], whole["weights"]) == 0, step
         rest = [(at, numbers) for at, numbers in whole["log"] if at > step]
