@@ -121,25 +121,6 @@ class Losses(Callback):
         self.losses.append(trainer.metrics["val/loss"])
 
 
-@pytest.mark.parametrize("strategy", [DDP(2, "cpu"), FSDP(2, "cpu")])
-def test_a_trainer_starts_its_ranks_and_takes_over_what_they_came_to(strategy):
-    made = []
-    for given in ({}, {"strategy": strategy}):
-        torch.manual_seed(0)
-        given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses()]}
-        trainer = Trainer(heavy(Small()), Rows(), **given)
-        returned = trainer.fit()
-        assert returned == trainer.metrics and trainer.mode == "fit"
-        rows = trainer.predict().joined()
-        made.append((trainer, list(trainer.task.parameters()), rows))
-    (one, weights, rows), (several, same, same_rows) = made
-    assert several.metrics == pytest.approx(one.metrics, rel=1e-12)
-    assert several.callbacks[0].losses == pytest.approx(one.callbacks[0].losses, rel=1e-12)
-    assert (several.global_step, several.epoch) == (one.global_step, one.epoch) == (10, 2)
-    for there, here in zip([*same, same_rows], [*weights, rows], strict=True):
-        torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-14)
-
-
 class Drawn(Rows):
     """Its setup draws rows by all three generators."""
 
@@ -149,13 +130,27 @@ class Drawn(Rows):
         self.held_out = [some[i] for i in numpy.random.permutation(20)[:10]]
 
 
-def test_the_same_seed_gives_a_setup_that_draws_the_same_rows_in_ranks_and_in_one_process():
-    measured = []
-    for strategy in (None, DDP(2, "cpu")):
+@pytest.mark.parametrize("strategy", [DDP(2, "cpu"), FSDP(2, "cpu")])
+def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_they_came_to(strategy):
+    """They draw what one process draws, in the setup of the data too. Each mode starts a new
+    interpreter: one strategy predicts as well."""
+    made = []
+    for given in ({}, {"strategy": strategy}):
+        given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses()]}
         with seeding.seeded(3):
-            trainer = Trainer(heavy(Small()), Drawn(), strategy=strategy, precision="64")
-        measured.append(trainer.validate())
-    assert measured[1] == pytest.approx(measured[0], rel=1e-12)
+            trainer = Trainer(heavy(Small()), Drawn(), **given)
+        returned = trainer.fit()
+        assert returned == trainer.metrics and trainer.mode == "fit"
+        tensors = list(trainer.task.parameters())
+        if isinstance(strategy, DDP):
+            tensors.append(trainer.predict().joined())
+        made.append((trainer, tensors))
+    (one, tensors), (several, same) = made
+    assert several.metrics == pytest.approx(one.metrics, rel=1e-12)
+    assert several.callbacks[0].losses == pytest.approx(one.callbacks[0].losses, rel=1e-12)
+    assert (several.global_step, several.epoch) == (one.global_step, one.epoch) == (10, 2)
+    for there, here in zip(same, tensors, strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-14)
 
 
 SCRIPT = """
