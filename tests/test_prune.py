@@ -10,7 +10,7 @@ from dpframe import UserError
 from dpframe.callbacks.prune import Prune
 
 RATES = [0.03, 0.02, 0.0001, 0.01, 0.05]
-LINE = ["recipe=boston", "trainer.max_epochs=8", "logger=none", "callbacks=prune"]
+LINE = ["recipe=boston", "trainer.max_epochs=5", "logger=none", "callbacks=prune"]
 LINE += ["callbacks.prune.startup_runs=2", "callbacks.prune.warmup_epochs=2"]
 LINE += ["trainer.accelerator=cpu"]
 SWEEP = ["-m", *LINE, f"task.optimizer.lr={','.join(map(str, RATES))}", "hydra.sweep.dir=swept"]
@@ -26,14 +26,15 @@ def test_a_run_that_is_worse_than_the_median_of_those_before_it_is_stopped(tmp_p
     for each in runs:
         summary = json.loads((tmp_path / "swept" / each["directory"] / "summary.json").read_text())
         epochs.append(summary["epochs"])
-    assert epochs == [8, 8, 3, 3, 8]
+    assert epochs == [5, 5, 3, 3, 5]
     assert "stopped: pruned: val/loss is " in done.stdout
     assert "sweep: 5 of 5 runs finished" in done.stdout
 
 
 def test_runs_that_are_no_sweep_prune_nothing_and_neither_do_too_few(tmp_path):
-    alone = [[*LINE, f"task.optimizer.lr={rate}"] for rate in RATES[:3]]
-    few = [*SWEEP, "strategy=cpu", "callbacks.prune.startup_runs=5"]
+    short = ["strategy=cpu", "trainer.max_epochs=3"]
+    alone = [[*LINE, *short, f"task.optimizer.lr={rate}"] for rate in RATES[:3]]
+    few = [*SWEEP, *short, "callbacks.prune.startup_runs=5"]
     done = attempts([*alone, few], tmp_path)
     assert [each.code for each in done[:3]] == [0] * 3
     assert not any("pruned" in each.out for each in done)
