@@ -26,9 +26,10 @@ from dpframe.strategies.single import CPU
 from dpframe.trainer import spool
 from dpframe.trainer.predictions import as_table, join
 
-SIZES = range(1, 12)  # up to two batches and a bit
+# Up to two batches and a bit; rows that are read one by one are split as tensors are.
+SIZES = {"tensors": range(1, 12), "rows": (1, 4, 11), "stream": (1, 4, 5, 6, 10, 11)}
 BATCH_SIZE = 5  # on four replicas 2 2 1 0
-WHERE = ["cpu-1", *(f"{name}-{n}" for name in ("data_parallel", "ddp") for n in (2, 3, 4))]
+WHERE = ["cpu-1", "data_parallel-2", "data_parallel-3", "data_parallel-4", "ddp-3", "ddp-4"]
 
 
 class Ids(Task):
@@ -69,8 +70,8 @@ def numbers(batch: Any) -> Tensor:
 
 def results_on(strategy: Strategy) -> dict[tuple[str, int], Any]:
     found = {}
-    for kind in ("tensors", "rows", "stream"):
-        for size in SIZES:
+    for kind, sizes in SIZES.items():
+        for size in sizes:
             trainer = Trainer(Ids(), Numbers(kind, size), strategy=strategy)
             predictions = trainer.predict()
             joined = {k: v.tolist() for k, v in predictions.joined().items()} if predictions else {}
@@ -88,10 +89,10 @@ def results(where: str) -> dict[tuple[str, int], Any]:
     return on(kind(int(replicas), "cpu"), results_on)
 
 
-@pytest.mark.parametrize("kind", ["tensors", "rows", "stream"])
+@pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("where", WHERE)
 def test_validation_and_test_see_every_row_once_with_the_weight_of_the_task(where, kind):
-    for size in SIZES:
+    for size in SIZES[kind]:
         weighted = sum(row * (row + 1) for row in range(size)) / sum(range(size + 1))
         everywhere, _ = results(where)[kind, size]
         for metrics in everywhere:  # every process has the same numbers
@@ -103,10 +104,10 @@ def test_validation_and_test_see_every_row_once_with_the_weight_of_the_task(wher
         assert len(everywhere) == (int(where[-1]) if where.startswith("ddp") else 1)
 
 
-@pytest.mark.parametrize("kind", ["tensors", "rows", "stream"])
+@pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("where", WHERE)
 def test_predictions_are_all_rows_in_the_order_of_the_data_set(where, kind):
-    for size in SIZES:
+    for size in SIZES[kind]:
         _, predictions = results(where)[kind, size]
         assert predictions["id"] == list(range(size))
         assert predictions["pair"] == [[row, -row] for row in range(size)]
@@ -251,8 +252,8 @@ def reported_and_kept(strategy: Strategy) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     "strategy",
-    [Strategy(), DataParallel(2, "cpu"), DDP(2, "cpu"), DDP(3, "cpu")],
-    ids=["cpu-1", "data_parallel-2", "ddp-2", "ddp-3"],
+    [Strategy(), DataParallel(2, "cpu"), DDP(3, "cpu")],
+    ids=["cpu-1", "data_parallel-2", "ddp-3"],
 )
 def test_what_a_validation_reports_is_what_its_checkpoint_gives(strategy):
     pairs = on(strategy, reported_and_kept)
@@ -270,7 +271,7 @@ def saved(strategy: Strategy, folder: str) -> dict[str, list[str]]:
         for held in (spool.HELD, 100):
             with patch.object(spool, "HELD", held):
                 path = Path(folder, name, str(held))
-                trainer = Trainer(Returns(output), Numbers("tensors", 400), strategy=strategy)
+                trainer = Trainer(Returns(output), Numbers("tensors", 100), strategy=strategy)
                 predictions = trainer.predict(spool=path)
                 found[name] += [str(predictions.save(path))] if predictions else []
     return found

@@ -131,7 +131,9 @@ class Drawn(Rows):
 
 
 @pytest.mark.parametrize("strategy", [DDP(2, "cpu"), FSDP(2, "cpu")])
-def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_they_came_to(strategy):
+def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_they_came_to(
+    strategy,
+):
     """They draw what one process draws, in the setup of the data too. Each mode starts a new
     interpreter: one strategy predicts as well."""
     made = []
