@@ -274,7 +274,7 @@ def test_what_is_right_is_left_alone(name):
 # What torch computes by kernels for GPUs alone, or chooses by the device
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize(
     "module",
     [nn.GRU(3, 4, 2), nn.GRU(3, 4, bias=False), nn.LSTM(3, 4, 2), nn.ConvTranspose1d(5, 2, 2)],

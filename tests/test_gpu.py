@@ -57,12 +57,12 @@ from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.testing import check_strategy
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(1)  # `gpu` for those of several
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
 Adam = partial(torch.optim.Adam, lr=0.01)
 AdamW = partial(torch.optim.AdamW, lr=0.01)
-KINDS = [pytest.param(SingleGPU, marks=pytest.mark.gpu(1)), DataParallel]
+KINDS = [SingleGPU, pytest.param(DataParallel, marks=pytest.mark.gpu)]
 OPTIMIZERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 
@@ -130,6 +130,7 @@ def on_all_gpus(strategy: DDP) -> dict[str, Any]:
     return {**results, "synced": kinds}
 
 
+@pytest.mark.gpu
 def test_ranks_on_all_gpus():
     """One test, as each of pytest's processes would start them anew: they equal the hand-written
     loop, see each row once, train in half precision, and BatchNorm is synced where asked for."""
@@ -143,6 +144,7 @@ def test_ranks_on_all_gpus():
     assert "BatchNorm1d" not in ranks["synced"]
 
 
+@pytest.mark.gpu
 def test_evaluation_on_all_gpus_of_a_process_sees_every_row_once_and_in_order():
     strategy = started(DataParallel(accelerator="cuda"))
     each_row_was_seen_once(test_evaluation.results_on(strategy))
@@ -238,6 +240,7 @@ def test_a_run_goes_on_on_a_gpu_by_another_implementation(tmp_path):
 # The GPUs
 
 
+@pytest.mark.gpu
 def test_the_gpu_that_was_asked_for_is_taken():
     last = torch.cuda.device_count() - 1
     strategy = started(SingleGPU([last], "cuda"))
@@ -274,6 +277,7 @@ def test_ranks_take_the_gpus_in_the_order_of_the_list():
     assert (devices, current) == (["cuda:1", "cuda:0"], ["1", "0"])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", [DataParallel, DDP])
 def test_one_gpu_more_than_there_is_is_refused(strategy):
     there_are = torch.cuda.device_count()
@@ -440,6 +444,7 @@ def on_host(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in trainer.task.state_dict().items()}
 
 
+@pytest.mark.gpu
 def test_a_state_of_before_0_2_is_put_back_by_the_gpus_numbers():
     torch.cuda.manual_seed_all(5)
     old = seeding.random_state(())
@@ -785,7 +790,7 @@ def test_a_run_of_cuda_graphs_resumes(tmp_path):
         torch.testing.assert_close(resumed.task.state_dict(), whole.task.state_dict())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_the_time_of_each_gpu_is_told():
     times = StepTimes()
     made = fitted(strategy=DataParallel(2, "cuda"), callbacks=[times], max_epochs=2)

@@ -56,8 +56,13 @@ class Large(Small):
         return super().training_step(batch)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(SingleGPU, marks=pytest.mark.gpu(1)),
+        pytest.param(DataParallel, marks=pytest.mark.gpu),
+    ],
+)
 def test_the_most_that_tensors_took_on_each_gpu_is_told(capsys, kind):
     strategy = kind(accelerator="cuda")
     strategy.setup()
