@@ -103,8 +103,13 @@ EPOCHS = 8
 # The same numbers
 
 
-@pytest.mark.parametrize("name", test_parity.CASES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((SingleGPU, name) for name in test_parity.CASES),
+        *(pytest.param(DataParallel, name, marks=pytest.mark.gpu) for name in test_parity.SOME),
+    ],
+)
 def test_all_gpus_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, name):
     strategy = started(kind(accelerator="cuda"))
     test_parity.check(test_parity.trained(strategy, name, "64"), name, "64")
@@ -120,7 +125,7 @@ def fitted_in(precision: str, kind: type[Strategy]) -> Trainer:
 def on_all_gpus(strategy: DDP) -> dict[str, Any]:
     halves = {half: boston(strategy, precision=half, max_epochs=EPOCHS) for half in HALVES}
     results = {
-        "parity": {name: test_parity.trained(strategy, name, "64") for name in test_parity.CASES},
+        "parity": {name: test_parity.trained(strategy, name, "64") for name in test_parity.SOME},
         "evaluation": test_evaluation.results_on(strategy),
         "halves": {half: trainer.fit()["val/loss"] for half, trainer in halves.items()},
     }
@@ -262,19 +267,27 @@ def test_data_parallel_takes_the_gpus_in_the_order_of_the_list():
     assert {str(parameter.device) for parameter in trainer.task.parameters()} == {"cuda:1"}
 
 
-def devices_of_the_ranks() -> tuple[list[str], list[str]]:
-    strategy = DDP([1, 0], "cuda")
-    strategy.setup()
-    try:
-        return strategy.devices, strategy.collectives.gather(str(torch.cuda.current_device()))
-    finally:
-        strategy.close()
+def facts_of_the_ranks(strategy: Strategy) -> tuple[list[str], list[str], list[int]]:
+    gather = strategy.collectives.gather
+    current = gather(str(torch.cuda.current_device()))
+    return strategy.devices, current, gather(torch.get_num_threads())
+
+
+@once
+def facts() -> tuple[list[str], list[str], list[int]]:
+    return on(DDP([1, 0], "cuda"), facts_of_the_ranks)
 
 
 @pytest.mark.gpu(2)
 def test_ranks_take_the_gpus_in_the_order_of_the_list():
-    devices, current = DDP([1, 0], "cuda").launch(devices_of_the_ranks)
+    devices, current, _ = facts()
     assert (devices, current) == (["cuda:1", "cuda:0"], ["1", "0"])
+
+
+@pytest.mark.gpu(2)
+def test_the_processes_of_gpus_divide_the_cores():
+    *_, threads = facts()
+    assert all(count <= max(1, cores() // 2) for count in threads), threads
 
 
 @pytest.mark.gpu
@@ -458,16 +471,6 @@ def test_a_state_of_before_0_2_is_put_back_by_the_gpus_numbers():
 @pytest.mark.gpu(2)
 def test_two_gpus_of_a_process_pass_every_check_so_they_draw_different_numbers():
     assert check_strategy(DataParallel, gpus=2, accelerator="cuda").passed
-
-
-def threads_of(strategy: Strategy) -> list[int]:
-    return strategy.collectives.gather(torch.get_num_threads())
-
-
-@pytest.mark.gpu(2)
-def test_the_processes_of_gpus_divide_the_cores():
-    threads = on(DDP(2, "cuda"), threads_of)
-    assert all(count <= max(1, cores() // 2) for count in threads), threads
 
 
 @pytest.mark.gpu(2)

@@ -825,8 +825,11 @@ def of_two(tmp_path_factory) -> dict[str, tuple[Path, Any]]:
 def on_gpus(tmp_path_factory):
     @once
     def on_gpus() -> tuple[Path, dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("gpus")
-        return folder, on(FSDP(2, "cuda"), kept, folder)
+        """All that two of them are asked."""
+        calls = {"kept": kept, "beside steps": saved_beside_steps, "collected": collected}
+        folders = {name: tmp_path_factory.mktemp("gpus") for name in calls}
+        done = in_turn([(FSDP(2, "cuda"), calls[name], folder) for name, folder in folders.items()])
+        return folders["kept"], dict(zip(calls, done, strict=True))
 
     return on_gpus
 
@@ -836,7 +839,8 @@ def on_gpus(tmp_path_factory):
     "gpus", [pytest.param(gpus, marks=pytest.mark.gpu(max(gpus, 2))) for gpus in (0, 1, 4)]
 )
 def test_parts_of_two_gpus_go_on_on_others_and_on_the_cpu(gpus, on_gpus, tmp_path):
-    folder, wanted = on_gpus()
+    folder, found = on_gpus()
+    wanted = found["kept"]
     here = FSDP(gpus, "cuda") if gpus else CPU()
     mine = on(here, ended, tmp_path, folder / "kept/last.ckpt")
     assert weights_apart(mine["weights"], wanted["weights"]) < 1e-9
@@ -865,12 +869,10 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
     return apart
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.frees_by_waits
-def test_parts_are_copied_from_gpus_while_training_goes_on(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    assert on(FSDP(2, "cuda"), saved_beside_steps, tmp_path) == [0, 0, 0]
+def test_parts_are_copied_from_gpus_while_training_goes_on(on_gpus):
+    assert on_gpus()[1]["beside steps"] == [0, 0, 0]
 
 
 def collected(strategy: FSDP, folder: Path) -> float:
@@ -887,8 +889,8 @@ def collected(strategy: FSDP, folder: Path) -> float:
 
 @pytest.mark.gpu(2)
 @pytest.mark.frees_by_waits
-def test_whole_weights_are_collected_from_gpus_without_a_wait_for_each(tmp_path):
-    assert on(FSDP(2, "cuda"), collected, tmp_path) == 0
+def test_whole_weights_are_collected_from_gpus_without_a_wait_for_each(on_gpus):
+    assert on_gpus()[1]["collected"] == 0
 
 
 def ended_by_a_signal(strategy: FSDP, folder: Path) -> None:
