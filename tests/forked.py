@@ -1,8 +1,9 @@
 """Processes that begin in milliseconds: forks of a server that has torch and dpframe imported.
 
 `fresh(call, *args)` calls a function in one and returns its value; `on(strategy, call)` does so in
-the ranks of a strategy. `run(words, folder)` is `python -m dpframe WORDS`, and `started` does not
-wait for it. A new interpreter takes seconds: it is for tests of the start (tests/command.py).
+the ranks of a strategy, and `in_turn` calls several functions there. `run(words, folder)` is
+`python -m dpframe WORDS`, and `started` does not wait for it. A new interpreter takes seconds: it
+is for tests of the start (tests/command.py).
 """
 
 import ctypes
@@ -65,6 +66,13 @@ def on(
     if strategy.launches_ranks:
         return fresh(_entered, enter, strategy, call, args)
     return _opened(strategy, call, args)
+
+
+def in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What `on` returns for each of these arguments, one after another in the same ranks: to start
+    them takes longer than most calls. All of the strategies have as many."""
+    first: Strategy = cases[0][0]
+    return fresh(first.launch, _opened_in_turn, cases)
 
 
 def launched(strategy: Strategy, call: Callable[..., Any], *args: Any) -> Any:
@@ -168,6 +176,10 @@ def _opened(strategy: Strategy, call: Callable[..., Any], args: tuple) -> Any:
             return call(strategy, *args)
     finally:
         strategy.close()
+
+
+def _opened_in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [_opened(strategy, call, tuple(args)) for strategy, call, *args in cases]
 
 
 # ---- in the fork

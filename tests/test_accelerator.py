@@ -1,11 +1,10 @@
 """A process takes memory on its own GPUs alone: fake ones note each context."""
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from forked import on
+from forked import in_turn
 from small import Adam, Small, Streamed, fitted
 
 from dpframe import Strategy
@@ -31,8 +30,13 @@ def trained(strategy: Strategy, folder: Path) -> int:
 
 @pytest.mark.gpu(2)
 @pytest.mark.frees_by_waits
-@pytest.mark.parametrize("strategy", [partial(SingleGPU, [1]), DDP, FSDP], ids=str)
+@pytest.mark.parametrize(
+    "strategies",
+    [[SingleGPU([1], "cuda")], [DDP(2, "cuda"), FSDP(2, "cuda")]],
+    ids=["one process", "ranks"],
+)
 def test_a_run_makes_no_context_on_a_gpu_that_is_not_its_own(
-    strategy: Callable[..., Strategy], tmp_path: Path
+    strategies: list[Strategy], tmp_path: Path
 ) -> None:
-    assert on(strategy(accelerator="cuda"), trained, tmp_path) == 10
+    cases = [(strategy, trained, tmp_path / strategy.name) for strategy in strategies]
+    assert in_turn(cases) == [10] * len(strategies)

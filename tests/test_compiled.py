@@ -69,7 +69,7 @@ def shapes_of(
             return compile(call, backend=backend, **options)
 
         patched.setattr(torch, "compile", noted)
-        for _ in range(3):  # the runs of a sweep
+        for _ in range(2):  # the runs of a sweep
             called.clear()
             mine = fitted(compile=True, **given)
     return called, weights_apart(mine.task.state_dict(), fitted(**given).task.state_dict())

@@ -200,7 +200,7 @@ def differently(strategy: DDP, make: Any, hook: Any, folder: Path) -> None:
         raise
 
 
-def refused(folder: Path, make: Any, hook: Any = None, *, seconds: float = 8) -> str:
+def refused(folder: Path, make: Any, hook: Any = None, *, seconds: float = 5) -> str:
     with pytest.raises(UserError) as caught:
         on(DDP(2, "cpu", timeout_seconds=seconds), differently, make, hook, folder)
     return str(caught.value)

@@ -274,7 +274,7 @@ def test_what_is_right_is_left_alone(name):
 # What torch computes by kernels for GPUs alone, or chooses by the device
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 @pytest.mark.parametrize(
     "module",
     [nn.GRU(3, 4, 2), nn.GRU(3, 4, bias=False), nn.LSTM(3, 4, 2), nn.ConvTranspose1d(5, 2, 2)],
@@ -431,12 +431,40 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
-def test_a_bug_that_is_planted_in_dpframe_fails_its_test(tmp_path, name):
+# Each in a fork of one process that has torch imported.
+MUTATED = """
+import json, os, sys
+import pytest, torch
+done = {}
+for house, test in json.load(sys.stdin):
+    pid = os.fork()
+    if not pid:
+        os.chdir(house)
+        said = os.open("said", os.O_WRONLY | os.O_CREAT)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        sys.path[:0] = [house, house + "/tests"]
+        code = pytest.main(["-q", "-n", "0", "-x", "-p", "no:cacheprovider", test])
+        sys.stdout.flush()
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    done[house] = [str(code), open(house + "/said").read()]
+json.dump(done, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, list[str]]:
+    """The exit code of pytest on each mutant's test, and what it printed."""
     if reason := build.why_not():
         pytest.skip(reason)
-    file, here, instead, test = MUTANTS[name]
-    house = tmp_path / "house"
+    houses = {name: str(planted(name, tmp_path_factory.mktemp("house"))) for name in MUTANTS}
+    done = child([(house, MUTANTS[name][-1]) for name, house in houses.items()], MUTATED)
+    return {name: done[house] for name, house in houses.items()}
+
+
+def planted(name: str, house: Path) -> Path:
+    file, here, instead, _ = MUTANTS[name]
     for folder in ("dpframe", "tests"):
         copytree(HERE.parent / folder, house / folder, ignore=ignore_patterns("__pycache__"))
     for folder in ("conf", "recipes"):
@@ -446,7 +474,11 @@ def test_a_bug_that_is_planted_in_dpframe_fails_its_test(tmp_path, name):
     text = path.read_text()
     assert text.count(here) == 1, f"dpframe/{file} has another text; change MUTANTS"
     path.write_text(text.replace(here, instead))
-    pytest_on_gpus = [sys.executable, "tests/fakecuda", "2", "-m", "pytest", "-q", "-n", "0", "-x"]
-    done = subprocess.run([*pytest_on_gpus, test], cwd=house, capture_output=True, text=True)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(r"1 failed|violation\(s\)", done.stdout), done.stdout
+    return house
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_bug_that_is_planted_in_dpframe_fails_its_test(name, ended):
+    code, said = ended[name]
+    assert code == "1", said
+    assert re.search(r"1 failed|violation\(s\)", said), said

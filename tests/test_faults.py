@@ -178,8 +178,13 @@ class Hungry(Small):
         return super().training_step(batch)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(SingleGPU, marks=pytest.mark.gpu(1)),
+        pytest.param(DataParallel, marks=pytest.mark.gpu),
+    ],
+)
 def test_a_gpu_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
     strategy = kind(accelerator="cuda")
     strategy.setup()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import fresh, limited, on
+from forked import fresh, in_turn, limited, on
 from recorded import Recorder, once, weights, weights_apart
 from small import SGD, Adam, Hooks, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
@@ -144,30 +144,43 @@ def numbers_of(strategy: Strategy, case: str) -> dict[str, Any]:
     return numbers(strategy, make, **settings)
 
 
-def all_cases(strategy: Strategy) -> dict[str, Any]:
-    return {case: numbers_of(strategy, case) for case in CASES}
+def numbers_of_each(strategy: Strategy, cases: list[str]) -> dict[str, Any]:
+    return {case: numbers_of(strategy, case) for case in cases}
 
 
-GROUPS = {
-    "3 ranks": partial(FSDP, 3, "cpu"),
-    "2 x 2 ranks": partial(FSDP, 4, "cpu", replicate=2),
-    "kept for the backward": partial(FSDP, 3, "cpu", reshard_after_forward=False),
-    "by class": partial(FSDP, 2, "cpu", shard="Block"),
+# How parts are kept, and the cases that this may change.
+WAYS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "3 ranks": ({}, list(CASES)),
+    "2 x 2 ranks": (
+        {"replicate": 2},
+        ["blocks", "fewer rows than ranks", "accumulated", "shares that count nothing", "left out"],
+    ),
+    "kept for the backward": (
+        {"reshard_after_forward": False},
+        ["blocks", "two stacks", "accumulated", "computed again"],
+    ),
+    "by class": ({"shard": "Block"}, ["blocks", "two stacks", "tied", "running statistics"]),
 }
 
 
+def way(name: str) -> tuple[Strategy, Callable[..., Any], list[str]]:
+    options, cases = WAYS[name]
+    return FSDP(4 if "replicate" in options else 3, "cpu", **options), numbers_of_each, cases
+
+
 @once
-def on_ranks(group: str) -> dict[str, Any]:
-    return on(GROUPS[group](), all_cases)
+def whole(case: str) -> dict[str, Any]:
+    return numbers_of(CPU(), case)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("group", GROUPS)
-def test_parts_train_as_whole_weights_do(group, case):
-    wanted = numbers_of(CPU(), case)
-    mine = on_ranks(group)[case]
+@pytest.mark.parametrize(
+    ("name", "case"), [(name, case) for name, (_, cases) in WAYS.items() for case in cases]
+)
+def test_parts_train_as_whole_weights_do(name, case):
+    ranks = of_ranks(4 if name == "2 x 2 ranks" else 3)
+    mine, wanted = ranks[name][case], whole(case)
     if case == "running statistics":  # of each rank's own rows, as under ddp
-        wanted = on(DDP(GROUPS[group]().gpus, "cpu"), numbers_of, case)
+        wanted = ranks[case]
     assert weights_apart(mine["weights"], wanted["weights"]) < EXACT
     assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
 
@@ -191,7 +204,7 @@ def compiled(strategy: Strategy, make: Callable[[], Any]) -> dict[str, Any]:
 
 
 def test_blocks_are_compiled_between_their_gathers():
-    mine = on(FSDP(3, "cpu"), compiled, Towers)
+    mine = of_ranks(3)["compiled"]
     wanted = numbers(CPU(), Towers, rows=9, batch_size=2, max_epochs=1)
     assert mine["graphs"] > 1
     assert weights_apart(mine["weights"], wanted["weights"]) < EXACT
@@ -199,7 +212,7 @@ def test_blocks_are_compiled_between_their_gathers():
 
 @pytest.mark.parametrize("strategy", [FSDP, DDP])
 def test_ten_blocks_take_no_more_to_compile_than_three(strategy):
-    few, many = (on(strategy(2, "cpu"), compiled, partial(Deep, 8, count)) for count in (3, 10))
+    few, many = (of_ranks(2)[strategy, count] for count in (3, 10))
     assert few["graphs"] == many["graphs"] > 0
     assert few["frames"] == many["frames"]
 
@@ -229,11 +242,9 @@ def kept(strategy: Strategy) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("replicate", [1, 2])
 def test_a_rank_keeps_its_part_of_weights_gradients_and_optimizer_state(replicate):
-    whole, *mine = on(FSDP(4, "cpu", replicate=replicate), kept)
-    for size, wholes in zip(mine, (1, 1, 2), strict=True):
-        assert size == pytest.approx(
-            wholes * whole * replicate / 4, rel=0.03
-        )  # some don't divide evenly
+    size, *mine = of_ranks(4)["kept", replicate]
+    for part, wholes in zip(mine, (1, 1, 2), strict=True):  # some don't divide evenly
+        assert part == pytest.approx(wholes * size * replicate / 4, rel=0.03)
 
 
 def groups_of(strategy: FSDP) -> tuple[list[list[int]], set[float], bool]:
@@ -247,8 +258,10 @@ def groups_of(strategy: FSDP) -> tuple[list[list[int]], set[float], bool]:
 
 @pytest.mark.parametrize(("replicate", "ranks"), [(1, [[0, 1, 2, 3]]), (2, [[0, 2], [0, 1]])])
 def test_every_group_of_the_mesh_has_the_timeout_and_ends_with_an_error(replicate, ranks):
-    strategy = FSDP(4, "cpu", replicate=replicate, timeout_seconds=77)
-    assert on(strategy, groups_of) == (ranks, {77.0}, True)
+    assert of_ranks(4)["groups", replicate] == (ranks, {TIMEOUT}, True)
+
+
+TIMEOUT = 77.0
 
 
 class Waiting:
@@ -274,8 +287,8 @@ def in_little_memory(strategy: Strategy, folder: Path) -> str:
     task, data = Deep(1024, 8), Rows(8, 4, val=False)
     fitted(Small(), strategy=strategy)  # has started what takes memory of its own
     limited(ROOM)
-    saver = Checkpoint(keep=0, every_n_epochs=None, every_n_steps=3)
-    options = {"callbacks": [saver], "directory": folder, "max_steps": 3}
+    saver = Checkpoint(keep=0, every_n_epochs=None, every_n_steps=2)
+    options = {"callbacks": [saver], "directory": folder, "max_steps": 2}
     try:
         return f"{fitted(task, data, strategy=strategy, **options).global_step} steps"
     except (MemoryError, RuntimeError) as error:
@@ -284,7 +297,7 @@ def in_little_memory(strategy: Strategy, folder: Path) -> str:
 
 def test_a_model_that_does_not_fit_one_rank_trains_on_four(tmp_path):
     assert fresh(in_little_memory, CPU(), tmp_path) == "out of memory"
-    assert on(FSDP(4, "cpu"), in_little_memory, tmp_path) == "3 steps"
+    assert on(FSDP(4, "cpu"), in_little_memory, tmp_path) == "2 steps"
 
 
 def test_a_whole_checkpoint_takes_room_for_all_parts_in_the_main_rank(tmp_path):
@@ -311,12 +324,11 @@ def built(strategy: Strategy) -> dict[str, Any]:
 
 
 def test_a_task_that_one_rank_builds_has_the_numbers_of_one_that_all_build():
-    mine = on(FSDP(2, "cpu", meta_init=True), built)
+    mine, wanted = of_ranks(2)["built in one"], of_ranks(2)["built in all"]
     for make in BUILT:
         seeding.seed_everything(0)
         make()
         assert mine[make.__name__]["drawn"] == [float(torch.rand(1))] * 2
-    wanted = on(FSDP(2, "cpu"), built_in_all)
     for name, case in mine.items():
         assert weights_apart(case["weights"], wanted[name]) == 0
 
@@ -419,12 +431,11 @@ def as_whole(strategy: Strategy) -> list[dict[str, Any]]:
 
 
 def test_weights_outside_of_their_blocks_are_told_and_gathered_if_wanted():
-    loss, norm, direct = on(FSDP(2, "cpu"), told)
+    loss, norm, direct = of_ranks(2)["told"]
     assert loss.startswith("a step returned 'loss' of parts of weights; strategy=fsdp has only")
     assert norm.startswith("a step returned 'norm' of parts of weights; strategy=fsdp has only")
     assert direct.startswith("dpframe: strategy=fsdp has only this rank's part of a weight where")
-    made = on(FSDP(2, "cpu", shard=[]), as_whole)
-    for mine, wanted in zip(made, as_whole(CPU()), strict=True):
+    for mine, wanted in zip(of_ranks(2)["as whole"], as_whole(CPU()), strict=True):
         assert weights_apart(mine["weights"], wanted["weights"]) < EXACT
         assert mine["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
 
@@ -464,7 +475,7 @@ def looked(strategy: Strategy) -> tuple[float | None, dict[str, Any]]:
 
 
 def test_callbacks_see_whole_weights():
-    drawn, shown = on(FSDP(3, "cpu"), looked)
+    drawn, shown = of_ranks(3)["looked"]
     wanted, known = looked(CPU())
     assert drawn == pytest.approx(wanted, rel=EXACT)
     assert shown.keys() == known.keys()
@@ -525,14 +536,13 @@ def casts(strategy: Strategy, **settings: Any) -> tuple[list[tuple[int, int]], d
 
 @pytest.mark.parametrize("param_dtype", [None, "bf16"])
 def test_no_bf16_copy_of_the_weights_waits_for_the_backward(param_dtype):
-    strategy = FSDP(2, "cpu", param_dtype=param_dtype)
-    counts, _ = on(strategy, partial(casts, checkpoint_activations=True))
+    counts, _ = of_ranks(2)["casts", param_dtype]
     assert [kept for _, kept in counts] == [0, 0]
     assert all(made > 0 for made, _ in counts) is (param_dtype is None)
 
 
 def test_autocast_without_its_cache_has_the_numbers_of_one_with_it():
-    counts, mine = on(FSDP(1, "cpu"), casts)
+    counts, mine = of_ranks(1)["casts"]
     assert counts == [(4, 3)] * 2  # those of the blocks are saved for the backward
     _, wanted = casts(CPU())
     assert is_same(mine, wanted)
@@ -548,7 +558,6 @@ class Lines(logging.Handler):
 
 
 def told_at_the_start(group: FSDP) -> list[list[str]]:
-    """All in one group of ranks."""
     said = []
     for param_dtype, settings in (
         (None, {"precision": "bf16"}),
@@ -568,7 +577,7 @@ def told_at_the_start(group: FSDP) -> list[list[str]]:
 
 
 def test_a_line_says_how_to_keep_no_bf16_copy_of_the_weights():
-    plain, *others = on(FSDP(1, "cpu"), told_at_the_start)
+    plain, *others = of_ranks(1)["told at the start"]
     assert plain == [
         "autocast keeps all weights in bf16 in each process from forward to backward; set "
         "strategy.param_dtype=bf16 or trainer.checkpoint_activations=true where they don't fit"
@@ -577,9 +586,8 @@ def test_a_line_says_how_to_keep_no_bf16_copy_of_the_weights():
 
 
 def test_weights_may_be_gathered_in_bf16_beside_autocast():
-    wanted = on(DDP(2, "cpu"), halves)
-    mine = on(FSDP(2, "cpu", param_dtype="bf16", reduce_dtype="32"), halves)
-    assert mine == pytest.approx(wanted, rel=0.02)
+    wanted = of_ranks(2)["halves of ddp"]
+    assert of_ranks(2)["halves"] == pytest.approx(wanted, rel=0.02)
 
 
 # Refusals
@@ -638,7 +646,6 @@ REFUSED: list[tuple[dict[str, Any], Any, dict[str, Any], str]] = [
 
 
 def refusals(group: FSDP) -> list[str]:
-    """All in one group of ranks."""
     said = []
     for arguments, make, settings, _ in REFUSED:
         try:
@@ -650,9 +657,61 @@ def refusals(group: FSDP) -> list[str]:
 
 
 def test_what_can_not_be_had_with_parts_is_refused_in_one_line():
-    for said, (*_, wanted) in zip(on(FSDP(3, "cpu"), refusals), REFUSED, strict=True):
+    for said, (*_, wanted) in zip(of_ranks(3)["refusals"], REFUSED, strict=True):
         assert said.startswith(wanted)
         assert "\n" not in said
+
+
+# All that the tests above ask of as many ranks, which take longer to start than most of it.
+OF_RANKS: dict[int, dict[Any, tuple[Any, ...]]] = {
+    1: {
+        "casts": (FSDP(1, "cpu"), casts),
+        "told at the start": (FSDP(1, "cpu"), told_at_the_start),
+    },
+    2: {
+        "built in one": (FSDP(2, "cpu", meta_init=True), built),
+        "built in all": (FSDP(2, "cpu"), built_in_all),
+        "told": (FSDP(2, "cpu"), told),
+        "as whole": (FSDP(2, "cpu", shard=[]), as_whole),
+        **{
+            ("casts", param_dtype): (
+                FSDP(2, "cpu", param_dtype=param_dtype),
+                partial(casts, checkpoint_activations=True),
+            )
+            for param_dtype in (None, "bf16")
+        },
+        **{
+            (kind, count): (kind(2, "cpu"), compiled, partial(Deep, WIDTH, count))
+            for kind in (FSDP, DDP)
+            for count in (3, 10)
+        },
+        "halves of ddp": (DDP(2, "cpu"), halves),
+        "halves": (FSDP(2, "cpu", param_dtype="bf16", reduce_dtype="32"), halves),
+    },
+    3: {
+        **{name: way(name) for name in WAYS if name != "2 x 2 ranks"},
+        "running statistics": (DDP(3, "cpu"), numbers_of, "running statistics"),
+        "looked": (FSDP(3, "cpu"), looked),
+        "refusals": (FSDP(3, "cpu"), refusals),
+        "compiled": (FSDP(3, "cpu"), compiled, Towers),
+    },
+    4: {
+        "2 x 2 ranks": way("2 x 2 ranks"),
+        **{
+            (what, replicate): (
+                FSDP(4, "cpu", replicate=replicate, timeout_seconds=TIMEOUT),
+                call,
+            )
+            for replicate in (1, 2)
+            for what, call in (("kept", kept), ("groups", groups_of))
+        },
+    },
+}
+
+
+@once
+def of_ranks(count: int) -> dict[Any, Any]:
+    return dict(zip(OF_RANKS[count], in_turn([*OF_RANKS[count].values()]), strict=True))
 
 
 # On GPUs

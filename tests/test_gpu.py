@@ -57,12 +57,12 @@ from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.testing import check_strategy
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(1)  # `gpu` for those of several
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
 Adam = partial(torch.optim.Adam, lr=0.01)
 AdamW = partial(torch.optim.AdamW, lr=0.01)
-KINDS = [pytest.param(SingleGPU, marks=pytest.mark.gpu(1)), DataParallel]
+KINDS = [SingleGPU, pytest.param(DataParallel, marks=pytest.mark.gpu)]
 OPTIMIZERS = {"sgd": SGD, "adam": Adam, "adamw": AdamW}
 
 
@@ -103,8 +103,13 @@ EPOCHS = 8
 # The same numbers
 
 
-@pytest.mark.parametrize("name", test_parity.CASES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        *((SingleGPU, name) for name in test_parity.CASES),
+        *(pytest.param(DataParallel, name, marks=pytest.mark.gpu) for name in test_parity.SOME),
+    ],
+)
 def test_all_gpus_of_a_process_equal_the_hand_written_loop_on_the_cpu(kind, name):
     strategy = started(kind(accelerator="cuda"))
     test_parity.check(test_parity.trained(strategy, name, "64"), name, "64")
@@ -120,7 +125,7 @@ def fitted_in(precision: str, kind: type[Strategy]) -> Trainer:
 def on_all_gpus(strategy: DDP) -> dict[str, Any]:
     halves = {half: boston(strategy, precision=half, max_epochs=EPOCHS) for half in HALVES}
     results = {
-        "parity": {name: test_parity.trained(strategy, name, "64") for name in test_parity.CASES},
+        "parity": {name: test_parity.trained(strategy, name, "64") for name in test_parity.SOME},
         "evaluation": test_evaluation.results_on(strategy),
         "halves": {half: trainer.fit()["val/loss"] for half, trainer in halves.items()},
     }
@@ -130,6 +135,7 @@ def on_all_gpus(strategy: DDP) -> dict[str, Any]:
     return {**results, "synced": kinds}
 
 
+@pytest.mark.gpu
 def test_ranks_on_all_gpus():
     """One test, as each of pytest's processes would start them anew: they equal the hand-written
     loop, see each row once, train in half precision, and BatchNorm is synced where asked for."""
@@ -143,6 +149,7 @@ def test_ranks_on_all_gpus():
     assert "BatchNorm1d" not in ranks["synced"]
 
 
+@pytest.mark.gpu
 def test_evaluation_on_all_gpus_of_a_process_sees_every_row_once_and_in_order():
     strategy = started(DataParallel(accelerator="cuda"))
     each_row_was_seen_once(test_evaluation.results_on(strategy))
@@ -238,6 +245,7 @@ def test_a_run_goes_on_on_a_gpu_by_another_implementation(tmp_path):
 # The GPUs
 
 
+@pytest.mark.gpu
 def test_the_gpu_that_was_asked_for_is_taken():
     last = torch.cuda.device_count() - 1
     strategy = started(SingleGPU([last], "cuda"))
@@ -259,21 +267,30 @@ def test_data_parallel_takes_the_gpus_in_the_order_of_the_list():
     assert {str(parameter.device) for parameter in trainer.task.parameters()} == {"cuda:1"}
 
 
-def devices_of_the_ranks() -> tuple[list[str], list[str]]:
-    strategy = DDP([1, 0], "cuda")
-    strategy.setup()
-    try:
-        return strategy.devices, strategy.collectives.gather(str(torch.cuda.current_device()))
-    finally:
-        strategy.close()
+def facts_of_the_ranks(strategy: Strategy) -> tuple[list[str], list[str], list[int]]:
+    gather = strategy.collectives.gather
+    current = gather(str(torch.cuda.current_device()))
+    return strategy.devices, current, gather(torch.get_num_threads())
+
+
+@once
+def facts() -> tuple[list[str], list[str], list[int]]:
+    return on(DDP([1, 0], "cuda"), facts_of_the_ranks)
 
 
 @pytest.mark.gpu(2)
 def test_ranks_take_the_gpus_in_the_order_of_the_list():
-    devices, current = DDP([1, 0], "cuda").launch(devices_of_the_ranks)
+    devices, current, _ = facts()
     assert (devices, current) == (["cuda:1", "cuda:0"], ["1", "0"])
 
 
+@pytest.mark.gpu(2)
+def test_the_processes_of_gpus_divide_the_cores():
+    *_, threads = facts()
+    assert all(count <= max(1, cores() // 2) for count in threads), threads
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("strategy", [DataParallel, DDP])
 def test_one_gpu_more_than_there_is_is_refused(strategy):
     there_are = torch.cuda.device_count()
@@ -440,6 +457,7 @@ def on_host(trainer: Trainer) -> dict[str, Tensor]:
     return {name: value.cpu() for name, value in trainer.task.state_dict().items()}
 
 
+@pytest.mark.gpu
 def test_a_state_of_before_0_2_is_put_back_by_the_gpus_numbers():
     torch.cuda.manual_seed_all(5)
     old = seeding.random_state(())
@@ -453,16 +471,6 @@ def test_a_state_of_before_0_2_is_put_back_by_the_gpus_numbers():
 @pytest.mark.gpu(2)
 def test_two_gpus_of_a_process_pass_every_check_so_they_draw_different_numbers():
     assert check_strategy(DataParallel, gpus=2, accelerator="cuda").passed
-
-
-def threads_of(strategy: Strategy) -> list[int]:
-    return strategy.collectives.gather(torch.get_num_threads())
-
-
-@pytest.mark.gpu(2)
-def test_the_processes_of_gpus_divide_the_cores():
-    threads = on(DDP(2, "cuda"), threads_of)
-    assert all(count <= max(1, cores() // 2) for count in threads), threads
 
 
 @pytest.mark.gpu(2)
@@ -785,7 +793,7 @@ def test_a_run_of_cuda_graphs_resumes(tmp_path):
         torch.testing.assert_close(resumed.task.state_dict(), whole.task.state_dict())
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.gpu(2)
 def test_the_time_of_each_gpu_is_told():
     times = StepTimes()
     made = fitted(strategy=DataParallel(2, "cuda"), callbacks=[times], max_epochs=2)

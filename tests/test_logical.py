@@ -313,7 +313,7 @@ def drawn(seed: int) -> Case:
     return partial(task, optimizer, draw.choice((None, COSINE))), partial(data, *sizes), settings
 
 
-CASES |= {f"drawn {seed}": drawn(seed) for seed in range(8)}
+CASES |= {f"drawn {seed}": drawn(seed) for seed in range(6)}
 
 
 def result(strategy: Strategy, case: Case, **options: Any) -> dict[str, Any]:
@@ -383,8 +383,9 @@ def of_one() -> dict[str, Any]:
 
 # The same bits
 
-# 3 ranks have several nodes of the tree each; 2 and 4 have one.
-ON_RANKS = [(3, name) for name in CASES] + [(2 + 2 * (n % 2), name) for n, name in enumerate(CASES)]
+# 3 ranks have several nodes of the tree each; 2 and 4 have one, and take turns with some.
+OTHERS = zip(cycle([2, 4]), list(CASES)[::2])
+ON_RANKS = [(3, name) for name in CASES] + list(OTHERS)
 
 
 @pytest.mark.parametrize(("ranks", "name"), ON_RANKS)
@@ -834,7 +835,8 @@ def test_a_run_that_goes_on_on_another_number_of_gpus_has_the_bits_of_one_gpu(gp
 
 @pytest.mark.gpu
 def test_verify_looks_at_the_bits_of_gpus():
-    finding = fresh(partial(verified, only=("rows_once", "bits")), Reads, DDP, None, "cuda")
+    gpus = min(2, torch.cuda.device_count())
+    finding = fresh(partial(verified, only=("rows_once", "bits")), Reads, DDP, gpus, "cuda")
     assert finding.result == "pass", finding.cause
 
 

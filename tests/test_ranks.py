@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import forked
 import pytest
@@ -47,10 +48,14 @@ def broken(
     done = run(folder, *TWO, *overrides, **fail_at(rank, 3, kind))
     assert not remaining(lambda: set(descendants()) - before, named=str)
     assert done.returncode == (2 if kind == "refuse" else 1), done.stderr
+    return told_and_logged(folder, done.stderr, kind)
+
+
+def told_and_logged(folder: Path, stderr: str, kind: str) -> tuple[list[str], list[str]]:
     log, parent = folder / "run/run.log", " [parent] ERROR dpframe: "
     logged = log.read_text().splitlines() if log.exists() else []
-    lines = told(done.stderr)
-    assert kind == "refuse" or log.exists() == (lines != done.stderr.splitlines())
+    lines = told(stderr)
+    assert kind == "refuse" or log.exists() == (lines != stderr.splitlines())
     return lines, [s.partition(parent)[2] for s in logged if parent in s]
 
 
@@ -113,18 +118,27 @@ def test_the_exception_of_a_data_worker_ends_the_job_with_the_workers_traceback(
     assert any("Original Traceback" in line for line in lines)
 
 
-TIMEOUT = 3
+TIMEOUT = 4
+HANGING = {"hang": "in _fail", "data": "in _received", "collective": "in _fail"}
 
 
-@pytest.mark.parametrize(
-    "kind, frame",
-    [("hang", "in _fail"), ("data", "in _received"), ("collective", "in _fail")],
-)
-def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, kind, frame):
-    limit, workers = f"strategy.timeout_seconds={TIMEOUT}", f"data.workers={int(kind == 'data')}"
-    lines, _ = broken(tmp_path, limit, workers, rank=1, kind=kind)
+def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path):
+    """All at once: each of them waits for most of the time."""
+    before, jobs = set(descendants()), {}
+    with ExitStack() as stack:
+        for kind in HANGING:
+            given = f"strategy.timeout_seconds={TIMEOUT}", f"data.workers={int(kind == 'data')}"
+            job = started(tmp_path / kind, *TWO, *given, **fail_at(1, 3, kind))
+            jobs[kind] = stack.enter_context(job)
+        for kind, job in jobs.items():
+            assert job.wait() == 1, f"{kind}: {job.said()}"
+            check_stack(kind, told_and_logged(job.folder, job.said(), kind)[0])
+    assert not remaining(lambda: set(descendants()) - before, named=str)
+
+
+def check_stack(kind: str, lines: list[str]) -> None:
     text = "\n".join(lines)
-    assert lines[0].startswith("rank 0 ended after it: ")
+    assert lines[0].startswith("rank 0 ended after it: "), text
     assert f"Timed out waiting {TIMEOUT}000ms" in text
     if kind == "collective":  # it has timed out there
         assert lines[1:3] == [
@@ -134,7 +148,7 @@ def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path, kind, frame):
         assert text.count("Traceback") == 1
     else:
         assert lines[1] == "rank 1 hung; its stack:" and lines[-1].endswith("in _run_rank")
-        assert any(line.endswith(frame) for line in lines)
+        assert any(line.endswith(HANGING[kind]) for line in lines), text
         assert "Traceback" not in text
 
 
@@ -150,11 +164,17 @@ def waits_for_a_rank_that_never_comes() -> None:
     os.abort()
 
 
-def test_the_rank_that_did_not_come_is_named_where_a_watchdog_ends_those_that_waited():
-    with pytest.raises(RankFailed) as caught:
+def as_on_gpus() -> None:
+    """But forked, as there are none."""
+    with patch.object(local, "choose_start_method", lambda uses_gpus: "fork"):
         local.launch(
             waits_for_a_rank_that_never_comes, (), count=2, uses_gpus=True, timeout_seconds=600
         )
+
+
+def test_the_rank_that_did_not_come_is_named_where_a_watchdog_ends_those_that_waited():
+    with pytest.raises(RankFailed) as caught:
+        forked.fresh(as_on_gpus)
     first, heading, *stack = str(caught.value).splitlines()
     assert re.fullmatch(r"rank 0 ended after it: killed by SIGABRT \(pid \d+\)", first)
     assert heading == "rank 1 hung; its stack:"
@@ -421,11 +441,10 @@ TOLD = ("+callbacks.tells._target_=tells.Tells",)
     "words, variables, code",
     [
         (["strategy=ddp"], ALONE, 0),
-        (["strategy=fsdp"], ALONE, 0),
         (["strategy=fsdp", "+callbacks.fails._target_=tells.Fails"], ALONE, 1),
         (["strategy=fsdp", "trainer.gpus=2"], {}, 0),
     ],
-    ids=["ddp", "fsdp", "failed", "spawned"],
+    ids=["ddp", "failed", "spawned"],
 )
 def test_the_threads_of_a_ranks_group_end_before_its_interpreter(tmp_path, words, variables, code):
     """One of gloo's that lets go of a tensor would wait for an interpreter that is gone, which

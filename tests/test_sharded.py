@@ -21,7 +21,7 @@ import oracle
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from forked import fresh, limited, on
+from forked import fresh, in_turn, limited, on
 from recorded import once, weights, weights_apart
 from small import Adam, Hooks, Rows, Small, fitted, is_same
 from torch import Tensor, nn
@@ -105,29 +105,56 @@ PLACES: dict[str, Callable[[], Strategy]] = {
 def run_on(tmp_path_factory):
     @once
     def run_on(place: str) -> tuple[Path, dict[str, Any]]:
+        if place in ON_FOUR:
+            return on_four()[place]
         folder = tmp_path_factory.mktemp("runs")
         return folder, on(PLACES[place](), kept, folder)
+
+    @once
+    def on_four() -> dict[str, tuple[Path, dict[str, Any]]]:
+        folders = [tmp_path_factory.mktemp("runs") for _ in ON_FOUR]
+        cases = [(PLACES[p](), kept, folder) for p, folder in zip(ON_FOUR, folders, strict=True)]
+        return dict(zip(ON_FOUR, zip(folders, in_turn(cases), strict=True), strict=True))
 
     return run_on
 
 
-@pytest.mark.parametrize(
-    ("there", "here"),
-    [
-        ("fsdp 4", "cpu"),
-        ("fsdp 4", "fsdp 1"),
-        ("fsdp 4", "fsdp 2"),
-        ("fsdp 4", "fsdp 3"),
-        ("fsdp 4", "fsdp 4"),
-        ("fsdp 2 x 2", "ddp 2"),
-        ("cpu", "fsdp 2 x 2"),
-        ("fsdp 2, whole", "fsdp 4"),
-    ],
-)
-def test_a_run_goes_on_with_parts_or_without(there, here, run_on, tmp_path):
+ON_FOUR = ["fsdp 4", "fsdp 2 x 2"]
+GOES_ON = [
+    ("fsdp 4", "cpu"),
+    ("fsdp 4", "fsdp 1"),
+    ("fsdp 4", "fsdp 2"),
+    ("fsdp 4", "fsdp 3"),
+    ("fsdp 4", "fsdp 4"),
+    ("fsdp 2 x 2", "ddp 2"),
+    ("cpu", "fsdp 2 x 2"),
+    ("fsdp 2, whole", "fsdp 4"),
+]
+
+
+@pytest.fixture(scope="module")
+def goes_on(tmp_path_factory, run_on):
+    """How each ends of those that go on with as many ranks, in one group of them."""
+
+    @once
+    def goes_on(ranks: Any) -> dict[tuple[str, str], dict[str, Any]]:
+        pairs = [(there, here) for there, here in GOES_ON if PLACES[here]().gpus == ranks]
+        starts = [run_on(there)[0] / "kept/last.ckpt" for there, _ in pairs]
+        cases = [
+            (PLACES[here](), ended, tmp_path_factory.mktemp("goes_on"), start)
+            for (_, here), start in zip(pairs, starts, strict=True)
+        ]
+        done = in_turn(cases) if ranks else [on(*case) for case in cases]
+        return dict(zip(pairs, done, strict=True))
+
+    return goes_on
+
+
+@pytest.mark.parametrize(("there", "here"), GOES_ON)
+def test_a_run_goes_on_with_parts_or_without(there, here, run_on, goes_on):
     wanted = run_on("cpu")[1]
     folder, there_ended = run_on(there)
-    mine = on(PLACES[here](), ended, tmp_path, folder / "kept/last.ckpt")
+    mine = goes_on(PLACES[here]().gpus)[there, here]
     for each in (there_ended, mine):
         assert weights_apart(each["weights"], wanted["weights"]) < EXACT
         assert each["metrics"] == pytest.approx(wanted["metrics"], rel=EXACT)
@@ -253,7 +280,7 @@ def test_a_checkpoint_in_parts_becomes_one_file_that_goes_on_anywhere(
         checkpoint.join(tmp_path / "weights.pt", tmp_path / "another/last.ckpt")
 
 
-TENSORS, ROOM = 24, 32  # of 4 MiB each; MiB for one of them, its file and what torch reads of it
+TENSORS, ROOM = 12, 32  # of 4 MiB each; MiB for one of them, its file and what torch reads of it
 
 
 def large(strategy: FSDP, path: Path) -> None:
@@ -566,13 +593,13 @@ def failures(strategy: Strategy, folder: Path) -> list[str]:
     return said
 
 
-def test_a_save_that_fails_in_a_rank_is_told_by_the_main_one_and_leaves_the_one_before(tmp_path):
+def test_a_save_that_fails_in_a_rank_is_told_by_the_main_one_and_leaves_the_one_before(of_two):
     line = "the checkpoint RUN/checkpoints/last.ckpt can't be written: No space left on device"
     nan = "net.0.weight is no longer a number, so RUN/checkpoints/last.ckpt is not written"
-    said = on(FSDP(2, "cpu"), failures, tmp_path)
+    folder, said = of_two["failures"]
     kept = "; the one before it is kept, 1"
     assert said == ["saved, 1", line + kept, line + kept, line + kept, nan + kept]
-    assert seal.damage(tmp_path / "checkpoints/last.ckpt") == ""
+    assert seal.damage(folder / "checkpoints/last.ckpt") == ""
 
 
 def checked(strategy: Strategy, folder: Path) -> str:
@@ -587,15 +614,15 @@ def checked(strategy: Strategy, folder: Path) -> str:
     return ""
 
 
-def test_nodes_that_see_other_folders_are_refused(tmp_path):
-    assert on(FSDP(2, "cpu"), checked, tmp_path) == (
+def test_nodes_that_see_other_folders_are_refused(of_two):
+    assert of_two["checked"][1] == (
         "strategy.checkpoints=sharded but not all machines see RUN of the main one; name a run "
         "directory on a file system that they share by hydra.run.dir=DIR, or use "
         "strategy.checkpoints=whole"
     )
 
 
-def taken_out(strategy: FSDP) -> Any:
+def taken_out(strategy: FSDP, folder: Path) -> Any:
     whole = torch.arange(8.0).view(4, 2)
     weight = distribute_tensor(whole, strategy.mesh, [Placed(0)])
     copies: list[Tensor] = []
@@ -614,8 +641,8 @@ def taken_out(strategy: FSDP) -> Any:
     )
 
 
-def test_the_shards_of_a_state_are_taken_out_by_their_names():
-    is_there, rest, shards = on(FSDP(2, "cpu"), taken_out)
+def test_the_shards_of_a_state_are_taken_out_by_their_names(of_two):
+    is_there, rest, shards = of_two["taken out"][1]
     assert is_there == [(True, (4, 2), torch.float32)] * 2
     assert rest == 1
     assert shards == {"a.b.c": [[0, 1], [2, 3]], "a.b.c+": [[0, 1], [2, 3]]}
@@ -731,9 +758,10 @@ def test_a_rank_that_is_killed_within_a_save_costs_that_save_alone(moment, unbro
 CHANGES = {"os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
-def saved_twice(strategy: FSDP, run: Path, moments: Path) -> None:
+def saved_twice(strategy: FSDP, moments: Path) -> None:
     """Copies the folder before each change of a file by any rank in the second of two saves."""
-    folder, writer, count_ = run / "checkpoints", checkpoint.Writer(), count()
+    (moments / "run").mkdir(exist_ok=True)
+    folder, writer, count_ = moments / "run/checkpoints", checkpoint.Writer(), count()
     is_copying = is_watched = False
 
     def watch(event: str, args: tuple) -> None:
@@ -758,10 +786,8 @@ def saved_twice(strategy: FSDP, run: Path, moments: Path) -> None:
     is_watched = False
 
 
-def test_killed_at_any_change_of_a_file_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path):
-    (tmp_path / "run").mkdir()
-    on(FSDP(2, "cpu"), saved_twice, tmp_path / "run", tmp_path)
-    moments = [path for path in tmp_path.iterdir() if path.name != "run"]
+def test_killed_at_any_change_of_a_file_a_save_leaves_the_old_checkpoint_or_the_new_one(of_two):
+    moments = [path for path in of_two["saved twice"][0].iterdir() if path.name != "run"]
     assert {path.name[:2] for path in moments} == {"0-", "1-"}
     steps = []
     for folder in moments:
@@ -776,6 +802,22 @@ def test_killed_at_any_change_of_a_file_a_save_leaves_the_old_checkpoint_or_the_
     assert set(steps) == {1, 2}
 
 
+# What two ranks are asked in one group of them; the last one leaves an audit hook behind.
+OF_TWO = {
+    "failures": failures,
+    "checked": checked,
+    "taken out": taken_out,
+    "saved twice": saved_twice,
+}
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory) -> dict[str, tuple[Path, Any]]:
+    folders = {name: tmp_path_factory.mktemp("of_two") for name in OF_TWO}
+    done = in_turn([(FSDP(2, "cpu"), OF_TWO[name], folder) for name, folder in folders.items()])
+    return {name: (folders[name], value) for name, value in zip(OF_TWO, done, strict=True)}
+
+
 # On GPUs
 
 
@@ -783,18 +825,22 @@ def test_killed_at_any_change_of_a_file_a_save_leaves_the_old_checkpoint_or_the_
 def on_gpus(tmp_path_factory):
     @once
     def on_gpus() -> tuple[Path, dict[str, Any]]:
-        folder = tmp_path_factory.mktemp("gpus")
-        return folder, on(FSDP(2, "cuda"), kept, folder)
+        """All that two of them are asked."""
+        calls = {"kept": kept, "beside steps": saved_beside_steps, "collected": collected}
+        folders = {name: tmp_path_factory.mktemp("gpus") for name in calls}
+        done = in_turn([(FSDP(2, "cuda"), calls[name], folder) for name, folder in folders.items()])
+        return folders["kept"], dict(zip(calls, done, strict=True))
 
     return on_gpus
 
 
 @pytest.mark.frees_by_waits  # torch's own streams wait before they use a gradient's memory again
 @pytest.mark.parametrize(
-    "gpus", [pytest.param(gpus, marks=pytest.mark.gpu(max(gpus, 2))) for gpus in (0, 1, 4)]
+    "gpus", [pytest.param(gpus, marks=pytest.mark.gpu(max(gpus, 2))) for gpus in (0, 1, 3)]
 )
 def test_parts_of_two_gpus_go_on_on_others_and_on_the_cpu(gpus, on_gpus, tmp_path):
-    folder, wanted = on_gpus()
+    folder, found = on_gpus()
+    wanted = found["kept"]
     here = FSDP(gpus, "cuda") if gpus else CPU()
     mine = on(here, ended, tmp_path, folder / "kept/last.ckpt")
     assert weights_apart(mine["weights"], wanted["weights"]) < 1e-9
@@ -823,12 +869,10 @@ def saved_beside_steps(strategy: Strategy, folder: Path) -> list[float]:
     return apart
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(2)
 @pytest.mark.frees_by_waits
-def test_parts_are_copied_from_gpus_while_training_goes_on(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs 2 CUDA devices")
-    assert on(FSDP(2, "cuda"), saved_beside_steps, tmp_path) == [0, 0, 0]
+def test_parts_are_copied_from_gpus_while_training_goes_on(on_gpus):
+    assert on_gpus()[1]["beside steps"] == [0, 0, 0]
 
 
 def collected(strategy: FSDP, folder: Path) -> float:
@@ -845,8 +889,8 @@ def collected(strategy: FSDP, folder: Path) -> float:
 
 @pytest.mark.gpu(2)
 @pytest.mark.frees_by_waits
-def test_whole_weights_are_collected_from_gpus_without_a_wait_for_each(tmp_path):
-    assert on(FSDP(2, "cuda"), collected, tmp_path) == 0
+def test_whole_weights_are_collected_from_gpus_without_a_wait_for_each(on_gpus):
+    assert on_gpus()[1]["collected"] == 0
 
 
 def ended_by_a_signal(strategy: FSDP, folder: Path) -> None:

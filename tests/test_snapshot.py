@@ -164,14 +164,14 @@ def room(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(snapshot, "SHARE_OF_FREE", 1 << 60)
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_a_save_from_a_gpu_makes_the_same_file(tmp_path, room):
     for number in range(3):  # the later ones have the pinned memory of the earlier ones
         path = tmp_path / f"{number}.ckpt"
         assert saved(state_on("cuda"), path) == saved(state_on("cpu"), tmp_path / "b.ckpt")
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_a_save_waits_for_nothing_that_a_gpu_has_to_do(tmp_path, room):
     state, writer = {"weight": torch.zeros(1 << 20, device="cuda")}, checkpoint.Writer()
     writer.save(state, [tmp_path / "first.ckpt"])
@@ -189,7 +189,7 @@ def test_a_save_waits_for_nothing_that_a_gpu_has_to_do(tmp_path, room):
         assert weight.eq(number).all()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_memory_that_is_freed_after_a_save_is_in_its_file(tmp_path, room):
     writer = checkpoint.Writer()
     for number in range(4):
@@ -201,7 +201,7 @@ def test_memory_that_is_freed_after_a_save_is_in_its_file(tmp_path, room):
         assert (torch.load(tmp_path / "a.ckpt")["weight"] == number).all()
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(1)
 def test_what_changes_a_tensor_at_once_waits_for_its_snapshot(room):
     weight, kept = torch.ones(1 << 20, device="cuda"), Snapshot()
     copy = kept.copy(weight)
@@ -223,8 +223,13 @@ class Compares(Checkpoint):
             assert is_same(checkpoint.load(path)["task"], now), trainer.global_step
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", [SingleGPU, DataParallel])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(SingleGPU, marks=pytest.mark.gpu(1)),
+        pytest.param(DataParallel, marks=pytest.mark.gpu),
+    ],
+)
 def test_a_run_that_saves_each_step_saves_its_weights_and_trains_as_without(tmp_path, room, kind):
     def trained(**given: Any) -> Any:
         strategy = kind(accelerator="cuda")

@@ -1,5 +1,6 @@
 """Several optimizers that take turns, and steps that compute their gradients more than once."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -119,25 +120,32 @@ def all_cases(strategy: Strategy) -> dict[str, Any]:
 
 
 @once
-def trained(name: str) -> dict[str, Any]:
-    return on(STRATEGIES[name](), all_cases)
+def asked(name: str) -> dict[str, Any]:
+    """All that the tests ask of this strategy, in one group of its ranks."""
+    calls = [call for call, names in ASKED.items() if name in names]
+    return on(STRATEGIES[name](), each_of, calls)
+
+
+def each_of(strategy: Strategy, calls: list[Callable[[Strategy], Any]]) -> dict[Any, Any]:
+    return {call: call(strategy) for call in calls}
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_optimizers_that_take_turns_train_as_a_loop_by_hand(name, case):
-    assert weights_apart(trained(name)[case]["weights"], by_hand(*HAND[case])) < 1e-12
+    found = asked(name)[all_cases][case]
+    assert weights_apart(found["weights"], by_hand(*HAND[case])) < 1e-12
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_each_turn_is_logged_by_its_name(name):
-    run = trained(name)["plain"]
+    run = asked(name)[all_cases]["plain"]
     kinds = {"lr/critic", "lr/generator", "grad_norm/critic", "grad_norm/generator"}
     step, numbers = run["log"][0]
     measured = {"critic/loss", "generator/loss"}
     assert step == 4 and numbers.keys() == {f"step/{n}" for n in kinds | measured}
     assert {"train/critic/loss", "train/generator/loss", "val/loss"} == run["metrics"].keys()
-    assert run["metrics"] == pytest.approx(trained("cpu")["plain"]["metrics"], abs=1e-12)
+    assert run["metrics"] == pytest.approx(asked("cpu")[all_cases]["plain"]["metrics"], abs=1e-12)
     rates = [n["progress/lr/generator"] for _, n in run["log"] if "progress/lr/generator" in n]
     assert rates == [0.05, 0.05, 0.025]
 
@@ -254,9 +262,8 @@ def other_turns_and_frozen_ones(strategy: Strategy) -> list[Any]:
     return strategy.collectives.gather(said) + [weights(task)]
 
 
-@once
 def refused(name: str) -> list[Any]:
-    return on(STRATEGIES[name](), other_turns_and_frozen_ones)
+    return asked(name)[other_turns_and_frozen_ones]
 
 
 def test_ranks_that_take_other_turns_are_refused_before_they_train():
@@ -433,9 +440,16 @@ def both(strategy: Strategy) -> list[dict[str, Any]]:
     return [weights(run.task) for run in runs]
 
 
-@pytest.mark.parametrize("name", [n for n in STRATEGIES if n != "fsdp 3"])
+ASKED: dict[Callable[[Strategy], Any], list[str]] = {
+    all_cases: list(STRATEGIES),
+    both: [name for name in STRATEGIES if name != "fsdp 3"],
+    other_turns_and_frozen_ones: ["cpu", "ddp 2"],
+}
+
+
+@pytest.mark.parametrize("name", ASKED[both])
 def test_a_step_may_compute_its_gradients_again(name):
-    sam, lbfgs = on(STRATEGIES[name](), both)
+    sam, lbfgs = asked(name)[both]
     assert weights_apart(sam, sharpness_aware_by_hand()) < 1e-12
     assert weights_apart(lbfgs, lbfgs_by_hand()) < 1e-10  # its line of steps magnifies rounding
 

@@ -18,7 +18,7 @@ from dpframe.callbacks.averages import EMA, SWA
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import SingleGPU
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(1)  # `gpu` for those of several
 
 Adam = partial(torch.optim.Adam, lr=0.01)
 ROWS, BATCH = 240, 12  # steps of an epoch: 20, or 10 of two batches each
@@ -142,6 +142,7 @@ def test_nothing_waits_between_log_points(name):
     trained(SingleGPU, **CASES[name])
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "name", ["several optimizers", "weights and accumulation", "EMA", "bf16", "copied batches"]
 )
@@ -187,7 +188,7 @@ class NoWaitingInValidation(Callback):
         (SingleGPU, Deep, "auto"),
         (SingleGPU, Deep, False),
         (SingleGPU, partial(Scored, Adam), "auto"),
-        (DataParallel, Deep, "auto"),
+        pytest.param(DataParallel, Deep, "auto", marks=pytest.mark.gpu),
     ],
 )
 def test_a_validation_waits_for_nothing_between_its_batches(kind, task, on_device):
