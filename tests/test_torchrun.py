@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -133,8 +134,8 @@ def test_a_rank_that_is_killed_ends_both(tmp_path):
 @pytest.mark.parametrize(("number", "program"), [(0, torchrun), (1, real_torchrun)])
 def test_ctrl_c_on_either_agent_ends_both_with_one_checkpoint(tmp_path, number, program):
     with agents(tmp_path, "trainer.max_epochs=1000", program=program) as both:
-        while not all((tmp_path / f"training-{rank}").exists() for rank in (0, 1)):
-            assert [agent.job.code for agent in both] == [None, None], both[0].said()
+        for agent in both:
+            agent.job.wait_for("training-0", "training-1")
         both[number].send_signal(signal.SIGINT)
         assert [agent.wait() for agent in both] == [1, 1]
         lines = sorted(agent.last() for agent in both)
@@ -158,6 +159,7 @@ def test_a_machine_that_is_lost_leaves_the_other_one_to_go_on(tmp_path):
     with agents(tmp_path, options=options, STEP_SECONDS="0.2", HURRY=str(hurry)) as both:
         while not (is_of_both(folder) and (folder / "checkpoints/last.ckpt").exists()):
             assert [agent.job.code for agent in both] == [None, None], both[0].said()
+            time.sleep(0.01)
         both[1].lose()
         hurry.touch()
         assert both[0].wait() == 0, both[0].said()
