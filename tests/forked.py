@@ -94,16 +94,27 @@ def run(words: Sequence[str], folder: Path, **variables: str) -> subprocess.Comp
         return subprocess.CompletedProcess(words, code, job.printed(), job.said())
 
 
+def dpframe() -> None:
+    from dpframe.cli import main
+
+    main()
+
+
 @contextmanager
 def started(
-    words: Sequence[str], folder: Path, *, enter: Callable[[], None] = bool, **variables: str
+    words: Sequence[str],
+    folder: Path,
+    *,
+    enter: Callable[[], None] = bool,
+    program: Callable[[], None] = dpframe,
+    **variables: str,
 ) -> Iterator["Job"]:
     """The same, in a process group of its own, killed at the end if it still runs; `enter` is
-    called there first."""
+    called there first. `program` is another one than the command, that reads `sys.argv`."""
     with TemporaryDirectory() as output:
         for name in ("printed", "said"):
             Path(output, name).touch()
-        args = (list(words), folder, Path(output), os.environ | variables, enter)
+        args = (list(words), folder, Path(output), os.environ | variables, enter, program)
         process = server().Process(target=_become, args=args)
         process.start()
         try:
@@ -226,6 +237,7 @@ def _become(
     output: Path,
     environment: dict[str, str],
     enter: Callable[[], None],
+    program: Callable[[], None],
 ) -> None:
     enter()
     os.setpgid(0, 0)
@@ -235,11 +247,8 @@ def _become(
         file = os.open(output / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
         os.dup2(file, number)
         os.close(file)
-    sys.argv = ["dpframe", *words]
-
-    from dpframe.cli import main
-
-    main()
+    sys.argv = [program.__name__, *words]
+    program()
 
 
 def _begin(folder: Path | str, environment: dict[str, str]) -> None:

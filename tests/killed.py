@@ -1,4 +1,4 @@
-"""A run that is resumed, killed at a change that this makes to its files, and resumed again.
+"""A run that is resumed and killed at a change that this makes to its files, twice, and resumed.
 
 Run as a program with tests/disk.c preloaded, it forks a process a run: torch is imported once.
 """
@@ -55,10 +55,10 @@ def apart(line: list[str], directory: Path, *, kill_at: int = -1) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def killed_at(directory: Path, base: Path, number: int) -> tuple[int, int]:
+def killed_at(directory: Path, base: Path, numbers: tuple[int, int]) -> list[int]:
     shutil.copytree(base, directory)
-    first = apart(RESUME, directory, kill_at=number)
-    return first, apart(RESUME, directory)
+    killed = [apart(RESUME, directory, kill_at=number) for number in numbers]
+    return [*killed, apart(RESUME, directory)]
 
 
 def program(root: str, every: int) -> None:
@@ -67,7 +67,11 @@ def program(root: str, every: int) -> None:
     shutil.copytree(base, whole)
     assert apart(RESUME, whole, kill_at=0) == 0
     count = len((whole / "changes").read_text().splitlines())
-    codes = {n: killed_at(Path(root) / str(n), base, n) for n in range(1, count + 1, every)}
+    numbers = list(range(1, count + 1, every))
+    half = (len(numbers) + 1) // 2
+    # The late ones first: the second resume has fewer changes to make than the first one.
+    pairs = zip(numbers[-half:], reversed(numbers[:half]), strict=True)
+    codes = {f"{a}-{b}": killed_at(Path(root) / f"{a}-{b}", base, (a, b)) for a, b in pairs}
     json.dump(codes, sys.stdout)
 
 

@@ -84,7 +84,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
         if resume is not None and strategy.is_main:
             (folder / "resumed-at").write_text(str(resume["progress"]["global_step"]))
         has_begun = (folder / "began").exists()
-        reads = folder / f"reads-{'first' if resume is None else 'again'}-{strategy.rank}"
+        reads = folder / f"reads-{'to-the-end' if kill is None else 'killed'}-{strategy.rank}"
         kills = [] if kill is None else [Kills(kill[0], is_after=kill[1])]
         trainer = Trainer(
             Small(Adam, partial(OneCycleLR, max_lr=0.1), dropout=0.4),

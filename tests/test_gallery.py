@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from small import Hooks, is_same
 
 from dpframe import Callback, Logger, Strategy, Trainer, UserError, checkpoint, seeding
 from dpframe.config.build import build, check_targets
-from dpframe.config.compose import composed
+from dpframe.config.compose import Composed, composed
 from dpframe.config.schema import is_off
 from dpframe.data import DataModule
 from dpframe.recipes import clip, gpt, huggingface, multilabel, stream, text, transfer, vae
@@ -56,7 +57,9 @@ RECIPES = [
     pytest.param(name, marks=pytest.mark.skipif(bool(m), reason=f"without {', '.join(m)}"))
     for name, m in MISSING.items()
 ]
-EXACT = "trainer.precision=64 trainer.max_epochs=2 trainer.log_every=2"
+EXACT = "trainer.precision=64 trainer.max_epochs=2 trainer.log_every=2 trainer.sanity_batches=0"
+LOGICAL = "trainer.logical_replicas=4 trainer.max_epochs=1 trainer.sanity_batches=0"
+HAS_BITS = [name for name in TINY if name != "clip"]  # its loss gathers rows
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +83,14 @@ class Takes(Callback):
             self.state = deepcopy(trainer.state_dict())
 
 
+@cache
+def job_of(name: str, overrides: str) -> Composed:
+    shared = "callbacks=none trainer.threads=1"
+    job = composed([f"recipe={name}", *shared.split(), *overrides.split()])
+    check_targets(job)
+    return job
+
+
 def trained(
     name: str,
     overrides: str,
@@ -90,9 +101,7 @@ def trained(
     directory: str = "",
 ) -> Trainer:
     """With the callbacks of the recipe's own."""
-    shared = "callbacks=none trainer.threads=1"
-    job = composed([f"recipe={name}", *shared.split(), *overrides.split()])
-    check_targets(job)
+    job = job_of(name, overrides)
     seeding.seed_everything(SEED if resume is None else 99)  # the checkpoint decides
     own = [
         build(node, f"callbacks.{key}", Callback)
@@ -119,9 +128,28 @@ def numbers(strategy: Strategy, name: str) -> dict[str, Any]:
     return {"log": recorder.log_, "weights": weights(trainer.task)}
 
 
-def all_of_them(strategy: Strategy) -> dict[str, Any]:
+def bits(strategy: Strategy, name: str) -> Any:
+    recorder = Recorder()
+    trainer = trained(name, f"{TINY[name]} {LOGICAL}", strategy, loggers=[recorder])
+    optimizers = [deepcopy(u.optimizer.state_dict()) for u in trainer.updates.values()]
+    return recorder.log_, deepcopy(trainer.task.state_dict()), optimizers
+
+
+def all_of_them(strategy: Strategy) -> dict[str, dict[str, Any]]:
     """Every recipe in one group of ranks, which takes seconds to start."""
-    return {name: numbers(strategy, name) for name in TINY if not MISSING[name]}
+    names = [name for name in TINY if not MISSING[name]]
+    results = {"numbers": {name: numbers(strategy, name) for name in names}}
+    if isinstance(strategy, DDP):
+        results["bits"] = {name: bits(strategy, name) for name in names if name in HAS_BITS}
+    return results
+
+
+def compose_all() -> None:
+    """Before the ranks are forked, which have all of it then."""
+    for name in TINY:
+        if not MISSING[name]:
+            job_of(name, f"{TINY[name]} {EXACT}")
+            job_of(name, f"{TINY[name]} {LOGICAL}")
 
 
 @once
@@ -130,37 +158,27 @@ def by_one(name: str) -> dict[str, Any]:
 
 
 @once
-def by_ranks(kind: type[Processes], replicas: int) -> dict[str, Any]:
-    return on(kind(replicas, "cpu"), all_of_them)
+def by_ranks(kind: type[Processes], replicas: int) -> dict[str, dict[str, Any]]:
+    return on(kind(replicas, "cpu"), all_of_them, enter=compose_all)
 
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind, replicas", [(DDP, 3), (FSDP, 2), (DataParallel, 3)])
 def test_replicas_train_as_one_process(kind, replicas, name):
-    is_here = kind is DataParallel
-    mine = numbers(kind(replicas, "cpu"), name) if is_here else by_ranks(kind, replicas)[name]
+    if kind is DataParallel:
+        mine = numbers(kind(replicas, "cpu"), name)
+    else:
+        mine = by_ranks(kind, replicas)["numbers"][name]
     wanted = by_one(name)
     assert len(wanted["log"]) > 3
     assert logs_apart(mine["log"], wanted["log"]) <= 1e-12
     assert weights_apart(mine["weights"], wanted["weights"]) <= 1e-12
 
 
-def bits(strategy: Strategy) -> dict[str, Any]:
-    """But for clip, whose loss gathers rows."""
-    results = {}
-    for name in TINY:
-        if name != "clip" and not MISSING[name]:
-            recorder, words = Recorder(), "trainer.logical_replicas=8 trainer.max_epochs=1"
-            trainer = trained(name, f"{TINY[name]} {words}", strategy, loggers=[recorder])
-            optimizers = [deepcopy(u.optimizer.state_dict()) for u in trainer.updates.values()]
-            results[name] = recorder.log_, deepcopy(trainer.task.state_dict()), optimizers
-    return results
-
-
 def test_logical_shares_have_the_same_bits_on_ranks_as_in_one_process():
-    mine, wanted = on(DDP(3, "cpu"), bits), bits(CPU())
-    assert len(wanted) >= 6
-    assert [name for name in wanted if not is_same(mine[name], wanted[name])] == []
+    mine = by_ranks(DDP, 3)["bits"]
+    assert len(mine) >= 6
+    assert [name for name in mine if not is_same(mine[name], bits(CPU(), name))] == []
 
 
 def on_gpus(strategy: Strategy, names: list[str]) -> dict[str, Any]:

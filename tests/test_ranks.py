@@ -1,5 +1,6 @@
 """Real processes: how ranks start, how torchrun's join, and how each kind of fault ends the job."""
 
+import gc
 import json
 import logging
 import os
@@ -274,6 +275,15 @@ def test_ranks_are_forked_only_where_nothing_was_computed():
 
 def value_of_the_rank(value: int) -> tuple[str, int]:
     return os.environ["RANK"], value
+
+
+def collected(strategy: DDP) -> list[tuple[int, int]]:
+    return strategy.collectives.gather((gc.get_freeze_count(), len(gc.get_objects())))
+
+
+def test_a_collection_in_a_rank_looks_at_nothing_that_its_parent_had():
+    for left_out, looked_at in forked.on(DDP(2, "cpu"), collected):
+        assert left_out > 100_000 > looked_at
 
 
 def test_launch_returns_the_value_of_the_main_process_and_puts_everything_back():

@@ -61,7 +61,7 @@ def imported_once() -> None:
         (SingleGPU, {"accelerator": "cpu"}),
         ("data_parallel", {**THREE, "overrides": ["seed=4"]}),
         (DDP, THREE),
-        (FSDP, THREE),
+        (FSDP, TWO),
     ],
 )
 def test_the_strategies_pass_every_check(strategy, arguments):
@@ -71,7 +71,7 @@ def test_the_strategies_pass_every_check(strategy, arguments):
     assert void == ({"bits"} if strategy is DDP else {"bits", "gradient_sync"})
     assert "8 of boston" in report["weights"].compared
     assert re.match(
-        r"verify boston on ((CPU|SingleGPU): 1|(DataParallel|DDP|FSDP): 3)", report.title
+        r"verify boston on ((CPU|SingleGPU): 1|FSDP: 2|(DataParallel|DDP): 3)", report.title
     )
 
 
@@ -190,7 +190,9 @@ ENTRY = re.compile(r"^(\w+) on (\d): (.*)\n    (.*)$", re.MULTILINE)
     ("name", "replicas", "failed", "cause"),
     [pytest.param(*entry, id=entry[0]) for entry in ENTRY.findall(PLANTED)],
 )
-def test_a_planted_bug_fails_its_checks_with_the_cause(name, replicas, failed, cause):
+def test_a_planted_bug_fails_its_checks_with_the_cause(name, replicas, failed, cause, monkeypatch):
+    if failed == "shutdown":  # what is left there stays for good
+        monkeypatch.setattr(measure, "GRACE_SECONDS", 0.1)
     arguments = {"gpus": int(replicas)} if replicas != "1" else {}
     report = verify(partial(getattr(planted, name), accelerator="cpu", **arguments))
     print(report)

@@ -4,17 +4,20 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import forked
 import injector
 import pytest
 from command import ROOT, attempts, cold_attempts, dpframe, environment, write
 from injector import fail_at
 from small import is_same, trainer
+from torch.distributed import run
+from torch.distributed.launcher.api import elastic_launch
 
 from dpframe import TrainerSettings, UserError
 
@@ -22,40 +25,40 @@ TESTS = Path(__file__).resolve().parent
 WORDS = ("strategy=ddp", "logger=none")
 
 
+def torchrun() -> None:
+    """Its own agent, whose rank is a fork of it."""
+    config, _, words = run.config_from_args(run.parse_args(None))
+    config.start_method = "fork"
+    elastic_launch(config, rank)(*words[words.index("dpframe") + 1 :])
+
+
+def rank(*words: str) -> None:
+    sys.argv[1:] = words
+    forked.dpframe()
+
+
+def real_torchrun() -> None:
+    """Its rank is a new interpreter, in a session of its own."""
+    run.main()
+
+
 class Agent:
-    """A torchrun process; its rank has a session of its own."""
+    """A process of torchrun, and what it and its rank say."""
 
-    def __init__(self, folder: Path, number: int, port: int, words: list[str], **variables: str):
-        self.output = folder / f"said-{number}"
-        path = f"{ROOT}:{TESTS}"
-        settings = f"is_host={1 - number},keep_alive_interval=1,last_call_timeout=2"
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-        command += ["--nproc-per-node=1", "--local-addr=127.0.0.1", "--rdzv-backend=c10d"]
-        command += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={settings}", *words]
-        with self.output.open("w") as output:
-            self.process = subprocess.Popen(
-                command,
-                cwd=folder,
-                env=environment(
-                    PYTHONPATH=path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", **variables
-                ),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    def __init__(self, job: forked.Job) -> None:
+        self.job = job
+        self.wait, self.said = job.wait, job.said
 
-    def wait(self) -> int:
-        return self.process.wait(200)
+    def send_signal(self, number: int) -> None:
+        os.kill(self.job.pid, number)
 
     def lose(self) -> None:
         """As a machine that has no power any more."""
-        pid = self.process.pid
+        pid = self.job.pid
+        self.send_signal(signal.SIGSTOP)
         (rank,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        self.process.kill()
-        os.kill(int(rank), signal.SIGKILL)
-
-    def said(self) -> str:
-        return self.output.read_text()
+        for process in (int(rank), pid):
+            os.kill(process, signal.SIGKILL)
 
     def last(self) -> str:
         """The line that its rank has said last, before torchrun's own."""
@@ -65,18 +68,32 @@ class Agent:
 
 @contextmanager
 def agents(
-    folder: Path, *words: str, options: tuple[str, ...] = (), **variables: str
+    folder: Path,
+    *words: str,
+    options: tuple[str, ...] = (),
+    program: Callable[[], None] = torchrun,
+    **variables: str,
 ) -> Iterator[list[Agent]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    given = [*options, "-m", "dpframe", *injector.words(folder, *WORDS, *words)]
-    both = [Agent(folder, number, port, given, **variables) for number in range(2)]
-    try:
-        yield both
-    finally:
-        for agent in both:
-            agent.process.terminate()  # it ends its rank
-            agent.process.wait()
+    given = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", PYTHONPATH=f"{ROOT}:{TESTS}")
+    own = ["-m", "dpframe", *injector.words(folder, *WORDS, *words)]
+    with ExitStack() as stack:
+        both = []
+        for number in range(2):
+            line = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
+            line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+            settings = f"is_host={1 - number},keep_alive_interval=1,last_call_timeout=2"
+            line += [f"--rdzv-conf={settings}", *options, *own]
+            job = forked.started(line, folder, program=program, **given, **variables)
+            both.append(Agent(stack.enter_context(job)))
+        try:
+            yield both
+        finally:
+            for agent in both:
+                if agent.job.code is None:
+                    agent.send_signal(signal.SIGTERM)  # it ends its rank
+                agent.wait()
 
 
 def ended(folder: Path, **variables: str) -> list[str]:
@@ -114,12 +131,12 @@ def test_a_rank_that_is_killed_ends_both(tmp_path):
         assert other.last() == f"dpframe: rank 0 on {HOST} ended after another one was gone"
 
 
-@pytest.mark.parametrize("number", [0, 1])
-def test_ctrl_c_on_either_agent_ends_both_with_one_checkpoint(tmp_path, number):
-    with agents(tmp_path, "trainer.max_epochs=1000") as both:
-        while not all((tmp_path / f"training-{rank}").exists() for rank in (0, 1)):
-            assert [agent.process.poll() for agent in both] == [None, None], both[0].said()
-        both[number].process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(("number", "program"), [(0, torchrun), (1, real_torchrun)])
+def test_ctrl_c_on_either_agent_ends_both_with_one_checkpoint(tmp_path, number, program):
+    with agents(tmp_path, "trainer.max_epochs=1000", program=program) as both:
+        for agent in both:
+            agent.job.wait_for("training-0", "training-1")
+        both[number].send_signal(signal.SIGINT)
         assert [agent.wait() for agent in both] == [1, 1]
         lines = sorted(agent.last() for agent in both)
     steps = injector.last(tmp_path)["progress"]["global_step"]
@@ -137,19 +154,21 @@ def test_a_job_that_is_restarted_goes_on_from_its_last_checkpoint(tmp_path, undi
 
 def test_a_machine_that_is_lost_leaves_the_other_one_to_go_on(tmp_path):
     """The first one starts again, alone."""
-    run = tmp_path / "run"
+    folder, hurry = tmp_path / "run", tmp_path / "hurry"
     options = ("--nnodes=1:2", "--max-restarts=3")
-    with agents(tmp_path, options=options, STEP_SECONDS="0.2") as both:
-        while not (is_of_both(run) and (run / "checkpoints/last.ckpt").exists()):
-            assert [agent.process.poll() for agent in both] == [None, None], both[0].said()
+    with agents(tmp_path, options=options, STEP_SECONDS="0.2", HURRY=str(hurry)) as both:
+        while not (is_of_both(folder) and (folder / "checkpoints/last.ckpt").exists()):
+            assert [agent.job.code for agent in both] == [None, None], both[0].said()
+            time.sleep(0.01)
         both[1].lose()
+        hurry.touch()
         assert both[0].wait() == 0, both[0].said()
-    assert not is_of_both(run)
-    assert "they go on from run/checkpoints, step " in (run / "run.log").read_text()
+    assert not is_of_both(folder)
+    assert "they go on from run/checkpoints, step " in (folder / "run.log").read_text()
 
 
-def is_of_both(run: Path) -> bool:
-    note = run / ".hydra/torchrun"
+def is_of_both(folder: Path) -> bool:
+    note = folder / ".hydra/torchrun"
     return note.exists() and len(note.read_text().splitlines()) == 2
 
 

@@ -29,6 +29,7 @@ def rank_main(
     work: bytes | tuple[Callable[..., Any], tuple],
 ) -> None:
     """The first function of a rank; `work` is pickled for a process that was not forked."""
+    gc.freeze()  # a collection would copy all that a fork shares with its parent
     signals.end_with_parent()
     signals.forget()
     os.environ.pop(SAFE_PATH, None)  # unless it is in the user's environment
