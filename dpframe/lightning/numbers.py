@@ -104,17 +104,6 @@ class Log:
             if LOCAL.numbers is None:
                 self.in_hooks.append((name, value))
             return
-        if isinstance(value, Mapping):
-            for part, number in value.items():
-                self.add(
-                    f"{name}/{part}",
-                    number,
-                    attribute,
-                    batch_size=batch_size,
-                    reduce_fx=reduce_fx,
-                    on_epoch=on_epoch,
-                )
-            return
         if not is_number(value):
             raise UserError(f"{self._task}: self.log({name!r}, …) got it {described(value)}")
         step = LOCAL.numbers
