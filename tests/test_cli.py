@@ -127,7 +127,6 @@ WITH_TORCH = {
     "task.optimizer.lr=-1": "task.optimizer.lr=-1: Adam says: Invalid learning rate: -1",
     "task.optimizer._target_=torh.optim.Adam": "there is no module torh; did you mean torch?",
     "task.optimizer._target_=torch": "=torch is a module, which builds nothing; name a class",
-    "trusted_modules=[x]": "trusted_modules: a config names whatever is installed; leave it",
     "task.optimizer=sgd": "=sgd is text; name its class: task.optimizer={_target_:…}",
     "task.net=5": "task.net=5 is a whole number; name its class: task.net={_target_:…}",
     "task.optimizer._partial_=false": "makes its Adam later; add ++task.optimizer._partial_",

@@ -35,7 +35,6 @@ from dpframe.errors import UserError
 from dpframe.trainer.settings import several_machines
 
 PLAIN = (type(None), bool, int, float, str)
-LONGEST_NUMBER = 1024  # bits
 
 
 @dataclass
@@ -82,8 +81,6 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         return Path(str(config.hydra.run.dir)).parent
 
     _refuse_several_machines(typed)
-    if any(key_of(override) == "trusted_modules" for override in typed):
-        raise UserError("trusted_modules: a config names whatever is installed; leave it out")
     modes.refuse_uninstalled(value_of("mode", typed))
     overrides = list(typed)
     if value_of("recipe", typed) is None and not modes.needs_recipe(value_of("mode", typed)):
@@ -227,8 +224,6 @@ def _refuse_objects(node: Any, where: str = "") -> None:
             if isinstance(node, dict) and "_target_" in node and not isinstance(key, str):
                 raise UserError(f"{name}: its key is no text; put it in quotes")
             _refuse_objects(value, name)
-    elif type(node) is int and node.bit_length() > LONGEST_NUMBER:
-        raise UserError(f"{where} has more than {LONGEST_NUMBER} bits; use a smaller number")
     elif type(node) not in PLAIN:
         raise UserError(f"{where} is a {type(node).__name__}; use text, in quotes")
 

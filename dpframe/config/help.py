@@ -3,7 +3,7 @@
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import fields
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
-from dpframe.config.schema import shown
+from dpframe.config.schema import defaults, groups, shown
 from dpframe.config.search import Configs
 from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, printable, suggestion
@@ -180,10 +180,10 @@ def _of_packages() -> Iterator[Setting]:
     """The settings of the modes of packages."""
     for mode in modes.of_packages():
         yield Setting(mode, "", modes.about(mode))
-        with suppress(UserError):  # it is broken
-            for name, default, comment in modes.described(mode):
-                value = f"{default:g}" if isinstance(default, float) else shown(default)
-                yield Setting(f"{mode}.{name}", value, comment)
+        for each in fields(groups()[mode]) if mode in groups() else ():
+            default = defaults()[mode][each.name]
+            value = f"{default:g}" if isinstance(default, float) else shown(default)
+            yield Setting(f"{mode}.{each.name}", value, each.metadata.get("help", ""))
 
 
 def _option(group: str, option: str, configs: Configs) -> str:
