@@ -59,7 +59,7 @@ def adapt(module: Any) -> None:
             part.__class__ = _adapted(_kind(part))
 
 
-def called(method: Callable[..., Any], *args: Any) -> Any:
+def call(method: Callable[..., Any], *args: Any) -> Any:
     """Calls with as many of the arguments as it takes: Lightning's hooks may leave out the last."""
     return method(*args[: _places(getattr(method, "__func__", method), inspect.ismethod(method))])
 

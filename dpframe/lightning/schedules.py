@@ -60,12 +60,12 @@ class Schedules:
             each.scheduler.load_state_dict(saved)
 
 
-class Configured(NamedTuple):
+class ScheduledOptimizer(NamedTuple):
     optimizer: Optimizer
     schedules: list[Schedule]
 
 
-def configured(returned: Any, label: str) -> list[Configured]:
+def read_optimizers(returned: Any, label: str) -> list[ScheduledOptimizer]:
     """Each optimizer with its schedules. `label` begins the errors."""
     optimizers = list(returned) if isinstance(returned, list | tuple) else [returned]
     schedulers: list[Any] = []
@@ -88,7 +88,7 @@ def configured(returned: Any, label: str) -> list[Configured]:
                 f"{label}: a scheduler is of an optimizer that was not returned; return it, too"
             )
         groups[id(its)].append(schedule)
-    return [Configured(optimizer, groups[id(optimizer)]) for optimizer in optimizers]
+    return [ScheduledOptimizer(optimizer, groups[id(optimizer)]) for optimizer in optimizers]
 
 
 def _schedule(given: Any, monitor: str | None, label: str) -> Schedule:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dpframe.errors import UserError
-from dpframe.lightning.numbers import STAGES, bare
+from dpframe.lightning.numbers import STAGES, without_stage
 
 
 class Absent(UserError, AttributeError):
@@ -207,7 +207,7 @@ class TheirLogger:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         kind = self._trainer.task.numbers.kind or "train"
-        self._trainer.log({f"{kind}/{bare(kind, name)}": v for name, v in metrics.items()})
+        self._trainer.log({f"{kind}/{without_stage(kind, name)}": v for name, v in metrics.items()})
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """The config's are logged."""
