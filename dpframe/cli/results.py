@@ -212,7 +212,7 @@ class Earlier:
     runs: list[Result]
 
 
-def earlier(directory: Path) -> Earlier:
+def read_earlier(directory: Path) -> Earlier:
     path = directory / NAME
     if not path.is_file():
         raise UserError(

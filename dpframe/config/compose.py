@@ -18,7 +18,7 @@ from dpframe import files
 from dpframe.config import modes
 from dpframe.config.errors import explain
 from dpframe.config.objective import Objective, objective_of
-from dpframe.config.schema import RunSettings, checked, shown
+from dpframe.config.schema import RunSettings, read_settings, shown
 from dpframe.config.search import Configs, quoted, register_resolver
 from dpframe.config.start import (
     MACHINES,
@@ -107,7 +107,12 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         known = _without(taken, overrides, configs)
         try:
             texts = _plain(without_hydra(config))
-            refuse_brought(_filled(config), texts, lambda: _filled(configs.compose(known)), start)
+            refuse_brought(
+                _fill_references(config),
+                texts,
+                lambda: _fill_references(configs.compose(known)),
+                start,
+            )
         except OmegaConfBaseException as error:
             raise explain(error, config=_plain(config)) from None
     return config
@@ -137,9 +142,9 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
     hydra = config.hydra
     try:
-        plain, public = resolved(config)
+        plain, public = resolve(config)
         _refuse_objects(plain)
-        settings = checked(plain)
+        settings = read_settings(plain)
         run_dir = str(files.local_path("hydra.run.dir", str(hydra.run.dir)))
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
@@ -181,15 +186,15 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
-def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+def resolve(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run's config, and as it is written down: what is in the environment may be a secret."""
-    filled, unfilled = _filled(config), _plain(config)
+    filled, unfilled = _fill_references(config), _plain(config)
     del unfilled["hydra"]
     try:
         register_resolver("oc.env", _as_written, replace=True)
         if "oc.env" in str(unfilled):
             config = OmegaConf.create(unfilled)  # without types: text stands there for a number
-        return filled, _filled(config)
+        return filled, _fill_references(config)
     except OmegaConfBaseException:  # e.g. it is a part of another name
         return filled, unfilled
     finally:
@@ -202,7 +207,7 @@ def overrides_of(config: DictConfig) -> list[str]:
     return list(overrides["task"])
 
 
-def _filled(config: DictConfig) -> dict[str, Any]:
+def _fill_references(config: DictConfig) -> dict[str, Any]:
     """With what each `${…}` stands for, and without Hydra's own keys, which may have no value."""
     parts = {str(key): config[key] for key in config if key != "hydra"}
     return {k: _plain(v, fill=True) if OmegaConf.is_config(v) else v for k, v in parts.items()}

@@ -101,11 +101,11 @@ def _menu(group: str, configs: Configs) -> str:
     """A group's options, a line each."""
     options = configs.options(group)
     width = max(map(len, options), default=0)
-    lines = [f"  {_titled(group, option, configs, width)}" for option in options]
+    lines = [f"  {_title(group, option, configs, width)}" for option in options]
     return "\n".join([group, *lines, ""])
 
 
-def _titled(group: str, option: str, configs: Configs, width: int = 0) -> str:
+def _title(group: str, option: str, configs: Configs, width: int = 0) -> str:
     """An option with the first comment of its file, and the packages that bring it."""
     paths = plugins.files_of(group, option, configs.folder)
     packages = [who for who, _ in paths if paths[0][0] not in ("dpframe", "you")]
@@ -156,7 +156,7 @@ def _topic(topic: str, configs: Configs) -> str:
             raise UserError(f"--help {topic}: there is no such {group}; {near}")
         return _option(group, option, configs)
     if group == "recipe":
-        recipes = [_titled(group, each, configs) for each in configs.options(group)]
+        recipes = [_title(group, each, configs) for each in configs.options(group)]
         return "\n".join([*recipes, "", "dpframe --help recipe=NAME shows the settings of one"])
     if group in groups:
         return "\n\n".join(_option(group, each, configs) for each in configs.options(group))
@@ -187,7 +187,7 @@ def _of_packages() -> Iterator[Setting]:
 
 
 def _option(group: str, option: str, configs: Configs) -> str:
-    lines = _titled(group, option, configs), _lines(settings_of(group, option, configs))
+    lines = _title(group, option, configs), _lines(settings_of(group, option, configs))
     return "\n".join(filter(None, lines))
 
 

@@ -136,7 +136,7 @@ def defaults() -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name != "defaults"}
 
 
-def checked(config: Mapping[str, Any]) -> RunSettings:
+def read_settings(config: Mapping[str, Any]) -> RunSettings:
     """The settings of a config whose types Hydra has checked."""
     for name in PARTS:
         node = config.get(name)
@@ -146,14 +146,14 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
     if (given := config["task"].get("scale_lr")) is not None:
         scale_settings(given)
     _refuse_unknown(config, [*TOP_LEVEL, *groups()])
-    made = {name: _made(name, kind, config.get(name)) for name, kind in groups().items()}
+    made = {name: _make(name, kind, config.get(name)) for name, kind in groups().items()}
     own = {name: made.pop(name) for name in modes.names() if name in made}
     made |= {name: config.get(name) or {} for name in OPEN}
     rest = {name: value for name, value in config.items() if name in TOP_LEVEL}
     return RunSettings(**{**rest, **made, "modes": own})
 
 
-def _made(group: str, kind: type[Any], values: Mapping[str, Any] | None) -> Any:
+def _make(group: str, kind: type[Any], values: Mapping[str, Any] | None) -> Any:
     _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{group}.")
     return kind(**values or {})
 
@@ -214,7 +214,7 @@ WORDS = {
 
 def unfit(key: str, value: Any, hint: Any, choice: str = "") -> UserError:
     """`hint` is the annotation of what the key takes."""
-    return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {spoken(hint)}{choice}")
+    return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {describe_type(hint)}{choice}")
 
 
 def kind_of(value: Any) -> str:
@@ -222,12 +222,12 @@ def kind_of(value: Any) -> str:
     return KINDS.get(name, f"a {name}")
 
 
-def spoken(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type annotation in words."""
     if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
         options = get_args(hint)
         return " or ".join(
-            spoken(each) for each in options if each is not int or float not in options
+            describe_type(each) for each in options if each is not int or float not in options
         )
     return WORDS.get(hint) or str(getattr(hint, "__name__", hint))
 
