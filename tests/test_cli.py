@@ -79,7 +79,7 @@ BEFORE_TORCH = {
     "--hlp": "there is no option --hlp; did you mean --help?",
     "--strategy=ddp": "there is no option --strategy; write strategy=VALUE, without dashes",
     "--trainer.gpus": "there is no option --trainer.gpus; write trainer.gpus=VALUE, without dashes",
-    "--package=trainer": "go with --cfg",
+    "--resolve": "--resolve goes with --cfg",
     "--cfg=jub": "choose from",
     "--config-dir=. --config-dir=mine": "twice, . and mine; keep one, and add the other by hydra.",
     "--config-dir=missing": "--config-dir=missing can't be read: No such file",
@@ -127,7 +127,6 @@ WITH_TORCH = {
     "task.optimizer.lr=-1": "task.optimizer.lr=-1: Adam says: Invalid learning rate: -1",
     "task.optimizer._target_=torh.optim.Adam": "there is no module torh; did you mean torch?",
     "task.optimizer._target_=torch": "=torch is a module, which builds nothing; name a class",
-    "trusted_modules=[x]": "trusted_modules: a config names whatever is installed; leave it",
     "task.optimizer=sgd": "=sgd is text; name its class: task.optimizer={_target_:…}",
     "task.net=5": "task.net=5 is a whole number; name its class: task.net={_target_:…}",
     "task.optimizer._partial_=false": "makes its Adam later; add ++task.optimizer._partial_",
@@ -238,7 +237,7 @@ ODD_WORDS = (
     *("hydra=1", "hydra.=1", "hydra/launcher=no", "~hydra", "~recipe", "recipe@x=boston"),
     *("trainer@data=default", "+trainer@x.y=default", "trainer.gpus.0=1", "task.net._args_.x=1"),
     *("hydra.searchpath=[file://no]", "hydra.searchpath=no", "hydra.mode=no", "seed", "-x", "-"),
-    *("--", "---", "-m=3", "--cfg=", "-cd", "--info=no", "\x00", "seed=\x00", "vars=[1]", "vars=1"),
+    *("--", "---", "-m=3", "--cfg=", "-cd", "--info", "\x00", "seed=\x00", "vars=[1]", "vars=1"),
     *("hydra.sweeper=1", "~hydra.sweeper", "hydra.launcher._target_=x", "hydra.job=1"),
 )
 
@@ -269,15 +268,9 @@ SHOWN = {  # the words that each line prints, and after a None those that it doe
     "-sc install=bash": ["COMPREPLY"],
     "-sc install=fish": ["complete -c dpframe", None, "COMPREPLY"],
     "-sc install=bsh": ["dpframe: --shell-completion install=bsh", "did you mean bash?"],
-    "--hydra-help": ["--cfg {job,hydra,all}", "  hydra/sweeper: basic"],
-    "--info": ["  trainer/default (package trainer)"],  # needs no recipe
-    "--info=searchpath recipe=boston": ["  main: pkg://dpframe.conf\n", None, "defaults"],
-    "--info=no": ["dpframe: "],
     "recipe=boston --cfg=job": ["recipe: boston\n", "gpus: ${trainer.gpus}", None, "hydra:"],
-    "recipe=boston --cfg=job --package=trainer": ["# @package trainer\nmax_epochs: 100\n"],
-    "recipe=boston --cfg=job -p trainer.clip_norm": ["null\n", None, ":"],
-    "recipe=boston -c job -p strategy --resolve trainer.gpus=3": ["gpus: 3"],
-    "recipe=boston -c hydra -p hydra.sweep": ["dir: multirun/${recipe}/", None, "gpus"],
+    "recipe=boston -c job --resolve trainer.gpus=3": ["  gpus: 3\n", None, "${trainer.gpus}"],
+    "recipe=boston -c hydra": ["dir: multirun/${recipe}/", None, "gpus"],
     "-m recipe=boston seed=1,abc": ["dpframe: seed=abc is text"],
 }
 

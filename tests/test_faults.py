@@ -44,13 +44,10 @@ def test_out_of_memory_is_one_line_with_the_batch_and_the_keys_to_turn(tmp_path)
     assert last(tmp_path)["progress"]["global_step"] == 24
 
 
-def test_what_saves_memory_already_is_named(tmp_path):
+def test_what_saves_memory_already_is_no_advice(tmp_path):
     given = "trainer.precision=bf16-true", "trainer.checkpoint_activations=[net.0]"
     line = line_of(tmp_path, *ALONE, *given, kind="oom", at=1)
-    assert line.endswith(
-        "by the same factor: the same updates; trainer.checkpoint_activations and "
-        "trainer.precision=bf16-true are on already"
-    )
+    assert line.endswith("raise trainer.accumulate=1 by the same factor: the same updates")
     assert "OutOfMemoryError" in (tmp_path / "run/run.log").read_text()
 
 

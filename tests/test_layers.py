@@ -412,7 +412,6 @@ LARGER = {  # a file or a class, and why it may be so
     "trainer.loop.Trainer": "as its file",
     "testing.checks": "a table of checks",
     "lightning.task.Lightning": "a task, whose hooks are each a hook of a LightningModule's",
-    "lightning.trainer.TheirTrainer": "what modules read of a Lightning Trainer, a line each",
 }
 
 

@@ -102,7 +102,8 @@ def test_a_mode_of_a_package_evaluates_a_checkpoint_with_the_config_of_its_run(s
     grade = ["recipe=boston", "mode=grade", best]
     trained, graded, wrong = attempts([train, grade, [*grade, "grade.by=1"]], tmp_path, **site)
     assert trained.code == graded.code == 0, graded.err
-    assert wrong.err == "dpframe: there is no key grade; mode=grade has no settings\n"
+    assert wrong.err.startswith("dpframe: grade.by=1: there is no key grade.by; ")
+    assert (wrong.code, wrong.err.count("\n")) == (2, 1)
     assert "\n6 weights, 1 epoch\n" in graded.out
 
 
@@ -126,7 +127,8 @@ def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_
         "  late          Tells how late it is. (dpframe-late 1.0)",
         "  late.hour=22  of the day",
     ]
-    assert misspelt.err == "dpframe: there is no key late.hours; did you mean late.hour?\n"
+    line = "late.hours=3: there is no key late.hours; did you mean late.hour?"
+    assert misspelt.err == f"dpframe: {line}\n"
     assert text.err == "dpframe: late.hour=noon is text; use a whole number\n"
     assert "mode=lat is not one of fit, " in near.err and "did you mean late?" in near.err
     assert "there is no key tune.memry; did you mean tune.memory?" in own.err

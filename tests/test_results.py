@@ -9,7 +9,7 @@ import pytest
 
 from dpframe import UserError
 from dpframe.cli.picture import svg
-from dpframe.cli.results import Outcome, Result, Results, earlier, outcome_of, short
+from dpframe.cli.results import Outcome, Result, Results, outcome_of, read_earlier, short
 from dpframe.config.objective import Objective
 
 RUNS = [  # seed, lr, status, value
@@ -65,7 +65,7 @@ def test_an_infinite_value_in_an_earlier_sweeps_file_is_in_no_mean(tmp_path):
     assert made.seeds() == []
     made.save()
     made.save_table()
-    assert earlier(tmp_path).runs == made.runs and svg(made)
+    assert read_earlier(tmp_path).runs == made.runs and svg(made)
 
 
 def test_a_run_is_called_by_what_it_differs_in():
@@ -107,8 +107,8 @@ def test_the_files_of_a_sweep_have_what_the_table_has(tmp_path):
     made = results(tmp_path)
     made.save()
     made.save_table()
-    assert earlier(tmp_path).runs == made.runs
-    assert earlier(tmp_path).overrides == made.typed
+    assert read_earlier(tmp_path).runs == made.runs
+    assert read_earlier(tmp_path).overrides == made.typed
     content = json.loads((tmp_path / "sweep.json").read_text())
     assert (content["metric"], content["mode"], content["best"]) == ("val/loss", "min", 3)
     assert content["seeds"][0]["mean"] == 4.0
@@ -139,12 +139,12 @@ def test_the_files_of_a_sweep_have_what_the_table_has(tmp_path):
 def test_a_file_that_no_sweep_has_written_is_one_line(tmp_path, text):
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(UserError, match=r"sweep\.json (can't be read|is not as a sweep)"):
-        earlier(tmp_path)
+        read_earlier(tmp_path)
 
 
 def test_a_directory_without_one_is_one_line(tmp_path):
     with pytest.raises(UserError, match=r"there is no sweep\.json in it; name a sweep's"):
-        earlier(tmp_path)
+        read_earlier(tmp_path)
 
 
 def test_the_picture_has_a_panel_for_each_key_and_a_point_for_each_run_with_a_value():

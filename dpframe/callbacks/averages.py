@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from dpframe import checkpoint
+from dpframe.callbacks.monitor import count_in
 from dpframe.errors import UserError, refuse_below
 from dpframe.trainer.callback import Callback
 
@@ -88,12 +89,7 @@ class Average(Callback):
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        count = state.get("count")
-        if type(count) is not int or count < 0:
-            raise UserError(
-                f"resume: {self.key} has averaged {str(count)[:200]} times; use another checkpoint"
-            )
-        self.count = count
+        self.count = count_in(state, "count", self.key)
 
     @torch.no_grad()
     def add(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dpframe.data import split
+from dpframe.loggers.formats import ruled
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -49,22 +50,12 @@ def parameters(trainer: "Trainer") -> str:
         if direct:
             shapes = " ".join("x".join(map(str, p.shape)) or "1" for p in direct)
             rows.append((name or "(task)", type(module).__name__, shapes, f"{count:,}"))
-    return _ruled(
-        ("layer", "kind", "shapes", "parameters"), [*rows, ("total", "", "", f"{total:,}")]
-    )
+    head = ("layer", "kind", "shapes", "parameters")
+    return ruled([head, *rows, ("total", "", "", f"{total:,}")])
 
 
 def table(metrics: dict[str, float]) -> str:
-    return _ruled(("metric", "value"), [(k, f"{v:.6g}") for k, v in sorted(metrics.items())])
-
-
-def _ruled(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = [header, tuple("-" * width for width in widths), *rows]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+    return ruled([("metric", "value"), *((k, f"{v:.6g}") for k, v in sorted(metrics.items()))])
 
 
 def _step(trainer: "Trainer") -> str:

@@ -3,13 +3,13 @@
 import logging
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from dpframe import checkpoint, files
-from dpframe.callbacks.monitor import Monitor
+from dpframe.callbacks.monitor import Monitor, unfit_in_checkpoint
 from dpframe.checkpoint import seal
 from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below, suggestion
 from dpframe.trainer.callback import Callback
@@ -23,8 +23,7 @@ KEY = "callbacks.checkpoint"
 LAST, BEST = "last.ckpt", "best.ckpt"
 EPOCH = "epoch{epoch:04d}"
 EXAMPLE = "f1-{epoch}-{val/f1:.3f}"
-PLAIN = "[A-Za-z0-9_.,=+@-]*"  # in the name of a file
-SPEC = r"[+0]?[0-9]{0,2}(\.[0-9]{1,2})?[defg]?"  # of a number
+PLAIN = "[A-Za-z0-9_.,=+@-]"  # a letter of a file's name
 
 
 class Checkpoint(Callback):
@@ -146,13 +145,8 @@ class Checkpoint(Callback):
         if state.get("file") != self.file or not self.monitor.load_state_dict(state):
             return
         kept = state.get("kept")
-        if not (
-            isinstance(kept, list) and all(map(self._is_kept, kept))
-        ):  # they may be removed later
-            raise UserError(
-                f"resume: {KEY} would have kept {str(kept)[:200]}, which are not "
-                "its files; use another checkpoint"
-            )
+        if not (isinstance(kept, list) and all(map(self._is_kept, kept))):
+            raise unfit_in_checkpoint(KEY, "kept", kept)  # names of files that may be removed later
         self.kept = [(value, name) for value, name in kept]
         judged = state.get("judged_step")
         self.judged_step = judged if type(judged) is int else -1
@@ -247,40 +241,32 @@ class FilePattern:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self.prefix = text.partition("{")[0]
         try:
-            self.parts = list(Formatter().parse(text))
-        except ValueError as error:
+            example = text.format_map(defaultdict(int))
+        except (ValueError, LookupError, AttributeError, TypeError) as error:
             raise UserError(f"{KEY}.file={text}: {error}; use e.g. {EXAMPLE}") from None
-        self.prefix = self.parts[0][0] if self.parts else ""
-        is_plain = re.match(r"[A-Za-z]", self.prefix) and all(
-            re.fullmatch(PLAIN, literal) and not conversion and re.fullmatch(SPEC, spec or "")
-            for literal, _, spec, conversion in self.parts
-        )
-        if not is_plain:
+        if not (re.match("[A-Za-z]", self.prefix) and re.fullmatch(f"{PLAIN}*", example)):
             raise UserError(
                 f"{KEY}.file={text} is no plain file name that begins with a "
                 f"letter; use e.g. {EXAMPLE}"
             )
 
     def name(self, values: dict[str, float]) -> str:
-        name = ""
-        for literal, field, spec, _ in self.parts:
-            name += literal
-            if field is None:
-                continue
-            if field not in values:
-                raise UserError(
-                    f"{KEY}.file={self.text}: {field} is not measured; {suggestion(field, values)}"
-                )
-            try:
-                name += re.sub(r"[^\w.+-]", "_", format(values[field], spec or ""), flags=re.ASCII)
-            except ValueError as error:
-                raise UserError(f"{KEY}.file={self.text}: {error}") from None
+        try:
+            name = self.text.format_map(values)
+        except KeyError as error:
+            field = error.args[0]
+            raise UserError(
+                f"{KEY}.file={self.text}: {field} is not measured; {suggestion(field, values)}"
+            ) from None
+        except ValueError as error:
+            raise UserError(f"{KEY}.file={self.text}: {error}") from None
         return f"{name}-step{values['step']}.ckpt"
 
     def fits(self, name: str) -> bool:
         """Whether a file is one of these, and so may be removed."""
-        return re.fullmatch(rf"{re.escape(self.prefix)}{PLAIN}-step[0-9]+\.ckpt", name) is not None
+        return re.fullmatch(rf"{re.escape(self.prefix)}{PLAIN}*-step[0-9]+\.ckpt", name) is not None
 
 
 def _sharding(trainer: "Trainer") -> "Sharding | None":

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from dpframe.callbacks.monitor import Monitor
-from dpframe.errors import UserError, refuse_below
+from dpframe.callbacks.monitor import Monitor, count_in
+from dpframe.errors import refuse_below
 from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -66,12 +66,6 @@ class EarlyStopping(Callback):
         return {**self.monitor.state_dict(), **times}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if not self.monitor.load_state_dict(state):
-            return
-        times = state.get("times_without_progress")
-        if type(times) is not int or times < 0:
-            raise UserError(
-                f"resume: callbacks.early_stopping counted {str(times)[:200]} validations without "
-                "progress; use another checkpoint"
-            )
-        self.times_without_progress = times
+        if self.monitor.load_state_dict(state):
+            name = "times_without_progress"
+            self.times_without_progress = count_in(state, name, self.monitor.key)

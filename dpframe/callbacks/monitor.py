@@ -13,6 +13,18 @@ if TYPE_CHECKING:
 PRUNED = "pruned: "  # begins why a run has stopped that a sweep takes for a pruned one
 
 
+def unfit_in_checkpoint(key: str, name: str, value: object) -> UserError:
+    """A checkpoint is data, which a stranger may have written."""
+    return UserError(f"resume: {key} had {name}={str(value)[:200]}; use another checkpoint")
+
+
+def count_in(state: dict[str, Any], name: str, key: str) -> int:
+    value = state.get(name)
+    if type(value) is not int or value < 0:
+        raise unfit_in_checkpoint(key, name, value)
+    return value
+
+
 class Epoch(NamedTuple):
     """What it ended with."""
 
@@ -55,10 +67,7 @@ class Monitor:
             return False
         best = state.get("best")
         if best is not None and not hasattr(best, "__float__"):
-            raise UserError(
-                f"resume: {self.key} had {str(best)[:200]} for its best {self.name}; "
-                "use another checkpoint"
-            )
+            raise unfit_in_checkpoint(self.key, "best", best)
         self.best = best
         return True
 

@@ -111,7 +111,7 @@ class Progress(Callback):
         rate = rows / seconds if seconds else 0.0
         memory = f", {' + '.join(map(_gib, peaks))} GiB at most" if peaks else ""
         print(
-            f"{printable(table(trainer.metrics))}\n"
+            f"{table(trainer.metrics)}\n"
             f"{trainer.global_step} steps in {seconds:.2f} s, {rate:,.0f} samples/s{memory}",
             flush=True,
         )
@@ -124,14 +124,14 @@ class Progress(Callback):
         if self.best is not None:
             self.best.on_validation_end(trainer)
         if trainer.mode == "validate" and trainer.strategy.is_main:
-            print(printable(table(trainer.metrics)), flush=True)
+            print(table(trainer.metrics), flush=True)
 
     def on_test_end(self, trainer: "Trainer") -> None:
         if trainer.strategy.is_main:
             metrics = trainer.metrics
             if trainer.has_begun:  # training, which has shown the others
                 metrics = {k: v for k, v in metrics.items() if k.startswith("test/")}
-            print(printable(table(metrics)), flush=True)
+            print(table(metrics), flush=True)
 
     def on_predict_end(self, trainer: "Trainer", predictions: "Predictions") -> None:
         count = len(predictions.batches)

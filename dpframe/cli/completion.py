@@ -106,13 +106,8 @@ def _query() -> str:
 
 
 def _choices(typed: str) -> list[str]:
-    """The values of a key that has only some, the files where it names one, and the settings of a
-    package's mode."""
+    """The values of a key that has only some, and the files where it names one."""
     key, equals, begun = typed.partition("=")
-    if not equals and modes.of_package(key):
-        mode = key.partition(".")[0]
-        keys = (f"{mode}.{name}=" for name, *_ in modes.described(mode))
-        return sorted(each for each in keys if each.startswith(key))
     values = list(CHOICES.get(key, ())) if equals else []
     values += _files(begun) if key in FILES and equals else []
     return sorted(f"{key}={value}" for value in values if value.startswith(begun))

@@ -45,28 +45,17 @@ class _Once(argparse.Action):
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command's arguments; `--hydra-help` prints their help."""
+    """The command's arguments, which config/help.py explains."""
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
     add = parser.add_argument
-    add("overrides", nargs="*", help="key=value, e.g. trainer.max_epochs=3")
-    add(
-        "--help",
-        "-h",
-        action="store_true",
-        help="dpframe's help; of the words given, their settings",
-    )
-    add("--hydra-help", action="store_true", help="this page")
-    add("--version", action="store_true", help="dpframe's version")
-    add("--run", "-r", action="store_true", help="one run, the default")
-    add("--multirun", "-m", action="store_true", help="a run for each combination of values")
-    add("--cfg", "-c", choices=("job", "hydra", "all"), help="the config, without a run")
-    add("--resolve", action="store_true", help="with --cfg: ${…} filled in")
-    add("--package", "-p", help="with --cfg: this part of it")
-    add("--config-dir", "-cd", action=_Once, help="a folder of your own recipe/, strategy/ … files")
-    kinds = ("all", "plugins", "searchpath", "defaults", "config")
-    add("--info", "-i", nargs="?", const="all", choices=kinds, help="how the config comes about")
-    shells = "install=bash|zsh|fish"
-    add("--shell-completion", "-sc", action="store_true", help=f"the shell's code: {shells}")
+    add("overrides", nargs="*")
+    for option, letter in (("help", "h"), ("run", "r"), ("multirun", "m")):
+        add(f"--{option}", f"-{letter}", action="store_true")
+    for option in ("version", "resolve"):
+        add(f"--{option}", action="store_true")
+    add("--shell-completion", "-sc", action="store_true")
+    add("--cfg", "-c", choices=("job", "hydra", "all"))
+    add("--config-dir", "-cd", action=_Once)
     return parser
 
 
@@ -76,8 +65,8 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
 
 def _command(given: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(given)
-    if (arguments.package or arguments.resolve) and not arguments.cfg:
-        raise UserError("--package and --resolve go with --cfg")
+    if arguments.resolve and not arguments.cfg:
+        raise UserError("--resolve goes with --cfg")
     if arguments.version:
         print(f"dpframe {__version__}")
     elif arguments.overrides[:1] == ["new"]:
@@ -88,10 +77,10 @@ def _command(given: Sequence[str]) -> int:
         from dpframe.cli.completion import complete
 
         print(complete(arguments.overrides), end="")
-    elif arguments.help or arguments.cfg or arguments.info or arguments.hydra_help:
+    elif arguments.help or arguments.cfg:
         from dpframe.config.help import shown_for
 
-        print(shown_for(arguments, parser().format_help()))
+        print(shown_for(arguments))
     elif arguments.multirun or _is_sweep(arguments.overrides):
         from dpframe.cli.sweep import sweep
 

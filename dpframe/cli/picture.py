@@ -22,7 +22,7 @@ def _panel(results: Results, runs: list[Result], key: str, name: str) -> Panel:
     values = [float(run.value or 0) for run in runs]
     texts = [run.values.get(key, "") for run in runs]
     places = _places(texts)
-    labels = dict(sorted(zip(places, map(_shortened, texts), strict=True)))
+    labels = dict(sorted(zip(places, map(_shorten, texts), strict=True)))
     few = labels if len(labels) <= 6 else {at: labels[at] for at in (min(labels), max(labels))}
     dots = [
         (
@@ -34,7 +34,7 @@ def _panel(results: Results, runs: list[Result], key: str, name: str) -> Panel:
     return Panel(
         [Series(list(zip(places, values, strict=True)), dots=dots)],
         title=results.objective.metric,
-        across=_shortened(name),
+        across=_shorten(name),
         ticks=few,
         heights={value: f"{value:.4g}" for value in (min(values), max(values))},
         logarithmic=[
@@ -56,5 +56,5 @@ def _spans_much(numbers: list[float]) -> bool:
     return min(numbers) > 0 and max(numbers) / min(numbers) >= LOGARITHMIC
 
 
-def _shortened(words: str) -> str:
+def _shorten(words: str) -> str:
     return words if len(words) <= WIDEST else f"{words[: WIDEST - 1]}…"

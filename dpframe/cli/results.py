@@ -14,7 +14,7 @@ from dpframe.config.compose import Composed
 from dpframe.config.objective import Objective
 from dpframe.config.start import key_of
 from dpframe.errors import UserError, printable
-from dpframe.loggers.formats import table_text
+from dpframe.loggers.formats import ruled, table_text
 
 NAME = "sweep.json"
 DONE = ("finished", "pruned")
@@ -148,7 +148,7 @@ class Results:
             )
             for run in self.ranked()
         ]
-        return _columns([head, *rows])
+        return ruled([head, *rows])
 
     def summary(self) -> list[str]:
         """The best run, and means over seeds."""
@@ -168,7 +168,7 @@ class Results:
                 )
                 for mean in means
             ]
-            lines += ["", _columns([head, *rows])]
+            lines += ["", ruled([head, *rows])]
         return lines
 
     def ending(self, result: Result) -> str:
@@ -212,7 +212,7 @@ class Earlier:
     runs: list[Result]
 
 
-def earlier(directory: Path) -> Earlier:
+def read_earlier(directory: Path) -> Earlier:
     path = directory / NAME
     if not path.is_file():
         raise UserError(
@@ -256,14 +256,6 @@ def _of_seeds(overrides: Sequence[str], runs: list[Result]) -> Seeds:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.6g}"
-
-
-def _columns(rows: list[tuple[str, ...]]) -> str:
-    rows = [tuple(map(printable, row)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
-    padded = (map(str.ljust, line, widths) for line in lines)
-    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def _write(path: Path, text: str) -> None:

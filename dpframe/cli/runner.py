@@ -45,8 +45,8 @@ class Runner:
         self.results.runs += new
         if self.is_listed:
             self.results.total = len(new)
-        self._run(self._checked(new))
-        return [self._returned(result) for result in new]
+        self._run(self._check(new))
+        return [self._report(result) for result in new]
 
     # ---- the points
 
@@ -56,7 +56,7 @@ class Runner:
             return Result(number, overrides)
         return replace(before, number=number)
 
-    def _checked(self, new: Sequence[Result]) -> list[Composed]:
+    def _check(self, new: Sequence[Result]) -> list[Composed]:
         """What there is to run."""
         jobs, right = [], []
         for result in new:
@@ -152,18 +152,13 @@ class Runner:
         self._note_end(job, outcome)
         print(self.results.ending(self.results.of(job)), flush=True)
 
-    def _value(self, result: Result) -> float | None:
+    def _report(self, result: Result) -> JobReturn:
         """What its sweeper hears. Hydra's own, which optimises nothing, would end at a failure."""
-        if result.value is None and not self.is_listed:
-            raise RunFailed(result.reason or f"{self.results.objective.metric} was not measured")
-        return result.value
-
-    def _returned(self, result: Result) -> JobReturn:
         done = JobReturn(overrides=result.overrides, status=JobStatus.COMPLETED)
-        try:
-            done.return_value = self._value(result)
-        except RunFailed as error:
-            done.status, done.return_value = JobStatus.FAILED, error
+        done.return_value = result.value
+        if result.value is None and not self.is_listed:
+            why = result.reason or f"{self.results.objective.metric} was not measured"
+            done.status, done.return_value = JobStatus.FAILED, RunFailed(why)
         return done
 
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from dpframe import files
 from dpframe.cli.picture import svg
-from dpframe.cli.results import Earlier, Results, earlier
+from dpframe.cli.results import Earlier, Results, read_earlier
 from dpframe.cli.runner import RunFailed, Runner, compose_point, run_point
 from dpframe.config.compose import Composed
 from dpframe.config.objective import Objective
@@ -97,7 +97,7 @@ def _with_earlier(given: list[str]) -> tuple[Earlier | None, list[str]]:
     name = value_of("sweep.resume", given)
     if name is None:
         return None, given
-    before = earlier(files.local_path("sweep.resume", name))
+    before = read_earlier(files.local_path("sweep.resume", name))
     kept = [each for each in before.overrides if not _is_of_one_start(each)]
     saved = [override for override in kept if key_of(override) not in GONE]
     new = [override for override in given if override not in saved]
@@ -130,17 +130,17 @@ def _first_point(
 ) -> tuple[list[Override], Composed, DictConfig]:
     """All overrides, and what their first values make: a key that is not there is refused
     before there is a directory or a study."""
-    overrides = _parsed(typed, configs)
+    overrides = _parse(typed, configs)
     first, config = compose_point(configs, list(map(_first, overrides)), 0)
     if params := config.hydra.sweeper.get("params"):
         keys = {each.key_or_group for each in overrides}
-        more = _parsed([f"{key}={value}" for key, value in params.items()], configs)
+        more = _parse([f"{key}={value}" for key, value in params.items()], configs)
         overrides = [*(each for each in more if each.key_or_group not in keys), *overrides]
         first, config = compose_point(configs, list(map(_first, overrides)), 0)
     return overrides, first, config
 
 
-def _parsed(words: Sequence[str], configs: Configs) -> list[Override]:
+def _parse(words: Sequence[str], configs: Configs) -> list[Override]:
     with configs.explained(words):
         return OverridesParser.create(configs.loader).parse_overrides(list(words))
 

@@ -183,7 +183,7 @@ def _hints(target: Any) -> dict[str, Any]:
         return {}  # annotations that don't resolve are no reason to refuse a run
 
 
-def explained(
+def explain_call(
     error: Exception, where: str, target: Any, keywords: Mapping[str, Any]
 ) -> UserError | None:
     """The line for what a target says of its arguments; None: it is a bug, with a traceback."""

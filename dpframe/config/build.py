@@ -17,7 +17,7 @@ from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
 from dpframe.callbacks import Callback
-from dpframe.config.arguments import OF_ALL, SPECIAL, check, explained, values_of
+from dpframe.config.arguments import OF_ALL, SPECIAL, check, explain_call, values_of
 from dpframe.config.compose import Composed
 from dpframe.config.schema import RunSettings, is_off
 from dpframe.config.target import find, see_own_folders
@@ -49,8 +49,8 @@ def slots(settings: RunSettings) -> Iterator[tuple[str, Any, type]]:
 def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
     """The object that the node describes; `where` is its key in the config, for the errors."""
     check(node, where, kind)
-    node, options = _apart(node, where)
-    part = _built(node, where)
+    node, options = _split_options(node, where)
+    part = _build(node, where)
     for name, value in options.items():
         setattr(part, name, value)
     if kind is not None and not isinstance(part, kind):
@@ -61,7 +61,7 @@ def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
     return part
 
 
-def _apart(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_options(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Splits a node into what its constructor takes and the keys of `OF_ALL`, set as attributes."""
     if not OF_ALL.get(where, {}).keys() & node.keys():
         return dict(node), {}
@@ -73,16 +73,16 @@ def _apart(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any], dict[st
     return {k: v for k, v in node.items() if k not in options}, options
 
 
-def _built(node: Any, where: str) -> Any:
+def _build(node: Any, where: str) -> Any:
     if isinstance(node, list):
-        return [_built(value, place) for place, value in values_of(node, where)]
+        return [_build(value, place) for place, value in values_of(node, where)]
     if is_off(node) or not isinstance(node, Mapping):
         return None if is_off(node) else node
     arguments = {name: value for name, value in node.items() if name not in SPECIAL}
     positional = node.get("_args_", [])
     if node.get("_recursive_", True):
-        arguments = {name: _built(value, f"{where}.{name}") for name, value in arguments.items()}
-        positional = _built(positional, f"{where}._args_")
+        arguments = {name: _build(value, f"{where}.{name}") for name, value in arguments.items()}
+        positional = _build(positional, f"{where}._args_")
     if "_target_" not in node:
         return arguments
     if node.get("_convert_") == "none":
@@ -99,12 +99,12 @@ def _call_of(path: str, where: str) -> Callable[..., Any]:
     """Hydra's call of a target: it refuses what its policy has, and what such a call returns."""
     try:
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            return hydra.utils.instantiate({"_target_": path, "_partial_": True}, **_allowed(path))
+            return hydra.utils.instantiate({"_target_": path, "_partial_": True}, **_allow(path))
     except InstantiationException as error:
         raise _policy(path, where, error) from None
 
 
-def _allowed(path: str) -> dict[str, Any]:
+def _allow(path: str) -> dict[str, Any]:
     """Hydra 1.4 asks what a config may call: it is its author's code, so what is installed."""
     if "_execution_whitelist_" not in inspect.signature(hydra.utils.instantiate).parameters:
         return {}
@@ -120,16 +120,16 @@ def _policy(path: str, where: str, error: Exception) -> UserError:
 def _as_config(value: Any) -> Any:
     if not isinstance(value, dict | list):
         return value
-    return OmegaConf.create(_escaped(value), flags={"allow_objects": True})
+    return OmegaConf.create(_escape(value), flags={"allow_objects": True})
 
 
-def _escaped(value: Any) -> Any:
+def _escape(value: Any) -> Any:
     """Text that OmegaConf reads back as it is."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     if isinstance(value, dict):
-        return {key: _escaped(part) for key, part in value.items()}
-    return [_escaped(part) for part in value] if isinstance(value, list) else value
+        return {key: _escape(part) for key, part in value.items()}
+    return [_escape(part) for part in value] if isinstance(value, list) else value
 
 
 class Later(functools.partial):
@@ -144,7 +144,7 @@ class Later(functools.partial):
             target = self._target
             raise _policy(f"{target.__module__}.{target.__qualname__}", self.where, error) from None
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
-            if (line := explained(error, self.where, self._target, self.keywords)) is None:
+            if (line := explain_call(error, self.where, self._target, self.keywords)) is None:
                 raise
         raise line
 

@@ -18,7 +18,7 @@ from dpframe import files
 from dpframe.config import modes
 from dpframe.config.errors import explain
 from dpframe.config.objective import Objective, objective_of
-from dpframe.config.schema import RunSettings, checked, shown
+from dpframe.config.schema import RunSettings, read_settings, shown
 from dpframe.config.search import Configs, quoted, register_resolver
 from dpframe.config.start import (
     MACHINES,
@@ -35,7 +35,6 @@ from dpframe.errors import UserError
 from dpframe.trainer.settings import several_machines
 
 PLAIN = (type(None), bool, int, float, str)
-LONGEST_NUMBER = 1024  # bits
 
 
 @dataclass
@@ -82,8 +81,6 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         return Path(str(config.hydra.run.dir)).parent
 
     _refuse_several_machines(typed)
-    if any(key_of(override) == "trusted_modules" for override in typed):
-        raise UserError("trusted_modules: a config names whatever is installed; leave it out")
     modes.refuse_uninstalled(value_of("mode", typed))
     overrides = list(typed)
     if value_of("recipe", typed) is None and not modes.needs_recipe(value_of("mode", typed)):
@@ -110,7 +107,12 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         known = _without(taken, overrides, configs)
         try:
             texts = _plain(without_hydra(config))
-            refuse_brought(_filled(config), texts, lambda: _filled(configs.compose(known)), start)
+            refuse_brought(
+                _fill_references(config),
+                texts,
+                lambda: _fill_references(configs.compose(known)),
+                start,
+            )
         except OmegaConfBaseException as error:
             raise explain(error, config=_plain(config)) from None
     return config
@@ -140,9 +142,9 @@ def from_hydra(config: DictConfig, typed: Sequence[str]) -> Composed:
     """Splits what Hydra composed into the run's config and Hydra's own."""
     hydra = config.hydra
     try:
-        plain, public = resolved(config)
+        plain, public = resolve(config)
         _refuse_objects(plain)
-        settings = checked(plain)
+        settings = read_settings(plain)
         run_dir = str(files.local_path("hydra.run.dir", str(hydra.run.dir)))
         hydra_text = OmegaConf.to_yaml(OmegaConf.masked_copy(config, ["hydra"]))
     except OmegaConfBaseException as error:
@@ -184,15 +186,15 @@ def without_hydra(config: DictConfig) -> DictConfig:
     return OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
 
 
-def resolved(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+def resolve(config: DictConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """The run's config, and as it is written down: what is in the environment may be a secret."""
-    filled, unfilled = _filled(config), _plain(config)
+    filled, unfilled = _fill_references(config), _plain(config)
     del unfilled["hydra"]
     try:
         register_resolver("oc.env", _as_written, replace=True)
         if "oc.env" in str(unfilled):
             config = OmegaConf.create(unfilled)  # without types: text stands there for a number
-        return filled, _filled(config)
+        return filled, _fill_references(config)
     except OmegaConfBaseException:  # e.g. it is a part of another name
         return filled, unfilled
     finally:
@@ -205,7 +207,7 @@ def overrides_of(config: DictConfig) -> list[str]:
     return list(overrides["task"])
 
 
-def _filled(config: DictConfig) -> dict[str, Any]:
+def _fill_references(config: DictConfig) -> dict[str, Any]:
     """With what each `${…}` stands for, and without Hydra's own keys, which may have no value."""
     parts = {str(key): config[key] for key in config if key != "hydra"}
     return {k: _plain(v, fill=True) if OmegaConf.is_config(v) else v for k, v in parts.items()}
@@ -227,8 +229,6 @@ def _refuse_objects(node: Any, where: str = "") -> None:
             if isinstance(node, dict) and "_target_" in node and not isinstance(key, str):
                 raise UserError(f"{name}: its key is no text; put it in quotes")
             _refuse_objects(value, name)
-    elif type(node) is int and node.bit_length() > LONGEST_NUMBER:
-        raise UserError(f"{where} has more than {LONGEST_NUMBER} bits; use a smaller number")
     elif type(node) not in PLAIN:
         raise UserError(f"{where} is a {type(node).__name__}; use text, in quotes")
 

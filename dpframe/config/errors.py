@@ -11,7 +11,15 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe.config.hints import hint
-from dpframe.config.schema import CONFIG_NAME, KINDS, Group, defaults, groups, spoken, type_of
+from dpframe.config.schema import (
+    CONFIG_NAME,
+    KINDS,
+    Group,
+    defaults,
+    describe_type,
+    groups,
+    type_of,
+)
 from dpframe.config.start import MACHINES, key_of, value_of
 from dpframe.errors import UserError, first_line, nearest, suggestion
 from dpframe.trainer.settings import several_machines
@@ -151,7 +159,7 @@ class _Mistake:
         if wanted == Group or is_dataclass(wanted):
             return f"{what} is one value; set its keys, as {self.key}.KEY=VALUE"
         example = f", e.g. [{value or 'NAME'}]" if wanted == list[str] else ""
-        use = f"; use {spoken(wanted)}{example}" if wanted else ""
+        use = f"; use {describe_type(wanted)}{example}" if wanted else ""
         return f"{what} is {KINDS.get(kind, kind)}{use}"
 
     def no_group(self, found: re.Match[str]) -> str:

@@ -3,21 +3,18 @@
 import argparse
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from dataclasses import fields
 from importlib.resources import files
 from typing import Any, NamedTuple
 
 import yaml
-from hydra.core.plugins import Plugins
-from hydra.types import RunMode
-from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict, read_write
+from omegaconf import OmegaConf, open_dict, read_write
 
 from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
-from dpframe.config.hints import has, hint
-from dpframe.config.schema import CONFIG_NAME, shown
+from dpframe.config.schema import defaults, groups, shown
 from dpframe.config.search import Configs
-from dpframe.config.start import key_of, value_of
+from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, printable, suggestion
 
 USAGE = """\
@@ -53,11 +50,10 @@ examples
 options
   -h, --help [TOPIC]      this page; the settings of trainer, strategy=ddp, boston, tune …
   -m, --multirun          one run for each combination of the values given, e.g. lr=1,2
-  -c, --cfg job           print the config that would run (--resolve: with ${…} filled in)
+  -c, --cfg job|hydra|all print the config that would run (--resolve: with ${…} filled in)
   --config-dir DIR        a folder of your own recipe/, strategy/ … files
   --shell-completion install=bash|zsh|fish      e.g. eval "$(dpframe -sc install=bash)"
   --version
-  -i, --info, --hydra-help, --package, -c hydra|all: see --hydra-help
 """
 
 
@@ -66,72 +62,32 @@ UNTOLD = ("defaults", "_partial_")
 OF_KEYS = ("trainer", "callbacks", "logger", "strategy")  # groups in which a key is looked up
 
 
-def shown_for(arguments: argparse.Namespace, options: str) -> str:
-    """What `--help`, `--cfg`, `--info` or `--hydra-help` prints; `options` are the command's."""
+def shown_for(arguments: argparse.Namespace) -> str:
+    """What `--help` or `--cfg` prints."""
     configs, overrides = Configs(arguments.config_dir), arguments.overrides
-    if arguments.help and overrides:
+    if arguments.cfg:
+        text = _config(configs, overrides, arguments.cfg, resolve=arguments.resolve)
+    elif overrides:
         text = "\n\n".join(_topic(each, configs) for each in overrides)
-    elif arguments.help:
+    else:
         menus = [_menu(group, configs) for group in configs.groups()]
         text = "\n".join([USAGE, _modes(), *menus, KEYS, EXAMPLES])
-    elif arguments.cfg:
-        text = _config(configs, overrides, arguments)
-    elif arguments.info:
-        text = _info(configs, overrides, arguments.info)
-    else:
-        groups = [f"hydra/{group}" for group in sorted(configs.list_groups("hydra"))]
-        lines = [f"  {group}: {', '.join(configs.options(group))}" for group in groups]
-        text = "\n".join([options, "Hydra's groups", *lines])
     return printable(text.rstrip("\n"))
 
 
-def _config(configs: Configs, overrides: Sequence[str], arguments: argparse.Namespace) -> str:
-    """The config that would run."""
+def _config(configs: Configs, overrides: Sequence[str], part: str, *, resolve: bool) -> str:
+    """The config that would run: `job`, `hydra` or `all`."""
     with configs.explained(overrides):
         config = compose(configs, overrides)
         from_hydra(config, overrides)  # refuses what a run would
-        if arguments.cfg == "job":
+        if part == "job":
             config = without_hydra(config)
         else:
             with read_write(config.hydra), open_dict(config.hydra):
                 del config.hydra["help"], config.hydra["hydra_help"]
-        if arguments.cfg == "hydra":
+        if part == "hydra":
             config = OmegaConf.masked_copy(config, ["hydra"])
-        return _yaml(config, arguments.package, arguments.resolve)
-
-
-def _yaml(config: DictConfig, package: str | None, resolve: bool) -> str:
-    if resolve:
-        OmegaConf.resolve(config)
-    plain: Any = OmegaConf.to_container(config) if package else {}
-    if package and not has(plain, package):
-        raise UserError(f"--package={package}: there is no such part; {hint(plain, package)}")
-    part = OmegaConf.select(config, package) if package else config
-    if not isinstance(part, DictConfig | ListConfig):
-        return shown(part)
-    return (f"# @package {package}\n" if package else "") + OmegaConf.to_yaml(part)
-
-
-def _info(configs: Configs, overrides: Sequence[str], kind: str) -> str:
-    """Which files and packages the config is composed of."""
-    if value_of("recipe", overrides) is None:
-        overrides = [*overrides, "~recipe"]
-    with configs.explained(overrides):
-        config = configs.compose(overrides)
-        defaults = configs.compute_defaults_list(CONFIG_NAME, list(overrides), RunMode.RUN)
-    sources = config.hydra.runtime.config_sources
-    parts = {
-        "plugins": [plugin.__name__ for plugin in Plugins.instance().discover()],
-        "searchpath": [f"{s.provider}: {s.schema}://{s.path}" for s in sources],
-        "defaults": [
-            f"{d.config_path} (package {d.package or '_global_'})" for d in defaults.defaults
-        ],
-        "config": OmegaConf.to_yaml(without_hydra(config)).splitlines(),
-    }
-    lines = []
-    for name in parts if kind == "all" else [kind]:
-        lines += [name, *(f"  {line}" for line in parts[name])]
-    return "\n".join(lines)
+        return OmegaConf.to_yaml(config, resolve=resolve)
 
 
 def _modes() -> str:
@@ -145,11 +101,11 @@ def _menu(group: str, configs: Configs) -> str:
     """A group's options, a line each."""
     options = configs.options(group)
     width = max(map(len, options), default=0)
-    lines = [f"  {_titled(group, option, configs, width)}" for option in options]
+    lines = [f"  {_title(group, option, configs, width)}" for option in options]
     return "\n".join([group, *lines, ""])
 
 
-def _titled(group: str, option: str, configs: Configs, width: int = 0) -> str:
+def _title(group: str, option: str, configs: Configs, width: int = 0) -> str:
     """An option with the first comment of its file, and the packages that bring it."""
     paths = plugins.files_of(group, option, configs.folder)
     packages = [who for who, _ in paths if paths[0][0] not in ("dpframe", "you")]
@@ -200,7 +156,7 @@ def _topic(topic: str, configs: Configs) -> str:
             raise UserError(f"--help {topic}: there is no such {group}; {near}")
         return _option(group, option, configs)
     if group == "recipe":
-        recipes = [_titled(group, each, configs) for each in configs.options(group)]
+        recipes = [_title(group, each, configs) for each in configs.options(group)]
         return "\n".join([*recipes, "", "dpframe --help recipe=NAME shows the settings of one"])
     if group in groups:
         return "\n\n".join(_option(group, each, configs) for each in configs.options(group))
@@ -224,14 +180,14 @@ def _of_packages() -> Iterator[Setting]:
     """The settings of the modes of packages."""
     for mode in modes.of_packages():
         yield Setting(mode, "", modes.about(mode))
-        with suppress(UserError):  # it is broken
-            for name, default, comment in modes.described(mode):
-                value = f"{default:g}" if isinstance(default, float) else shown(default)
-                yield Setting(f"{mode}.{name}", value, comment)
+        for each in fields(groups()[mode]) if mode in groups() else ():
+            default = defaults()[mode][each.name]
+            value = f"{default:g}" if isinstance(default, float) else shown(default)
+            yield Setting(f"{mode}.{each.name}", value, each.metadata.get("help", ""))
 
 
 def _option(group: str, option: str, configs: Configs) -> str:
-    lines = _titled(group, option, configs), _lines(settings_of(group, option, configs))
+    lines = _title(group, option, configs), _lines(settings_of(group, option, configs))
     return "\n".join(filter(None, lines))
 
 

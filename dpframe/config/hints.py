@@ -73,11 +73,10 @@ def has(config: Mapping[str, Any], key: str) -> bool:
 
 
 def may_take(config: Mapping[str, Any], key: str) -> bool:
-    """Whether a part's class, or a package's mode, may take a key that no file sets: it is asked
-    when it is imported."""
+    """Whether a part's class may take a key that no file sets: it is asked when it is imported."""
     above, _, name = key.rpartition(".")
-    if above == SCALE or modes.of_package(key):
-        return above != SCALE or name in SCALE_KEYS
+    if above == SCALE:
+        return name in SCALE_KEYS
     node = _at(config, above)
     path = node.get("_target_") if isinstance(node, dict) and "_args_" not in node else None
     return isinstance(path, str) and not path.startswith(COMPLETE)

@@ -9,7 +9,7 @@ import torch
 from dpframe import checkpoint, files
 from dpframe.config.build import build
 from dpframe.config.compose import Composed, composed, hydra_kept
-from dpframe.config.origin import changed
+from dpframe.config.origin import find_differences
 from dpframe.config.search import quoted
 from dpframe.config.start import run_directory, saved_overrides
 from dpframe.config.target import see_own_folders
@@ -43,7 +43,7 @@ def load(
     with hydra_kept():
         job = composed([*start, *overrides], config_dir=config_dir)
     state = checkpoint.load(file)
-    changed(job, state, ("task",))
+    find_differences(job, state, ("task",))
     see_own_folders(job.config["task"], job.config_dir, job.start)
     return trained(job, state, device=device)
 

@@ -1,17 +1,16 @@
 """The modes: dpframe's own, each a file in dpframe/modes, and those of installed packages.
 
 A mode is a module with `run(job)`, which returns a summary. The first line of its docstring is what
---help says of it. If it has `Settings`, a dataclass, its fields are the keys NAME.… of a config;
-a field's metadata may have a "help". `EVALUATES = True`: it reads a checkpoint's weights, with the
-config of its run; `NEEDS_RECIPE = False`: it may do without one. At its top it imports nothing that
-takes long.
+--help says of it. If it has `Settings`, a dataclass, its fields are the keys NAME.… of a config,
+each with a default; a field's metadata may have a "help". `EVALUATES = True`: it reads a
+checkpoint's weights, with the config of its run; `NEEDS_RECIPE = False`: it may do without one. At
+its top it imports nothing that takes long: each start imports it for its settings.
 
     [project.entry-points."dpframe.modes"]
     plan = "dpframe_plan.mode"
 """
 
 from contextlib import suppress
-from dataclasses import MISSING, fields
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -73,24 +72,6 @@ def evaluates(name: str | None) -> bool:
 
 def needs_recipe(name: str | None) -> bool:
     return name is None or name not in names() or getattr(load(name), "NEEDS_RECIPE", True)
-
-
-def of_package(key: str) -> bool:
-    """Whether a key is a setting of a package's mode, which no file of dpframe names."""
-    return key.partition(".")[0] in of_packages()
-
-
-def described(name: str) -> list[tuple[str, Any, str]]:
-    """The settings of a mode: each name with its default and what it is."""
-    kind = settings(name)
-    return [
-        (
-            each.name,
-            None if each.default is MISSING else each.default,
-            each.metadata.get("help", ""),
-        )
-        for each in (() if kind is None else fields(kind))
-    ]
 
 
 def refuse_uninstalled(name: str | None) -> None:

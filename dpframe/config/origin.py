@@ -31,13 +31,15 @@ OF_FIT = ("callbacks", "logger", "trainer.max_epochs", "trainer.max_steps", *LIM
 DECIDING = ("task", "data", "seed", "trainer.precision")
 
 
-def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataModule) -> list[str]:
+def describe_differences(
+    job: Composed, state: Mapping[str, Any], *, task: Task, data: DataModule
+) -> list[str]:
     """The lines to log: the run's overrides, and each value that is typed as another one here."""
     what = f"checkpoint={job.start}"
     theirs = _fingerprint(what, state)
     if "task._target_" not in theirs:  # made from Python, without a config
         return []
-    differences = changed(job, state, DECIDING)
+    differences = find_differences(job, state, DECIDING)
     brought = " ".join(_brought(job))
     lines = [f"with its run's {brought}"] if brought else []
     lines += [
@@ -49,7 +51,7 @@ def compared(job: Composed, state: Mapping[str, Any], *, task: Task, data: DataM
     return [f"{what}: {line}" for line in lines]
 
 
-def changed(
+def find_differences(
     job: Composed, state: Mapping[str, Any], deciding: Sequence[str]
 ) -> dict[str, tuple[Any, Any]]:
     """The values of the run and of this one, where they differ below `deciding` keys.

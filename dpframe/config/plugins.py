@@ -6,7 +6,8 @@
     plan = "dpframe_plan.mode"
 
 The folder joins Hydra's search path, after dpframe's own and the user's `--config-dir`: what is
-nearer wins. Nothing of a package is imported before one of its options or modes is used.
+nearer wins. A package's modes are imported for their settings, at each start; nothing else of it is
+before one of its options is used.
 """
 
 import os

@@ -2,6 +2,7 @@
 
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -109,17 +110,19 @@ WHOLE = {  # what to type for the last part of a key, or for its name in other f
 
 @cache
 def groups() -> dict[str, type[Any]]:
-    """The groups of settings, each with its type; without those of packages, which are imported
-    only where they are meant."""
-    of_modes = {name: modes.settings(name) for name in modes.OWN}
-    return TYPED | {name: kind for name, kind in of_modes.items() if kind is not None}
+    """The groups of settings, each with its type."""
+    kinds = {**TYPED}
+    for name in modes.names():
+        with suppress(UserError):  # a package that is broken is told when its mode is asked for
+            if (kind := modes.settings(name)) is not None:
+                kinds[name] = kind
+    return kinds
 
 
 @cache
 def register() -> None:
     """Tells Hydra what to compose: these types first, then conf/config.yaml with its groups."""
-    kinds = groups() | dict.fromkeys(modes.of_packages(), Group)
-    more: list[Any] = [(name, kind, field(default_factory=kind)) for name, kind in kinds.items()]
+    more: list[Any] = [(name, kind, field(default_factory=kind)) for name, kind in groups().items()]
     more += [("recipe", str, MISSING)]  # the ??? of conf/config.yaml would not replace a value
     more += [("defaults", list[Any], field(default_factory=lambda: ["_self_", "config"]))]
     schema = make_dataclass("Schema", more, bases=(RunSettings,))
@@ -133,7 +136,7 @@ def defaults() -> dict[str, Any]:
     return {name: value for name, value in plain.items() if name != "defaults"}
 
 
-def checked(config: Mapping[str, Any]) -> RunSettings:
+def read_settings(config: Mapping[str, Any]) -> RunSettings:
     """The settings of a config whose types Hydra has checked."""
     for name in PARTS:
         node = config.get(name)
@@ -142,30 +145,15 @@ def checked(config: Mapping[str, Any]) -> RunSettings:
     _check_data(config["data"], config.get("mode", "fit"))
     if (given := config["task"].get("scale_lr")) is not None:
         scale_settings(given)
-    _refuse_unknown(config, [*TOP_LEVEL, *groups(), *modes.of_packages()])
-    made = {name: _made(name, kind, config.get(name)) for name, kind in groups().items()}
-    for name in modes.of_packages():
-        if config.get(name) or config.get("mode") == name:
-            made[name] = _of_package(name, config.get(name))
+    _refuse_unknown(config, [*TOP_LEVEL, *groups()])
+    made = {name: _make(name, kind, config.get(name)) for name, kind in groups().items()}
     own = {name: made.pop(name) for name in modes.names() if name in made}
     made |= {name: config.get(name) or {} for name in OPEN}
     rest = {name: value for name, value in config.items() if name in TOP_LEVEL}
     return RunSettings(**{**rest, **made, "modes": own})
 
 
-def _of_package(mode: str, values: Any) -> Any:
-    """What Hydra has not checked."""
-    kind = modes.settings(mode)
-    if kind is None:
-        if values:
-            raise UserError(f"there is no key {mode}; mode={mode} has no settings")
-        return None
-    _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{mode}.")
-    node: Any = OmegaConf.merge({mode: kind}, {mode: values or {}})
-    return OmegaConf.to_object(node[mode])
-
-
-def _made(group: str, kind: type[Any], values: Mapping[str, Any] | None) -> Any:
+def _make(group: str, kind: type[Any], values: Mapping[str, Any] | None) -> Any:
     _refuse_unknown(values or {}, [each.name for each in fields(kind)], f"{group}.")
     return kind(**values or {})
 
@@ -182,11 +170,10 @@ def _refuse_unknown(values: Iterable[str], known: Iterable[str], prefix: str = "
 def type_of(key: str) -> Any:
     """The annotation of a key; None for one of a part."""
     group, _, name = key.partition(".")
-    is_of_package = modes.of_package(group)
-    kind = modes.settings(group) if is_of_package else groups().get(group)
+    kind = groups().get(group)
     if name:
         return get_type_hints(kind).get(name) if kind else None
-    return Group if is_of_package else kind or get_type_hints(RunSettings).get(group)
+    return kind or get_type_hints(RunSettings).get(group)
 
 
 def is_off(node: Any) -> bool:
@@ -227,7 +214,7 @@ WORDS = {
 
 def unfit(key: str, value: Any, hint: Any, choice: str = "") -> UserError:
     """`hint` is the annotation of what the key takes."""
-    return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {spoken(hint)}{choice}")
+    return UserError(f"{key}={shown(value)} is {kind_of(value)}; use {describe_type(hint)}{choice}")
 
 
 def kind_of(value: Any) -> str:
@@ -235,12 +222,12 @@ def kind_of(value: Any) -> str:
     return KINDS.get(name, f"a {name}")
 
 
-def spoken(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """A type annotation in words."""
     if isinstance(hint, types.UnionType) or get_origin(hint) is Union:
         options = get_args(hint)
         return " or ".join(
-            spoken(each) for each in options if each is not int or float not in options
+            describe_type(each) for each in options if each is not int or float not in options
         )
     return WORDS.get(hint) or str(getattr(hint, "__name__", hint))
 

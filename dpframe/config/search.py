@@ -58,16 +58,12 @@ TYPED: dict[str, Any] = {
     "sweep.resume": None,
 }
 NO_LOGGING = {"version": 1, "root": None, "disable_existing_loggers": False}
-UNUSED: dict[str, Any] = {  # Hydra's keys without a use in dpframe, and their only value
-    "callbacks": {},
-    "output_subdir": ".hydra",
-    "job_logging": NO_LOGGING,
-    "hydra_logging": NO_LOGGING,
-    "job.chdir": False,
-    "job.env_set": {},
-    "job.env_copy": [],
-}
-GUARDED = ("run", "sweep", "launcher", "sweeper")  # may name directories, commands and code
+UNUSED = (  # Hydra's keys without a use in dpframe
+    *("callbacks", "output_subdir", "job_logging", "hydra_logging"),
+    *("job.chdir", "job.env_set", "job.env_copy"),
+)
+# What may name directories, commands and code
+GUARDED = (*UNUSED, "run", "sweep", "launcher", "sweeper", "job.name")
 CODE = {"custom_search_space", "module", "function", "python", "command"}  # of a sweeper
 RESOURCES = {  # of a launcher
     *("name", "partition", "qos", "account", "constraint", "gres", "mem", "mem_per_cpu"),
@@ -322,19 +318,12 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
     _refuse_recipe(plain)
     if sorted(hydra["overrides"]["hydra"] + hydra["overrides"]["task"]) != sorted(overrides):
         raise _unused("overrides")
+    set_here = dict(_leaves(plain))
     for key, default in TYPED.items():
-        group, _, name = key.partition(".")
-        value = plain.get(group, {} if name else default)
-        if name and isinstance(value, Mapping):
-            value = value.get(name, default)
-        elif name and "${" not in str(value):  # only a reference may be a group
-            continue
-        if value != default and key not in map(key_of, typed):
+        group = key.partition(".")[0]  # which may be a reference to one with that key
+        value = set_here.get(key, set_here.get(group, default))
+        if value not in (default, {}) and key not in map(key_of, typed):
             raise _only_typed(key, value)
-    for key, only in UNUSED.items():
-        part, _, name = key.partition(".")
-        if (hydra[part][name] if name else hydra[part]) != only:
-            raise _unused(key)
     for key in ("launcher", "sweeper"):
         if not isinstance(hydra[key], dict) or "_target_" not in hydra[key]:
             raise UserError(f"hydra.{key} has no _target_; choose one by its name: hydra/{key}=…")
@@ -358,13 +347,12 @@ def _refuse_recipe(plain: Mapping[str, Any]) -> None:
 
 def _refuse_settings(hydra: DictConfig, plain: Mapping[str, Any], overrides: Sequence[str]) -> None:
     """A guarded value is typed, harmless, dpframe's own, or what an installed plugin has there."""
-    guarded = {key: plain[key] for key in GUARDED} | {"job": {"name": plain["job"]["name"]}}
     typed = _typed(overrides)
     installed = [*_ours(), *_installed("hydra/launcher"), *_installed("hydra/sweeper")]
-    for key, value in _leaves(guarded):
-        if (key, value) in installed:
+    for key, value in _leaves(plain):
+        if (key, value) in installed or not _is_in(key, GUARDED):
             continue
-        if "._" in key:
+        if "._" in key or _is_in(key, UNUSED):
             raise _unused(key)
         if key not in typed and not _is_harmless(key, value):
             raise _only_typed(f"hydra.{key}", value)
@@ -383,7 +371,13 @@ def _typed(overrides: Sequence[str]) -> set[str]:
 @cache
 def _ours() -> list[tuple[str, Any]]:
     text = files("dpframe.conf").joinpath("hydra", "default.yaml").read_text(encoding="utf-8")
-    return [*_leaves(yaml.safe_load(text)), ("job.name", "dpframe")]
+    logging = {"job_logging": NO_LOGGING, "hydra_logging": NO_LOGGING}
+    job = {"name": "dpframe", "env_set": {}, "env_copy": []}
+    return [*_leaves(yaml.safe_load(text)), *_leaves({**logging, "callbacks": {}, "job": job})]
+
+
+def _is_in(key: str, groups: Iterable[str]) -> bool:
+    return any(f"{key}.".startswith(f"{group}.") for group in groups)
 
 
 def _installed(group: str) -> Iterator[tuple[str, Any]]:

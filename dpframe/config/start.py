@@ -206,11 +206,11 @@ def refuse_brought(config: Any, texts: Any, compose: Callable[[], Any], what: st
     `config` has each `${…}` filled in, `texts` has not; `compose` gives the first without these
     overrides, but with the options that they choose.
     """
-    there, written = _calls(config), _calls(texts)
+    there, written = calls_in(config), calls_in(texts)
     if there == written:
         return  # all are texts of config files, or typed
     try:
-        known = _calls(compose())
+        known = calls_in(compose())
     except (UserError, OmegaConfBaseException):
         known = written
     for key, path in there.items():
@@ -221,7 +221,7 @@ def refuse_brought(config: Any, texts: Any, compose: Callable[[], Any], what: st
             )
 
 
-def _calls(config: Any) -> dict[str, Any]:
+def calls_in(config: Any) -> dict[str, Any]:
     """Each `_target_` by its key."""
     found: dict[str, Any] = {}
     waiting: list[tuple[str, Any]] = [("", config)]

@@ -6,7 +6,7 @@ import pkgutil
 import sys
 import traceback
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpframe.config import plugins
-from dpframe.config.start import run_directory
+from dpframe.config.start import calls_in, run_directory
 from dpframe.errors import UserError, first_line, nearest
 
 UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -25,14 +25,14 @@ def find(path: str, where: str) -> Any:
     parts, given = path.split("."), f"{where}={path}"
     if not all(part.isidentifier() for part in parts):
         raise UserError(f"{given} is not a dotted path; write package.module.Class")
-    target = _imported(parts[0], given)
+    target = _import(parts[0], given)
     if target is None:
         names = [*(module.name for module in pkgutil.iter_modules()), *sys.modules]
         raise _unknown(f"{given}: there is no module {parts[0]}", parts[0], names)
     for index, name in enumerate(parts[1:], 1):
         above = ".".join(parts[:index])
         if isinstance(target, types.ModuleType) and not hasattr(target, name):
-            _imported(f"{above}.{name}", given)  # binds it in the package
+            _import(f"{above}.{name}", given)  # binds it in the package
         if not hasattr(target, name):
             raise _no_attribute(target, above, name, given)
         target = getattr(target, name)
@@ -70,23 +70,13 @@ def see_own_folders(config: Any, config_dir: Path | None, start: Path | None) ->
     is_data = data is not None and here.is_relative_to(data.resolve())
     folders = [] if config_dir is None else [str(config_dir.parent)]
     folders += [] if sys.flags.safe_path or is_data else [str(here)]
-    for top in {path.split(".")[0] for path in targets_in(config)}:
+    for top in {str(path).split(".")[0] for path in calls_in(config).values()}:
         if not top.isidentifier() or _is_importable(top):
             continue
         there = (folder for folder in folders if PathFinder.find_spec(top, [folder]) is not None)
         folder = next(there, None)
         if folder is not None and folder not in sys.path:
             sys.path.append(folder)
-
-
-def targets_in(node: Any) -> Iterator[str]:
-    """Every `_target_` in nested dicts and lists."""
-    if isinstance(node, dict):
-        if isinstance(path := node.get("_target_"), str):
-            yield path
-        node = list(node.values())
-    for value in node if isinstance(node, list) else ():
-        yield from targets_in(value)
 
 
 def _is_importable(top: str) -> bool:
@@ -109,7 +99,7 @@ def _unknown(line: str, name: str, names: Iterable[str], where: str = "") -> Use
     return UserError(f"{line}; {hint}")
 
 
-def _imported(name: str, given: str) -> Any:
+def _import(name: str, given: str) -> Any:
     """None where there is no such module; an ImportError inside it is a line with its place."""
     try:
         return importlib.import_module(name)

@@ -77,16 +77,6 @@ class ByHand:
                 "of loss.backward(), on all ranks as often"
             )
 
-    @torch.no_grad()
-    def share_state(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks the main one's, e.g. running statistics."""
-        strategy = self._strategy
-        for tensor in tensors if strategy.world_size > 1 else ():
-            sent = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor.clone()
-            tensor.copy_(
-                strategy.collectives.sum(sent if strategy.is_main else torch.zeros_like(sent))
-            )
-
     @property
     def _strategy(self) -> Strategy:
         return self.task.trainer_here.strategy

@@ -1,5 +1,6 @@
 """The data of a LightningDataModule, or of the LightningModule itself, as a DataModule."""
 
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -78,25 +79,20 @@ class LightningData(DataModule):
                 if self.module is not None:
                     self._enter(self.module, stage)
                 returned = getattr(self._owner, f"{kind}_{LOADER}")()
-            self._returned[kind] = self._checked(returned, kind)
+            self._returned[kind] = self._check(returned, kind)
         returned = self._returned[kind]
         self.names = list(returned) if isinstance(returned, dict) else [""]
         return returned
 
-    def _checked(self, returned: Any, kind: str) -> Any:
+    def _check(self, returned: Any, kind: str) -> Any:
         label = f"{type(self._owner).__name__}.{kind}_{LOADER}"
-        if isinstance(returned, list | tuple) and len(returned) == 1:
-            returned = returned[0]
-        if returned is None or isinstance(returned, DataLoader):
-            return returned
-        if isinstance(returned, list | tuple) and not returned:  # Lightning's for none
+        if isinstance(returned, list | tuple):  # [] is Lightning's for none
+            numbered = dict(enumerate(returned))
+            returned = numbered if len(numbered) > 1 else numbered.get(0)
+        if returned is None:
             return None
-        if isinstance(returned, Mapping):
-            several = {str(name): loader for name, loader in returned.items()}
-        elif isinstance(returned, list | tuple):
-            several = {str(number): loader for number, loader in enumerate(returned)}
-        else:
-            several = {"": returned}
+        is_one = not isinstance(returned, Mapping)
+        several = {"": returned} if is_one else {str(name): returned[name] for name in returned}
         if kind == "train" and len(several) > 1:
             raise UserError(
                 f"{label} returned {len(several)} loaders, whose rows can't be divided alike; "
@@ -108,7 +104,7 @@ class LightningData(DataModule):
                     f"{label} returned a {type(loader).__name__}, whose rows nobody can divide; "
                     "return a torch.utils.data.DataLoader"
                 )
-        return next(iter(several.values())) if kind == "train" else several
+        return next(iter(several.values())) if is_one or kind == "train" else several
 
     def _enter(self, module: Any, stage: str) -> None:
         """Calls its `setup` once for each stage."""
@@ -124,11 +120,6 @@ class LightningData(DataModule):
 @contextmanager
 def in_turn() -> Iterator[None]:
     """Runs the block in one process of this user and machine at a time: all may write the same."""
-    try:
-        import fcntl
-    except ImportError:  # not on this system
-        yield
-        return
     path = os.path.join(tempfile.gettempdir(), f"dpframe-prepare-{os.getuid()}")
     with open(path, "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -59,7 +59,7 @@ def adapt(module: Any) -> None:
             part.__class__ = _adapted(_kind(part))
 
 
-def called(method: Callable[..., Any], *args: Any) -> Any:
+def call(method: Callable[..., Any], *args: Any) -> Any:
     """Calls with as many of the arguments as it takes: Lightning's hooks may leave out the last."""
     return method(*args[: _places(getattr(method, "__func__", method), inspect.ismethod(method))])
 
@@ -106,18 +106,21 @@ class Adapted:
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """See Lightning's; what is logged is an exact mean over rows, on every strategy."""
-        given = _LOG.bind(name, value, *args, **options).arguments
-        attribute = given.get("metric_attribute")
-        if attribute is None and is_metric(value):
-            names = (path for path, part in self.named_modules() if part is value)
-            attribute = next(names, None)
+        if isinstance(value, Mapping):
+            for part, number in value.items():
+                self.log(f"{name}/{part}", number, *args, **options)
+            return
+        given = _arguments_of_log(_kind(self)).bind(self, name, value, *args, **options)
+        given.apply_defaults()
+        names = (path for path, part in self.named_modules() if part is value)
         self._task.numbers.add(
             name,
             value,
-            attribute,
-            batch_size=given.get("batch_size"),
-            reduce_fx=given.get("reduce_fx", "mean"),
-            on_epoch=given.get("on_epoch"),
+            given.arguments["metric_attribute"]
+            or (next(names, None) if is_metric(value) else None),
+            batch_size=given.arguments["batch_size"],
+            reduce_fx=given.arguments["reduce_fx"],
+            on_epoch=given.arguments["on_epoch"],
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
@@ -167,28 +170,6 @@ def is_metric(value: Any) -> bool:
     )
 
 
-def log(
-    name: str,
-    value: Any,
-    prog_bar: bool = False,
-    logger: bool | None = None,
-    on_step: bool | None = None,
-    on_epoch: bool | None = None,
-    reduce_fx: Any = "mean",
-    enable_graph: bool = False,
-    sync_dist: bool = False,
-    sync_dist_group: Any = None,
-    add_dataloader_idx: bool = True,
-    batch_size: int | None = None,
-    metric_attribute: str | None = None,
-    rank_zero_only: bool = False,
-) -> None:
-    """The arguments of Lightning's `self.log`."""
-
-
-_LOG = inspect.signature(log)
-
-
 def _made_again(kind: Any) -> Any:
     adapted: Any = _adapted(kind)
     return adapted.__new__(adapted)
@@ -198,6 +179,12 @@ def _made_again(kind: Any) -> Any:
 def _adapted(kind: Any) -> type:
     inner = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (Adapted, kind), inner)
+
+
+@cache
+def _arguments_of_log(kind: Any) -> inspect.Signature:
+    """Those of Lightning's `self.log`."""
+    return inspect.signature(_base(kind).log)  # type: ignore[attr-defined]
 
 
 @cache

@@ -37,7 +37,7 @@ class Local(threading.local):
 LOCAL = Local()
 
 
-def bare(kind: str, name: str) -> str:
+def without_stage(kind: str, name: str) -> str:
     """`val_loss`, `val/loss` and `loss` of a validation are all `val/loss`."""
     for stage in STAGES[kind]:
         for mark in "_/-":
@@ -46,12 +46,12 @@ def bare(kind: str, name: str) -> str:
     return name
 
 
-def found(name: str, metrics: Mapping[str, float]) -> float | None:
+def find_number(name: str, metrics: Mapping[str, float]) -> float | None:
     """The number that a module calls so, e.g. in the `monitor` of a scheduler."""
     name = re.sub("_(epoch|step)$", "", name)
     for kind in ("val", "train", "test"):
-        key = f"{kind}/{bare(kind, name)}"
-        is_told = bare(kind, name) != name
+        key = f"{kind}/{without_stage(kind, name)}"
+        is_told = without_stage(kind, name) != name
         if key in metrics and (is_told or not _is_of_other(kind, name)):
             return metrics[key]
     return metrics.get(name)
@@ -93,7 +93,7 @@ class Log:
         reduce_fx: Any,
         on_epoch: bool | None,
     ) -> None:
-        key = bare(self.kind, name)
+        key = without_stage(self.kind, name)
         if is_metric(value):
             if attribute is None:
                 raise UserError(
@@ -103,17 +103,6 @@ class Log:
             self.names[f"{self.kind}/{attribute}"] = key
             if LOCAL.numbers is None:
                 self.in_hooks.append((name, value))
-            return
-        if isinstance(value, Mapping):
-            for part, number in value.items():
-                self.add(
-                    f"{name}/{part}",
-                    number,
-                    attribute,
-                    batch_size=batch_size,
-                    reduce_fx=reduce_fx,
-                    on_epoch=on_epoch,
-                )
             return
         if not is_number(value):
             raise UserError(f"{self._task}: self.log({name!r}, …) got it {described(value)}")
@@ -182,23 +171,21 @@ class Log:
         return self._of_passes.setdefault(self.kind, {})
 
 
-def trained(loss: Any, numbers: Numbers) -> Numbers:
+def training_outputs(loss: Any, numbers: Numbers) -> Numbers:
     """What a step of training returns: the loss that is optimized, and what it has logged."""
-    if not isinstance(loss, Tensor):
-        return numbers or {NOTHING: 0.0}
-    if "loss" in numbers:
+    if isinstance(loss, Tensor) and "loss" in numbers:
         numbers[LOGGED] = numbers.pop("loss")
-    return {"loss": loss, **numbers}
+    return evaluation_outputs(loss, numbers)
 
 
-def evaluated(loss: Any, numbers: Numbers) -> Numbers:
+def evaluation_outputs(loss: Any, numbers: Numbers) -> Numbers:
     """Of a validation or test: what it has logged, and a loss that it only returns."""
     if not isinstance(loss, Tensor):
         return numbers or {NOTHING: 0.0}
     return {"loss": loss, **numbers}
 
 
-def means_of_all(means: dict[str, float]) -> dict[str, float]:
+def divide_counts(means: dict[str, float]) -> dict[str, float]:
     """Divides values that count another number than their rows by that number."""
     whole = {name: value for name, value in means.items() if ":" not in name}
     if LOGGED in means:
@@ -213,4 +200,4 @@ def means_of_all(means: dict[str, float]) -> dict[str, float]:
 
 def _is_of_other(kind: str, name: str) -> bool:
     """Whether a name says that it is another stage's."""
-    return any(bare(other, name) != name for other in STAGES if other != kind)
+    return any(without_stage(other, name) != name for other in STAGES if other != kind)

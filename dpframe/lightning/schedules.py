@@ -1,6 +1,7 @@
 """What `configure_optimizers` returns, and the schedules of an optimizer."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
@@ -14,28 +15,21 @@ RETURNS = (
 )
 
 
+@dataclass
 class Schedule:
     """A scheduler, and when it is stepped."""
 
-    def __init__(
-        self,
-        scheduler: Any,
-        *,
-        interval: str = "epoch",
-        frequency: int = 1,
-        monitor: str | None = None,
-        strict: bool = True,
-        reduce_on_plateau: bool | None = None,
-        name: str | None = None,
-    ) -> None:
-        self.scheduler = scheduler
-        self.interval = interval
-        self.frequency = frequency
-        self.monitor = monitor
-        self.strict = strict
-        self.name = name
-        is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-        self.reduce_on_plateau = is_plateau if reduce_on_plateau is None else reduce_on_plateau
+    scheduler: Any
+    interval: str = "epoch"
+    frequency: int = 1
+    monitor: str | None = None
+    strict: bool = True
+    reduce_on_plateau: bool | None = None
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reduce_on_plateau is None:
+            self.reduce_on_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
 
     def is_due(self, interval: str, count: int) -> bool:
         return self.interval == interval and count % self.frequency == 0
@@ -66,28 +60,23 @@ class Schedules:
             each.scheduler.load_state_dict(saved)
 
 
-class Configured(NamedTuple):
+class ScheduledOptimizer(NamedTuple):
     optimizer: Optimizer
     schedules: list[Schedule]
 
 
-def configured(returned: Any, label: str) -> list[Configured]:
+def read_optimizers(returned: Any, label: str) -> list[ScheduledOptimizer]:
     """Each optimizer with its schedules. `label` begins the errors."""
-    monitor: str | None = None
+    optimizers = list(returned) if isinstance(returned, list | tuple) else [returned]
     schedulers: list[Any] = []
-    if isinstance(returned, Optimizer):
-        optimizers = [returned]
-    elif isinstance(returned, Mapping):
-        optimizers, schedulers, monitor = _of_dicts([returned])
-    elif _are_several(returned, Mapping):
-        optimizers, schedulers, monitor = _of_dicts(returned)
-    elif _are_several(returned, Optimizer):
-        optimizers = list(returned)
-    elif _is_pair(returned):
-        optimizers, schedulers = list(returned[0]), returned[1]
-        schedulers = list(schedulers) if isinstance(schedulers, list | tuple) else [schedulers]
-    else:
-        raise UserError(f"{label} returned {_kinds(returned)}; {RETURNS}")
+    monitor: str | None = None
+    if all(isinstance(each, Mapping) for each in optimizers):
+        schedulers = [each["lr_scheduler"] for each in optimizers if "lr_scheduler" in each]
+        monitor = next((each["monitor"] for each in optimizers if "monitor" in each), None)
+        optimizers = [each.get("optimizer") for each in optimizers]
+    elif len(optimizers) == 2 and isinstance(optimizers[0], list | tuple):
+        optimizers, given = list(optimizers[0]), optimizers[1]
+        schedulers = list(given) if isinstance(given, list | tuple) else [given]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
         raise UserError(f"{label} returned {_kinds(returned)}; {RETURNS}")
     schedules = [_schedule(each, monitor, label) for each in schedulers]
@@ -99,19 +88,12 @@ def configured(returned: Any, label: str) -> list[Configured]:
                 f"{label}: a scheduler is of an optimizer that was not returned; return it, too"
             )
         groups[id(its)].append(schedule)
-    return [Configured(optimizer, groups[id(optimizer)]) for optimizer in optimizers]
-
-
-def _of_dicts(dicts: Iterable[Mapping[str, Any]]) -> tuple[list[Any], list[Any], str | None]:
-    dicts = list(dicts)
-    schedulers = [each["lr_scheduler"] for each in dicts if "lr_scheduler" in each]
-    monitor = next((each["monitor"] for each in dicts if "monitor" in each), None)
-    return [each.get("optimizer") for each in dicts], schedulers, monitor
+    return [ScheduledOptimizer(optimizer, groups[id(optimizer)]) for optimizer in optimizers]
 
 
 def _schedule(given: Any, monitor: str | None, label: str) -> Schedule:
     options = dict(given) if isinstance(given, Mapping) else {"scheduler": given}
-    known = ("scheduler", "interval", "frequency", "monitor", "strict", "reduce_on_plateau", "name")
+    known = [field.name for field in fields(Schedule)]
     for key in options:
         if key not in known:
             raise UserError(f"{label}: lr_scheduler has no key {key}; {suggestion(key, known)}")
@@ -137,16 +119,6 @@ def _schedule(given: Any, monitor: str | None, label: str) -> Schedule:
             f"monitor {str(schedule.monitor).removesuffix('_step')}, the epoch's mean"
         )
     return schedule
-
-
-def _are_several(returned: Any, kind: type) -> bool:
-    is_list = isinstance(returned, list | tuple) and len(returned) > 0
-    return is_list and all(isinstance(each, kind) for each in returned)
-
-
-def _is_pair(returned: Any) -> bool:
-    is_pair = isinstance(returned, list | tuple) and len(returned) == 2
-    return is_pair and isinstance(returned[0], list | tuple)
 
 
 def _kinds(returned: Any) -> str:

@@ -16,23 +16,31 @@ from dpframe.lightning.by_hand import ByHand
 from dpframe.lightning.data import LightningData
 from dpframe.lightning.module import (
     adapt,
-    called,
+    call,
     is_a,
     is_metric,
     own_class,
     owns,
     refuse_uncalled,
 )
-from dpframe.lightning.numbers import NOTHING, Log, bare, evaluated, found, means_of_all, trained
+from dpframe.lightning.numbers import (
+    NOTHING,
+    Log,
+    divide_counts,
+    evaluation_outputs,
+    find_number,
+    training_outputs,
+    without_stage,
+)
 from dpframe.lightning.optimizer_step import StepsAgain, StepsByModule, mean_loss
-from dpframe.lightning.schedules import Configured, Schedule, Schedules, configured
+from dpframe.lightning.schedules import Schedule, ScheduledOptimizer, Schedules, read_optimizers
 from dpframe.lightning.trainer import TheirTrainer
 from dpframe.metrics import is_number
 from dpframe.task import Task
 from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.outputs import Measured
 
-STAGES = {"validate": "validate", "test": "test", "predict": "predict"}  # by dpframe's mode
+STAGES = ("validate", "test", "predict")  # modes of dpframe's; else it is "fit"
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
 TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STEP = "step"
@@ -83,7 +91,8 @@ class Lightning(Task):
 
     def setup(self, trainer: Any) -> None:
         self._held.trainer = trainer
-        self._stage = STAGES.get(trainer.run.config.get("mode"), "fit")
+        mode = trainer.run.config.get("mode")
+        self._stage = mode if mode in STAGES else "fit"
         self.clip_norm, self.clip_value = trainer.settings.clip_norm, trainer.settings.clip_value
         data = trainer.data
         with self._theirs.setting_up():
@@ -100,7 +109,7 @@ class Lightning(Task):
         label = f"{type(self.module).__name__}.configure_optimizers"
         with self._theirs.setting_up():
             returned = self.module.configure_optimizers()
-        made = configured(returned, label)
+        made = read_optimizers(returned, label)
         self.optimizers = self._theirs.optimizers = [each.optimizer for each in made]
         self.schedules = [schedule for each in made for schedule in each.schedules]
         self._theirs.lr_scheduler_configs = self.schedules
@@ -116,7 +125,7 @@ class Lightning(Task):
             return pairs[0]
         return {f"optimizer_{number}": pair for number, pair in enumerate(pairs)}
 
-    def _pair(self, made: Configured) -> Any:
+    def _pair(self, made: ScheduledOptimizer) -> Any:
         optimizer = made.optimizer
         if not self.optimizes_by_hand and owns(self.module, "optimizer_step"):
             closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -132,17 +141,17 @@ class Lightning(Task):
     def training_step(self, batch: Any) -> dict[str, Any]:
         module, index = self.module, self.run_context.batch_index
         with self.numbers.step() as numbers:
-            batch = self._transferred(batch)
+            batch = self._transfer(batch)
             is_new = not self._is_recomputing
-            if is_new and called(module.on_train_batch_start, batch, index) == -1:
+            if is_new and call(module.on_train_batch_start, batch, index) == -1:
                 raise UserError(
                     f"{type(module).__name__}.on_train_batch_start returned -1, which ends the "
                     "epoch here: the other replicas would not know; set trainer.limit_train_batches"
                 )
             if self.optimizes_by_hand:
-                self.by_hand.share_state(list(module.buffers()))
+                self.trainer_here.strategy.collectives.broadcast_tensors(module.buffers())
                 self.by_hand.losses.clear()
-            output = called(module.training_step, batch, index, 0)
+            output = call(module.training_step, batch, index, 0)
             loss = output.get("loss") if isinstance(output, dict) else output
             if self.optimizes_by_hand:
                 if not isinstance(loss, Tensor):
@@ -162,47 +171,46 @@ class Lightning(Task):
         if is_new and owns(module, "on_train_batch_end"):
             outputs = output if isinstance(output, dict) else {"loss": loss.detach()}
             self._ended.append((outputs, batch, index))
-        return trained(loss, numbers)
+        return training_outputs(loss, numbers)
 
     def validation_step(self, batch: Any, name: str = "") -> dict[str, Any]:
-        return self._evaluated("validation", batch, name)
+        return self._evaluate("validation", batch, name)
 
     def test_step(self, batch: Any, name: str = "") -> dict[str, Any]:
-        return self._evaluated("test", batch, name)
+        return self._evaluate("test", batch, name)
 
     def predict_step(self, batch: Any, name: str = "") -> Any:
         module, at = self.module, (self.run_context.batch_index, self._number_of(name))
-        batch = self._transferred(batch, at[1])
-        called(module.on_predict_batch_start, batch, *at)
-        output = called(module.predict_step, batch, *at)
-        called(module.on_predict_batch_end, output, batch, *at)
+        batch = self._transfer(batch, at[1])
+        call(module.on_predict_batch_start, batch, *at)
+        output = call(module.predict_step, batch, *at)
+        call(module.on_predict_batch_end, output, batch, *at)
         return output
 
-    def _evaluated(self, stage: str, batch: Any, name: str) -> dict[str, Any]:
+    def _evaluate(self, stage: str, batch: Any, name: str) -> dict[str, Any]:
         module, at = self.module, (self.run_context.batch_index, self._number_of(name))
         if not owns(module, f"{stage}_{STEP}"):
             raise UserError(f"{type(module).__name__} has no {stage}_{STEP}; write one")
         with self.numbers.step() as numbers:
-            batch = self._transferred(batch, at[1])
-            called(_hook(module, stage, "batch_start"), batch, *at)
-            output = called(getattr(module, f"{stage}_{STEP}"), batch, *at)
-            called(_hook(module, stage, "batch_end"), output, batch, *at)
-        if isinstance(output, dict) and not numbers and "loss" not in output:
-            return {k: v for k, v in output.items() if is_number(v)} or {NOTHING: 0.0}
-        return evaluated(output.get("loss") if isinstance(output, dict) else output, numbers)
+            batch = self._transfer(batch, at[1])
+            call(_hook(module, stage, "batch_start"), batch, *at)
+            output = call(getattr(module, f"{stage}_{STEP}"), batch, *at)
+            call(_hook(module, stage, "batch_end"), output, batch, *at)
+        if not isinstance(output, dict):
+            return evaluation_outputs(output, numbers)
+        if numbers or "loss" in output:
+            return evaluation_outputs(output.get("loss"), numbers)
+        return {k: v for k, v in output.items() if is_number(v)} or {NOTHING: 0.0}
 
-    def _transferred(self, batch: Any, number: int = 0) -> Any:
+    def _transfer(self, batch: Any, number: int = 0) -> Any:
         """Through the hooks that Lightning has around the move to the device, which is done."""
         data = getattr(self.trainer_here.data, "module", None)
         for hook in TRANSFERS:
-            if data is not None and hook in vars(type(data)):
-                owner = data
-            elif owns(self.module, hook):
-                owner = self.module
-            else:
-                continue
-            args = (self.device,) if hook == "transfer_batch_to_device" else ()
-            batch = getattr(owner, hook)(batch, *args, number)
+            is_of_data = data is not None and hook in vars(type(data))
+            if is_of_data or owns(self.module, hook):
+                args = (self.device,) if hook == "transfer_batch_to_device" else ()
+                owner = data if is_of_data else self.module
+                batch = getattr(owner, hook)(batch, *args, number)
         return batch
 
     def _number_of(self, name: str) -> int:
@@ -210,17 +218,17 @@ class Lightning(Task):
         return names.index(name) if name in names else 0
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
-        return means_of_all(means)
+        return divide_counts(means)
 
     def metric_name(self, kind: str, name: str) -> str:
         kind, _, _ = kind.partition("/")  # of one of several data sets
         name = name.removeprefix("module.")
-        return self.numbers.names.get(f"{kind}/{name}", bare(kind, name))
+        return self.numbers.names.get(f"{kind}/{name}", without_stage(kind, name))
 
     def begin_pass(self, kind: str) -> None:
         self.numbers.begin_pass(kind)
         if self.optimizes_by_hand and kind == "val":
-            self.by_hand.share_state(list(self.module.buffers()))
+            self.trainer_here.strategy.collectives.broadcast_tensors(self.module.buffers())
         stage = THEIRS[kind]
         for moment in ("start", "epoch_start"):
             _hook(self.module, stage, moment)()
@@ -262,7 +270,8 @@ class Lightning(Task):
 
     def on_fit_start(self, trainer: Any) -> None:
         if self.optimizes_by_hand:
-            self.by_hand.share_state([*self.module.parameters(), *self.module.buffers()])
+            tensors = [*self.module.parameters(), *self.module.buffers()]
+            trainer.strategy.collectives.broadcast_tensors(tensors)
         if owns(self.module, "backward") and not self.optimizes_by_hand:
             for update in trainer.updates.values():
                 update.backward = partial(_backward, self.module, trainer.precision.scaler)
@@ -301,7 +310,7 @@ class Lightning(Task):
             module.on_before_optimizer_step(optimizer)
             if owns(module, "configure_gradient_clipping"):
                 how = self._theirs.gradient_clip_val, self._theirs.gradient_clip_algorithm
-                called(module.configure_gradient_clipping, optimizer, *how)
+                call(module.configure_gradient_clipping, optimizer, *how)
 
     def on_step_end(self, trainer: Any) -> None:
         done = trainer.progress.batches_done
@@ -316,7 +325,7 @@ class Lightning(Task):
         ended, self._ended = self._ended, []
         with self._per_step(trainer):
             for output, batch, index in ended:
-                called(self.module.on_train_batch_end, output, batch, index)
+                call(self.module.on_train_batch_end, output, batch, index)
 
     def on_epoch_end(self, trainer: Any) -> None:
         self.known.update(trainer.metrics)
@@ -390,7 +399,7 @@ class Lightning(Task):
                 continue
             metric = None
             if schedule.monitor is not None and schedule.reduce_on_plateau:
-                metric = found(schedule.monitor, {**self.trainer_here.metrics, **self.known})
+                metric = find_number(schedule.monitor, {**self.trainer_here.metrics, **self.known})
                 if metric is None and schedule.strict:
                     there = ", ".join(self.trainer_here.metrics) or "nothing"
                     raise UserError(

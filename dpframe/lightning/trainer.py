@@ -1,6 +1,7 @@
 """What `self.trainer` is in a LightningModule: Lightning's names for what dpframe's Trainer has."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -8,11 +9,89 @@ from typing import Any
 import torch
 
 from dpframe.errors import UserError
-from dpframe.lightning.numbers import STAGES, bare
+from dpframe.lightning.numbers import STAGES, without_stage
 
 
 class Absent(UserError, AttributeError):
     """So that `hasattr(self.trainer, …)` is false, and a use of it is one line."""
+
+
+PRECISIONS = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
+# What a module reads as `self.trainer.NAME`; `here` is a TheirTrainer, `here.ours` dpframe's.
+READ: dict[str, Callable[[Any], Any]] = {
+    # how far it has come
+    "current_epoch": lambda here: here.task.current_epoch,
+    "min_epochs": lambda here: here.ours.settings.min_epochs,
+    "min_steps": lambda here: here.ours.settings.min_steps,
+    "max_epochs": lambda here: here.read_length("max_epochs", here.ours.settings.max_epochs, -1),
+    "max_steps": lambda here: here.read_length("max_steps", here.ours.settings.max_steps, -1),
+    "estimated_stepping_batches": lambda here: here.read_length(
+        "estimated_stepping_batches", here.task.total_steps or None, math.inf
+    ),
+    "num_training_batches": lambda here: _or_endless(here.ours.feed.batches_per_epoch),
+    "num_val_batches": lambda here: [
+        _or_endless(loader.batches) for loader in here.ours.feed.validation.values()
+    ],
+    "is_last_batch": lambda here: (
+        here.task.run_context.batch_index + 1 == here.ours.feed.batches_in(here.ours.epoch)
+    ),
+    # what it does
+    "training": lambda here: here.kind == "train",
+    "validating": lambda here: here.kind == "val" and not here.sanity_checking,
+    "sanity_checking": lambda here: (
+        here.kind == "val" and here.ours.mode == "fit" and not here.ours.has_begun
+    ),
+    "testing": lambda here: here.kind == "test",
+    "predicting": lambda here: here.kind == "predict",
+    "evaluating": lambda here: here.kind in ("val", "test"),
+    # its settings
+    "accumulate_grad_batches": lambda here: here.ours.settings.accumulate,
+    "gradient_clip_val": lambda here: (
+        here.task.clip_norm if here.task.clip_value is None else here.task.clip_value
+    ),
+    "gradient_clip_algorithm": lambda here: "norm" if here.task.clip_value is None else "value",
+    "log_every_n_steps": lambda here: here.ours.settings.log_every,
+    "precision": lambda here: PRECISIONS.get(
+        here.ours.settings.precision, here.ours.settings.precision
+    ),
+    # where
+    "world_size": lambda here: 1 if here.is_setting_up else here.ours.strategy.replicas,
+    "num_devices": lambda here: here.world_size,
+    "num_nodes": lambda here: 1,
+    "node_rank": lambda here: 0,
+    "device_ids": lambda here: list(range(here.world_size)),
+    "global_rank": lambda here: 0 if here.is_setting_up else here.ours.strategy.rank,
+    "local_rank": lambda here: (
+        here.ours.strategy.rank
+        if here.ours.strategy.device.index is None
+        else here.ours.strategy.device.index
+    ),
+    "is_global_zero": lambda here: here.ours.strategy.is_main,
+    "default_root_dir": lambda here: here.ours.run.directory or ".",
+    "log_dir": lambda here: here.ours.run.directory or ".",
+    # its module, its data and its logger
+    "model": lambda here: here.task.module,
+    "lightning_module": lambda here: here.task.module,
+    "datamodule": lambda here: getattr(here.ours.data, "module", None),
+    "train_dataloader": lambda here: here.ours.data.train_dataset(),
+    "val_dataloaders": lambda here: here.ours.data.val_dataset(),
+    "logger": lambda here: TheirLogger(here.ours),
+    "loggers": lambda here: [TheirLogger(here.ours)],
+    # what only Lightning's has
+    **dict.fromkeys(
+        ("barebones", "fast_dev_run", "interrupted", "received_sigterm"), lambda here: False
+    ),
+    **dict.fromkeys(
+        (
+            *("ckpt_path", "profiler", "progress_bar_callback", "checkpoint_callback"),
+            "early_stopping_callback",
+        ),
+        lambda here: None,
+    ),
+    "callbacks": lambda here: [],
+    "limit_predict_batches": lambda here: 1.0,
+    "reload_dataloaders_every_n_epochs": lambda here: 0,
+}
 
 
 class TheirTrainer:
@@ -22,17 +101,10 @@ class TheirTrainer:
         self.lr_scheduler_configs: list[Any] = []
         self.lengths: dict[str, float] = {}  # of the training, those that the module has read
         self.is_setting_up = False
-        # What Lightning's Trainer would have besides.
-        self.barebones = self.fast_dev_run = self.interrupted = self.received_sigterm = False
-        self.num_nodes = 1
-        self.node_rank = 0
-        self.ckpt_path = self.profiler = None
-        self.progress_bar_callback = self.checkpoint_callback = self.early_stopping_callback = None
-        self.callbacks: list[Any] = []
-        self.limit_predict_batches = 1.0
-        self.reload_dataloaders_every_n_epochs = 0
 
     def __getattr__(self, name: str) -> Any:
+        if name in READ:
+            return READ[name](self)
         if name.startswith("__"):
             raise AttributeError(name)
         raise Absent(
@@ -40,114 +112,18 @@ class TheirTrainer:
             "docs/from-lightning.md lists what is"
         )
 
-    # ---- how far it has come
+    @property
+    def ours(self) -> Any:
+        return self.task.trainer_here
 
     @property
-    def current_epoch(self) -> int:
-        return self.task.current_epoch
+    def kind(self) -> str:
+        """Of the pass: train, val, test or predict."""
+        return self.task.numbers.kind
 
-    @property
-    def global_step(self) -> int:
-        """Updates; in manual optimization the steps of all optimizers."""
-        if self.task.optimizes_by_hand:
-            return self.task.by_hand.steps
-        return self._ours.progress.global_step
-
-    @property
-    def max_epochs(self) -> int:
-        return self._length("max_epochs", self._settings.max_epochs, -1)
-
-    @property
-    def max_steps(self) -> int:
-        return self._length("max_steps", self._settings.max_steps, -1)
-
-    @property
-    def min_epochs(self) -> int | None:
-        return self._settings.min_epochs
-
-    @property
-    def min_steps(self) -> int | None:
-        return self._settings.min_steps
-
-    @property
-    def num_training_batches(self) -> int | float:
-        batches = self._ours.feed.batches_per_epoch
-        return float("inf") if batches is None else batches
-
-    @property
-    def num_val_batches(self) -> list[int | float]:
-        several = [loader.batches for loader in self._ours.feed.validation.values()]
-        return [float("inf") if batches is None else batches for batches in several]
-
-    @property
-    def estimated_stepping_batches(self) -> int | float:
-        steps = self.task.total_steps or None
-        return self._length("estimated_stepping_batches", steps, float("inf"))
-
-    @property
-    def is_last_batch(self) -> bool:
-        done = self.task.run_context.batch_index + 1
-        return done == self._ours.feed.batches_in(self._ours.epoch)
-
-    @property
-    def should_stop(self) -> bool:
-        return self._ours.should_stop
-
-    @should_stop.setter
-    def should_stop(self, value: bool) -> None:
-        if value:
-            self._ours.stop(f"{type(self.task.module).__name__} has set trainer.should_stop")
-
-    # ---- what it does
-
-    @property
-    def training(self) -> bool:
-        return self._kind == "train"
-
-    @property
-    def validating(self) -> bool:
-        return self._kind == "val" and not self.sanity_checking
-
-    @property
-    def sanity_checking(self) -> bool:
-        return self._kind == "val" and self._ours.mode == "fit" and not self._ours.has_begun
-
-    @property
-    def testing(self) -> bool:
-        return self._kind == "test"
-
-    @property
-    def predicting(self) -> bool:
-        return self._kind == "predict"
-
-    @property
-    def evaluating(self) -> bool:
-        return self._kind in ("val", "test")
-
-    # ---- its settings
-
-    @property
-    def accumulate_grad_batches(self) -> int:
-        return self._settings.accumulate
-
-    @property
-    def gradient_clip_val(self) -> Any:
-        return self.task.clip_norm if self.task.clip_value is None else self.task.clip_value
-
-    @property
-    def gradient_clip_algorithm(self) -> str:
-        return "norm" if self.task.clip_value is None else "value"
-
-    @property
-    def log_every_n_steps(self) -> int:
-        return self._settings.log_every
-
-    @property
-    def precision(self) -> str:
-        names = {"32": "32-true", "64": "64-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
-        return names.get(self._settings.precision, self._settings.precision)
-
-    # ---- where
+    def read_length(self, name: str, value: int | None, without: float) -> float:
+        self.lengths[name] = without if value is None else value
+        return self.lengths[name]
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
@@ -160,31 +136,23 @@ class TheirTrainer:
             self.is_setting_up = before
 
     @property
-    def world_size(self) -> int:
-        return 1 if self.is_setting_up else self._ours.strategy.replicas
-
-    num_devices = world_size
-
-    @property
-    def device_ids(self) -> list[int]:
-        return list(range(self.world_size))
+    def global_step(self) -> int:
+        """Updates; in manual optimization the steps of all optimizers."""
+        is_by_hand = self.task.optimizes_by_hand
+        return self.task.by_hand.steps if is_by_hand else self.ours.progress.global_step
 
     @property
-    def global_rank(self) -> int:
-        return 0 if self.is_setting_up else self._ours.strategy.rank
+    def should_stop(self) -> bool:
+        return self.ours.should_stop
 
-    @property
-    def local_rank(self) -> int:
-        index = self._ours.strategy.device.index
-        return self._ours.strategy.rank if index is None else index
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self._ours.strategy.is_main
+    @should_stop.setter
+    def should_stop(self, value: bool) -> None:
+        if value:
+            self.ours.stop(f"{type(self.task.module).__name__} has set trainer.should_stop")
 
     @property
     def strategy(self) -> Any:
-        ours = self._ours.strategy
+        ours = self.ours.strategy
         return SimpleNamespace(
             root_device=ours.device,
             world_size=self.world_size,
@@ -195,36 +163,10 @@ class TheirTrainer:
         )
 
     @property
-    def default_root_dir(self) -> str:
-        return self._ours.run.directory or "."
-
-    log_dir = default_root_dir
-
-    # ---- its data, its module and its numbers
-
-    @property
-    def lightning_module(self) -> Any:
-        return self.task.module
-
-    model = lightning_module
-
-    @property
-    def datamodule(self) -> Any:
-        return getattr(self._ours.data, "module", None)
-
-    @property
-    def train_dataloader(self) -> Any:
-        return self._ours.data.train_dataset()
-
-    @property
-    def val_dataloaders(self) -> Any:
-        return self._ours.data.val_dataset()
-
-    @property
     def callback_metrics(self) -> dict[str, torch.Tensor]:
         """Under dpframe's names, e.g. `val/loss`, and as the module has logged them."""
         known = self.task.known
-        kinds = [kind for kind in STAGES if kind != self._kind] + [self._kind]  # the newest last
+        kinds = [kind for kind in STAGES if kind != self.kind] + [self.kind]  # the newest last
         named: dict[str, float] = {}
         for kind in filter(None, kinds):
             for key, value in known.items():
@@ -235,33 +177,13 @@ class TheirTrainer:
 
     logged_metrics = progress_bar_metrics = callback_metrics
 
-    @property
-    def logger(self) -> "TheirLogger":
-        return TheirLogger(self._ours)
-
-    @property
-    def loggers(self) -> list["TheirLogger"]:
-        return [self.logger]
-
     def print(self, *args: Any, **options: Any) -> None:
         if self.is_global_zero:
             print(*args, **options)
 
-    def _length(self, name: str, value: int | None, without: float) -> Any:
-        self.lengths[name] = without if value is None else value
-        return self.lengths[name]
 
-    @property
-    def _kind(self) -> str:
-        return self.task.numbers.kind
-
-    @property
-    def _ours(self) -> Any:
-        return self.task.trainer_here
-
-    @property
-    def _settings(self) -> Any:
-        return self._ours.settings
+def _or_endless(batches: int | None) -> float:
+    return math.inf if batches is None else batches
 
 
 class TheirLogger:
@@ -285,7 +207,7 @@ class TheirLogger:
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         kind = self._trainer.task.numbers.kind or "train"
-        self._trainer.log({f"{kind}/{bare(kind, name)}": v for name, v in metrics.items()})
+        self._trainer.log({f"{kind}/{without_stage(kind, name)}": v for name, v in metrics.items()})
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
         """The config's are logged."""

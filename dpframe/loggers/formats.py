@@ -1,4 +1,4 @@
-"""The files that loggers write: PNG pictures, WAV sounds and CSV tables, without a library."""
+"""What is shown and written, without a library: PNG pictures, WAV sounds, CSV and text tables."""
 
 import csv
 import io
@@ -6,8 +6,10 @@ import re
 import struct
 import wave
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+from dpframe.errors import printable
 
 COLOURS = {1: 0, 3: 2, 4: 6}  # PNG's number for grey, RGB and RGBA, by the channels
 
@@ -46,6 +48,15 @@ def table_text(rows: Iterable[Iterable[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def ruled(rows: Sequence[tuple[str, ...]]) -> str:
+    """A table whose first row is its head, with a rule below it."""
+    rows = [tuple(map(printable, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [rows[0], tuple("-" * width for width in widths), *rows[1:]]
+    padded = (map(str.ljust, line, widths) for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
 def file_name(name: str, step: int, suffix: str) -> str:

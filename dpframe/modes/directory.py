@@ -1,6 +1,7 @@
 """A run's directory with its `.hydra/`: made after all checks, removed if nothing was trained."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -60,10 +61,6 @@ class Directory:
 
     def _take(self, path: Path) -> None:
         """The kernel releases the lock when its process ends, however that happens."""
-        if sys.platform == "win32":
-            return
-        import fcntl
-
         self._lock = path.open("a+")
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

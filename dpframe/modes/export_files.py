@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from dpframe import checkpoint, files
-from dpframe.data.module import leaves, mapped
+from dpframe.callbacks.graph import PredictStep, tensors_in
+from dpframe.data.module import mapped
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.task import Task
 from dpframe.trainer import Trainer
@@ -100,30 +101,10 @@ def weights_of(task: Task) -> dict[str, Tensor]:
     return state
 
 
-class Predict(nn.Module):
-    """`predict_step` of those tensors of a batch that it reads."""
-
-    def __init__(self, task: Task, batch: Any, used: Sequence[int]) -> None:
-        super().__init__()
-        self.task = task
-        self.batch = mapped(lambda leaf: None if isinstance(leaf, Tensor) else leaf, batch)
-        self.used = list(used)
-        self.places = [isinstance(leaf, Tensor) for leaf in leaves(batch)]
-
-    def forward(self, *tensors: Tensor) -> Any:
-        given = dict(zip(self.used, tensors, strict=True))
-        numbers = iter(range(len(self.places)))
-
-        def filled(leaf: Any) -> Any:
-            return given.get(next(numbers), leaf)
-
-        return self.task.predict_step(mapped(filled, self.batch))
-
-
 def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, Any]], str]:
     """Cases to try it with, and what it takes."""
     names = list(_names(batch))
-    tensors = {at: leaf for at, leaf in enumerate(leaves(batch)) if isinstance(leaf, Tensor)}
+    tensors = tensors_in(batch)
     program = _program(task, batch, tensors)
     read = _read_inputs(program)
     used = {
@@ -136,7 +117,7 @@ def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, A
     rows = len(next(iter(used.values())))
     cases = []
     with torch.no_grad():
-        model = Predict(task, batch, list(used))
+        model = PredictStep(task, batch, list(used))
         for count in dict.fromkeys((rows, max(1, rows // 2))):
             inputs = [tensor[:count] for tensor in used.values()]
             cases.append((inputs, model(*inputs)))
@@ -145,7 +126,7 @@ def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, A
 
 
 def _program(task: Task, batch: Any, tensors: dict[int, Tensor]) -> Any:
-    model = Predict(task, batch, list(tensors)).eval()
+    model = PredictStep(task, batch, list(tensors)).eval()
     rows = torch.export.Dim.AUTO  # any number of them, if the task's code does not fix it
     shapes = ({0: rows},) * len(tensors)
     with _quiet(), torch.no_grad():

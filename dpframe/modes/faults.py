@@ -68,25 +68,21 @@ def _about_set_up(settings: TrainerSettings) -> str:
 
 
 def _about_batch(trainer: Trainer, doing: str) -> str:
-    """What makes a step smaller; what does so already is named."""
+    """What makes a step smaller."""
     settings, data = trainer.settings, trainer.data
     evaluated = data.eval_batch_size or data.batch_size
     rows = trainer.feed.source.batch_size if doing == "training" else evaluated
     now = f"trainer.precision={settings.precision}"
     smaller = SMALLER.get(settings.precision)
-    todo = [f"lower {now} to {smaller}"] if smaller else []
-    done = [now] if smaller != "bf16" else []
+    todo = [f"lower data.eval_batch_size={rows}"]
     if doing == "training":
         first = f"lower data.batch_size={rows} and raise trainer.accumulate={settings.accumulate}"
-        todo.insert(0, f"{first} by the same factor: the same updates")
-        if settings.checkpoint_activations:
-            done.insert(0, "trainer.checkpoint_activations")
-        else:
-            todo.insert(1, "set trainer.checkpoint_activations=true")
-    else:
-        todo.insert(0, f"lower data.eval_batch_size={rows}")
-    on = f"; {' and '.join(done)} {'is' if len(done) == 1 else 'are'} on already" if done else ""
-    return f"{batch(rows, trainer.strategy.replicas)}; {', or '.join(todo)}{on}"
+        todo = [f"{first} by the same factor: the same updates"]
+        if not settings.checkpoint_activations:
+            todo.append("set trainer.checkpoint_activations=true")
+    if smaller:
+        todo.append(f"lower {now} to {smaller}")
+    return f"{batch(rows, trainer.strategy.replicas)}; {', or '.join(todo)}"
 
 
 def _lost(strategy: Strategy, doing: str, error: Exception) -> str:

@@ -36,7 +36,7 @@ FORKS_SAFELY = (3, 11, 10)  # the first Python without CPython's issue 112275
 
 def describe(job: Composed) -> str:
     problems = list(_problems())
-    rows = [(name, _used(job, name)) for name in list_strategies(job)]
+    rows = [(name, _describe_use(job, name)) for name in list_strategies(job)]
     talk = _talk(problems)
     facts = [*_facts(), ("ranks", talk)]
     lines = [f"{name:<10} {value}" for name, value in facts]
@@ -60,14 +60,14 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "machine", f"{cores()} cores, {total}, {size(_shared())} shared memory"
     devices = present("auto")
     for device in devices:
-        yield str(device), _described(device)
+        yield str(device), _describe(device)
     if not devices:
         yield "devices", f"none: {why_none('auto')}"
     names = [*VARIABLES, *(name for kind in HIDES.values() for name in kind)]
     yield "variables", " ".join(f"{n}={os.environ[n]}" for n in names if n in os.environ) or "none"
 
 
-def _described(device: torch.device) -> str:
+def _describe(device: torch.device) -> str:
     module, name = torch.get_device_module(device), model(device)
     free = memory.free(device)
     total = ""
@@ -80,7 +80,7 @@ def _shared() -> int:
     return shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0
 
 
-def _used(job: Composed, name: str) -> str:
+def _describe_use(job: Composed, name: str) -> str:
     """What a strategy would take, or why it can't."""
     variant = with_strategy(job, name)
     if variant.failure:

@@ -15,7 +15,7 @@ from dpframe.checkpoint import seal
 from dpframe.config import modes
 from dpframe.config.compose import Composed
 from dpframe.config.objective import CHOSEN
-from dpframe.config.origin import compared
+from dpframe.config.origin import describe_differences
 from dpframe.config.parts import callbacks_of, data_of, loggers_of, task_of
 from dpframe.config.schema import NONE
 from dpframe.config.start import run_directory, saved_since
@@ -136,7 +136,7 @@ def _load_and_prepare(job: Composed, trainer: Trainer, state: dict[str, Any] | N
     if state is not None and job.start is not None and modes.evaluates(settings.mode):
         step = seal.step_of(job.start)  # another framework's file has none
         notes = [f"checkpoint  {job.start}" + f", step {step}" * (step >= 0)]
-        notes += compared(job, state, task=trainer.task, data=trainer.data)
+        notes += describe_differences(job, state, task=trainer.task, data=trainer.data)
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
         checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)

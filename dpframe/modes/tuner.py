@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -203,8 +204,8 @@ class Sweep(Callback):
             self._set(trainer)
 
     def _has_diverged(self) -> bool:
-        least = min(point.loss for point in smooth(self.points))
-        recent = min(point.loss for point in self.points[-RECENT:])
+        losses = [point.loss for point in self.points]
+        least, recent = min(smooth(losses)), min(losses[-RECENT:])
         return self.rates[-1] > 0 and recent > least + (DIVERGED - 1) * abs(least)
 
     def _set(self, trainer: Trainer) -> None:
@@ -242,18 +243,12 @@ def find_steepest(points: Sequence[Point], fresh: Sequence[Point]) -> float | No
 def compare_losses(points: Sequence[Point], fresh: Sequence[Point]) -> list[float]:
     """By how much of it the smooth loss differs from that of the `fresh` weights."""
     pairs = list(zip(points, fresh, strict=False))
-    differences = smooth([Point(here.rate, here.loss - first.loss) for here, first in pairs])
-    sizes = smooth([Point(here.rate, abs(first.loss)) for here, first in pairs])
-    return [
-        change.loss / (size.loss or 1.0) for change, size in zip(differences, sizes, strict=True)
-    ]
+    changes = smooth([here.loss - first.loss for here, first in pairs])
+    sizes = smooth([abs(first.loss) for _, first in pairs])
+    return [change / (size or 1.0) for change, size in zip(changes, sizes, strict=True)]
 
 
-def smooth(points: Sequence[Point]) -> list[Point]:
-    """Means of near points: as many on each side, so that the curve is not shifted."""
-    means = []
-    for at, point in enumerate(points):
-        reach = min(NEAR, at, len(points) - 1 - at)
-        near = points[at - reach : at + reach + 1]
-        means.append(Point(point.rate, sum(each.loss for each in near) / len(near)))
-    return means
+def smooth(values: Sequence[float]) -> list[float]:
+    """Means of near values: as many on each side, so that the curve is not shifted."""
+    reaches = [min(NEAR, at, len(values) - 1 - at) for at in range(len(values))]
+    return [fmean(values[at - n : at + n + 1]) for at, n in enumerate(reaches)]

@@ -36,7 +36,7 @@ class Tuning(NamedTuple):
         if self.rates is not None:
             best, points = self.rates.best, [list(point) for point in self.rates.points]
             fresh = [point.loss for point in self.rates.fresh]
-            found |= {"lr": best and _rounded(best), "losses": points, "fresh_losses": fresh}
+            found |= {"lr": best and _round(best), "losses": points, "fresh_losses": fresh}
         return found
 
     def pictures(self) -> dict[str, str]:
@@ -79,13 +79,13 @@ class Tuning(NamedTuple):
         return [
             "",
             *chart(rates.points, rates.best),
-            f"{key}{_rounded(rates.best):g}    {where}, {rates.batch_size} rows a step",
+            f"{key}{_round(rates.best):g}    {where}, {rates.batch_size} rows a step",
         ]
 
 
 def chart(points: Sequence[Point], marked: float | None) -> list[str]:
     """Lines of text; `marked` is a learning rate."""
-    means = smooth(points)
+    means = smooth([point.loss for point in points])
     low, high = _range(means)
     first, last = points[0].rate, points[-1].rate
     span = math.log(last / first)
@@ -94,8 +94,8 @@ def chart(points: Sequence[Point], marked: float | None) -> list[str]:
         return round(math.log(rate / first) / span * (COLUMNS - 1)) if span else 0
 
     grid = [[" "] * COLUMNS for _ in range(LINES)]
-    for point in means:
-        height = (min(point.loss, high) - low) / (high - low)
+    for point, mean in zip(points, means, strict=True):
+        height = (min(mean, high) - low) / (high - low)
         grid[round((1 - height) * (LINES - 1))][column(point.rate)] = "*"
     if marked is not None:
         for line in grid:
@@ -108,18 +108,20 @@ def chart(points: Sequence[Point], marked: float | None) -> list[str]:
 
 def picture(points: Sequence[Point], marked: float | None, title: str) -> str:
     """The same as SVG: the losses in grey, their means in blue."""
-    means = smooth(points)
+    rates, losses = zip(*points, strict=True)
+    means = smooth(losses)
     low, high = _range(means)
+
+    def cut(losses: Sequence[float]) -> list[tuple[float, float]]:
+        return [(at, min(max(y, low), high)) for at, y in zip(rates, losses, strict=True)]
+
     return svg(
         Panel(
             title=title,
             across="learning rate",
             up="loss",
-            series=[
-                Series([(rate, min(max(loss, low), high)) for rate, loss in curve], color)
-                for curve, color in ((points, "silver"), (means, "steelblue"))
-            ],
-            ticks={rate: f"{rate:.3g}" for rate in (points[0].rate, points[-1].rate)},
+            series=[Series(cut(losses), "silver"), Series(cut(means), "steelblue")],
+            ticks={rate: f"{rate:.3g}" for rate in (rates[0], rates[-1])},
             heights={low: f"{low:.4g}", high: f"{high:.4g}"},
             marked=marked,
             logarithmic=["across"],
@@ -127,13 +129,12 @@ def picture(points: Sequence[Point], marked: float | None, title: str) -> str:
     )
 
 
-def _range(means: Sequence[Point]) -> tuple[float, float]:
+def _range(losses: Sequence[float]) -> tuple[float, float]:
     """The range that is drawn: a loss far above the first one is cut off."""
-    losses = [point.loss for point in means]
-    low, first = min(losses), means[0].loss
+    low, first = min(losses), losses[0]
     high = min(max(losses), first + (first - low) / 2) if first > low else max(losses)
     return low, high if high > low else low + 1
 
 
-def _rounded(rate: float) -> float:
+def _round(rate: float) -> float:
     return float(f"{rate:.2g}")
