@@ -349,11 +349,10 @@ class Update:
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
         """Restores the types that torch converts to the weight's, e.g. of NAdam's mu_product."""
-        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for number, weight in enumerate(updated_by(self.optimizer)):
             kept = self.optimizer.state.get(weight, {})
             for name, value in saved["state"].get(number, {}).items():
-                is_own = isinstance(value, Tensor) and keeps_own_type(name, is_fused=is_fused)
+                is_own = isinstance(value, Tensor) and keeps_own_type(name, self.optimizer)
                 if is_own and value.dtype != kept[name].dtype:
                     kept[name] = value.to(kept[name].device)
 
