@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpframe.data.module import mapped
 from dpframe.errors import UserError
 from dpframe.metrics import is_number
 from dpframe.strategies.base import Strategy
@@ -332,11 +333,10 @@ def _restore(metric: Any, name: str, states: dict[str, Any]) -> None:
 
 def _copied(value: Any, device: torch.device | str) -> Any:
     """The next update may write over what it is given."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(part, device) for key, part in value.items()}
-    return [_copied(part, device) for part in value] if isinstance(value, list) else value
+    return mapped(
+        lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf,
+        value,
+    )
 
 
 def _is_same(states: States, others: States) -> bool:
