@@ -88,7 +88,9 @@ class DDP(Processes, takes_logical_shares=True):
         now = self.wrapped[inner]
         if now is None or now.is_outdated():
             self._refuse_other_changes(
-                now.changes() if now else changes({}, dict(inner.named_parameters()))
+                changes(now.shared, now.frozen)
+                if now
+                else changes({}, dict(inner.named_parameters()))
             )
             module = self.wrap(inner, training=True)
             now = self.wrapped[inner]
@@ -225,9 +227,6 @@ class Wrapped:
             if not weight.requires_grad:
                 return True
         return any(weight.requires_grad for weight in self.frozen.values())
-
-    def changes(self) -> Changes:
-        return changes(self.shared, self.frozen)
 
     def note_arrivals(self) -> None:
         if not self._hooks:

@@ -101,13 +101,14 @@ class Evaluation:
         """Every row's output in the order of the data set, on the main process; None elsewhere.
         Large outputs are kept on disk, in the directory `spool`, if it is set."""
         name = f"{type(self.task).__name__}.{STEPS[self.kind]}"
-        here = (
-            [by_rows(output, rows, f"{name} returned") for rows, output in part]
-            for _, part in self._counted(after_batch)
-        )
+
+        def read() -> Iterator[list[Any]]:
+            for rows, part in self._batches(after_batch):
+                self.rows += rows
+                yield [by_rows(output, own, f"{name} returned") for own, output in part]
+
         batches: Any = [] if spool is None else Spool(spool)
-        count = 1
-        self.rows = 0
+        self.rows, count, here = 0, 1, read()
         while some := list(islice(here, count)):
             batches.extend(collected(self.strategy.collectives.gather(some)))
             [held] = self.strategy.collectives.sum_numbers([float(size_of(some))])
@@ -117,13 +118,6 @@ class Evaluation:
         if not batches:
             raise UserError(f"predict: {NO_ROWS}")
         return Predictions(batches, self.name, rows=self.rows)
-
-    def _counted(
-        self, after_batch: AfterBatch | None
-    ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
-        for rows, part in self._batches(after_batch):
-            self.rows += rows
-            yield rows, part
 
     def _batches(
         self, after_batch: AfterBatch | None = None, at_most: int | None = None

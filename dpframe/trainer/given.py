@@ -88,14 +88,11 @@ def check(
     for name, value, kind, example in parts:
         if not isinstance(value, kind):
             raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
-    try:
-        inspect.signature(data.setup).bind()
-    except TypeError:
-        raise miscalled(data, "setup", ()) from None
-    try:
-        inspect.signature(task.setup).bind("trainer")
-    except TypeError:
-        raise miscalled(task, "setup", ("trainer",)) from None
+    for part, called in ((data, ()), (task, ("trainer",))):
+        try:
+            inspect.signature(part.setup).bind(*called)
+        except TypeError:
+            raise miscalled(part, "setup", called) from None
     if "stage" in inspect.signature(task.setup).parameters:
         raise UserError(
             f"{type(task).__name__}.setup takes a stage, and is called with the Trainer, once for "
