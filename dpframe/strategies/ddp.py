@@ -28,7 +28,6 @@ class DDP(Processes, takes_logical_shares=True):
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
         *,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
@@ -38,7 +37,7 @@ class DDP(Processes, takes_logical_shares=True):
         sync_batchnorm: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
-        super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
+        super().__init__(gpus, accelerator, timeout_seconds=timeout_seconds)
         refuse_below("strategy.bucket_cap_mb", bucket_cap_mb, ABOVE_0, "more than 0")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,

@@ -51,7 +51,6 @@ class Ray(DDP):
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
         *,
         resources: dict[str, float] = ONE_CPU,
         storage: str | None = None,
@@ -66,7 +65,6 @@ class Ray(DDP):
         super().__init__(
             gpus,
             accelerator,
-            max_replicas_per_core,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
             static_graph=static_graph,

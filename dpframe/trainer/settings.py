@@ -36,7 +36,6 @@ LEAST = {
     "log_every": 1,
     "threads": 1,
     "logical_replicas": 1,
-    "max_replicas_per_core": 1,
     "max_restarts": 0,
 }
 SHARES = {  # whole numbers, or below 1 a share of what they are out of
@@ -98,7 +97,6 @@ class TrainerSettings:
     cudnn_benchmark: bool | None = None
     profile: bool = False
     threads: int | None = None
-    max_replicas_per_core: int = 8
     data_timeout_seconds: float = 600.0
     max_restarts: int = 0
     hang_seconds: float | None = 1800.0
