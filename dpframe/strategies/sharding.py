@@ -106,7 +106,6 @@ class Sharding:
         self.keeps_casts = has_autocast and self.param_dtype in (None, torch.float32)
         self.scalars[task] = scalars = [weight for weight in task.parameters() if not weight.ndim]
         if isinstance(task, FSDPModule):
-            self._refuse_others_weights(task)
             return
         self._refuse_unshardable(task, has_autocast)
         options: dict[str, Any] = {
@@ -273,14 +272,6 @@ class Sharding:
                 "strategy.param_dtype rounds what is gathered, and trainer.precision has no "
                 "autocast to compute in it; set trainer.precision=bf16, or strategy.param_dtype="
                 "null"
-            )
-
-    def _refuse_others_weights(self, task: Any) -> None:
-        weight = next((weight for weight in task.parameters() if isinstance(weight, DTensor)), None)
-        if weight is not None and weight.device_mesh is not self._mesh:
-            raise UserError(
-                f"{type(task).__name__} was sharded by a strategy that is closed; make a new task "
-                "and load its weights from a checkpoint"
             )
 
 

@@ -52,8 +52,6 @@ def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[
             )
         else:
             states[number] = state  # an optimizer's own, of no weight
-    for number, group in zip(order, optimizer.param_groups, strict=True):
-        _check_options(groups[number], group)
     here = _divided(range(len(weights)), optimizer.param_groups)
     return {
         **saved,  # with what an optimizer of one's own has added
@@ -148,17 +146,6 @@ def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
 
 def is_torchs(optimizer: Optimizer) -> bool:
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
-
-
-def _check_options(saved: dict[str, Any], group: dict[str, Any]) -> None:
-    """Kernels read one number of an option that is a tensor."""
-    for key, option in saved.items():
-        own = group.get(key)
-        is_own = (
-            isinstance(own, Tensor) and isinstance(option, Tensor) and own.shape == option.shape
-        )
-        if not is_own and any(tensor.numel() != 1 for tensor in _tensors(option)):
-            raise Mismatch(f"the optimizer's {key} is a tensor of several numbers there")
 
 
 def _size(key: str, weight: Tensor) -> tuple[int, ...]:
