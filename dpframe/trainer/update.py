@@ -103,9 +103,8 @@ class Update:
                 f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
                 "ranks would scale their losses by themselves; use trainer.precision=bf16"
             )
-        self.weighting = Weighting(
-            strategy.collectives, strategy.device, is_exact=strategy.logical_shares > 0
-        )
+        is_exact = strategy.logical_shares > 0
+        self.weighting = Weighting(strategy.collectives, strategy.device, is_exact)
         self._optimize = (
             dynamo.step_of(self.optimizer) if settings.skip_dynamo_import else self.optimizer.step
         )
@@ -380,7 +379,7 @@ class ByHand(Update):
     ) -> None:
         self._timed = timed
         self.step = timed("optimizer", lambda *_, **__: None)
-        self.weighting = IgnoredWeights()
+        self.weighting = IgnoredWeights(strategy.collectives, strategy.device, is_used=False)
         self.dtype = DTYPES.get(settings.precision)
         self.backward = lambda loss: None
         kind = (task.own_class or type(task)).__name__
