@@ -26,7 +26,7 @@ from dpframe.trainer import given
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.choose import add_logical_shares, choose_strategy
-from dpframe.trainer.evaluation import Evaluation, means_of, restore_modes
+from dpframe.trainer.evaluation import Evaluations, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order
 from dpframe.trainer.outputs import prefixed
@@ -42,7 +42,6 @@ from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.validation import refuse_misspelt
 
 log = logging.getLogger("dpframe")
 
@@ -182,7 +181,7 @@ class Trainer(CallbackView):
             self.is_validating = False
             monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
             monitored += training.updates.monitored()
-            refuse_misspelt(monitored, measured, self.hooks)
+            self.hooks.refuse_misspelt(monitored, measured)
         self._is_prepared, self._is_half_loaded = True, False
         return training
 
@@ -228,7 +227,7 @@ class Trainer(CallbackView):
         with self._evaluating("predict", "predict") as evaluations:
             self.hooks.call("on_predict_start", self)
             self.task.begin_pass("predict")
-            for name, evaluation in evaluations.items():
+            for name, evaluation in evaluations.by_name.items():
                 predictions = evaluation.predictions(spool, after_batch=after_batch)
                 if predictions is not None:
                     by_name[name] = predictions
@@ -242,16 +241,16 @@ class Trainer(CallbackView):
         with self._evaluating(mode, kind) as evaluations:
             self.hooks.call(f"{hook}_start", self)
             after_batch = self.hooks.after_batch(f"{hook}_batch_end", self)
-            self.metrics.update(means_of(evaluations, after_batch=after_batch))
+            self.metrics.update(evaluations.means(after_batch=after_batch))
             self.hooks.call(f"{hook}_end", self)
         return self.metrics
 
     @contextmanager
-    def _evaluating(self, mode: str, kind: str) -> Iterator[dict[str, Evaluation]]:
+    def _evaluating(self, mode: str, kind: str) -> Iterator[Evaluations]:
         self._refuse_closed()
         self.mode = mode
         with restore_modes(self.task):
-            yield self.shared.evaluations(kind, self.settings)
+            yield Evaluations(self.shared, kind, self.settings)
         self.recorder.close(self.metrics, succeeded=True)
 
     # ---- the heart
@@ -390,7 +389,8 @@ class Trainer(CallbackView):
         self.hooks.call("on_validation_start", self)
         self.is_validating = True  # still so in an error of it
         after_batch = self.hooks.after_batch("on_validation_batch_end", self)
-        means = training.validation.means(*others, after_batch=after_batch)
+        with restore_modes(self.task):
+            means = training.validation.means(*others, after_batch=after_batch)
         self.is_validating = False
         self.progress.validated_step = self.progress.global_step
         return means
