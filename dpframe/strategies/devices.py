@@ -29,7 +29,7 @@ def choose(gpus: Gpus, accelerator: str, *, default: int | None) -> list[torch.d
     asked = count_of(gpus, len(there))
     count = asked or default or len(there) or REHEARSED_REPLICAS
     if not there:
-        if count > (limit := REPLICAS_PER_CORE * cores()):
+        if count > REPLICAS_PER_CORE and count > (limit := REPLICAS_PER_CORE * cores()):
             raise UserError(
                 f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most "
                 f"{limit} are sane; use fewer"
