@@ -161,15 +161,19 @@ class Evaluations:
             name: Evaluation(shared, kind, name, loader, settings.limit(kind, loader.batches))
             for name, loader in loaders.items()
         }
-        self.means = timed("validation", self._means)
+        self._timed = timed
 
     def __bool__(self) -> bool:
         return bool(self.by_name)
 
+    def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
+        """The means of each data set, and if there are several, also over the rows of all."""
+        # Not kept: a cycle would keep the workers until Python looks for cycles.
+        return self._timed("validation", self._means)(*others, after_batch=after_batch)
+
     def _means(
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> dict[str, float]:
-        """The means of each data set, and if there are several, also over the rows of all."""
         task, task_metrics = self._shared.task, self._shared.task_metrics
         task.begin_pass(self._kind)
         if set(self.by_name) == {""}:
