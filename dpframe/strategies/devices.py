@@ -4,7 +4,6 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Sequence
 
 import torch
 
@@ -50,7 +49,9 @@ def choose(gpus: Gpus, accelerator: str, *, default: int | None) -> list[torch.d
         )
     if isinstance(gpus, str) and gpus not in WORDS:
         return [_by_uuid(gpus, there)]
-    return _select(gpus, there) if isinstance(gpus, list) else there[:count]
+    if isinstance(gpus, list):
+        return [there[one] if isinstance(one, int) else _by_uuid(one, there) for one in gpus]
+    return there[:count]
 
 
 def count_of(gpus: Gpus, available: int) -> int | None:
@@ -126,14 +127,6 @@ def use_threads(count: int) -> None:
     e.g. those of attention, slower by a half, even with the number that there was."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-
-
-def _select(gpus: Sequence[int | str], there: list[torch.device]) -> list[torch.device]:
-    """The devices of these numbers and UUIDs, in their order."""
-    found = [there[one] if isinstance(one, int) else _by_uuid(one, there) for one in gpus]
-    if len(set(found)) < len(found):
-        raise UserError(f"trainer.gpus={gpus} has a device twice; name each one once")
-    return found
 
 
 def _by_uuid(start: str, there: list[torch.device]) -> torch.device:

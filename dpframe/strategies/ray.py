@@ -78,8 +78,6 @@ class Ray(DDP):
                 f"trainer.gpus={gpus} names GPUs, and under strategy=ray Ray chooses them; use a "
                 "number, e.g. trainer.gpus=2"
             )
-        if gpus == 0:
-            raise UserError("trainer.gpus=0 is no worker of Ray's; use 1 or more")
         self.resources = dict(resources)
         self.storage = storage
 
