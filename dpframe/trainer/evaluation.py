@@ -1,6 +1,6 @@
 """Validation, test and prediction: every row once, whatever the strategy."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -67,23 +67,18 @@ class Evaluation:
         the task's metrics; `others` share the all-reduce. With `at_most` only so many batches are
         read, for the names of what they measure."""
         with self.task_metrics.apart(is_part=self.name != ""):
-            means = self._means(others, after_batch, at_most)
-            return means | self.task_metrics.results(self.prefix, means)
-
-    def _means(
-        self, others: Iterable[Means], after_batch: AfterBatch | None, at_most: int | None
-    ) -> dict[str, float]:
-        self.sums.reset()
-        seen = 0
-        for rows, measured in self._batches(after_batch, at_most):
-            self.sums.add(measured if at_most is None else map(unweighted, measured))
-            seen += rows
-        total = self.sums.total(*others)
-        if not total:
-            why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
-            raise UserError(f"{self.prefix}: {why if seen else NO_ROWS}")
-        means = self.task.summarize(total)
-        return {f"{self.prefix}/{name}": value for name, value in means.items()}
+            self.sums.reset()
+            seen = 0
+            for rows, measured in self._batches(after_batch, at_most):
+                self.sums.add(measured if at_most is None else map(unweighted, measured))
+                seen += rows
+            total = self.sums.total(*others)
+            if not total:
+                why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
+                raise UserError(f"{self.prefix}: {why if seen else NO_ROWS}")
+            means = self.task.summarize(total).items()
+            named = {f"{self.prefix}/{name}": value for name, value in means}
+            return named | self.task_metrics.results(self.prefix, named)
 
     @torch.no_grad()
     def predictions(

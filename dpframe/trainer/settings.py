@@ -38,14 +38,10 @@ LEAST = {
     "logical_replicas": 1,
     "max_restarts": 0,
 }
-SHARES = {  # whole numbers, or below 1 a share of what they are out of
-    "validate_every_epochs": "the epoch",
-    "limit_train_batches": "the batches",
-    "limit_eval_batches": "the batches",
-    "limit_val_batches": "the batches",
-    "limit_test_batches": "the batches",
-    "limit_predict_batches": "the batches",
-}
+SHARES = (  # whole numbers, or below 1 a share of the epoch or its batches
+    "validate_every_epochs",
+    *(f"limit_{kind}_batches" for kind in ("train", "eval", "val", "test", "predict")),
+)
 POSITIVE = (
     "max_seconds",
     "hang_seconds",
@@ -117,13 +113,13 @@ class TrainerSettings:
                 raise not_one_of(f"trainer.{key}", value, choices, meant=meant)
         for key, least in LEAST.items():
             refuse_below(f"trainer.{key}", getattr(self, key), least)
-        for key, whole in SHARES.items():
+        for key in SHARES:
             value = getattr(self, key)
             is_count = value is None or (value >= 1 and float(value).is_integer())
             if not is_count and not 0 < value < 1:
                 raise UserError(
-                    f"trainer.{key}={value} is out of range; use a whole number, or a share of "
-                    f"{whole} such as 0.25"
+                    f"trainer.{key}={value} is out of range; use a whole number, or a share such "
+                    "as 0.25"
                 )
         for key in POSITIVE:
             refuse_below(f"trainer.{key}", getattr(self, key), ABOVE_0, "more than 0")

@@ -174,9 +174,8 @@ class Update:
             clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:
             self._awaits_momenta = unfuse_late(self.optimizer)
-        rates_before = None
         if self.scaled_rates is not None:
-            rates_before = self.scaled_rates.apply(self.optimizer)
+            self.scaled_rates.apply(self.optimizer)
         if closure is not None:
             self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
         elif self.scaler is None:
@@ -184,8 +183,8 @@ class Update:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        if self.scaled_rates is not None and rates_before is not None:
-            self.scaled_rates.undo(self.optimizer, rates_before)
+        if self.scaled_rates is not None:
+            self.scaled_rates.undo(self.optimizer)
         self.clear()
         if self.schedules_steps:
             self.scheduler.step()
