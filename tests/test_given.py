@@ -1,6 +1,8 @@
 """A method that nothing would call is refused before training, and a helper of one's own is not."""
 
 import re
+import sys
+from types import ModuleType
 
 import pytest
 import small
@@ -175,8 +177,9 @@ class Typed(Small):
 
 
 @pytest.mark.parametrize("module", ["__main__", "not_imported"])
-def test_what_has_no_source_is_not_refused(module):
+def test_what_has_no_source_is_not_refused(module, monkeypatch):
     """A cell of a notebook, or a class whose module is gone."""
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     names = {"__name__": module, "Small": Small}
     exec(TYPED, names)
     assert trainer(task=names["Typed"]())
