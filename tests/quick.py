@@ -31,7 +31,7 @@ TESTS = {
     "test_seconds_have_their_unit",
     "test_an_old_task_is_loaded_with_its_averaged_weights",
     "test_the_cases_have_all_kinds_of_events",
-    "test_each_of_several_optimizers_goes_on_with_the_moments_of_its_own_weights",
+    "test_groups_keep_their_options_if_their_order_changes",
     "test_every_page_is_in_the_menu",
     "test_what_can_not_be_read_is_one_line_with_its_place",
     "test_a_pod_that_starts_again_goes_on_from_the_last_checkpoint",

@@ -12,6 +12,7 @@ from recorded import weights, weights_apart
 from small import Rows, Small, trainer
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
 from dpframe import Strategy, UserError, checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
@@ -91,10 +92,29 @@ def unnamed(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "optimizer": {**state["optimizer"], "param_groups": groups}}
 
 
-def test_each_of_several_optimizers_goes_on_with_the_moments_of_its_own_weights():
+@pytest.mark.parametrize("width", [5, 8], ids=["alike", "of other sizes"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_each_weight_keeps_its_own_moments_if_the_order_of_layers_changes(name, width):
+    make = partial(Moved, MAKERS[name])
+    half = run(make, "first inner last", max_epochs=1, width=width).state_dict()
+    whole = run(make, "first inner last", half, width=width)
+    again = run(make, "last tied first", half, width=width)
+    assert same_weights(whole, again)
+
+
+def test_each_of_several_optimizers_keeps_the_moments_of_its_own_weights():
     make = partial(Halves, None)
     half = run(make, "first inner last", max_epochs=1).state_dict()
-    assert same_weights(run(make, "first inner last", half), run(make, "first inner last"))
+    whole, again = run(make, "first inner last", half), run(make, "last inner first", half)
+    assert same_weights(whole, again)
+
+
+def test_groups_keep_their_options_if_their_order_changes():
+    make = partial(Moved, partial(SGD, lr=0.05, momentum=0.9, groups=GROUPS))
+    half = run(make, "first inner last", max_epochs=1).state_dict()
+    whole, again = run(make, "first inner last", half), run(make, "last inner first", half)
+    assert [group["lr"] for group in again.update.optimizer.param_groups] == [0.05, 0.001, 0.2]
+    assert same_weights(whole, again)
 
 
 @pytest.mark.parametrize("width", [5, 8], ids=["alike", "of other sizes"])
@@ -210,17 +230,17 @@ OTHERS: dict[str, Any] = {
     "other groups": (
         Moved,
         {"optimizer": partial(SGD, lr=0.05, groups=GROUPS | {"last": OTHER})},
-        "the optimizer has inner.weight there in the place of last.weight; use checkpoint=FILE to",
+        "the optimizer's group of last.weight has other weights there",
     ),
-    "another order of layers": (
-        Moved,
+    "a schedule of groups": (
+        partial(Moved, scheduler=partial(StepLR, step_size=1)),
         {"order": "last inner first"},
-        "a group first of the optimizer has 2 weights there, and a group last of the optimizer has",
+        "StepLR keeps its rates in the order of the optimizer's groups, which is another one here",
     ),
     "fewer weights": (
         Fewer,
         {"optimizer": partial(SGD, lr=0.05)},
-        "the optimizer has 3 groups of weights there, 1 here",
+        "the optimizer updates first.weight there, and not here",
     ),
 }
 
@@ -237,7 +257,7 @@ def test_other_groups_or_weights_of_an_optimizer_are_refused_in_one_line(case):
 def test_lbfgs_has_one_state_for_all_weights_in_their_order():
     make = partial(Moved, partial(LBFGS, max_iter=2))
     state = run(make, "first inner last", max_epochs=1).state_dict()
-    with pytest.raises(UserError, match="has first.weight there in the place of last.weight"):
+    with pytest.raises(UserError, match="LBFGS keeps one state for all weights, whose order is"):
         run(make, "last inner first", state)
     state["optimizer"]["state"][0]["d"] = torch.zeros(3)
     with pytest.raises(UserError, match=r"LBFGS keeps \(3,\) numbers there, 56 here"):
@@ -260,16 +280,19 @@ def sharded(strategy: Strategy, folder: Path, order: str, start: Path | None) ->
     return weights(made.task)
 
 
-def test_state_in_parts_is_of_the_same_weights_in_the_same_order_too(tmp_path):
-    order, start = "first inner last", tmp_path / "0/checkpoints/last.ckpt"
-    on(FSDP(2, "cpu"), sharded, tmp_path / "0", order, None)
-    with pytest.raises(UserError, match="the optimizer has first.weight there in the place of "):
-        on(FSDP(2, "cpu"), sharded, tmp_path / "1", "last inner first", start)
-    state = checkpoint.load(start)
+def test_each_weight_keeps_its_own_moments_in_parts_too(tmp_path):
+    orders = ["first inner last", "first inner last", "last inner first"]
+    starts = [None, *[tmp_path / "0/checkpoints/last.ckpt"] * 2]
+    first, whole, again = (
+        on(FSDP(2, "cpu"), sharded, tmp_path / str(number), order, start)
+        for number, (order, start) in enumerate(zip(orders, starts, strict=True))
+    )
+    assert weights_apart(again, whole) == 0 < weights_apart(first, whole)
+    state = checkpoint.load(starts[1])
     name = state["optimizer"]["param_groups"][0]["param_names"].index("first.weight")
     moments = state["optimizer"]["state"][name]
     assert (name, moments["exp_avg"].shape) == (0, (8, 3))
     moments["exp_avg"] = torch.zeros(3, 8)
     checkpoint.save({k: v for k, v in state.items() if k != "file"}, tmp_path / "forged.ckpt")
     with pytest.raises(UserError, match=r"exp_avg of first.weight has size \(3, 8\), not"):
-        on(FSDP(2, "cpu"), sharded, tmp_path / "forged", order, tmp_path / "forged.ckpt")
+        on(FSDP(2, "cpu"), sharded, tmp_path / "forged", orders[0], tmp_path / "forged.ckpt")

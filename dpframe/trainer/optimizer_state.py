@@ -25,49 +25,96 @@ def named_state(named: Named, optimizer: Optimizer, state: dict[str, Any]) -> di
     """The state with the task's names of the weights. One that the task does not have is called
     by its number."""
     names = {id(weight): name for name, weight in reversed(named)}
-    numbered = iter(enumerate(updated_by(optimizer)))
+    all_names = [names.get(id(w), f"#{n}") for n, w in enumerate(updated_by(optimizer))]
+    groups = state["param_groups"]
+    of_groups = _divided(all_names, groups)
+    named_groups = [{**g, NAMES: own} for g, own in zip(groups, of_groups, strict=True)]
+    return {**state, "param_groups": named_groups}
+
+
+def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """The saved state in the order of this optimizer's weights and groups, if it fits them."""
+    weights, groups = updated_by(optimizer), saved["param_groups"]
+    places, order = _places(named, optimizer, saved), group_order(named, optimizer, saved)
+    if isinstance(optimizer, LBFGS) and places != sorted(places):
+        raise Mismatch("LBFGS keeps one state for all weights, whose order is another one here")
+    numbers = chain.from_iterable(group["params"] for group in groups)
+    place_of = dict(zip(numbers, places, strict=True))
+    states: dict[Any, Any] = {}
+    for number, state in saved["state"].items():
+        if number in place_of:
+            weight = weights[place_of[number]]
+            _check(state, weight, _name_of(weight, named), optimizer)
+            states[place_of[number]] = state
+        elif isinstance(number, int):
+            raise Mismatch(
+                f"the optimizer has state of a weight {number} there, which no group has"
+            )
+        else:
+            states[number] = state  # an optimizer's own, of no weight
+    here = _divided(range(len(weights)), optimizer.param_groups)
     return {
-        **state,
+        **saved,  # with what an optimizer of one's own has added
+        "state": states,
         "param_groups": [
-            {
-                **group,
-                NAMES: [
-                    names.get(id(weight), f"#{number}")
-                    for number, weight in islice(numbered, len(group["params"]))
-                ],
-            }
-            for group in state["param_groups"]
+            {**{key: value for key, value in groups[number].items() if key != NAMES}, "params": own}
+            for number, own in zip(order, here, strict=True)
         ],
     }
 
 
-def fitting(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """The saved state, if it is of this optimizer's weights, in the same groups and order. One
-    without names only has to have as many, of the same sizes."""
-    groups, here = saved["param_groups"], optimizer.param_groups
-    here = named_state(named, optimizer, {"param_groups": here})["param_groups"]
-    if len(groups) != len(here):
-        raise Mismatch(f"the optimizer has {len(groups)} groups of weights there, {len(here)} here")
-    for there, own in zip(groups, here, strict=True):
-        if there.get("name") != own.get("name") or len(there["params"]) != len(own["params"]):
-            raise Mismatch(f"{_described(there)} there, and {_described(own)} here")
-        for name, mine in zip(there.get(NAMES, own[NAMES]), own[NAMES], strict=True):
-            if name != mine:
-                raise Mismatch(f"the optimizer has {name} there in the place of {mine}")
-    numbers = chain.from_iterable(group["params"] for group in groups)
-    weights = dict(zip(numbers, updated_by(optimizer), strict=True))
-    for number, state in saved["state"].items():
-        if number in weights:
-            _check(state, weights[number], _name_of(weights[number], named), optimizer)
-        elif isinstance(number, int):  # another one is an optimizer's own, of no weight
-            raise Mismatch(f"the optimizer has state of a weight {number} there, of no group")
-    unnamed = [{k: v for k, v in group.items() if k != NAMES} for group in groups]
-    return {**saved, "param_groups": unnamed}
+def group_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> list[int]:
+    """Which saved group is the first, second, ... one here: the one of the same weights."""
+    places = _places(named, optimizer, saved)
+    left = dict(enumerate(_identities(places, saved["param_groups"])))
+    order = []
+    for name, own in _identities(_distinct(optimizer), optimizer.param_groups):
+        same = next((number for number, other in left.items() if other == (name, own)), None)
+        if same is None:
+            first = _name_of(updated_by(optimizer)[own[0]], named) if own else "no weight"
+            raise Mismatch(f"the optimizer's group of {first} has other weights there")
+        del left[same]
+        order.append(same)
+    if left:
+        raise Mismatch(f"the optimizer has {len(left)} more groups of weights there")
+    return order
 
 
-def _described(group: dict[str, Any]) -> str:
-    name = f" {group['name']}" if "name" in group else ""
-    return f"a group{name} of the optimizer has {len(group['params'])} weights"
+def _identities(places: list[int], groups: list[dict[str, Any]]) -> list[tuple[Any, list[int]]]:
+    """What makes a group the same one: its name, if it has one, and its weights."""
+    of_groups = zip(groups, _divided(places, groups), strict=True)
+    return [(group.get("name"), sorted(own)) for group, own in of_groups]
+
+
+def _places(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> list[int]:
+    """For each saved weight its place among those of this optimizer: by name, or in a state
+    without names by its own place."""
+    weights, groups = updated_by(optimizer), saved["param_groups"]
+    count = sum(len(group["params"]) for group in groups)
+    names = [name for group in groups for name in group.get(NAMES, ())]
+    if not names and count == len(weights):
+        return _distinct(optimizer)
+    if len(names) != count:
+        raise Mismatch(f"the optimizer has {count} weights there, {len(weights)} here")
+    place_of = {f"#{place}": place for place in range(len(weights))}
+    by_id = {id(weight): place for place, weight in enumerate(weights)}
+    place_of |= {name: by_id[id(weight)] for name, weight in named if id(weight) in by_id}
+    for name in names:
+        if name not in place_of:
+            raise Mismatch(f"the optimizer updates {name} there, and not here")
+    return [place_of[name] for name in names]
+
+
+def _distinct(optimizer: Optimizer) -> list[int]:
+    """The places of all weights; of one that is there twice the last."""
+    weights = updated_by(optimizer)
+    by_id = {id(weight): place for place, weight in enumerate(weights)}
+    return [by_id[id(weight)] for weight in weights]
+
+
+def _divided(values: Sequence[Any], groups: Sequence[dict[str, Any]]) -> list[list[Any]]:
+    rest = iter(values)
+    return [list(islice(rest, len(group["params"]))) for group in groups]
 
 
 def _name_of(weight: Tensor, named: Named) -> str:

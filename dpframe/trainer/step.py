@@ -92,7 +92,7 @@ class Step:
             update.fill_gradients()
         strategy.check_gradients()
         if update.scaler is not None:
-            update.scaler.unscale_(update.optimizer)
+            update.unscale()
         if update.weighting.is_used:
             update.scale_gradients(update.weighting.factor(rows, row_weights))
         return all_measured

@@ -20,8 +20,10 @@ from dpframe.trainer import dynamo
 from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.fused import fuse, unfuse_late
 from dpframe.trainer.optimizer_state import (
+    Mismatch,
     computed_as,
-    fitting,
+    group_order,
+    in_order,
     keeps_own_type,
     named_state,
 )
@@ -156,6 +158,11 @@ class Update:
                     f"of a step several times; use trainer.{key}={use}, or another optimizer"
                 )
 
+    def unscale(self) -> None:
+        """Takes the scaler's factor out of the gradients."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+
     def scale_gradients(self, factor: Tensor) -> None:
         for weight in self._parts():
             weight.grad.mul_(factor.to(weight.grad))
@@ -284,6 +291,8 @@ class Update:
         ]
         if has_optimizer:
             own = self._own(state["optimizer"])
+            if has_scheduler and self.scheduler is not None:
+                self._refuse_other_order(own)
             saved = self._adapted(self.optimizer, own)
             self.optimizer.load_state_dict(saved)
             if there.get("trainer.precision") == here["trainer.precision"]:
@@ -311,12 +320,21 @@ class Update:
                 elif option != "lr" and any(name == option for _, name in changed):
                     group[option] = options[index][option]
 
+    def _refuse_other_order(self, saved: dict[str, Any]) -> None:
+        order = group_order(self._named, self.optimizer, saved)
+        if order != sorted(order):
+            raise Mismatch(
+                f"{type(self.scheduler).__name__} keeps its rates in the order of the optimizer's "
+                "groups, which is another one here"
+            )
+
     def _own(self, states: dict[str, Any]) -> Any:
         return states[self.name] if self.name else states
 
     def _adapted(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-        """Saved state that fits the weights of here, and e.g. a momentum cut as its weight is."""
-        saved = fitting(self._named, optimizer, saved)
+        """Saved state for the weights of here: matched by name, checked, and e.g. a momentum cut
+        as its weight is."""
+        saved = in_order(self._named, optimizer, saved)
         if (sharding := self.strategy.sharding) is not None:
             weights, states = updated_by(optimizer), dict(saved["state"])
             for number, weight in enumerate(weights):
