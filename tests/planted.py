@@ -151,6 +151,16 @@ def padded(share: Any) -> Any:
     return torch.cat([share, more]) if isinstance(share, Tensor) else [*share, *more]
 
 
+class Other4(DDP):
+    """Drops the rows that are left over, from four ranks on."""
+
+    def split_rows(self, rows: Sequence) -> list[Sequence]:
+        size = len(rows) // self.world_size
+        if self.world_size < 4:
+            return super().split_rows(rows)
+        return [rows[self.rank * size : (self.rank + 1) * size]]
+
+
 class StreamDropTail(DataParallel):
     """Drops the rows that are left over, of a stream's batches."""
 

@@ -140,6 +140,8 @@ GathersNumbers on 2: gathered
     gathered: the kit's contrastive network ends with other weights
 PadLarge on 2: rows_once float32
     rows_once: of a batch of 33 rows the shares have 24 16: they are padded
+Other4 on 2: rows_once
+    rows_once: of a batch of 1 row the shares on 4 replicas have 0 0 0 0: row 0 is missing
 StreamDropTail on 2: rows_once
     rows_once: of a batch of 1 row, as a list as streams have them, .* 0 0: row 0 is missing
 HalfIfFloat32 on 2: float32

@@ -20,7 +20,7 @@ from dpframe.testing.distance import (
     weights_apart,
 )
 from dpframe.testing.evidence import Evidence, Finding, Outcome, format_count, format_list
-from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, SIZES, Run, run_alone
+from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, run_alone
 
 ALL = ("weights", "loss", "metrics")
 
@@ -54,12 +54,13 @@ def collectives(evidence: Evidence) -> Outcome:
 
 def logged_once(evidence: Evidence) -> Outcome:
     writers = [rank for rank, run in enumerate(evidence.of_each("kit")) if run.log]
-    times = format_count(len(writers), "time")
-    cause = (
-        f"each number was logged {times}, by the ranks {format_list(writers) or 'none'}: `logger` "
-        "must return the loggers in the main process alone"
-    )
-    return Outcome("what every process's logger got", times, "" if writers == [0] else cause)
+    times, cause = format_count(len(writers), "time"), ""
+    if writers != [0]:
+        cause = (
+            f"each number was logged {times}, by the ranks {format_list(writers) or 'none'}: "
+            "`logger` must return the loggers in the main process alone"
+        )
+    return Outcome("what every process's logger got", times, cause)
 
 
 def gradient_sync(evidence: Evidence) -> Outcome:
@@ -149,17 +150,20 @@ def shutdown(evidence: Evidence) -> Outcome:
 
 def rows_once(evidence: Evidence) -> Outcome:
     keys = evidence.main["shares"]
+    counts = {count for *_, count in keys}
+    replicas = {replicas for replicas, *_ in keys if replicas}
     wrong = [*(_uneven(evidence, *key) for key in keys), _unread(evidence)]
+    several = f" on {min(replicas)} to {max(replicas)} replicas" if replicas else ""
     return Outcome(
-        f"shares of {SIZES[0]} to {SIZES[-1]} rows",
+        f"shares of {min(counts)} to {max(counts)} rows{several}",
         f"{format_count(max(rows for rows, _ in wrong), 'row')} wrong",
         next((cause for _, cause in wrong if cause), ""),  # the one of the fewest rows
     )
 
 
-def _uneven(evidence: Evidence, kind: str, count: int) -> tuple[int, str]:
+def _uneven(evidence: Evidence, replicas: int, kind: str, count: int) -> tuple[int, str]:
     """How many rows are wrong in the shares of `count` rows, and how."""
-    shares = evidence.shares(count, kind)
+    shares = evidence.shares(count, kind, replicas)
     rows = list(chain.from_iterable(shares))
     if rows == list(range(count)):
         return 0, ""
@@ -167,7 +171,8 @@ def _uneven(evidence: Evidence, kind: str, count: int) -> tuple[int, str]:
     wrong = [row for row in {*range(count), *seen} if seen[row] != (row in range(count))]
     sizes = " ".join(str(len(share)) for share in shares)
     what = "" if kind == "tensor" else f", as a {kind} as streams have them,"
-    cause = f"of a batch of {format_count(count, 'row')}{what} the shares have {sizes}"
+    where = f" on {format_count(replicas, 'replica')}" if replicas else ""
+    cause = f"of a batch of {format_count(count, 'row')}{what} the shares{where} have {sizes}"
     if not wrong:
         return 0, f"{cause}, but not in the batch's order: {format_list(rows)}"
     why = f"row {format_list(wrong)} is missing or twice there"

@@ -98,9 +98,10 @@ class Evidence:
         pairs = [(run.seen["drawn"], run.resumed.seen["drawn"]) for run in self.of_each("watched")]
         return any(sorted(whole[-len(rest) :]) != sorted(rest) for whole, rest in pairs)
 
-    def shares(self, count: int, kind: str = "tensor") -> Shares:
+    def shares(self, count: int, kind: str = "tensor", replicas: int = 0) -> Shares:
         """The shares of that many rows, in the order of the replicas."""
-        return [share for note in self.notes for share in note["shares"][kind, count]]
+        notes = [self.main] if replicas else self.notes
+        return [share for note in notes for share in note["shares"][replicas, kind, count]]
 
     @property
     def cuts(self) -> plain.Cuts:
@@ -109,7 +110,7 @@ class Evidence:
 
         return plain.Cuts(
             lambda rows: cut(self.shares(len(rows)), rows),
-            lambda rows: cut(self.main["shares"]["tensor", len(rows)], rows),
+            lambda rows: cut(self.main["shares"][0, "tensor", len(rows)], rows),
             self.replicas,
         )
 

@@ -1,5 +1,6 @@
 """What runs in every process of the job: small Trainers on one strategy, and what they gave."""
 
+import copy
 import faulthandler
 import os
 import pickle
@@ -35,6 +36,8 @@ from dpframe.trainer.settings import TrainerSettings
 
 EVALUATED_SIZES = range(1, 18)
 SIZES = (*EVALUATED_SIZES, 33, 64, 100, 257)
+OTHER_REPLICAS = range(1, 9)
+OTHER_SIZES = (1, 7, 8, 9, 30, 64, 257)
 KINDS: dict[str, Callable[[int], Any]] = {  # of rows, as the Loader passes them
     "tensor": torch.arange,
     "list": lambda count: list(range(count)),  # a stream's
@@ -258,13 +261,39 @@ class Saves(Callback):
 # ---- single calls
 
 
-def shares(strategy: Strategy) -> dict[tuple[str, int], Shares]:
-    """Those of this process, by the kind and the number of rows."""
-    return {
-        (kind, count): [torch.as_tensor(s).tolist() for s in strategy.split_rows(rows(count))]
+def shares(strategy: Strategy) -> dict[tuple[int, str, int], Shares]:
+    """By replicas, kind and number of rows: 0 replicas are those of this process, and 1 to 8 are
+    tried where shares follow from the strategy's numbers alone."""
+    results = {
+        (0, kind, count): _cut(strategy, rows(count))
         for kind, rows in KINDS.items()
         for count in SIZES
     }
+    with suppress(Exception):  # it can't be given other numbers
+        two, four = (_cut_on(n, strategy, range(24)) for n in (2, 4))
+        if (len(two), len(four)) == (2, 4) and two[0] not in (two[1], four[0]):
+            results |= {
+                (replicas, kind, count): _cut_on(replicas, strategy, rows(count))
+                for replicas in OTHER_REPLICAS
+                for kind, rows in KINDS.items()
+                for count in OTHER_SIZES
+            }
+    return results
+
+
+def _cut_on(replicas: int, strategy: Strategy, rows: Any) -> Shares:
+    twin = copy.copy(strategy)
+    twin.replicas = replicas
+    if strategy.world_size == 1:
+        return _cut(twin, rows)
+    twin.world_size, results = replicas, []
+    for twin.rank in range(replicas):
+        results += _cut(twin, rows)
+    return results
+
+
+def _cut(strategy: Strategy, rows: Any) -> Shares:
+    return [torch.as_tensor(share).tolist() for share in strategy.split_rows(rows)]
 
 
 def collectives(strategy: Strategy) -> list[str]:
