@@ -1,7 +1,10 @@
 """Gradients that the ranks would not share: told before an update is made of them."""
 
+import logging
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from small import Hooks, Rows, Small, fitted
 from torch import Tensor
 
 from dpframe import Trainer, UserError
-from dpframe.launch.faults import RankFailed
+from dpframe.strategies import ddp
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 
@@ -179,20 +182,49 @@ def thaw_later(trainer: Trainer) -> None:
     trainer.task.net[0].requires_grad_(trainer.global_step >= 2 + trainer.strategy.rank)
 
 
-def differently(strategy: DDP, make: Any, hook: Any) -> None:
-    callbacks = [Hooks(on_step_end=hook)]
-    fitted(make(), Rows(30, 5, val=False), strategy=strategy, callbacks=callbacks)
+class GathersAlone(Small):
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        if self.rank == 0 or self.global_step < 2:
+            self.all_gather(batch[0])
+        return super().training_step(batch)
 
 
-def test_a_rank_that_thaws_alone_ends_the_job():
-    with pytest.raises(RankFailed):
-        on(DDP(2, "cpu", timeout_seconds=4), differently, Thawing, thaw_later)
+def differently(strategy: DDP, make: Any, hook: Any, folder: Path) -> None:
+    ddp.LATE_SECONDS = 0.5
+    logging.getLogger("dpframe").addHandler(logging.FileHandler(folder / f"{strategy.rank}.log"))
+    callbacks = [Hooks(on_step_end=hook)] if hook else []
+    try:
+        fitted(make(), Rows(30, 5, val=False), strategy=strategy, callbacks=callbacks)
+    except UserError as error:
+        (folder / f"{strategy.rank}.error").write_text(str(error))
+        raise
 
 
-def test_ranks_that_thaw_other_weights_are_refused_at_once():
+def refused(folder: Path, make: Any, hook: Any = None, *, seconds: float = 8) -> str:
     with pytest.raises(UserError) as caught:
-        on(DDP(2, "cpu", timeout_seconds=600), differently, Thawing, thaw_otherwise)
-    assert str(caught.value) == (
-        "rank 1 has thawed net.0.bias, and rank 0 has thawed net.0.weight; set requires_grad on "
-        "all ranks at the same step, e.g. by trainer.global_step"
+        on(DDP(2, "cpu", timeout_seconds=seconds), differently, make, hook, folder)
+    return str(caught.value)
+
+
+THAWED = "rank 0 has thawed net.0.weight, net.0.bias, and rank 1 has not; "
+ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
+
+
+def test_a_rank_that_thaws_alone_is_told_while_it_waits_and_in_the_last_line(tmp_path):
+    assert refused(tmp_path, Thawing, thaw_later) == THAWED + ALIKE
+    assert (tmp_path / "0.log").read_text() == f"waiting: {THAWED}{ALIKE}\n"
+
+
+def test_ranks_that_thaw_other_weights_are_refused_at_once(tmp_path):
+    refused(tmp_path, Thawing, thaw_otherwise, seconds=600)
+    assert (tmp_path / "0.error").read_text() == (
+        "rank 0 has thawed net.0.weight, and rank 1 has thawed net.0.bias; " + ALIKE
+    )
+
+
+def test_a_rank_that_gathers_alone_is_named_with_the_line_that_called(tmp_path):
+    assert re.fullmatch(
+        r"rank 0 called self.all_gather in training_step \(test_ddp.py, line \d+\), and rank 1 did "
+        "not; every rank that has rows has to call it as often in each step",
+        refused(tmp_path, GathersAlone),
     )

@@ -64,6 +64,8 @@ def explain(faults: list[Fault]) -> RankFailed | UserError:
         # Of ranks that waited for each other in vain, one that did so by itself is the odd one.
         return not fault.is_hang, fault.is_consequence, not _is_in_users_code(fault), fault.time
 
+    if line := _explain_lone_gather(faults):
+        return line
     first, *rest = sorted(faults, key=order)
     if first.line is not None:
         line = first.kind(first.line)
@@ -75,6 +77,31 @@ def explain(faults: list[Fault]) -> RankFailed | UserError:
     heading = "hung; its stack:" if first.is_hang else "failed:"
     lines += [f"rank {first.rank} {heading}", first.text, first.advice]
     return RankFailed("\n".join(filter(None, lines)))
+
+
+def _explain_lone_gather(faults: list[Fault]) -> UserError | None:
+    """The line for ranks of which some waited in `self.all_gather`, and others elsewhere."""
+    calls = {fault.rank: place for fault in faults if (place := _find_gather(fault))}
+    others = [fault for fault in faults if fault.rank not in calls]
+    if not (calls and others and all(fault.is_consequence for fault in faults)):
+        return None
+    rank, place = min(calls.items())
+    error = UserError(
+        f"rank {rank} called self.all_gather in {place}, and rank {others[0].rank} did not; every "
+        "rank that has rows has to call it as often in each step"
+    )
+    error.details = "\n".join(fault.text for fault in faults)
+    return error
+
+
+def _find_gather(fault: Fault) -> str:
+    """The caller of `Task.all_gather` in a traceback that ends there, else ''."""
+    frames = [frame for frame in FRAME.findall(fault.text) if TORCH not in frame[0]]
+    names = [name for _, _, name in frames]
+    if names[-3:-1] != ["all_gather", "gather_rows"]:
+        return ""
+    file, line, name = frames[-4]
+    return f"{name} ({os.path.basename(file)}, line {line})"
 
 
 def _describe_peer(fault: Fault) -> str:

@@ -1,6 +1,9 @@
 """One process a replica: torch's DistributedDataParallel, by NCCL, XCCL, or gloo on the CPU."""
 
 import inspect
+import json
+import logging
+import time
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -21,6 +24,9 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broad
 
 Changes = dict[str, list[str]]
 """The names of the weights that were frozen, and of those that were thawed."""
+LATE_SECONDS = 10.0  # when ranks that have not frozen or thawed what others have are told
+
+log = logging.getLogger("dpframe")
 
 
 class DDP(Processes, takes_logical_shares=True):
@@ -50,6 +56,7 @@ class DDP(Processes, takes_logical_shares=True):
         # By what `wrap` was given; None: it had nothing to train.
         self.wrapped: dict[nn.Module, Wrapped | None] = {}
         self.current: Wrapped | None = None  # the one whose gradients are computed
+        self._agreed = 0  # how often
         self._unsynced = ExitStack()  # holds `no_sync` while gradients are only accumulated
 
     @property
@@ -86,7 +93,7 @@ class DDP(Processes, takes_logical_shares=True):
             return module
         now = self.wrapped[inner]
         if now is None or now.is_outdated():
-            self._refuse_other_changes(
+            self._agree(
                 changes(now.shared, now.frozen)
                 if now
                 else changes({}, dict(inner.named_parameters()))
@@ -98,16 +105,31 @@ class DDP(Processes, takes_logical_shares=True):
             self._settle(now)
         return module
 
-    def _refuse_other_changes(self, mine: Changes) -> None:
-        """All ranks wrap a module again together: they have frozen or thawed the same weights."""
-        if not any(mine.values()):
+    def _agree(self, mine: Changes) -> None:
+        """Before all ranks wrap a module again, as they have frozen or thawed the same weights.
+
+        A rank that has not does not come here: it waits for the others' gradients."""
+        if self._store is None or not any(mine.values()):
             return
-        main = self.collectives.broadcast(mine)
-        if main != mine:
-            raise UserError(
-                f"rank {self.rank} has {_in_words(mine)}, and rank 0 has {_in_words(main)}; "
-                f"{FREEZE_ALIKE}"
-            )
+        keys = [f"trained/{self._agreed}/{rank}" for rank in range(self.world_size)]
+        self._agreed += 1
+        self._store.set(keys[self.rank], json.dumps(mine))
+        said = f"rank {self.rank} has {_in_words(mine)}, and rank %s has %s; {FREEZE_ALIKE}"
+        began, limit, is_told = time.monotonic(), self.timeout_seconds / 2, False
+        while not self._store.check(keys):
+            time.sleep(0.001)
+            seconds = time.monotonic() - began
+            if seconds < min(limit, LATE_SECONDS) or (is_told and seconds < limit):
+                continue
+            late = next((r for r, key in enumerate(keys) if not self._store.check([key])), None)
+            if late is not None and seconds >= limit:
+                raise UserError(said % (late, "not"))
+            if late is not None:
+                log.warning(f"waiting: {said}", late, "not")
+                is_told = True
+        for rank, theirs in enumerate(map(json.loads, self._store.multi_get(keys))):
+            if theirs != mine:
+                raise UserError(said % (rank, _in_words(theirs)))
 
     def _settle(self, now: "Wrapped") -> None:
         """Torch puts the gradients into other buckets after the first backward, by the order in
