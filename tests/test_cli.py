@@ -145,7 +145,7 @@ WITH_TORCH = {
     "hydra.run.dir=text.ckpt": "the run directory text.ckpt can't be made: File exists",
     "hydra.run.dir=text.ckpt/x": "can't be made",
     "trainer.gpus=2 strategy=cpu": "CPU is one replica",
-    "trainer.gpus=999 strategy=ddp trainer.accelerator=cpu": "trainer.max_replicas_per_core=8",
+    "trainer.gpus=999 strategy=ddp trainer.accelerator=cpu": "asks for 999 replicas on",
 }
 
 RECIPES = {

@@ -133,7 +133,7 @@ def test_what_a_recipe_sets_of_a_callback_that_is_switched_off_goes_nowhere():
 def test_a_strategy_takes_the_trainers_keys():
     for option in (option for group, option in OPTIONS if group == "strategy"):
         node = OmegaConf.load(CONF / "strategy" / f"{option}.yaml")
-        for key in ("gpus", "accelerator", "max_replicas_per_core"):
+        for key in ("gpus", "accelerator"):
             assert OmegaConf.to_container(node)[key] == f"${{trainer.{key}}}", option
 
 

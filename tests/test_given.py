@@ -1,6 +1,8 @@
 """A method that nothing would call is refused before training, and a helper of one's own is not."""
 
 import re
+import sys
+from types import ModuleType
 
 import pytest
 import small
@@ -14,7 +16,8 @@ BASES = {Task: Small, DataModule: Rows, Callback: Callback}
 
 def given(base, *names):
     """The task, DataModule or callback, with methods so named, is given to a Trainer."""
-    made = type("Mine", (BASES[base],), {name: lambda self, *args: None for name in names})()
+    own = {name: lambda self, *args: None for name in names}
+    made = type("Mine", (BASES[base],), own | {"__module__": "small"})()  # which uses none of them
     if base is Callback:
         return trainer(callbacks=[made])
     return trainer(**{"task" if base is Task else "data": made})
@@ -136,18 +139,13 @@ class ByScript(Rows):
 
 
 class Forgotten(Rows):
+    __module__ = "small"
+
     def teardown(self):
-        """Another class of this file calls its own."""
+        """Nobody calls it."""
 
     def vall_dataset(self):
         return super().val_dataset()
-
-
-class Other:
-    def close(self):
-        self.teardown()
-
-    def teardown(self): ...
 
 
 class Staged(Small):
@@ -179,8 +177,9 @@ class Typed(Small):
 
 
 @pytest.mark.parametrize("module", ["__main__", "not_imported"])
-def test_what_has_no_source_is_not_refused(module):
+def test_what_has_no_source_is_not_refused(module, monkeypatch):
     """A cell of a notebook, or a class whose module is gone."""
+    monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))
     names = {"__name__": module, "Small": Small}
     exec(TYPED, names)
     assert trainer(task=names["Typed"]())

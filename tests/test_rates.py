@@ -103,9 +103,12 @@ def test_a_run_that_is_resumed_goes_on_with_its_warm_up(stop):
         (128, "task.scale_lr=128 does not say for which batch the learning rates are; use e.g. "),
         ({"factor": 2}, "does not say for which batch"),
         ({"batch_size": 4, "warmup": 1}, "task.scale_lr.warmup: there is no such key; did you "),
-        ({"batch_size": 0}, "task.scale_lr.batch_size=0 is out of range; use a whole number from"),
-        ({"batch_size": 4, "factor": 0.5}, "task.scale_lr.factor=0.5 is out of range; use 1 to 4"),
-        ({"batch_size": 4, "warmup_steps": 1.5}, "warmup_steps=1.5 is out of range; use a whole"),
+        ({"batch_size": 0}, "task.scale_lr.batch_size=0 is out of range; use 1 or more"),
+        (
+            {"batch_size": 4, "factor": 0.5},
+            "task.scale_lr.factor=0.5 is out of range; use 1 or more",
+        ),
+        ({"batch_size": 4, "warmup_steps": -1}, "warmup_steps=-1 is out of range; use 0 or more"),
     ],
 )
 def test_what_can_be_no_scale_is_refused_in_one_line(given, said):

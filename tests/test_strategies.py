@@ -243,7 +243,6 @@ UUIDS = ["8f2a0c11-1111-2222-3333-444444444444", "8f2a0c99-1111-2222-3333-444444
         (["MIG-8f2a0c99", "GPU-8f2a0c1"], ["cuda:1", "cuda:0"]),
         ("GPU-77", "trainer.gpus: GPU-77 is no device's UUID here: there are GPU-8f2a0c11-"),
         ("GPU-8f2a", "trainer.gpus: GPU-8f2a begins several UUIDs here: there are GPU-8f2a0c11-"),
-        (["GPU-8f2a0c99", 1], "has a device twice; name each one once"),
     ],
 )
 def test_gpus_may_be_named_by_their_uuids(monkeypatch, two_gpus, gpus, chosen):

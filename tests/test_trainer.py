@@ -263,6 +263,8 @@ def test_what_is_no_optimiser_and_scheduler_is_refused_with_what_to_return(make,
 
 def test_a_configure_optimizers_that_nobody_would_call_is_refused():
     class Lightnings(Small):
+        __module__ = "small"  # a file that does not read it
+
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.07)
 

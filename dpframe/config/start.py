@@ -34,7 +34,6 @@ OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
     "trainer.accelerator",
-    "trainer.max_replicas_per_core",
     "trainer.max_restarts",
     "trainer.threads",
     "trainer.data_on_device",

@@ -7,6 +7,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +19,7 @@ from dpframe import files
 from dpframe.errors import UserError, first_line
 
 TABLES = (".csv", ".csv.gz")
-LONGEST_ROW = 1 << 24  # characters; a small packed file can stand for gigabytes without a line end
+LONGEST_LINE = 1 << 24  # characters; a small packed file can stand for gigabytes without a line end
 IMAGES = {  # and the only format that each is read as: for some others, Pillow starts programs
     ".png": "PNG",
     ".jpg": "JPEG",
@@ -55,20 +56,19 @@ def dataset_of(name: str, make_row: MakeRow) -> Dataset:
     raise UserError(f"data.input={name} is neither a table nor an image; use one of {known}")
 
 
+@dataclass(eq=False)
 class Table(IterableDataset):
     """The rows of a CSV file below its header, read one by one; numbers are numbers."""
 
-    def __init__(self, path: Path, make_row: MakeRow) -> None:
-        self.path = path
-        self.make_row = make_row
+    path: Path
+    make_row: MakeRow
 
     def __iter__(self) -> Iterator[Any]:
         opened: Any = gzip.open if self.path.suffix.lower() == ".gz" else open
         line = 1
         try:
             with opened(self.path, "rt", encoding="utf-8-sig", newline="") as text:
-                limited = _Lines(text)
-                lines = csv.reader(limited)
+                lines = csv.reader(_limited(text))
                 header = [name.strip() for name in next(lines, [])]
                 # Spreadsheets leave columns without a name.
                 if twice := [name for name, times in Counter(header).items() if times > 1 and name]:
@@ -76,7 +76,6 @@ class Table(IterableDataset):
                     raise UserError(f"several columns are called {names}; give each its own name")
                 is_empty = True
                 for fields in lines:
-                    limited.left = LONGEST_ROW
                     line = lines.line_num
                     if fields:  # a blank line is no row
                         is_empty = False
@@ -89,32 +88,23 @@ class Table(IterableDataset):
             raise UserError(f"data.input={self.path} has no rows below its header; name another")
 
 
-class _Lines(Iterator[str]):
-    """A text's lines, of which one row may have `left` more characters."""
-
-    def __init__(self, text: IO[str]) -> None:
-        self.text = text
-        self.left = LONGEST_ROW
-
-    def __next__(self) -> str:
-        line = self.text.readline(self.left + 1)
-        self.left -= len(line)
-        if self.left < 0:
-            raise UserError(f"the next row has more than {LONGEST_ROW} characters; fix the file")
-        if not line:
-            raise StopIteration
-        return line
+def _limited(text: IO[str]) -> Iterator[str]:
+    """Its lines; what is quoted over several of them the csv module limits by itself."""
+    while line := text.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            raise UserError(f"a line has more than {LONGEST_LINE} characters; fix the file")
+        yield line
 
 
+@dataclass(eq=False)
 class Images(Dataset):
     """Each as a tensor [channels, height, width] of floats from 0 to 1; grey: one channel.
 
     An image of floats keeps its values.
     """
 
-    def __init__(self, paths: list[Path], make_row: MakeRow) -> None:
-        self.paths = paths
-        self.make_row = make_row
+    paths: list[Path]
+    make_row: MakeRow
 
     def __len__(self) -> int:
         return len(self.paths)

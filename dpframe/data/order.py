@@ -1,6 +1,7 @@
 """The order of an epoch: which rows make which global batch, by a seed or by the user's sampler."""
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -32,10 +33,8 @@ def order_of(
             raise UserError("an IterableDataset has its own order; return None from train_sampler")
         return None
     if sampler is not None:
-        return SamplerOrder(
-            sampler, batch_size, len(dataset), seed, agree, drop_last=drop_last, label=label
-        )
-    return Order(len(dataset), batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        return SamplerOrder(sampler, batch_size, len(dataset), seed, agree, drop_last, label)
+    return Order(len(dataset), batch_size, shuffle, seed, drop_last)
 
 
 def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
@@ -44,55 +43,49 @@ def permutation(rows: int, *, seed: int, epoch: int) -> Tensor:
     return torch.randperm(rows, generator=generator)
 
 
+@dataclass
 class Order:
     """The global batches of each epoch, as row numbers."""
 
-    def __init__(
-        self, rows: int, batch_size: int, *, shuffle: bool, seed: int, drop_last: bool = False
-    ) -> None:
-        self._rows = rows
-        self._end = rows - rows % batch_size if drop_last else rows
-        self._batch_size = batch_size
-        self._seed = seed
-        self._shuffle = shuffle
+    rows: int
+    batch_size: int
+    shuffle: bool
+    seed: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        self.end = self.rows - self.rows % self.batch_size if self.drop_last else self.rows
 
     @property
     def batches(self) -> int:
-        return -(-self._end // self._batch_size)
+        return -(-self.end // self.batch_size)
 
     def epoch(self, epoch: int) -> Iterator[Tensor]:
-        if self._shuffle:
-            rows = permutation(self._rows, seed=self._seed, epoch=epoch)
+        if self.shuffle:
+            rows = permutation(self.rows, seed=self.seed, epoch=epoch)
         else:
-            rows = torch.arange(self._rows)
+            rows = torch.arange(self.rows)
         # Not `rows.split`, which makes millions of tensors at once of a large data set.
-        for start in range(0, self._end, self._batch_size):
-            yield rows[start : start + self._batch_size]
+        for start in range(0, self.end, self.batch_size):
+            yield rows[start : start + self.batch_size]
 
 
+@dataclass
 class SamplerOrder:
-    """A user's own sampler (rows) or batch sampler (lists of rows), in its own order."""
+    """A user's own sampler (rows) or batch sampler (lists of rows), in its own order. `label`
+    begins the errors about it."""
 
-    def __init__(
-        self,
-        sampler: Any,
-        batch_size: int,
-        rows: int,
-        seed: int,
-        agree: Agree = lambda value: value,
-        *,
-        drop_last: bool = False,
-        label: str = "train_sampler returned",
-    ) -> None:
-        self._sampler = sampler
-        self._batch_size = batch_size
-        self._rows = rows
-        self._seed = seed
-        self._agree = agree
-        self._drop_last = drop_last
-        self._label = label
+    sampler: Any
+    batch_size: int
+    rows: int
+    seed: int
+    agree: Agree = lambda value: value
+    drop_last: bool = False
+    label: str = "train_sampler returned"
+
+    def __post_init__(self) -> None:
         self._drawn: tuple[int, list[Tensor]] = (-1, [])  # the last epoch, and its batches
-        _check_length(sampler, label)
+        _check_length(self.sampler, self.label)
 
     @cached_property
     def batches(self) -> int:
@@ -109,40 +102,40 @@ class SamplerOrder:
         return self._drawn[1]
 
     def _draw(self, epoch: int) -> list[Any]:
-        samplers: list[Any] = [self._sampler, getattr(self._sampler, "sampler", None)]
+        samplers: list[Any] = [self.sampler, getattr(self.sampler, "sampler", None)]
         for sampler in samplers:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-        with seeding.seeded(self._seed, epoch):
-            return list(self._sampler)
+        with seeding.seeded(self.seed, epoch):
+            return list(self.sampler)
 
     def _batches_of(self, epoch: int) -> list[Tensor]:
         # The draws of torch, NumPy and Python are the same in every process. A sampler may draw by
         # other means: the main process's draw is the one that is used.
-        drawn = self._agree(self._draw(epoch))
+        drawn = self.agree(self._draw(epoch))
         if not drawn:
             raise UserError(
-                f"{self._label} a {type(self._sampler).__name__} of no rows; make it draw some"
+                f"{self.label} a {type(self.sampler).__name__} of no rows; make it draw some"
             )
         if isinstance(drawn[0], (list, tuple)) or getattr(drawn[0], "ndim", 0) > 0:
-            if self._drop_last:
+            if self.drop_last:
                 raise UserError(
-                    f"data.drop_last=true, and {self._label} a {type(self._sampler).__name__}, "
+                    f"data.drop_last=true, and {self.label} a {type(self.sampler).__name__}, "
                     "which makes the batches itself; leave out the last one there, and set "
                     "data.drop_last=false"
                 )
             batches = [torch.as_tensor(batch).long() for batch in drawn if len(batch)]
         else:
             rows = torch.tensor([int(row) for row in drawn], dtype=torch.int64)
-            end = len(rows) // self._batch_size if self._drop_last else None
-            batches = list(rows.split(self._batch_size))[:end]
+            end = len(rows) // self.batch_size if self.drop_last else None
+            batches = list(rows.split(self.batch_size))[:end]
         for row in (int(row) for batch in batches for row in batch.aminmax()):
-            if not -self._rows <= row < self._rows:
+            if not -self.rows <= row < self.rows:
                 raise UserError(
-                    f"{self._label} a {type(self._sampler).__name__} that drew row {row} of a data "
-                    f"set of {self._rows} rows; draw 0 to {self._rows - 1}"
+                    f"{self.label} a {type(self.sampler).__name__} that drew row {row} of a data "
+                    f"set of {self.rows} rows; draw 0 to {self.rows - 1}"
                 )
-        return [batch % self._rows for batch in batches]
+        return [batch % self.rows for batch in batches]
 
 
 def _check_length(sampler: Any, label: str) -> None:

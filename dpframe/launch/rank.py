@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any, Protocol
+from typing import Any
 
 from dpframe.errors import Interrupted
 from dpframe.launch import signals, watchdog
@@ -85,21 +85,14 @@ def fail(error: BaseException, *, is_late: bool = False) -> None:
         _parent.fail(error, is_late=is_late)
 
 
-class Messages(Protocol):
-    """The rank's end of a pipe, or what stands in for one."""
-
-    def send_bytes(self, message: bytes, /) -> None: ...
-
-    def recv_bytes(self) -> bytes: ...
-
-
 class Parent(Interruption):
     """In a rank: the process that started it counts its signals, watches it and pauses it."""
 
     ends_at_second = False  # the parent ends it
     exit_code: int | None = None  # of the failure that it was told
 
-    def __init__(self, messages: Messages) -> None:
+    def __init__(self, messages: Any) -> None:
+        """`messages` is the rank's end of a pipe, or what stands in for one."""
         super().__init__(is_quiet=True)
         self._messages = messages
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,14 +17,14 @@ Named = tuple[int, str]
 ROOT = -1
 
 
+@dataclass
 class Calls:
     """The main rank's side: each call of a block, when it comes."""
 
-    def __init__(self, store: dist.Store, name: str, keys: list[str]) -> None:
-        self.store = store
-        self.name = name
-        self.keys = keys
-        self.count = 0
+    store: dist.Store
+    name: str
+    keys: list[str]
+    count: int = 0
 
     def hook(self, number: int) -> Callable[..., None]:
         """A hook in front of a block."""

@@ -60,11 +60,9 @@ class Strategy:
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
     ) -> None:
         self.gpus = gpus
         self.accelerator = accelerator
-        self.max_replicas_per_core = max_replicas_per_core
         self.device = torch.device("cpu")
         self.collectives = Collectives()  # of all processes, once `setup` has run
 
@@ -144,8 +142,7 @@ class Strategy:
 
     def choose_devices(self, *, default: int | None) -> list[torch.device]:
         accelerator = self.accelerator if self.uses_gpus else "cpu"
-        limit = self.max_replicas_per_core
-        return choose(self.gpus, accelerator, default=default, max_per_core=limit)
+        return choose(self.gpus, accelerator, default=default)
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         """`module(share, ...)` becomes one that computes all of this process's shares."""

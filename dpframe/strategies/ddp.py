@@ -34,7 +34,6 @@ class DDP(Processes, takes_logical_shares=True):
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
         *,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
@@ -44,7 +43,7 @@ class DDP(Processes, takes_logical_shares=True):
         sync_batchnorm: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
-        super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
+        super().__init__(gpus, accelerator, timeout_seconds=timeout_seconds)
         refuse_below("strategy.bucket_cap_mb", bucket_cap_mb, ABOVE_0, "more than 0")
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
@@ -94,7 +93,11 @@ class DDP(Processes, takes_logical_shares=True):
             return module
         now = self.wrapped[inner]
         if now is None or now.is_outdated():
-            self._agree(now.changes() if now else changes({}, dict(inner.named_parameters())))
+            self._agree(
+                changes(now.shared, now.frozen)
+                if now
+                else changes({}, dict(inner.named_parameters()))
+            )
             module = self.wrap(inner, training=True)
             now = self.wrapped[inner]
         self.current = now
@@ -245,9 +248,6 @@ class Wrapped:
             if not weight.requires_grad:
                 return True
         return any(weight.requires_grad for weight in self.frozen.values())
-
-    def changes(self) -> Changes:
-        return changes(self.shared, self.frozen)
 
     def note_arrivals(self) -> None:
         if not self._hooks:

@@ -4,7 +4,6 @@ import os
 import platform
 import sys
 import warnings
-from collections.abc import Sequence
 
 import torch
 
@@ -14,6 +13,7 @@ from dpframe.launch import environment
 
 Gpus = int | str | list[int | str] | None
 """A count, numbers and UUIDs of devices, `all`, or `auto` and None: as the strategy likes."""
+REPLICAS_PER_CORE = 8  # of a rehearsal; more are refused before any starts
 REHEARSED_REPLICAS = 2  # where neither a count nor a device says how many
 WORDS = ("auto", "all")
 HIDES = {  # the variables by which devices are kept from a process
@@ -22,15 +22,17 @@ HIDES = {  # the variables by which devices are kept from a process
 }
 
 
-def choose(
-    gpus: Gpus, accelerator: str, *, default: int | None, max_per_core: int
-) -> list[torch.device]:
+def choose(gpus: Gpus, accelerator: str, *, default: int | None) -> list[torch.device]:
     """One device a replica. `default` is how many where `gpus` is null; None: all there are."""
     there = [] if accelerator == "cpu" else present(accelerator)
     asked = count_of(gpus, len(there))
     count = asked or default or len(there) or REHEARSED_REPLICAS
     if not there:
-        _refuse_crowd(count, max_per_core)
+        if count > REPLICAS_PER_CORE and count > (limit := REPLICAS_PER_CORE * cores()):
+            raise UserError(
+                f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most "
+                f"{limit} are sane; use fewer"
+            )
         return [torch.device("cpu")] * count
     numbers = [one for one in gpus if isinstance(one, int)] if isinstance(gpus, list) else []
     if asked is None and count > len(there) == 1 and _limits(there[0].type):
@@ -47,7 +49,9 @@ def choose(
         )
     if isinstance(gpus, str) and gpus not in WORDS:
         return [_by_uuid(gpus, there)]
-    return _select(gpus, there) if isinstance(gpus, list) else there[:count]
+    if isinstance(gpus, list):
+        return [there[one] if isinstance(one, int) else _by_uuid(one, there) for one in gpus]
+    return there[:count]
 
 
 def count_of(gpus: Gpus, available: int) -> int | None:
@@ -125,14 +129,6 @@ def use_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def _select(gpus: Sequence[int | str], there: list[torch.device]) -> list[torch.device]:
-    """The devices of these numbers and UUIDs, in their order."""
-    found = [there[one] if isinstance(one, int) else _by_uuid(one, there) for one in gpus]
-    if len(set(found)) < len(found):
-        raise UserError(f"trainer.gpus={gpus} has a device twice; name each one once")
-    return found
-
-
 def _by_uuid(start: str, there: list[torch.device]) -> torch.device:
     """The beginning of a UUID is enough, as it is in CUDA_VISIBLE_DEVICES."""
     uuids = [_uuid(device) for device in there]
@@ -169,11 +165,3 @@ def _limits(kind: str) -> str:
     return " ".join(
         f"{name}={os.environ[name]}" for name in HIDES.get(kind, ()) if name in os.environ
     )
-
-
-def _refuse_crowd(count: int, max_per_core: int) -> None:
-    if count > max_per_core and count > (limit := max_per_core * cores()):
-        raise UserError(
-            f"trainer.gpus={count} asks for {count} replicas on {cores()} CPU cores, at most "
-            f"{limit} are sane; use fewer, or raise trainer.max_replicas_per_core={max_per_core}"
-        )

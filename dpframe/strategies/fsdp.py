@@ -41,7 +41,6 @@ class FSDP(Processes):
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
         *,
         shard: str | Sequence[str] | None = None,
         replicate: int = 1,
@@ -55,7 +54,7 @@ class FSDP(Processes):
         meta_init: bool = False,
         timeout_seconds: float = 1800,
     ) -> None:
-        super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
+        super().__init__(gpus, accelerator, timeout_seconds=timeout_seconds)
         refuse_below("strategy.replicate", replicate)
         if checkpoints not in CHECKPOINTS:
             raise not_one_of("strategy.checkpoints", checkpoints, CHECKPOINTS)

@@ -36,7 +36,7 @@ class Logical(Strategy):
         """`strategy` is set up."""
         refuse(strategy, count)
         refuse_several_models(strategy, count)
-        super().__init__(strategy.gpus, strategy.accelerator, strategy.max_replicas_per_core)
+        super().__init__(strategy.gpus, strategy.accelerator)
         self._within = strategy
         self._seed = seed
         self.logical_shares = count

@@ -40,11 +40,10 @@ class Processes(Strategy):
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
         *,
         timeout_seconds: float = 1800,
     ) -> None:
-        super().__init__(gpus, accelerator, max_replicas_per_core)
+        super().__init__(gpus, accelerator)
         refuse_below("strategy.timeout_seconds", timeout_seconds, ABOVE_0, "more than 0")
         self.timeout_seconds = timeout_seconds
         self.owns_group = False

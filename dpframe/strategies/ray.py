@@ -51,7 +51,6 @@ class Ray(DDP):
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
         *,
         resources: dict[str, float] = ONE_CPU,
         storage: str | None = None,
@@ -66,7 +65,6 @@ class Ray(DDP):
         super().__init__(
             gpus,
             accelerator,
-            max_replicas_per_core,
             find_unused_parameters=find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
             static_graph=static_graph,
@@ -80,8 +78,6 @@ class Ray(DDP):
                 f"trainer.gpus={gpus} names GPUs, and under strategy=ray Ray chooses them; use a "
                 "number, e.g. trainer.gpus=2"
             )
-        if gpus == 0:
-            raise UserError("trainer.gpus=0 is no worker of Ray's; use 1 or more")
         self.resources = dict(resources)
         self.storage = storage
 

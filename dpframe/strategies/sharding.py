@@ -5,6 +5,7 @@ import secrets
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from dpframe import seeding
 from dpframe.checkpoint import seal, sharded
 from dpframe.checkpoint.plain import Stored
 from dpframe.checkpoint.snapshot import Snapshot
+from dpframe.data.module import mapped
 from dpframe.errors import UserError, first_line
 from dpframe.parameters import has_sparse
 from dpframe.patterns import blocks, match_modules
@@ -37,38 +39,27 @@ from dpframe.strategies.group import GroupCollectives
 KEY = "strategy.shard"
 
 
+@dataclass(eq=False)
 class Sharding:
     """`patterns` name the blocks whose weights are gathered together, as `strategy.shard` does.
     `open` comes first: the processes are known once the strategy is set up."""
 
+    patterns: Sequence[str] | None
+    reshard_after_forward: bool | None
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    cpu_offload: bool
+    meta_init: bool
+    whole_in_hooks: bool  # those that may run the task get whole weights
+    saves_shards: bool  # each process writes its own to a checkpoint
+    timeout_seconds: float
+    keeps_casts = False  # autocast saves copies of whole weights for the backward
     fused_optimizers = ("Adam", "AdamW")  # those whose fused kernels take shards
+    _saving: GroupCollectives | None = field(default=None, init=False)  # of the threads that save
+    _mesh: Any = field(default=None, init=False)
 
-    def __init__(
-        self,
-        patterns: Sequence[str] | None,
-        *,
-        reshard_after_forward: bool | None,
-        param_dtype: torch.dtype | None,
-        reduce_dtype: torch.dtype | None,
-        cpu_offload: bool,
-        meta_init: bool,
-        whole_in_hooks: bool,
-        saves_shards: bool,
-        timeout_seconds: float,
-    ) -> None:
-        self.patterns = patterns
-        self.reshard_after_forward = reshard_after_forward
-        self.param_dtype = param_dtype
-        self.reduce_dtype = reduce_dtype
-        self.cpu_offload = cpu_offload
-        self.meta_init = meta_init
-        self.whole_in_hooks = whole_in_hooks  # those that may run the task get whole weights
-        self.saves_shards = saves_shards  # each process writes its own to a checkpoint
-        self.timeout_seconds = timeout_seconds
-        self.keeps_casts = False  # autocast saves copies of whole weights for the backward
+    def __post_init__(self) -> None:
         self.scalars: dict[Any, list[Tensor]] = {}  # which are not cut, by their task
-        self._saving: GroupCollectives | None = None  # of the threads that save
-        self._mesh: Any = None
 
     def open(
         self, mesh: DeviceMesh, device: torch.device, collectives: Collectives, *, nodes: int
@@ -115,7 +106,6 @@ class Sharding:
         self.keeps_casts = has_autocast and self.param_dtype in (None, torch.float32)
         self.scalars[task] = scalars = [weight for weight in task.parameters() if not weight.ndim]
         if isinstance(task, FSDPModule):
-            self._refuse_others_weights(task)
             return
         self._refuse_unshardable(task, has_autocast)
         options: dict[str, Any] = {
@@ -176,10 +166,12 @@ class Sharding:
         copies = Snapshot()
 
         def collect(tensor: Any) -> Any:
+            if not isinstance(tensor, DTensor):
+                return tensor
             full = tensor.full_tensor().detach()
             return copies.copy_in_turn(full) if for_all or self._collectives.is_main else None
 
-        collected = _map_dtensors(collect, value)
+        collected = mapped(collect, value)
         copies.wait()
         return collected
 
@@ -282,14 +274,6 @@ class Sharding:
                 "null"
             )
 
-    def _refuse_others_weights(self, task: Any) -> None:
-        weight = next((weight for weight in task.parameters() if isinstance(weight, DTensor)), None)
-        if weight is not None and weight.device_mesh is not self._mesh:
-            raise UserError(
-                f"{type(task).__name__} was sharded by a strategy that is closed; make a new task "
-                "and load its weights from a checkpoint"
-            )
-
 
 def _shard_module(module: Any, **options: Any) -> None:
     """Keeps the names of the class, which errors and checkpoints show."""
@@ -313,17 +297,6 @@ def _give_room(tensor: Tensor, module: nn.Module) -> Tensor:
             if weight is tensor:
                 setattr(holder, name, empty)
     return empty
-
-
-def _map_dtensors(call: Callable[[Any], Any], value: Any) -> Any:
-    """Applies `call` to each DTensor in nested containers."""
-    if isinstance(value, DTensor):
-        return call(value)
-    if isinstance(value, dict):
-        return {name: _map_dtensors(call, part) for name, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_map_dtensors(call, part) for part in value)
-    return value
 
 
 def _call(call: Callable[..., Any], *args: Any) -> Any:

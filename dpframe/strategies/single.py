@@ -27,14 +27,14 @@ class SingleGPU(Strategy, takes_logical_shares=True):
         announce([self.device], self.accelerator, kind="process")
 
 
-def auto(gpus: Gpus = None, accelerator: str = "auto", max_replicas_per_core: int = 8) -> Strategy:
+def auto(gpus: Gpus = None, accelerator: str = "auto") -> Strategy:
     """ddp under torchrun and its like, or for several GPUs; else one GPU, or the CPU."""
     available = 0 if accelerator == "cpu" else torch.accelerator.device_count()
     count = count_of(gpus, available)
     if (count or 0) > 1 or environment.is_one_of_several():
         from dpframe.strategies.ddp import DDP  # imports torch.distributed: only when used
 
-        return DDP(gpus, accelerator, max_replicas_per_core)
+        return DDP(gpus, accelerator)
     if accelerator not in ("auto", "cpu") or (accelerator == "auto" and (count or available)):
-        return SingleGPU(gpus, accelerator, max_replicas_per_core)
-    return CPU(gpus, accelerator, max_replicas_per_core)
+        return SingleGPU(gpus, accelerator)
+    return CPU(gpus, accelerator)

@@ -167,23 +167,19 @@ def _clip(optimizer: Optimizer, settings: TrainerSettings) -> float:
     return norm
 
 
-def _batch(data: DataModule, dataset: Any, rows: Tensor, dtype: torch.dtype = torch.float64) -> Any:
+def _batch(data: DataModule, dataset: Any, rows: Tensor) -> Any:
     batch = data.collate([dataset[int(row)] for row in rows])
-    return move(batch, torch.device("cpu"), dtype)
+    return move(batch, torch.device("cpu"), torch.float64)
 
 
 # ---- what trained weights give on the CPU
 
 
-def evaluate(
-    course: Course, weights: Weights, step: int, *, in_half: bool = False
-) -> tuple[Curve, frozenset[str]]:
+def evaluate(course: Course, weights: Weights, step: int) -> tuple[Curve, frozenset[str]]:
     """The validation of these weights as logged, and the metrics that are not means over rows."""
     task, data = _restore(course, weights)
-    dtype = torch.float32 if in_half else torch.float64
-    with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
-        numbers, whole = _validate(task, data, course.batch_size, dtype)
-        _, parts = _validate(task, data, 3, dtype)
+    numbers, whole = _validate(task, data, course.batch_size)
+    _, parts = _validate(task, data, 3)
     log = {f"val/{name}": [(step, value)] for name, value in numbers.items()}
     return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
 
@@ -202,17 +198,15 @@ def predict(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
 
 
 @torch.no_grad()
-def _validate(
-    task: Task, data: Any, size: int, dtype: torch.dtype = torch.float64
-) -> tuple[dict[str, float], Outputs]:
+def _validate(task: Task, data: Any, size: int) -> tuple[dict[str, float], Outputs]:
     """What is logged of a validation, and what it is made of: that of all data sets, and of each
     by its name."""
-    task.to(dtype).eval()
+    task.double().eval()
     outputs: Outputs = []
     by_name = {}
     for name, held_out in sets_of(data.val_dataset()).items():
         step = EvalStep(task, "validation_step", name=name)
-        by_name[name] = _run_batches(step, data, held_out, size, dtype)
+        by_name[name] = _run_batches(step, data, held_out, size)
         outputs += by_name[name]
     numbers, named = dict(task.summarize(means(outputs))), list(outputs)
     for name, its in by_name.items():
@@ -222,13 +216,11 @@ def _validate(
     return numbers, named
 
 
-def _run_batches(
-    step: EvalStep, data: Any, dataset: Any, size: int, dtype: torch.dtype = torch.float64
-) -> Outputs:
+def _run_batches(step: EvalStep, data: Any, dataset: Any, size: int) -> Outputs:
     """What a step returns for the batches of a data set, `size` rows each."""
-    forward = with_default_dtype(dtype, step)
+    forward = with_default_dtype(torch.float64, step)
     batches = torch.arange(len(dataset)).split(size)
-    shares = (Share(_batch(data, dataset, rows, dtype), len(rows)) for rows in batches)
+    shares = (Share(_batch(data, dataset, rows), len(rows)) for rows in batches)
     return [output for share in shares for output in forward(share)]
 
 

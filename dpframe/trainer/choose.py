@@ -10,7 +10,7 @@ from dpframe.trainer.settings import TrainerSettings
 
 def choose_strategy(strategy: Strategy | None, settings: TrainerSettings) -> Strategy:
     if strategy is None:
-        return auto(settings.gpus, settings.accelerator, settings.max_replicas_per_core)
+        return auto(settings.gpus, settings.accelerator)
     if not strategy.is_set_up:
         _refuse_other_devices(strategy, settings)
     return strategy

@@ -1,6 +1,6 @@
 """Validation, test and prediction: every row once, whatever the strategy."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -12,19 +12,20 @@ from dpframe import seeding
 from dpframe.data import Batch, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Interrupted, UserError
-from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.default_dtype import with_default_dtype
+from dpframe.trainer.feed import evaluated
 from dpframe.trainer.outputs import Measured
-from dpframe.trainer.placement import Precision
 from dpframe.trainer.predictions import Predictions, by_rows, collected
+from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.settings import TrainerSettings
+from dpframe.trainer.shared import Shared
 from dpframe.trainer.spool import Spool, fitting, size_of
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.stop_poll import StopPoll
-from dpframe.trainer.task_metrics import TaskMetrics
 
 NO_ROWS = "the data set gave no rows; check its stream"
 
@@ -35,38 +36,28 @@ STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step
 
 
 class Evaluation:
-    """One of the task's steps over the `val`, `test` or `predict` data set."""
+    """One of the task's steps over a `val`, `test` or `predict` data set."""
 
     def __init__(
-        self,
-        task: Task,
-        kind: str,
-        loader: Loader,
-        strategy: Strategy,
-        *,
-        name: str = "",
-        precision: Precision,
-        limit_batches: int | None,
-        task_metrics: TaskMetrics,
-        interruption: Interruption | None = None,
+        self, shared: Shared, kind: str, name: str, loader: Loader, limit_batches: int | None
     ) -> None:
-        self.task = task
+        self.task, self.strategy, precision = shared.task, shared.strategy, shared.precision
         self.kind = kind
         self.name = name
         self.prefix = f"{kind}/{name}" if name else kind
         self.loader = loader
-        self.devices = strategy.local_devices
-        self.read, self.to_device = prefetched(loader, strategy.to_device, self.devices)
-        self.strategy = strategy
+        self.read, self.to_device = prefetched(
+            loader, self.strategy.to_device, self.strategy.local_devices
+        )
         self.limit_batches = limit_batches
-        self.task_metrics = task_metrics
-        step = EvalStep(task, STEPS[kind], precision.autocast, name)
-        self.step = strategy.wrap(step, training=False)
+        self.task_metrics = shared.task_metrics
+        step = EvalStep(self.task, STEPS[kind], precision.autocast, name)
+        self.step = self.strategy.wrap(step, training=False)
         self.forward: Callable[..., Any] = self.step
         if precision.dtype is not None:
             self.forward = with_default_dtype(precision.dtype, self.step)
-        self.sums = means_over(strategy)
-        self.stop_poll = StopPoll(strategy, interruption)
+        self.sums = means_over(self.strategy)
+        self.stop_poll = StopPoll(self.strategy, shared.interruption)
 
     @torch.no_grad()
     def means(
@@ -76,23 +67,18 @@ class Evaluation:
         the task's metrics; `others` share the all-reduce. With `at_most` only so many batches are
         read, for the names of what they measure."""
         with self.task_metrics.apart(is_part=self.name != ""):
-            means = self._means(others, after_batch, at_most)
-            return means | self.task_metrics.results(self.prefix, means)
-
-    def _means(
-        self, others: Iterable[Means], after_batch: AfterBatch | None, at_most: int | None
-    ) -> dict[str, float]:
-        self.sums.reset()
-        seen = 0
-        for rows, measured in self._batches(after_batch, at_most):
-            self.sums.add(measured if at_most is None else map(unweighted, measured))
-            seen += rows
-        total = self.sums.total(*others)
-        if not total:
-            why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
-            raise UserError(f"{self.prefix}: {why if seen else NO_ROWS}")
-        means = self.task.summarize(total)
-        return {f"{self.prefix}/{name}": value for name, value in means.items()}
+            self.sums.reset()
+            seen = 0
+            for rows, measured in self._batches(after_batch, at_most):
+                self.sums.add(measured if at_most is None else map(unweighted, measured))
+                seen += rows
+            total = self.sums.total(*others)
+            if not total:
+                why = f"the weights of all {seen} rows add up to 0: there is no mean over them"
+                raise UserError(f"{self.prefix}: {why if seen else NO_ROWS}")
+            means = self.task.summarize(total).items()
+            named = {f"{self.prefix}/{name}": value for name, value in means}
+            return named | self.task_metrics.results(self.prefix, named)
 
     @torch.no_grad()
     def predictions(
@@ -101,13 +87,14 @@ class Evaluation:
         """Every row's output in the order of the data set, on the main process; None elsewhere.
         Large outputs are kept on disk, in the directory `spool`, if it is set."""
         name = f"{type(self.task).__name__}.{STEPS[self.kind]}"
-        here = (
-            [by_rows(output, rows, f"{name} returned") for rows, output in part]
-            for _, part in self._counted(after_batch)
-        )
+
+        def read() -> Iterator[list[Any]]:
+            for rows, part in self._batches(after_batch):
+                self.rows += rows
+                yield [by_rows(output, own, f"{name} returned") for own, output in part]
+
         batches: Any = [] if spool is None else Spool(spool)
-        count = 1
-        self.rows = 0
+        self.rows, count, here = 0, 1, read()
         while some := list(islice(here, count)):
             batches.extend(collected(self.strategy.collectives.gather(some)))
             [held] = self.strategy.collectives.sum_numbers([float(size_of(some))])
@@ -117,13 +104,6 @@ class Evaluation:
         if not batches:
             raise UserError(f"predict: {NO_ROWS}")
         return Predictions(batches, self.name, rows=self.rows)
-
-    def _counted(
-        self, after_batch: AfterBatch | None
-    ) -> Iterator[tuple[int, list[tuple[int, Any]]]]:
-        for rows, part in self._batches(after_batch):
-            self.rows += rows
-            yield rows, part
 
     def _batches(
         self, after_batch: AfterBatch | None = None, at_most: int | None = None
@@ -157,30 +137,65 @@ class Evaluation:
             raise
 
 
-def means_of(
-    evaluations: dict[str, Evaluation],
-    *others: Means,
-    after_batch: AfterBatch | None = None,
-    at_most: int | None = None,
-) -> dict[str, float]:
-    """The means of each data set, and if there are several, also over the rows of all."""
-    first = next(iter(evaluations.values()))
-    first.task.begin_pass(first.kind)
-    if set(evaluations) == {""}:
-        return first.means(*others, after_batch=after_batch, at_most=at_most)
-    random_state = seeding.random_state()
-    means: dict[str, float] = {}
-    with first.task_metrics.apart():
-        try:
-            for evaluation in evaluations.values():
-                means |= evaluation.means(*others, after_batch=after_batch, at_most=at_most)
-        except Interrupted:  # a resumed run draws all of it again
-            seeding.restore_random_state(random_state)
-            raise
-        total = pooled([evaluation.sums for evaluation in evaluations.values()])
-        over_all = first.task.summarize(total)
-        means |= {f"{first.kind}/{name}": value for name, value in over_all.items()}
-        return means | first.task_metrics.results(first.kind, means)
+class Evaluations:
+    """Of all `val`, `test` or `predict` data sets; false where there is none."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        kind: str,
+        settings: TrainerSettings,
+        loaders: dict[str, Loader] | None = None,
+        timed: Timed = untimed,
+    ) -> None:
+        if loaders is None:
+            loaders = evaluated(kind, shared.data, shared.strategy, settings, seed=shared.seed)
+        self._shared = shared
+        self._kind = kind
+        self.by_name = {
+            name: Evaluation(shared, kind, name, loader, settings.limit(kind, loader.batches))
+            for name, loader in loaders.items()
+        }
+        self._timed = timed
+
+    def __bool__(self) -> bool:
+        return bool(self.by_name)
+
+    def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
+        """The means of each data set, and if there are several, also over the rows of all."""
+        # Not kept: a cycle would keep the workers until Python looks for cycles.
+        return self._timed("validation", self._means)(*others, after_batch=after_batch)
+
+    def _means(
+        self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
+    ) -> dict[str, float]:
+        task, task_metrics = self._shared.task, self._shared.task_metrics
+        task.begin_pass(self._kind)
+        if set(self.by_name) == {""}:
+            return self.by_name[""].means(*others, after_batch=after_batch, at_most=at_most)
+        random_state = seeding.random_state()
+        means: dict[str, float] = {}
+        with task_metrics.apart():
+            try:
+                for evaluation in self.by_name.values():
+                    means |= evaluation.means(*others, after_batch=after_batch, at_most=at_most)
+            except Interrupted:  # a resumed run draws all of it again
+                seeding.restore_random_state(random_state)
+                raise
+            total = pooled([evaluation.sums for evaluation in self.by_name.values()])
+            over_all = task.summarize(total)
+            means |= {f"{self._kind}/{name}": value for name, value in over_all.items()}
+            return means | task_metrics.results(self._kind, means)
+
+    def measure_few(self, batches: int) -> list[str]:
+        """The names of what is measured, from so many batches. Nothing is drawn or counted."""
+        devices = self._shared.strategy.local_devices
+        random_state = seeding.random_state(devices)
+        with restore_modes(self._shared.task):
+            names = self._means(at_most=batches)
+        seeding.restore_random_state(random_state, devices)
+        self._shared.task_metrics.tables.clear()
+        return list(names)
 
 
 @contextmanager

@@ -1,9 +1,8 @@
 """What a Trainer is given: objects of the right kinds, with no method that nothing would call."""
 
-import ast
 import inspect
+import re
 import sys
-from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -89,14 +88,11 @@ def check(
     for name, value, kind, example in parts:
         if not isinstance(value, kind):
             raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
-    try:
-        inspect.signature(data.setup).bind()
-    except TypeError:
-        raise miscalled(data, "setup", ()) from None
-    try:
-        inspect.signature(task.setup).bind("trainer")
-    except TypeError:
-        raise miscalled(task, "setup", ("trainer",)) from None
+    for part, called in ((data, ()), (task, ("trainer",))):
+        try:
+            inspect.signature(part.setup).bind(*called)
+        except TypeError:
+            raise miscalled(part, "setup", called) from None
     if "stage" in inspect.signature(task.setup).parameters:
         raise UserError(
             f"{type(task).__name__}.setup takes a stage, and is called with the Trainer, once for "
@@ -139,40 +135,17 @@ def _own_classes(part: Any) -> list[type]:
 
 
 def _is_used(name: str, part: Any) -> bool:
-    """Whether the files of these classes, or the program, may read an attribute so named. What has
-    no source, e.g. a cell of a notebook, may."""
-    kinds = _own_classes(part)
-    own = {kind.__name__ for kind in kinds}
-    modules = {kind.__module__ for kind in kinds}
+    """Whether the files of these classes, or the program, look as if they read an attribute so
+    named. What has no source, e.g. a cell of a notebook, may."""
+    read = re.compile(rf"(?<!super\(\))\.{name}\b|getattr\(self, (?![\"'](?!{name}\b))")
+    modules = {kind.__module__ for kind in _own_classes(part)}
     for module in modules | {"__main__"}:
         try:
-            tree = ast.parse(inspect.getsource(sys.modules[module]))
-        except (KeyError, OSError, TypeError, SyntaxError, ValueError, RecursionError):
+            source = inspect.getsource(sys.modules[module])
+        except (KeyError, OSError, TypeError):
             if module in modules:
                 return True
             continue
-        if any(_may_read(node, name) for node in _nodes(tree, name, own)):
+        if read.search(source):
             return True
     return False
-
-
-def _may_read(node: ast.AST, name: str) -> bool:
-    """By its name, or as `getattr(self, …)` whatever that comes to."""
-    if not isinstance(node, ast.Call):
-        return isinstance(node, ast.Attribute) and node.attr == name
-    is_getattr = [ast.unparse(each) for each in (node.func, *node.args[:1])] == ["getattr", "self"]
-    read = [each.value if isinstance(each, ast.Constant) else name for each in node.args[1:2]]
-    return is_getattr and read == [name]
-
-
-def _nodes(node: ast.AST, name: str, own: set[str], is_other: bool = False) -> Iterator[ast.AST]:
-    """Without the method itself, which may call its parent's, and what other classes read of
-    themselves."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.FunctionDef) and child.name == name:
-            continue
-        is_in_other = is_other or (isinstance(child, ast.ClassDef) and child.name not in own)
-        is_of_another = isinstance(child, ast.Attribute) and ast.unparse(child.value) != "self"
-        if is_of_another or not is_in_other:
-            yield child
-        yield from _nodes(child, name, own, is_in_other)

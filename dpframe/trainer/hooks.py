@@ -8,7 +8,7 @@ from typing import Any
 from weakref import ref
 
 from dpframe.data import Batch
-from dpframe.errors import UserError, miscalled, suggestion
+from dpframe.errors import UserError, miscalled, refuse_unmeasured, suggestion
 from dpframe.launch.watchdog import beat
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -95,6 +95,13 @@ class Hooks:
                 hook(trainer, batch, outputs)
 
         return after_batch if hooks else None
+
+    def refuse_misspelt(self, monitored: Iterable[tuple[str, str]], measured: list[str]) -> None:
+        """Metrics that callbacks and schedulers wait for, by their keys, and that nothing
+        measures."""
+        for key, name in monitored:
+            if not (name.startswith("train/") or self.may_log(name)):
+                refuse_unmeasured(key, name, measured)
 
     def may_log(self, name: str) -> bool:
         """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""

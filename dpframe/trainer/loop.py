@@ -26,7 +26,7 @@ from dpframe.trainer import given
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.choose import add_logical_shares, choose_strategy
-from dpframe.trainer.evaluation import means_of, restore_modes
+from dpframe.trainer.evaluation import Evaluations, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order
 from dpframe.trainer.outputs import prefixed
@@ -42,7 +42,6 @@ from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.validation import refuse_misspelt
 
 log = logging.getLogger("dpframe")
 
@@ -175,15 +174,14 @@ class Trainer(CallbackView):
             training.changes.extend(training.state.restore(state))
             self.metrics = dict(state["metrics"])
             self.hooks.call("on_load", self, state)
-        limits = training.schedule.reached(self.epoch, self.global_step)
-        self.should_stop = bool(limits)
+        self.should_stop = bool(self.settings.reached(self.epoch, self.global_step))
         if self.settings.sanity_batches and training.validation:
             self.is_validating = True  # still so in an error of it
             measured = training.validation.measure_few(self.settings.sanity_batches)
             self.is_validating = False
             monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
             monitored += training.updates.monitored()
-            refuse_misspelt(monitored, measured, self.hooks)
+            self.hooks.refuse_misspelt(monitored, measured)
         self._is_prepared, self._is_half_loaded = True, False
         return training
 
@@ -224,36 +222,36 @@ class Trainer(CallbackView):
         the main one. Large predictions are kept on disk, in the directory `spool`, if it is set."""
         if self.ranks is not None:
             return self._take_over("predict")
-        self._refuse_closed()
-        self.mode = "predict"
         by_name: dict[str, Predictions] = {}
         after_batch = self.hooks.after_batch("on_predict_batch_end", self)
-        with restore_modes(self.task):
-            evaluations = self.shared.evaluations("predict", self.settings)
+        with self._evaluating("predict", "predict") as evaluations:
             self.hooks.call("on_predict_start", self)
             self.task.begin_pass("predict")
-            for name, evaluation in evaluations.items():
+            for name, evaluation in evaluations.by_name.items():
                 predictions = evaluation.predictions(spool, after_batch=after_batch)
                 if predictions is not None:
                     by_name[name] = predictions
                 self.hooks.call_on_main("on_predict_end", self, predictions)
             self.task.end_pass("predict", {})
-        self.recorder.close(self.metrics, succeeded=True)
         return by_name.get("", by_name or None)
 
     def _evaluate(self, mode: str, kind: str, hook: str) -> dict[str, float]:
         if self.ranks is not None:
             return self._take_over(mode)
+        with self._evaluating(mode, kind) as evaluations:
+            self.hooks.call(f"{hook}_start", self)
+            after_batch = self.hooks.after_batch(f"{hook}_batch_end", self)
+            self.metrics.update(evaluations.means(after_batch=after_batch))
+            self.hooks.call(f"{hook}_end", self)
+        return self.metrics
+
+    @contextmanager
+    def _evaluating(self, mode: str, kind: str) -> Iterator[Evaluations]:
         self._refuse_closed()
         self.mode = mode
         with restore_modes(self.task):
-            evaluations = self.shared.evaluations(kind, self.settings)
-            self.hooks.call(f"{hook}_start", self)
-            after_batch = self.hooks.after_batch(f"{hook}_batch_end", self)
-            self.metrics.update(means_of(evaluations, after_batch=after_batch))
-            self.hooks.call(f"{hook}_end", self)
+            yield Evaluations(self.shared, kind, self.settings)
         self.recorder.close(self.metrics, succeeded=True)
-        return self.metrics
 
     # ---- the heart
 
@@ -391,7 +389,8 @@ class Trainer(CallbackView):
         self.hooks.call("on_validation_start", self)
         self.is_validating = True  # still so in an error of it
         after_batch = self.hooks.after_batch("on_validation_batch_end", self)
-        means = training.validation.means(*others, after_batch=after_batch)
+        with restore_modes(self.task):
+            means = training.validation.means(*others, after_batch=after_batch)
         self.is_validating = False
         self.progress.validated_step = self.progress.global_step
         return means
@@ -466,7 +465,7 @@ class Trainer(CallbackView):
         """Continues the run's curves, and says from where."""
         assert training.resumed_from is not None
         log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
-        if reached := training.schedule.reached(self.epoch, self.global_step):
+        if reached := self.settings.reached(self.epoch, self.global_step):
             log.warning("%s is reached: nothing is left to train; raise it", ", ".join(reached))
         if training.changes:
             log.warning("not all is as it was: %s", "; ".join(training.changes))

@@ -1,36 +1,20 @@
 """An optimizer's state: saved with the names of its weights, checked before a kernel reads it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import Any
 
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from dpframe.data.module import leaves
 from dpframe.parameters import updated_by
 
 Named = Sequence[tuple[str, Tensor]]
 NAMES = "param_names"  # of a group, as torch's own optimizers over named parameters have it
-# What torch's optimizers keep for each weight: numbers, and tensors of the weight's size.
+# What torch's optimizers keep for each weight: these numbers, and tensors of the weight's size.
 NUMBERS = ("step", "eta", "mu", "mu_product")
 FACTORS = ("row_var", "col_var")  # Adafactor's
-KEPT = {
-    "ASGD": ("step", "eta", "mu", "ax"),
-    "Adadelta": ("step", "square_avg", "acc_delta"),
-    "Adafactor": ("step", "variance", *FACTORS),
-    "Adagrad": ("step", "sum"),
-    "Adam": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "AdamW": ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    "Adamax": ("step", "exp_avg", "exp_inf"),
-    "Muon": ("momentum_buffer",),
-    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
-    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
-    "RMSprop": ("step", "square_avg", "grad_avg", "momentum_buffer"),
-    "Rprop": ("step", "prev", "step_size"),
-    "SGD": ("momentum_buffer",),
-    "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
-}
-MOMENTS = {key for keys in KEPT.values() for key in keys} - {*NUMBERS, *FACTORS}
 
 
 class Mismatch(ValueError):
@@ -68,8 +52,6 @@ def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[
             )
         else:
             states[number] = state  # an optimizer's own, of no weight
-    for number, group in zip(order, optimizer.param_groups, strict=True):
-        _check_options(groups[number], group)
     here = _divided(range(len(weights)), optimizer.param_groups)
     return {
         **saved,  # with what an optimizer of one's own has added
@@ -141,24 +123,15 @@ def _name_of(weight: Tensor, named: Named) -> str:
 
 def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
     """Fused kernels read and write a state as if it had the weight's size, whatever it has. What
-    an optimizer of another library keeps is that library's to check."""
+    an optimizer of another library, or a class of one's own, keeps is its own to check."""
     if isinstance(optimizer, LBFGS):
         _check_flat(state, optimizer)
         return
     is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    kept = next(
-        (
-            KEPT[kind.__name__]
-            for kind in type(optimizer).__mro__
-            if f"{kind.__module__}.".startswith("torch.optim.") and kind.__name__ in KEPT
-        ),
-        (),
-    )
-    for key in filter(state.__contains__, kept):  # what a subclass has added is its own
-        size, value = _size(key, weight), state[key]
+    for key, value in state.items() if is_torchs(optimizer) else ():
         if value is None and key == "momentum_buffer":  # there is none yet
             continue
-        what = f"{key} of {name}"
+        size, what = _size(key, weight), f"{key} of {name}"
         if not isinstance(value, Tensor):
             if key in NUMBERS and type(value) in (int, float) and not is_fused:
                 continue
@@ -166,20 +139,13 @@ def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
         if tuple(value.shape) != size:
             raise Mismatch(f"the optimizer's {what} has size {tuple(value.shape)}, not {size}")
         is_alike = _kind(value) == _kind(weight) and (value.layout == weight.layout or not is_fused)
-        if key in MOMENTS and not is_alike:
+        if key not in (*NUMBERS, *FACTORS) and not is_alike:
             kind = f"{value.dtype}, {value.layout}"
             raise Mismatch(f"the optimizer's {what} is {kind}, and the weight {weight.dtype}")
 
 
-def _check_options(saved: dict[str, Any], group: dict[str, Any]) -> None:
-    """Kernels read one number of an option that is a tensor."""
-    for key, option in saved.items():
-        own = group.get(key)
-        is_own = (
-            isinstance(own, Tensor) and isinstance(option, Tensor) and own.shape == option.shape
-        )
-        if not is_own and any(tensor.numel() != 1 for tensor in _tensors(option)):
-            raise Mismatch(f"the optimizer's {key} is a tensor of several numbers there")
+def is_torchs(optimizer: Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
 
 
 def _size(key: str, weight: Tensor) -> tuple[int, ...]:
@@ -204,17 +170,15 @@ def _check_flat(state: Any, optimizer: Optimizer) -> None:
             raise Mismatch(f"LBFGS keeps {tuple(tensor.shape)} numbers there, {total} here")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(part)
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
-def keeps_own_type(key: str, *, is_fused: bool) -> bool:
-    """Whether a kernel takes it whatever the weight's type is."""
-    return key not in MOMENTS and not (is_fused and key == "step")
+def keeps_own_type(key: str, optimizer: Optimizer) -> bool:
+    """Whether its step takes this part of the state whatever the weight's type is."""
+    is_fused = any(group.get("fused") for group in optimizer.param_groups)
+    is_moment = key not in (*NUMBERS, *FACTORS) or (is_fused and key == "step")
+    return not (is_moment and is_torchs(optimizer))
 
 
 def computed_as(groups: list[dict[str, Any]], saved: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,14 @@ WANTED = "return tensors, or lists, tuples and dicts of them"
 ALIKE = "return the same parts for all"
 
 
+@dataclass(eq=False, repr=False)
 class Predictions:
     """`batches` holds, for each global batch, what each replica returned, in replica order: every
     tensor has a first dimension of rows, every list an entry a row."""
 
-    def __init__(self, batches: Sequence[list[Any]], name: str = "", *, rows: int = 0) -> None:
-        self.batches = batches
-        self.name = name  # of the data set, where there are several
-        self.rows = rows
+    batches: Sequence[list[Any]]
+    name: str = ""  # of the data set, where there are several
+    rows: int = 0
 
     def joined(self) -> Any:
         """One value over all rows: a tensor, or a tuple or dict of them; a list with an entry a

@@ -15,7 +15,7 @@ from dpframe.task import Task
 from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.compiled import Compiled
-from dpframe.trainer.evaluation import means_over
+from dpframe.trainer.evaluation import Evaluations, means_over
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.fingerprint import fingerprint
 from dpframe.trainer.guard import LossGuard
@@ -31,7 +31,6 @@ from dpframe.trainer.state import Resumable
 from dpframe.trainer.step import Step, StepByHand, TrainStep
 from dpframe.trainer.stop_poll import StopPoll
 from dpframe.trainer.updates import Updates, updates_of
-from dpframe.trainer.validation import Validation
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Training:
     updates: Updates
     means: Means
     schedule: Schedule
-    validation: Validation
+    validation: Evaluations
     guard: LossGuard
     state: Resumable
     profile: Profile | None
@@ -70,11 +69,7 @@ def make_training(
     times = timed if settings.profile else untimed
     if settings.on_nonfinite == "skip":
         strategy.check_skips(settings.accumulate)
-    validation = Validation(
-        task,
-        shared.evaluations("val", settings, feed.validation) if feed.validation else {},
-        times,
-    )
+    validation = Evaluations(shared, "val", settings, feed.validation, times)
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
     task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
     task.schedules_turns = settings.scheduler_every == "step"

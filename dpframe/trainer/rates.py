@@ -39,15 +39,13 @@ class ScaledRates:
             return self.scale
         return 1 + (self.scale - 1) * done / steps
 
-    def apply(self, optimizer: Optimizer) -> list[Any]:
-        """Returns the rates to put back by `undo`."""
-        factor, rates = self.now(), [group["lr"] for group in optimizer.param_groups]
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate * factor
-        return rates
+    def apply(self, optimizer: Optimizer) -> None:
+        factor, self._set = self.now(), [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * factor  # which may be a tensor
 
-    def undo(self, optimizer: Optimizer, rates: list[Any]) -> None:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+    def undo(self, optimizer: Optimizer) -> None:
+        for group, rate in zip(optimizer.param_groups, self._set, strict=True):
             group["lr"] = rate
 
     def __str__(self) -> str:

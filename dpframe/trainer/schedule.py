@@ -46,15 +46,11 @@ class Schedule:
 
     def end_epoch(self, progress: Progress, *, is_whole: bool, should_stop: bool) -> EpochEnd:
         epochs = progress.epoch + is_whole
-        is_last = should_stop or bool(self.reached(epochs, progress.global_step))
+        is_last = should_stop or bool(self._settings.reached(epochs, progress.global_step))
         every = max(1, int(self._settings.validate_every_epochs))
         is_due = is_whole and epochs % every == 0
         is_extra = not (is_due or self.validates(progress))
         return EpochEnd(epochs, is_whole, is_last, is_due or is_last, is_extra)
-
-    def reached(self, epochs: int, steps: int) -> list[str]:
-        """The limits that a run of this length has come to, as they are typed."""
-        return self._settings.reached(epochs, steps)
 
     # ---- clock and signals, at which all processes look after the same steps
 

@@ -164,12 +164,10 @@ def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -
             "use checkpoint=FILE to start a new run from its weights"
         )
     with refusing(state):
-        for name in ("progress", "metrics", "callbacks"):
-            if not isinstance(state[name], dict):
-                raise TypeError(f"{name} is {str(state[name])[:200]}")
-        for name, value in state["callbacks"].items():
+        parts = {name: state[name] for name in ("progress", "metrics", "callbacks")}
+        for name, value in (*parts.items(), *state["callbacks"].items()):
             if not isinstance(value, dict):
-                raise TypeError(f"callbacks.{name} is {str(value)[:200]}")
+                raise TypeError(f"{name} is {str(value)[:200]}")
         changes = differences(json.loads(state["fingerprint"]), now)
     if changes and not anyway:
         raise UserError(

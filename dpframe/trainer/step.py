@@ -4,6 +4,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,36 +35,22 @@ from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.update import Update
 
 
+@dataclass(eq=False)
 class Step:
     """Computes the gradients of an update's batches, each as the shares of this process."""
 
-    batches: list[Batch]  # of the step at hand
-    update: Update  # whose gradients they are for
-
-    def __init__(
-        self,
-        task: Task,
-        strategy: Strategy,
-        progress: Progress,
-        guard: LossGuard,
-        task_metrics: TaskMetrics,
-        to_device: Callable[[list[Share]], Any],
-        *,
-        on_batch_start: Sequence[Callable[[Batch], None]],
-        on_batch_end: Sequence[Callable[[Batch, list[Any]], None]],
-        accumulates: bool,
-        uses_cuda_graphs: bool,
-    ) -> None:
-        self._task = task
-        self._strategy = strategy
-        self._progress = progress
-        self._guard = guard
-        self._task_metrics = task_metrics
-        self._to_device = to_device
-        self._on_batch_start = on_batch_start
-        self._on_batch_end = on_batch_end
-        self._accumulates = accumulates
-        self._uses_cuda_graphs = uses_cuda_graphs
+    task: Task
+    strategy: Strategy
+    progress: Progress
+    guard: LossGuard
+    task_metrics: TaskMetrics
+    to_device: Callable[[list[Share]], Any]
+    on_batch_start: Sequence[Callable[[Batch], None]]
+    on_batch_end: Sequence[Callable[[Batch, list[Any]], None]]
+    accumulates: bool
+    uses_cuda_graphs: bool
+    batches: list[Batch] = field(init=False)  # of the step at hand
+    update: Update = field(init=False)  # whose gradients they are for
 
     def gradients(self, batches: list[Batch], update: Update) -> list[Measured] | None:
         """Computes the gradients of the exact mean over the batches' rows.
@@ -71,11 +58,11 @@ class Step:
         Returns what the steps measured, or None if the step is skipped.
         """
         self.batches, self.update = batches, update
-        strategy, progress, context = self._strategy, self._progress, self._task.run_context
+        strategy, progress, context = self.strategy, self.progress, self.task.run_context
         module = strategy.begin_step(update.module)
         if module is not update.module:
             update.use(module)
-        if self._uses_cuda_graphs:
+        if self.uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
         rows = 0
         for batch in batches:
@@ -84,22 +71,22 @@ class Step:
         row_weights: list[Any] = []
         all_measured: list[Measured] = []
         for index, batch in enumerate(batches, progress.batches_done):
-            if self._accumulates:
+            if self.accumulates:
                 strategy.grad_sync(batch is batches[-1])
             beat()
             context.batch_index = index
-            shares = self._to_device(batch.shares)
-            for batch_start in self._on_batch_start:
+            shares = self.to_device(batch.shares)
+            for batch_start in self.on_batch_start:
                 batch_start(placed(batch, shares))
             loss, measured = update.forward(shares, of)
-            if self._uses_cuda_graphs:  # the next step writes over what this one returned
+            if self.uses_cuda_graphs:  # the next step writes over what this one returned
                 measured = cloned(measured)
             row_weights += update.weighting.of(measured)
-            if self._guard.refuses(measured, progress, index):
+            if self.guard.refuses(measured, progress, index):
                 return None
             update.backward(loss)
             all_measured += measured
-            for batch_end in self._on_batch_end:
+            for batch_end in self.on_batch_end:
                 batch_end(placed(batch, shares), [output for _, output in measured])
         if not all_measured:  # no row of these batches is this process's
             update.fill_gradients()
@@ -113,14 +100,14 @@ class Step:
     def recompute(self) -> list[Measured] | None:
         """The gradients of the same batches again, at the weights as they are now."""
         self.update.clear()
-        with self._task_metrics.apart():  # they have counted these rows
+        with self.task_metrics.apart():  # they have counted these rows
             return self.gradients(self.batches, self.update)
 
     def closure(self, measured: list[Measured]) -> Callable[[], Tensor]:
         """For an optimizer such as LBFGS. The first call returns the loss of the gradients that
         are computed already, each later one computes both again."""
         known = [measured]
-        strategy = self._strategy
+        strategy = self.strategy
 
         def closure() -> Tensor:
             losses = known.pop() if known else self.recompute() or []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpframe.data.module import mapped
 from dpframe.errors import UserError
 from dpframe.metrics import is_number
 from dpframe.strategies.base import Strategy
@@ -153,8 +154,10 @@ class TaskMetrics:
         if not self._is_in_parts():
             computed = self._computed(self._here())
         else:
-            everywhere = self._everywhere()
-            computed = self._merged(everywhere) if self._strategy.is_main else []
+            everywhere, computed = self._everywhere(), []
+            if self._strategy.is_main:
+                with self._holding(everywhere) as names:
+                    computed = self._computed(names)
         numbers = [(name, value if isinstance(value, float) else None) for name, value in computed]
         return computed, self._strategy.collectives.broadcast(numbers)
 
@@ -237,20 +240,20 @@ class TaskMetrics:
     @contextmanager
     def _whole(self) -> Iterator[None]:
         """Within, each process's metrics have the states of all processes."""
-        before = self._remembered()
+        everywhere: list[States] = []
         if self._metrics and self._is_in_parts():
-            self._merge_all(self._strategy.collectives.broadcast(self._everywhere()))
-        try:
+            everywhere = self._strategy.collectives.broadcast(self._everywhere())
+        with self._holding(everywhere):
             yield
+
+    @contextmanager
+    def _holding(self, everywhere: list[States]) -> Iterator[list[str]]:
+        """Within, the metrics have all these states; yields the names of those that have some."""
+        before = self._remembered()
+        try:
+            yield self._merge_all(everywhere)
         finally:
             self._put_back(before)
-
-    def _merged(self, everywhere: list[States]) -> list[tuple[str, Any]]:
-        """The results over all these states; those of this process are as they were."""
-        before = self._remembered()
-        computed = self._computed(self._merge_all(everywhere))
-        self._put_back(before)
-        return computed
 
     def _merge_all(self, everywhere: list[States]) -> list[str]:
         """Gives the metrics all these states; the names of those that have some."""
@@ -332,11 +335,10 @@ def _restore(metric: Any, name: str, states: dict[str, Any]) -> None:
 
 def _copied(value: Any, device: torch.device | str) -> Any:
     """The next update may write over what it is given."""
-    if isinstance(value, Tensor):
-        return value.detach().to(device, copy=True)
-    if isinstance(value, dict):
-        return {key: _copied(part, device) for key, part in value.items()}
-    return [_copied(part, device) for part in value] if isinstance(value, list) else value
+    return mapped(
+        lambda leaf: leaf.detach().to(device, copy=True) if isinstance(leaf, Tensor) else leaf,
+        value,
+    )
 
 
 def _is_same(states: States, others: States) -> bool:

@@ -103,9 +103,8 @@ class Update:
                 f"trainer.precision={settings.precision} can't be had with {strategy.name}, whose "
                 "ranks would scale their losses by themselves; use trainer.precision=bf16"
             )
-        self.weighting = Weighting(
-            strategy.collectives, strategy.device, is_exact=strategy.logical_shares > 0
-        )
+        is_exact = strategy.logical_shares > 0
+        self.weighting = Weighting(strategy.collectives, strategy.device, is_exact)
         self._optimize = (
             dynamo.step_of(self.optimizer) if settings.skip_dynamo_import else self.optimizer.step
         )
@@ -182,9 +181,8 @@ class Update:
             clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:
             self._awaits_momenta = unfuse_late(self.optimizer)
-        rates_before = None
         if self.scaled_rates is not None:
-            rates_before = self.scaled_rates.apply(self.optimizer)
+            self.scaled_rates.apply(self.optimizer)
         if closure is not None:
             self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
         elif self.scaler is None:
@@ -192,8 +190,8 @@ class Update:
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        if self.scaled_rates is not None and rates_before is not None:
-            self.scaled_rates.undo(self.optimizer, rates_before)
+        if self.scaled_rates is not None:
+            self.scaled_rates.undo(self.optimizer)
         self.clear()
         if self.schedules_steps:
             self.scheduler.step()
@@ -349,11 +347,10 @@ class Update:
 
     def _keep_types(self, saved: dict[str, Any]) -> None:
         """Restores the types that torch converts to the weight's, e.g. of NAdam's mu_product."""
-        is_fused = any(group.get("fused") for group in self.optimizer.param_groups)
         for number, weight in enumerate(updated_by(self.optimizer)):
             kept = self.optimizer.state.get(weight, {})
             for name, value in saved["state"].get(number, {}).items():
-                is_own = isinstance(value, Tensor) and keeps_own_type(name, is_fused=is_fused)
+                is_own = isinstance(value, Tensor) and keeps_own_type(name, self.optimizer)
                 if is_own and value.dtype != kept[name].dtype:
                     kept[name] = value.to(kept[name].device)
 
@@ -381,7 +378,7 @@ class ByHand(Update):
     ) -> None:
         self._timed = timed
         self.step = timed("optimizer", lambda *_, **__: None)
-        self.weighting = IgnoredWeights()
+        self.weighting = IgnoredWeights(strategy.collectives, strategy.device, is_used=False)
         self.dtype = DTYPES.get(settings.precision)
         self.backward = lambda loss: None
         kind = (task.own_class or type(task)).__name__

@@ -1,7 +1,7 @@
 """The optimizers of a task, and whose turn it is."""
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from dpframe.trainer.update import ByHand, Update
 STATES = ("optimizer", "scheduler", "scaler")  # of an Update, and the keys in a checkpoint
 
 
-class Updates(Mapping[str, Update]):
+class Updates(dict[str, Update]):
     """By the optimizers' names; one alone has the name ""."""
 
     def __init__(
@@ -31,7 +31,7 @@ class Updates(Mapping[str, Update]):
         by_hand: ByHand | None,
     ) -> None:
         """`by_hand` takes the place of all where the task steps its optimizers itself."""
-        self._by_name = by_name
+        super().__init__(by_name)
         self._task = task
         self._collectives = collectives
         self._compares_turns = collectives.world_size > 1 and task.has_own("turns")
@@ -42,15 +42,6 @@ class Updates(Mapping[str, Update]):
             self._single_update = (by_hand,)
         elif not self.current.name:
             self._single_update = (self.current,)
-
-    def __getitem__(self, name: str) -> Update:
-        return self._by_name[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_name)
-
-    def __len__(self) -> int:
-        return len(self._by_name)
 
     def taking_turns(self) -> Iterable[Update]:
         """Those of this step, one after the other; in each turn only its own weights get
@@ -63,12 +54,12 @@ class Updates(Mapping[str, Update]):
         if self._compares_turns:
             self._refuse_other_turns(names)
         for name in names:
-            if name not in self._by_name:
+            if name not in self:
                 raise UserError(
                     f"{task}.turns returned {name!r}, which is no optimizer; "
-                    f"{suggestion(str(name), self._by_name)}"
+                    f"{suggestion(str(name), self)}"
                 )
-            self.current = self._by_name[name]
+            self.current = self[name]
             with self.current.alone():
                 if not self.current.has_trained():
                     raise UserError(

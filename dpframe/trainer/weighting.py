@@ -1,5 +1,6 @@
 """Means over the weights that steps return, e.g. tokens, in place of means over rows."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from dpframe.strategies.collectives import Collectives
 from dpframe.trainer.outputs import Measured
 
 
+@dataclass
 class Weighting:
     """Of the steps of one optimizer: all return a weight, or none does.
 
@@ -20,13 +22,10 @@ class Weighting:
     after the forwards, so what it has to be multiplied by comes later.
     """
 
-    def __init__(
-        self, collectives: Collectives, device: torch.device, *, is_exact: bool = False
-    ) -> None:
-        self._collectives = collectives
-        self._device = device
-        self._is_exact = is_exact
-        self.is_used: bool | None = None  # None before the first batch
+    collectives: Collectives
+    device: torch.device
+    is_exact: bool = False
+    is_used: bool | None = None  # None before the first batch
 
     def of(self, measured: list[Measured]) -> list[Any]:
         """Each share's weight; none where steps return no weight.
@@ -35,7 +34,7 @@ class Weighting:
         the process that has it."""
         if self.is_used is None:
             here = {"weight" in output for _, output in measured}
-            several = self._collectives.sum_numbers([float(True in here), float(False in here)])
+            several = self.collectives.sum_numbers([float(True in here), float(False in here)])
             if 0.0 not in several:
                 raise UserError(SOMETIMES_WEIGHTED)
             self.is_used = several[0] > 0
@@ -46,25 +45,21 @@ class Weighting:
 
     def factor(self, rows: int, weights: list[Any]) -> Tensor:
         """The rows of the whole step over the sum of its weights; 0 where that sum is 0."""
-        device = self._device
+        device = self.device
         if not has_float64(device):  # the host sums them
             device, weights = torch.device("cpu"), [float(weight) for weight in weights]
-        if self._is_exact:  # the host sums them without rounding
+        if self.is_exact:  # the host sums them without rounding
             column = [float(weight) for weight in weights]
-            weights = self._collectives.sum_columns([column], is_exact=True)
+            weights = self.collectives.sum_columns([column], is_exact=True)
         here = torch.zeros((), dtype=torch.float64, device=device)
         for weight in weights:  # numbers, and tensors on any replica's device
             here = here + move(weight, here.device)
-        total = here if self._is_exact else self._collectives.sum(here.sum())
+        total = here if self.is_exact else self.collectives.sum(here.sum())
         return torch.where(total == 0, 0.0, rows / total)
 
 
 class IgnoredWeights(Weighting):
     """Where a task steps its optimizers itself: a weight that it returns counts in means alone."""
-
-    is_used = False
-
-    def __init__(self) -> None: ...
 
     def of(self, measured: list[Measured]) -> list[Any]:
         return []

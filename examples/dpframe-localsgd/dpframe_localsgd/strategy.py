@@ -47,7 +47,6 @@ class LocalSGD(Processes):
         self,
         gpus: Gpus = None,
         accelerator: str = "auto",
-        max_replicas_per_core: int = 8,
         *,
         inner_steps: int = 50,
         outer_learning_rate: float = 0.7,
@@ -55,7 +54,7 @@ class LocalSGD(Processes):
         overlap_steps: int = 0,
         timeout_seconds: float = 1800,
     ) -> None:
-        super().__init__(gpus, accelerator, max_replicas_per_core, timeout_seconds=timeout_seconds)
+        super().__init__(gpus, accelerator, timeout_seconds=timeout_seconds)
         if inner_steps < 1:
             raise UserError(f"strategy.inner_steps={inner_steps}; use 1 or more")
         if not outer_learning_rate > 0:
