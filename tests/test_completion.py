@@ -89,8 +89,8 @@ def quoted(line: str) -> str:
     [("bash", "python -m dpframe"), ("bash", "./dpframe"), ("zsh", "dpframe"), ("fish", "dpframe")],
 )
 def test_a_shell_completes(shell, command, tmp_path):
-    write(tmp_path / "mine", {"recipe/ours.yaml": BOSTON})
     """All that is asked for in one of them; each press of a key starts an interpreter."""
+    write(tmp_path / "mine", {"recipe/ours.yaml": BOSTON})
     typed = TYPED | CHOSEN
     if not command.endswith(" dpframe"):
         typed = {words: typed[words] for words in OTHERWISE}
