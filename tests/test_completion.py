@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from command import ROOT, environment, write
 
+from dpframe.cli.completion import complete
 from dpframe.config.modes import names
+from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
 RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml"))
@@ -62,6 +64,13 @@ function complete_line
 end
 """,
 }
+
+
+def test_each_shell_has_a_script_of_its_own_and_another_name_is_refused():
+    scripts = [complete([f"install={shell}"]) for shell in SHELLS]
+    assert len(set(scripts)) == 3 and all("-sc query=" in script for script in scripts)
+    with pytest.raises(UserError, match="install=bsh.*did you mean bash"):
+        complete(["install=bsh"])
 
 
 def completed(shell: str, command: str, typed: list[str], place: Path) -> list[str]:
