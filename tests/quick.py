@@ -24,6 +24,13 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_the_picture_has_each_point_and_the_rate_that_is_found",
+    "test_a_mistake_is_raised_and_changes_nothing",
+    "test_a_run_without_weights_says_so",
+    "test_the_other_ranks_of_torchrun_let_the_main_one_speak_first",
+    "test_a_number_in_a_batch_is_left_to_torchs_own_choice",
+    "test_a_recipe_that_only_predicts_is_tried_for_its_order",
+    "test_the_line_of_a_notebook_has_the_same_number_and_a_loss_within_the_epoch",
     "test_every_folder_is_a_group",
     "test_every_option_is_composed_and_built",
     "test_the_formats_of_fsdp_are_typed_as_numbers_as_trainer_precision_is",
