@@ -35,8 +35,25 @@ def _attempted(line: list[str]) -> Attempt:
     return Attempt(code, out.getvalue(), err.getvalue(), sorted(os.listdir()))
 
 
+def refusals(lines: list[list[str]], config_dir: str | None) -> list[str]:
+    """What is said of each line as it is composed, "" if nothing. One search path serves all, as in
+    a sweep: what a hint needs is composed once."""
+    from dpframe.config.compose import compose, from_hydra
+    from dpframe.config.search import Configs
+    from dpframe.errors import UserError
+
+    said, configs = [], Configs(config_dir)
+    for line in lines:
+        try:
+            from_hydra(compose(configs, line), line)
+            said.append("")
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
 if __name__ == "__main__":
     del sys.path[0]  # as the console script has it
-    given, heavy = json.load(sys.stdin)
-    done = attempted(given)
-    json.dump([done, [name for name in heavy if name in sys.modules]], sys.stdout)
+    given, composed, heavy = json.load(sys.stdin)
+    done = attempted(given), [refusals(*each) for each in composed]
+    json.dump([*done, [name for name in heavy if name in sys.modules]], sys.stdout)

@@ -30,10 +30,21 @@ def cold_attempts(
     lines: list[list[str]], directory: Path, **variables: str
 ) -> tuple[list[Attempt], list[str]]:
     """The same in a new interpreter, and the heavy modules that were imported."""
+    done, _, heavy = cold_refusals(lines, [], directory, **variables)
+    return done, heavy
+
+
+def cold_refusals(
+    lines: list[list[str]],
+    composed: list[tuple[list[list[str]], str | None]],
+    directory: Path,
+    **variables: str,
+) -> tuple[list[Attempt], list[list[str]], list[str]]:
+    """Beside them, what `attempted.refusals` says of lines that are only composed."""
     program = str(ROOT / "tests" / "attempted.py")
-    printed = output_of([program], [lines, HEAVY], directory, **variables)
-    results, heavy = json.loads(printed)
-    return [Attempt(*result) for result in results], heavy
+    printed = output_of([program], [lines, composed, HEAVY], directory, **variables)
+    results, refusals, heavy = json.loads(printed)
+    return [Attempt(*result) for result in results], refusals, heavy
 
 
 def output_of(python: list[str], given: list, directory: Path, **variables: str) -> str:

@@ -2,14 +2,17 @@
 
 import json
 import re
-import subprocess
+import runpy
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from command import environment, write
+from command import write
+from forked import fresh
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobRuntime
 from omegaconf import OmegaConf
@@ -49,17 +52,6 @@ def test_parts_that_are_built_by_hand_have_the_same_curve(result):
     layers = nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)
     task = Boston(nn.Sequential(*layers), partial(torch.optim.Adam, lr=0.01))
     assert Trainer(task, BostonData(), strategy=CPU(), **SHORT).fit() == result.metrics
-
-
-def test_ranks_from_python_have_the_same_curve(result, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    torch.randn(300, 300) @ torch.randn(300, 300)  # so that this process can't be forked
-    more = {**SHORT, "gpus": 2, "accelerator": "cpu"}
-    ranks = dpframe.run("recipe=boston", "strategy=ddp", trainer=more)
-    assert ranks.summary["replicas"] == 2
-    assert ranks.metrics == pytest.approx(result.metrics, rel=1e-12)
-    assert len(ranks.history) == 3
-    assert "epoch 3/3  step 12" in capsys.readouterr().out
 
 
 def test_what_python_passes_is_what_one_types():
@@ -126,12 +118,25 @@ PROGRAMS = files_of("docs/python.md")
 def test_the_programs_of_the_page_run(name, tmp_path):
     """Two of them have ranks, at the top of a file and in a program of Hydra's."""
     write(tmp_path, PROGRAMS)
-    command = [sys.executable, name]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "the same"
+    printed, values = fresh(program, name, folder=tmp_path)
+    assert printed[-1] == "the same"
+    if name == "compare_strategies.py":
+        one, two = values
+        assert two.pop("replicas") == 2 and one.pop("replicas") == 1
+        assert two == pytest.approx(one, rel=1e-5) and "val/mae" in two
+        assert [line[:19] for line in printed].count("epoch 3/3  step 12 ") == 2
+
+
+def program(name):
+    """What it prints, and what `dpframe.run` has returned to its `one` and `two`."""
+    torch.randn(300, 300) @ torch.randn(300, 300)  # so that this process can't be forked
+    sys.argv = [name]
+    with tempfile.TemporaryFile("w+") as file, patch.object(sys, "stdout", file):
+        there = runpy.run_path(name, run_name="__main__")
+        file.seek(0)
+        printed = file.read().splitlines()
+    results = [there[name] for name in ("one", "two") if name in there]
+    return printed, [{**r.metrics, "replicas": r.summary["replicas"]} for r in results]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("notebooks/*.ipynb")), ids=lambda path: path.stem)

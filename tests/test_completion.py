@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 from command import ROOT, environment, write
 
+from dpframe.cli.completion import complete
 from dpframe.config.modes import names
+from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
 RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml"))
@@ -32,6 +34,8 @@ CHOSEN = {
     "mode=test checkpoint=mine/r": "checkpoint=mine/recipe/",
     "trainer.deterministic=": "trainer.deterministic=false trainer.deterministic=true",
 }
+# Of them, what other shells and names of the command are asked: a word, one after others, a path.
+OTHERWISE = ("recipe=bo", "recipe=boston task.optimizer.l", "mode=test checkpoint=mine/r")
 # What each shell runs when a key is pressed, with the line up to the cursor in $1 or $argv.
 SHELLS = {
     "bash": """
@@ -62,6 +66,13 @@ end
 }
 
 
+def test_each_shell_has_a_script_of_its_own_and_another_name_is_refused():
+    scripts = [complete([f"install={shell}"]) for shell in SHELLS]
+    assert len(set(scripts)) == 3 and all("-sc query=" in script for script in scripts)
+    with pytest.raises(UserError, match="install=bsh.*did you mean bash"):
+        complete(["install=bsh"])
+
+
 def completed(shell: str, command: str, typed: list[str], place: Path) -> list[str]:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
@@ -87,9 +98,11 @@ def quoted(line: str) -> str:
     [("bash", "python -m dpframe"), ("bash", "./dpframe"), ("zsh", "dpframe"), ("fish", "dpframe")],
 )
 def test_a_shell_completes(shell, command, tmp_path):
+    """All that is asked for in one of them; each press of a key starts an interpreter."""
     write(tmp_path / "mine", {"recipe/ours.yaml": BOSTON})
-    typed = TYPED if command.endswith(" dpframe") else dict(list(TYPED.items())[1:7:2])
-    typed = typed | CHOSEN
+    typed = TYPED | CHOSEN
+    if not command.endswith(" dpframe"):
+        typed = {words: typed[words] for words in OTHERWISE}
     assert completed(shell, command, list(typed), tmp_path) == list(typed.values())
 
 

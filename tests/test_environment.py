@@ -156,7 +156,7 @@ class Slow(Callback):
 replace = os.replace
 
 def slowly(part, whole):  # as the save of a large model on a slow disk
-    time.sleep(2 if str(whole).endswith("last.ckpt") else 0)
+    time.sleep(1 if str(whole).endswith("last.ckpt") else 0)
     replace(part, whole)
 
 os.replace = slowly

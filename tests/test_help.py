@@ -4,7 +4,11 @@ import re
 from dataclasses import fields
 
 import pytest
-from command import attempts, cold_attempts, write
+from command import cold_attempts, write
+
+from dpframe.cli.main import parser
+from dpframe.config.help import shown_for
+from dpframe.trainer.settings import TrainerSettings
 
 OURS = """
 # @package _global_
@@ -67,12 +71,10 @@ def test_a_topic_that_is_not_there_is_told_with_the_nearest(shown):
         assert shown[topic].code == 2 and says in shown[topic].err, shown[topic]
 
 
-def test_help_shows_every_setting_of_every_option(tmp_path):
+def test_help_shows_every_setting_of_every_option():
     """And no value twice: what is shown is what the file says."""
-    (done,) = attempts([["--help", "trainer"]], tmp_path)
-    keys = re.findall(r"^  (trainer\.[\w.]+)=", done.out, re.MULTILINE)
-    from dpframe.trainer.settings import TrainerSettings
-
+    page = shown_for(parser().parse_intermixed_args(["--help", "trainer"]), "")
+    keys = re.findall(r"^  (trainer\.[\w.]+)=", page, re.MULTILINE)
     assert len(keys) == len(set(keys))
     tops = {key.split(".")[1] for key in keys}
     assert {field.name for field in fields(TrainerSettings)} <= tops | {"compile"}

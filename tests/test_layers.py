@@ -70,12 +70,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def names(path: Path, *, hints: bool = False) -> Iterator[tuple[str, bool]]:
+@cache
+def names(path: Path, *, hints: bool = False) -> list[tuple[str, bool]]:
     """What a file imports, at its top or within functions, and whether at its top; with `hints`
     also what it imports for type checkers alone."""
     tree = tree_of(path)
     package = ".".join(("dpframe", *path.relative_to(ROOT).parts[:-1]))
-    yield from _imports(tree, package, at_top=True, hints=hints)
+    return list(_imports(tree, package, at_top=True, hints=hints))
 
 
 def _imports(

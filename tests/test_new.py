@@ -1,11 +1,13 @@
 """`dpframe new` writes a project that works as it stands: its own test says so."""
 
-import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 from command import ROOT, attempts, cold_attempts, cold_dpframe, environment
+from forked import fresh
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +20,15 @@ def project(tmp_path_factory):
 
 
 def test_a_new_projects_own_test_passes(project):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=project, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 passed" in done.stdout
+    code, printed = fresh(own_test, folder=project)
+    assert code == 0 and "4 passed" in printed, printed
+
+
+def own_test():
+    sys.path.insert(0, "")  # as `python -m pytest` has it
+    with redirect_stdout(StringIO()) as printed:
+        code = pytest.main(["-q", "-p", "no:cacheprovider"])
+    return int(code), printed.getvalue()
 
 
 def test_ruff_finds_nothing_in_a_new_project(project):
@@ -36,11 +43,12 @@ def test_ruff_finds_nothing_in_a_new_project(project):
 
 
 def test_mypy_finds_nothing_in_a_new_project(project):
-    words = ["mypy", "--follow-imports", "silent", "--cache-dir", os.devnull, "."]
+    """By dpframe's own settings, which are stricter, and with what `mypy` has left in its cache."""
+    words = ["mypy", "--config-file", "pyproject.toml", project / "weather_forecast"]
     done = subprocess.run(
-        [sys.executable, "-m", *words],
-        cwd=project,
-        env=environment() | {"MYPYPATH": str(ROOT)},
+        [sys.executable, "-m", *words, project / "tests"],
+        cwd=ROOT,
+        env=environment(),
         capture_output=True,
         text=True,
     )

@@ -161,8 +161,14 @@ def test_a_strangers_run_directory_does_not_vouch_for_itself(tested):
     assert not (directory / "elsewhere").exists()
 
 
-@pytest.mark.parametrize("mode", ["test", "validate", "predict"])
-@pytest.mark.parametrize("run", [["trainer.limit_eval_batches=1"], ["experiment=debug"]])
+@pytest.mark.parametrize(
+    ("mode", "run"),
+    [
+        ("test", ["trainer.limit_eval_batches=1"]),
+        ("validate", ["experiment=debug"]),
+        ("predict", ["trainer.limit_eval_batches=1"]),
+    ],
+)
 def test_an_evaluation_reads_all_rows_unless_a_limit_is_typed(tmp_path, mode, run):
     saved = yaml.safe_dump(["recipe=boston", *run])
     write(tmp_path, {".hydra/overrides.yaml": saved, "checkpoints/last.ckpt": ""})

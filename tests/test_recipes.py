@@ -5,11 +5,10 @@ import gzip
 import json
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from torch import nn
@@ -401,9 +400,8 @@ def test_shapes_prints_what_each_replica_of_data_parallel_gets(tmp_path, capsys,
 
 def test_shapes_prints_the_same_on_four_ranks_of_ddp(tmp_path):
     overrides = ["recipe=shapes", "strategy=ddp", "trainer.gpus=4", f"hydra.run.dir={tmp_path}"]
-    ran = subprocess.run(
-        [sys.executable, "-m", "dpframe", *overrides], capture_output=True, text=True, check=True
-    )
+    ran = forked.run(overrides, tmp_path)
+    assert ran.returncode == 0, ran.stderr
     assert shown(ran.stdout) == table(4)
     header, *rows = read(tmp_path / "predictions.csv")
     assert header == [*(f"input_{n}" for n in range(5)), "output_0", "output_1"]

@@ -104,6 +104,12 @@ ATTACKS = {  # what overrides.yaml has, and what the one line says
     "an earlier version's trust": (["trusted_modules=[os]"], GONE),
     "of one start": (["resume=x", "resume_anyway=true", "mode=predict"], GONE),
 }  # fmt: skip
+# One of each kind: what refuses all of them in a resume refuses these through the other doors.
+OTHER_DOORS = (
+    *("a key", "arguments", "a mapping", "a slot", "an own part", "an option of its own"),
+    *("an option elsewhere", "a reference", "a file's name", "two halves", "an escaped reference"),
+    *("a mapping behind a space", "a sweep's values", "hydra's launcher", "of one start"),
+)
 OF_NOTES = {  # overrides.yaml that is no list of texts
     "laughs": "- &a0 [x, x, x]\n"
     + "".join(f"- &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)),
@@ -145,18 +151,23 @@ def said(attempt: Attempt) -> str:
 
 @pytest.mark.parametrize("line", ["resume={}", "mode=validate checkpoint={}"])
 def test_what_a_run_directory_names_is_not_called(place, line):
-    files = [f"a{number}/checkpoints/last.ckpt" for number in range(len(ATTACKS) + len(OF_NOTES))]
+    is_resumed = line.startswith("resume")
+    wanted = {name: says for name, (_, says) in ATTACKS.items()}
+    wanted |= dict.fromkeys(OF_NOTES, "overrides.yaml")
+    numbers = {name: number for number, name in enumerate(wanted)}
+    tried = [*wanted] if is_resumed else [*OTHER_DOORS, *OF_NOTES]
+    files = [f"a{numbers[name]}/checkpoints/last.ckpt" for name in tried]
     done = attempts([[*START, *line.format(file).split()] for file in files], place)
-    wanted = [*(says for _, says in ATTACKS.values()), *["overrides.yaml"] * len(OF_NOTES)]
-    for name, says, attempt in zip([*ATTACKS, *OF_NOTES], wanted, done, strict=True):
+    for name, attempt in zip(tried, done, strict=True):
         told = said(attempt)
-        is_other = line.startswith("mode") and name == "of one start"
-        assert says in told or is_other, (name, told)
+        assert wanted[name] in told or (name == "of one start" and not is_resumed), (name, told)
 
 
 def test_what_a_sweeps_directory_names_is_not_called(place):
-    done = attempts([["-m", *START, f"sweep.resume=s{n}"] for n in range(len(ATTACKS))], place)
-    for (name, (_, says)), attempt in zip(ATTACKS.items(), done, strict=True):
+    numbers = {name: number for number, name in enumerate(ATTACKS)}
+    lines = [["-m", *START, f"sweep.resume=s{numbers[name]}"] for name in OTHER_DOORS]
+    for name, attempt in zip(OTHER_DOORS, attempts(lines, place), strict=True):
+        says = ATTACKS[name][1]
         if says == GONE:  # a sweep of one run, which has no checkpoint to begin with
             assert not {"canary"} & set(attempt.files), name
         else:

@@ -86,6 +86,7 @@ class Configs:
         folders += [(p.package, str(p.folder)) for p in plugins.installed()]
         self.loader = _loader(folders)
         self.composed: dict[tuple[str, ...], dict[str, Any]] = {}  # for hints
+        self.listed: dict[str, list[str]] = {}  # the options of each group that was asked for
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """The config, `hydra` included; an error of Hydra's is a UserError."""
@@ -123,7 +124,9 @@ class Configs:
         return dict.fromkeys(self.groups()) | base
 
     def options(self, group: str) -> list[str]:
-        return sorted(set(self.get_group_options(group)))
+        if group not in self.listed:  # Hydra reads all folders again
+            self.listed[group] = sorted(set(self.get_group_options(group)))
+        return self.listed[group]
 
     def is_choice(self, override: str) -> bool:
         """Whether it chooses an option of a group."""
