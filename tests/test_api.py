@@ -123,7 +123,7 @@ def test_the_programs_of_the_page_run(name, tmp_path):
     if name == "compare_strategies.py":
         one, two = values
         assert two.pop("replicas") == 2 and one.pop("replicas") == 1
-        assert two == pytest.approx(one, rel=1e-5) and "val/mae" in two
+        assert two == pytest.approx(one, rel=1e-12) and "val/mae" in two
         assert [line[:19] for line in printed].count("epoch 3/3  step 12 ") == 2
 
 
