@@ -73,7 +73,7 @@ def test_a_topic_that_is_not_there_is_told_with_the_nearest(shown):
 
 def test_help_shows_every_setting_of_every_option():
     """And no value twice: what is shown is what the file says."""
-    page = shown_for(parser().parse_intermixed_args(["--help", "trainer"]), "")
+    page = shown_for(parser().parse_intermixed_args(["--help", "trainer"]))
     keys = re.findall(r"^  (trainer\.[\w.]+)=", page, re.MULTILINE)
     assert len(keys) == len(set(keys))
     tops = {key.split(".")[1] for key in keys}

@@ -65,7 +65,7 @@ OF_KEYS = ("trainer", "callbacks", "logger", "strategy")  # groups in which a ke
 def shown_for(arguments: argparse.Namespace) -> str:
     """What `--help` or `--cfg` prints."""
     configs, overrides = Configs(arguments.config_dir), arguments.overrides
-    if arguments.cfg:
+    if arguments.cfg and not arguments.help:
         text = _config(configs, overrides, arguments.cfg, resolve=arguments.resolve)
     elif overrides:
         text = "\n\n".join(_topic(each, configs) for each in overrides)
