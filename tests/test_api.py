@@ -41,6 +41,7 @@ def test_a_run_from_python_has_the_commands_files_its_numbers_and_its_best_weigh
     assert json.loads((directory / "summary.json").read_text()) == result.summary
     assert result.metrics == result.summary["metrics"]
     assert [row["step"] for row in result.history] == [4, 8, 12]
+    assert "val/loss" in repr(result) and "_target_" not in repr(result)
     assert result.history[-1]["val/loss"] == result.metrics["val/loss"]
     rows = torch.randn(5, 13, dtype=torch.float64)
     assert torch.equal(result.task.net(rows), dpframe.load(directory).net(rows))

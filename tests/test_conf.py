@@ -12,6 +12,7 @@ import yaml
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
+from dpframe.config import modes
 from dpframe.config.build import build, check_targets, slots
 from dpframe.config.compose import composed
 from dpframe.config.schema import is_off
@@ -95,6 +96,12 @@ def test_trainer_default_equals_the_settings_defaults_key_by_key():
     compile_ = written.pop("compile")  # a group, or one value
     assert compile_ == COMPILE_OPTIONS
     assert written == {k: v for k, v in asdict(TrainerSettings()).items() if k != "compile"}
+
+
+@pytest.mark.parametrize("mode", [name for name in modes.OWN if modes.settings(name)])
+def test_the_settings_of_a_mode_are_in_the_config_with_their_defaults(mode):
+    """From there `--help` has them."""
+    assert OmegaConf.load(CONF / "config.yaml")[mode] == asdict(modes.settings(mode)())
 
 
 def test_every_trainer_key_has_its_comment():

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ class Result:
     directory: str
     checkpoint: str | None  # the best one, or the last
     summary: dict[str, Any]  # as in summary.json
-    job: Composed
+    job: Composed = field(repr=False)
 
     @cached_property
     def task(self) -> "Task":

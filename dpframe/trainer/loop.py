@@ -52,6 +52,8 @@ class Trainer(CallbackView):
     TrainerSettings may be given as `settings`, or one by one: `Trainer(task, data, max_epochs=3)`.
     """
 
+    # What hooks read and call, and `_record`, which tells the loggers, is in CallbackView.
+
     ranks: Ranks | None = None  # None: this process computes
     _is_prepared = False
     _is_half_loaded = False  # from a checkpoint, by a resume that failed

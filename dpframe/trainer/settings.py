@@ -59,6 +59,12 @@ COMPILE_OPTIONS: dict[str, Any] = {"mode": None, "dynamic": None, "fullgraph": F
 class TrainerSettings:
     """The keys of `trainer.*`, with the same defaults."""
 
+    # A config's types are checked by these annotations, values below. A new key is in
+    # conf/trainer/default.yaml, too. Who else may have to know it: `fingerprint.DECIDING`, if a run
+    # can't go on with another value; `recorder.TELLING`, if runs are compared by it;
+    # `Course.settings` of the kit and `modes/measure.py`, if theirs do without it; `ByHand`, where
+    # it does nothing; and `WHOLE` of config/schema.py by other names.
+
     max_epochs: int | None = 10
     max_steps: int | None = None
     max_seconds: float | None = None
