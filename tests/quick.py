@@ -1,6 +1,11 @@
 """The tests of `python -m pytest -m quick`: milliseconds each, and something of every module."""
 
 FILES = {
+    "absent",
+    "log_check",
+    "peers",
+    "runner",
+    "share_metrics",
     "build",
     "cgroup",
     "checkpoint",
@@ -24,6 +29,8 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_all_gpus_are_tried_also_where_they_are_no_power_of_two",
+    "test_what_another_process_can_not_have_stays_behind",
     "test_the_picture_has_each_point_and_the_rate_that_is_found",
     "test_a_mistake_is_raised_and_changes_nothing",
     "test_a_run_without_weights_says_so",

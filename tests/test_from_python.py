@@ -32,6 +32,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
+from dpframe.trainer.ranks import sendable
 
 ONCE = TrainerSettings(max_epochs=1)
 
@@ -294,3 +295,8 @@ def test_a_compiled_run_says_why_its_first_step_takes_so_long(caplog):
         Trainer(Small(), Rows(), settings=settings, callbacks=[Ends()]).fit()
     line = "trainer.compile.mode=default: the first step may take minutes to compile"
     assert line in caplog.text
+
+
+def test_what_another_process_can_not_have_stays_behind():
+    kept = sendable({"best": 0.5, "lock": threading.Lock(), "curve": [1, 2]})
+    assert kept == {"best": 0.5, "curve": [1, 2]}
