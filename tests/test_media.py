@@ -443,6 +443,13 @@ def test_a_precision_recall_curve_takes_one_label_a_row_or_one_for_each_class():
     assert one[0, :, 63].tolist() == [1, 2]
 
 
+def test_a_task_is_traced_with_its_own_parts(tmp_path, caplog):
+    """Without what it refuses to have, e.g. Lightning's attributes."""
+    fitted(callbacks=[Graph()], loggers=[TensorBoard()], directory=tmp_path, max_steps=2)
+    assert not caplog.records
+    assert "Small/Sequential[net]" in str(shown(tmp_path).Graph())
+
+
 def test_a_model_that_can_not_be_traced_is_one_warning(tmp_path, caplog, capsys):
     class Untraceable(Small):
         def predict_step(self, batch):

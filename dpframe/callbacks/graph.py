@@ -2,8 +2,6 @@
 
 import logging
 import warnings
-from collections.abc import Sequence
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -43,9 +41,8 @@ class Graph(Callback):
             return
         self.is_missing = False
         task = trainer.task
-        tensors = tensors_in(shares[0])
-        named = type(type(task).__name__, (PredictStep,), {})  # as the graph shows it
-        module = named(task, shares[0], list(tensors))
+        tensors = tuple(leaf for leaf in leaves(shares[0]) if isinstance(leaf, Tensor))
+        module = as_module(task, shares[0])
         with (
             restore_modes(task),
             torch.no_grad(),
@@ -56,30 +53,30 @@ class Graph(Callback):
             task.eval()
             for logger in trainer.loggers:
                 try:
-                    logger.graph(module, tuple(tensors.values()))
+                    logger.graph(module, tensors)
                 except Exception as error:  # torch raises many kinds
                     _warn(first_line(error), task)
 
 
-class PredictStep(nn.Module):
-    """`predict_step` of those tensors of a batch whose numbers, among its leaves, are `used`."""
+def as_module(task: Task, batch: Any) -> nn.Module:
+    """`predict_step` as a module with the task's name and parts, which takes a batch's tensors."""
 
-    def __init__(self, task: Task, batch: Any, used: Sequence[int]) -> None:
-        super().__init__()
-        self.task = task
-        self.batch = mapped(lambda leaf: None if isinstance(leaf, Tensor) else leaf, batch)
-        self.used = list(used)
+    class Model(nn.Module):
+        def forward(self, *tensors: Tensor) -> Any:
+            given = iter(tensors)
+            return task.predict_step(
+                mapped(lambda leaf: next(given) if isinstance(leaf, Tensor) else leaf, batch)
+            )
 
-    def forward(self, *tensors: Tensor) -> Any:
-        given = dict(zip(self.used, tensors, strict=True))
-        numbers = count()
-        batch = mapped(lambda leaf: given.get(next(numbers), leaf), self.batch)
-        return self.task.predict_step(batch)
-
-
-def tensors_in(batch: Any) -> dict[int, Tensor]:
-    """The tensors of a batch by their numbers among its leaves."""
-    return {at: leaf for at, leaf in enumerate(leaves(batch)) if isinstance(leaf, Tensor)}
+    Model.__name__ = type(task).__name__
+    model = Model()
+    for name, part in task.named_children():
+        model.add_module(name, part)
+    for name, parameter in task.named_parameters(recurse=False):
+        model.register_parameter(name, parameter)
+    for name, buffer in task.named_buffers(recurse=False):
+        model.register_buffer(name, buffer)
+    return model
 
 
 def _warn(reason: str, task: Task) -> None:

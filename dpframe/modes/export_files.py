@@ -10,7 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from dpframe import checkpoint, files
-from dpframe.callbacks.graph import PredictStep, tensors_in
-from dpframe.data.module import mapped
+from dpframe.data.module import leaves, mapped
 from dpframe.errors import Failure, UserError, first_line
 from dpframe.task import Task
 from dpframe.trainer import Trainer
@@ -101,10 +100,26 @@ def weights_of(task: Task) -> dict[str, Tensor]:
     return state
 
 
+class Predict(nn.Module):
+    """`predict_step` of those tensors of a batch whose numbers, among its leaves, are `used`."""
+
+    def __init__(self, task: Task, batch: Any, used: Sequence[int]) -> None:
+        super().__init__()
+        self.task = task
+        self.batch = mapped(lambda leaf: None if isinstance(leaf, Tensor) else leaf, batch)
+        self.used = list(used)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        given = dict(zip(self.used, tensors, strict=True))
+        numbers = count()
+        batch = mapped(lambda leaf: given.get(next(numbers), leaf), self.batch)
+        return self.task.predict_step(batch)
+
+
 def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, Any]], str]:
     """Cases to try it with, and what it takes."""
     names = list(_names(batch))
-    tensors = tensors_in(batch)
+    tensors = {at: leaf for at, leaf in enumerate(leaves(batch)) if isinstance(leaf, Tensor)}
     program = _program(task, batch, tensors)
     read = _read_inputs(program)
     used = {
@@ -117,16 +132,16 @@ def _save_program(task: Task, batch: Any, path: Path) -> tuple[list[tuple[Any, A
     rows = len(next(iter(used.values())))
     cases = []
     with torch.no_grad():
-        model = PredictStep(task, batch, list(used))
-        for count in dict.fromkeys((rows, max(1, rows // 2))):
-            inputs = [tensor[:count] for tensor in used.values()]
+        model = Predict(task, batch, list(used))
+        for length in dict.fromkeys((rows, max(1, rows // 2))):
+            inputs = [tensor[:length] for tensor in used.values()]
             cases.append((inputs, model(*inputs)))
     takes = [f"{names[at]}: {_form(tensor)}" for at, tensor in used.items()]
     return cases, ", ".join(takes)
 
 
 def _program(task: Task, batch: Any, tensors: dict[int, Tensor]) -> Any:
-    model = PredictStep(task, batch, list(tensors)).eval()
+    model = Predict(task, batch, list(tensors)).eval()
     rows = torch.export.Dim.AUTO  # any number of them, if the task's code does not fix it
     shapes = ({0: rows},) * len(tensors)
     with _quiet(), torch.no_grad():
