@@ -46,8 +46,7 @@ from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.data import Share
 from dpframe.data.loader import pinned
-from dpframe.data.module import leaves
-from dpframe.data.prefetch import tensors_in
+from dpframe.data.module import leaves, tensors_in
 from dpframe.data.stream import ShardedStream
 from dpframe.errors import Failure
 from dpframe.modes.step_times import StepTimes

@@ -178,6 +178,10 @@ def leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))
+
+
 class Rows:
     """A data set and the collate that makes a batch of its rows."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from dpframe import memory
 from dpframe.accelerator import has_streams
 from dpframe.data.loader import Loader
-from dpframe.data.module import Batch, Share, leaves, move
+from dpframe.data.module import Batch, Share, leaves, move, tensors_in
 from dpframe.errors import UserError
 
 DEPTH = 3  # steps that the host may be in front of the GPU: the batch of each takes memory there
@@ -144,7 +144,3 @@ def is_all_on_host(value: Any) -> bool:
         leaf.device.type == "cpu" if isinstance(leaf, Tensor) else not hasattr(leaf, "to")
         for leaf in leaves(value)
     )
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in leaves(value) if isinstance(leaf, Tensor))

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from dpframe.data.module import leaves
+from dpframe.data.module import tensors_in
 from dpframe.parameters import updated_by
 
 Named = Sequence[tuple[str, Tensor]]
@@ -165,13 +165,9 @@ def _kind(tensor: Tensor) -> tuple[bool, bool]:
 
 def _check_flat(state: Any, optimizer: Optimizer) -> None:
     total = sum(w.numel() * (2 if w.is_complex() else 1) for w in updated_by(optimizer))
-    for tensor in _tensors(state):
+    for tensor in tensors_in(state):
         if tensor.ndim and tuple(tensor.shape) != (total,):
             raise Mismatch(f"LBFGS keeps {tuple(tensor.shape)} numbers there, {total} here")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def keeps_own_type(key: str, optimizer: Optimizer) -> bool:
