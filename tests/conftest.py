@@ -128,7 +128,7 @@ def remaining(find, *, named) -> list[str]:
 
 
 def descendants() -> Iterator[int]:
-    """The living processes below this one, but for multiprocessing's own that last."""
+    """The living processes below this one, but for those of multiprocessing and torch that last."""
     parents: dict[int, int] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -145,7 +145,9 @@ def descendants() -> Iterator[int]:
         if above != os.getpid() or pid == os.getpid():
             continue
         is_child = parents[pid] == os.getpid()
-        if not (is_child and re.search("resource_tracker|forkserver", command(pid))):
+        # torch's compiler keeps its own, too, on a machine of many cores.
+        lasts = "resource_tracker|forkserver|_inductor/compile_worker"
+        if not (is_child and re.search(lasts, command(pid))):
             yield pid
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -284,7 +285,10 @@ def test_a_gpu_computes_what_the_cpu_does(module):
     def gradients(device):
         mine = deepcopy(module).to(device, torch.float64)
         given = rows.to(device).requires_grad_()
-        result = mine(given)
+        with (
+            nullcontext() if "FAKECUDA" in os.environ else torch.backends.cudnn.flags(enabled=False)
+        ):
+            result = mine(given)  # a real GPU has no second derivative by cuDNN
         result = result if isinstance(result, torch.Tensor) else result[0]
         loss = result.square().sum()
         (first,) = torch.autograd.grad(loss, given, create_graph=True)

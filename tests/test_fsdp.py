@@ -717,6 +717,7 @@ def of_ranks(count: int) -> dict[Any, Any]:
 # On GPUs
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="strategy=fsdp needs torch 2.13")
 @pytest.mark.frees_by_waits  # torch's own streams wait before they use a gradient's memory again
 @pytest.mark.parametrize(
     ("gpus", "offloads"),

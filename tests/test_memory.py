@@ -15,6 +15,7 @@ from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU, SingleGPU
 
 MIB = 2**20
+MOST = 128 * MIB  # with the workspaces of cuBLAS, 65 MiB on an H100
 LINE = r"\d+ steps in \S+ s, \S+ samples/s"
 
 
@@ -70,7 +71,7 @@ def test_the_most_that_tensors_took_on_each_gpu_is_told(capsys, kind):
     data = Rows(40, 10)
     peaks = fitted(Large(), data, strategy=strategy, callbacks=[Progress()]).peak_memory()
     assert len(peaks) == len(strategy.devices)
-    assert all(8 * MIB <= peak < 64 * MIB for peak in peaks), peaks
+    assert all(8 * MIB <= peak < MOST for peak in peaks), peaks
     last = capsys.readouterr().out.splitlines()[-1]
     told = " + ".join(f"{peak / 2**30:.2f}" for peak in peaks)
     assert re.fullmatch(rf"{LINE}, {re.escape(told)} GiB at most", last)
@@ -93,4 +94,4 @@ def in_a_rank() -> list[int]:
 def test_the_main_rank_knows_the_most_of_each():
     peaks = two_at_most().launch(in_a_rank)
     assert len(peaks) == min(2, torch.cuda.device_count())
-    assert all(8 * MIB <= peak < 64 * MIB for peak in peaks), peaks
+    assert all(8 * MIB <= peak < MOST for peak in peaks), peaks

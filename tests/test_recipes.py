@@ -268,7 +268,8 @@ IMAGES, LABELS = lenet.FASHION_FILES["train"]
         (LABELS, idx((3,), (0, 10, 255)), "label 10 at position 1 is not 0 to 9"),
         (IMAGES, gzip.compress(images_of(3), mtime=0)[:10] + b"\xff" * 40, "gzip says: "),
         (IMAGES, gzip.compress(images_of(3), mtime=0)[:-20], "gzip says: "),
-        (IMAGES, gzip.compress(images_of(3))[:-6] + b"\0" * 6, "gzip says: "),  # its checksum
+        # Its checksum:
+        (IMAGES, gzip.compress(images_of(3), mtime=0)[:-6] + b"\0" * 6, "gzip says: "),
     ],
 )
 def test_a_damaged_file_is_named_with_what_is_wrong(fashion, name, content, said):

@@ -8,11 +8,12 @@ from torch.optim import Optimizer
 
 from dpframe.parameters import has_sparse
 
+MOST = ("SGD", "Adam", "AdamW")
 FUSED = {  # the optimizers that have fused kernels, by device; None: all that take the argument
     "cpu": None,
-    "cuda": None,
-    "mps": ("SGD", "Adam", "AdamW"),
-    "xpu": ("SGD", "Adam", "AdamW"),
+    "cuda": None if torch.__version__ >= "2.13" else MOST,  # before, Adagrad has none there
+    "mps": MOST,
+    "xpu": MOST,
 }
 FUSED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
