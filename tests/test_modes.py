@@ -50,6 +50,19 @@ def grade(trainer, job, directory):
 '''
 
 
+ODD = """from dataclasses import dataclass, field
+
+
+@dataclass
+class Settings:
+    hours: set[int] = field(default_factory=set)
+
+
+def run(job):
+    return {"metrics": {}}
+"""
+
+
 def install(site, package, **points):
     """What pip leaves behind of a package with these modes."""
     lines = [f"{name} = {module}" for name, module in points.items()]
@@ -64,9 +77,15 @@ def install(site, package, **points):
 def site(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
     install(site, "late", late="late", both="late", size="size", grade="grade")
-    install(site, "rival", both="late", broken="broken", fit="late")
+    install(site, "rival", both="late", broken="broken", odd="odd", fit="late")
     size = re.search(r"^```python\n(\"{3}`mode=size`.*?)^```$", PAGE, re.M | re.S)[1]
-    modules = {"late": LATE, "size": size, "grade": GRADE, "broken": "import wishful_driver\n"}
+    modules = {
+        "late": LATE,
+        "size": size,
+        "grade": GRADE,
+        "odd": ODD,
+        "broken": "import wishful_driver\n",
+    }
     write(site, {f"{name}.py": text for name, text in modules.items()})
     return {"PYTHONPATH": f"{ROOT}:{site}"}
 
@@ -81,8 +100,9 @@ def test_a_file_and_an_entry_point_are_a_mode_as_the_docs_have_one(site, tmp_pat
         [*late, "late.hour=25"],
         ["recipe=boston", "mode=both"],
         ["recipe=boston", "mode=broken"],
+        ["recipe=boston", "mode=odd"],
     ]
-    plain, set_, counted, swept, full, both, broken = attempts(lines, tmp_path, **site)
+    plain, set_, counted, swept, full, both, broken, odd = attempts(lines, tmp_path, **site)
     assert (plain.code, plain.out, plain.files) == (0, "22 o'clock in boston\n", [])
     assert set_.out == "3 o'clock in boston\n"
     assert "4 o'clock in boston" in swept.out and "5 o'clock in boston" in swept.out, swept
@@ -94,6 +114,7 @@ def test_a_file_and_an_entry_point_are_a_mode_as_the_docs_have_one(site, tmp_pat
     assert broken.code == 2 and broken.err.startswith(
         "dpframe: mode=broken of dpframe-rival 1.0: ModuleNotFoundError: No module named 'wish"
     )
+    assert odd.code == 2 and odd.err.startswith("dpframe: mode=odd of dpframe-rival 1.0: "), odd
 
 
 def test_a_mode_of_a_package_evaluates_a_checkpoint_with_the_config_of_its_run(site, tmp_path):

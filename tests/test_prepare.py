@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.trainer.callback import HOOKS
+from dpframe.trainer.fingerprint import DECIDING
 
 
 class Frozen(Small):
@@ -195,3 +197,19 @@ def test_a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are(nam
         assert there() is None
     finally:
         gc.enable()
+
+
+FREE = """
+    max_epochs max_steps max_seconds min_epochs min_steps gpus accelerator plateau_monitor threads
+    validate_every_epochs validate_every_steps sanity_batches on_nonfinite log_every
+    limit_eval_batches limit_val_batches limit_test_batches limit_predict_batches logical_replicas
+    deterministic compile checkpoint_activations data_on_device skip_dynamo_import channels_last
+    cudnn_benchmark profile data_timeout_seconds max_restarts hang_seconds grace_seconds share_check
+"""
+
+
+def test_every_setting_decides_the_numbers_or_may_change_at_a_resume():
+    """Who adds one writes it in `fingerprint.DECIDING`, or here."""
+    names = {each.name for each in fields(TrainerSettings)}
+    assert names - set(DECIDING) <= set(FREE.split())
+    assert not set(DECIDING) & set(FREE.split())

@@ -15,6 +15,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from dpframe.config import plugins
 from dpframe.errors import UserError, first_line
 
@@ -43,6 +45,8 @@ def load(name: str) -> ModuleType:
         raise UserError(f"mode={name} is in {packages}; uninstall one")
     try:
         module: ModuleType = package[1].load()
+        if (kind := getattr(module, "Settings", None)) is not None:
+            OmegaConf.structured(kind())  # what no config holds, or no default
     except Exception as error:
         raise UserError(
             f"mode={name} of {package[0]}: {type(error).__name__}: {first_line(error)}"
