@@ -365,6 +365,19 @@ def test_the_banner_says_how_many_batches_make_a_step():
     assert said in banner_of(2, 8, accumulate=3)
 
 
+@pytest.mark.parametrize(
+    ("replicas", "settings", "said"),
+    [
+        (1, {}, "32"),
+        (2, {}, "32: one replica's curve but for rounding; trainer.logical_replicas: its bits"),
+        (2, {"precision": "64"}, "64"),
+        (2, {"logical_replicas": 2}, "32"),
+    ],
+)
+def test_the_banner_says_what_several_replicas_keep_of_the_numbers(replicas, settings, said):
+    assert f"precision  {said}" in banner_of(replicas, 8, **settings)
+
+
 def test_the_banner_counts_the_parameters_by_layer():
     assert banner_of(1, 4)[-5:] == [
         "layer  kind    shapes  parameters",

@@ -19,7 +19,7 @@ def banner(trainer: "Trainer") -> str:
         ("strategy", f"{strategy.name} on {_devices(strategy.devices)}{_nodes(trainer)}"),
         ("step", _step(trainer)),
         ("data", _data(trainer)),
-        ("precision", trainer.settings.precision),
+        ("precision", _precision(trainer)),
         ("bits", shares and f"the same on 1 to {shares} replicas: {shares} shares of each batch"),
         ("layout", trainer.layout),
         ("run", run.directory),
@@ -62,6 +62,13 @@ def _step(trainer: "Trainer") -> str:
     batches = trainer.settings.accumulate
     text = batch(trainer.feed.source.batch_size, trainer.strategy.replicas)
     return text + (f", {batches} batches a step" if batches > 1 else "")
+
+
+def _precision(trainer: "Trainer") -> str:
+    strategy, precision = trainer.strategy, trainer.settings.precision
+    if strategy.replicas == 1 or strategy.logical_shares or precision == "64":
+        return precision
+    return f"{precision}: one replica's curve but for rounding; trainer.logical_replicas: its bits"
 
 
 def _data(trainer: "Trainer") -> str:
