@@ -29,6 +29,11 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_a_measure_of_untrained_weights_is_refused_unless_it_is_meant",
+    "test_mode_verify_takes_no_checkpoint",
+    "test_weights_that_are_thawed_or_frozen_in_between_are_trained_as_on_one_replica",
+    "test_what_can_not_be_exact_is_refused_in_one_line",
+    "test_what_is_no_lightning_module_is_one_line",
     "test_all_gpus_are_tried_also_where_they_are_no_power_of_two",
     "test_what_another_process_can_not_have_stays_behind",
     "test_the_picture_has_each_point_and_the_rate_that_is_found",
@@ -100,7 +105,6 @@ TESTS = {
     "test_what_a_task_has_only_in_lightning_is_one_line_with_what_to_write",
     "test_a_tasks_own_names_and_its_own_mistakes_stay_as_they_are",
     "test_manual_optimization_is_refused_before_training",
-    "test_what_can_not_be_exact_is_refused_in_one_line",
     "test_turns_that_can_not_be_counted_are_refused_in_one_line",
     "test_what_a_recipe_sets_of_a_callback_that_is_switched_off_goes_nowhere",
     "test_what_stream_can_not_read_is_one_line",
@@ -179,7 +183,6 @@ SLOW_FILES = {
     "compiled",
     "configs",
     "dashboard",
-    "ddp",
     "fakecuda",
     "fakenccl",
     "gpu",

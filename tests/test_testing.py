@@ -575,20 +575,24 @@ def test_mode_verify_prints_the_table(tmp_path):
     assert list(tmp_path.iterdir()) == []  # it leaves no run directory
 
 
-def test_mode_verify_exits_with_1_where_a_check_fails_and_with_2_where_it_is_refused(tmp_path):
+def test_mode_verify_takes_no_checkpoint(tmp_path):
+    words = ["recipe=boston", "mode=verify", "checkpoint=a.ckpt"]
+    (refused,) = attempts([words], write(tmp_path, {"a.ckpt": ""}))
+    assert refused.code == 2 and refused.files == ["a.ckpt"]
+    assert "checkpoint=a.ckpt: mode=verify starts from the recipe's own weights" in refused.err
+
+
+def test_mode_verify_exits_with_1_where_a_check_fails_in_a_sweep_too(tmp_path):
     lines = [
         ["recipe=shapes"],
-        ["recipe=boston", "checkpoint=a.ckpt"],
         ["--config-dir=mine", "recipe=boston", "strategy=sums", "trainer.gpus=2"],
         ["--config-dir=mine", "-m", "recipe=shapes", "strategy=cpu,forgets"],
     ]
     tried = attempts([[*line, "mode=verify"] for line in lines], write(tmp_path, FILES))
-    trains_nothing, refused, fails, sweep = tried
+    trains_nothing, fails, sweep = tried
     assert trains_nothing.code == 0
     note = "note: shapes is left out of the curves: it trains nothing; the kit's own"
     assert note in trains_nothing.out
-    assert refused.code == 2
-    assert "checkpoint=a.ckpt: mode=verify starts from the recipe's own weights" in refused.err
     assert fails.code == 1 and fails.files == ["a.ckpt", "mine"]
     assert "boston ends with other weights" in fails.out
     assert "gradient_divisor says that they are averaged" in fails.out
