@@ -27,6 +27,7 @@ FLOORS = {
 GROUND = {"data", "metrics", "seeding", "loggers", "errors"}
 GROUND |= {
     "files",
+    "lazy",
     "accelerator",
     "cgroup",
     "patterns",
@@ -249,6 +250,8 @@ def test_each_way_to_ask_for_a_type_is_seen(text, expected):
 def test_the_trainer_knows_no_strategy_but_the_simplest():
     known = {name for path in (ROOT / "trainer").glob("*.py") for name, _ in names(path)}
     assert {n for n in known if is_within(n, "dpframe.strategies")} <= {
+        "dpframe.strategies",
+        "dpframe.strategies.by_name",  # as a program names it
         "dpframe.strategies.base",
         "dpframe.strategies.base.Strategy",
         "dpframe.strategies.collectives",  # what all of them have

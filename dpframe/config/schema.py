@@ -13,6 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from dpframe.config import modes
 from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
 from dpframe.files import refuse_url
+from dpframe.trainer.keywords import ELSEWHERE_NAMES
 from dpframe.trainer.settings import TrainerSettings, scale_settings
 
 CONFIG_NAME = "dpframe"  # in Hydra's ConfigStore: `Schema`
@@ -85,15 +86,7 @@ class RunSettings:
 TOP_LEVEL = tuple(f.name for f in fields(RunSettings) if f.name != "modes")
 WHOLE = {  # what to type for the last part of a key, or for its name in other frameworks
     **{f.name: f"trainer.{f.name}" for f in fields(TrainerSettings)},
-    **dict.fromkeys(("devices", "num_devices", "num_processes"), "trainer.gpus"),
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "trainer.max_epochs"),
-    "mixed_precision": "trainer.precision",
-    "accumulate_grad_batches": "trainer.accumulate",
-    "gradient_accumulation_steps": "trainer.accumulate",
-    **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "trainer.clip_norm"),
-    "val_check_interval": "trainer.validate_every_steps",
-    "num_sanity_val_steps": "trainer.sanity_batches",
-    "log_every_n_steps": "trainer.log_every",
+    **{name: f"trainer.{meant}" for name, meant in ELSEWHERE_NAMES.items()},
     "num_workers": "data.workers",
     "ckpt_path": "checkpoint",
     **{name: f"data.{name}" for name in ("batch_size", "workers", "shuffle")},

@@ -1,5 +1,49 @@
 """Strategies say where a recipe runs; each is one file, and conf/strategy/ is the list of them."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from dpframe.errors import not_one_of
+from dpframe.lazy import lazy
 from dpframe.strategies.base import Strategy
 
-__all__ = ["Strategy"]
+if TYPE_CHECKING:
+    from dpframe.strategies.data_parallel import DataParallel
+    from dpframe.strategies.ddp import DDP
+    from dpframe.strategies.devices import Gpus
+    from dpframe.strategies.fsdp import FSDP
+    from dpframe.strategies.ray import Ray
+    from dpframe.strategies.single import CPU, SingleGPU, auto
+
+__all__ = ["CPU", "DDP", "FSDP", "DataParallel", "Ray", "SingleGPU", "Strategy", "auto"]
+
+_HOMES = {
+    "CPU": "single",
+    "DDP": "ddp",
+    "FSDP": "fsdp",
+    "DataParallel": "data_parallel",
+    "Ray": "ray",
+    "SingleGPU": "single",
+    "auto": "single",
+}
+NAMES = {  # by the names of conf/strategy
+    "auto": "auto",
+    "cpu": "CPU",
+    "single_gpu": "SingleGPU",
+    "data_parallel": "DataParallel",
+    "ddp": "DDP",
+    "fsdp": "FSDP",
+    "ray": "Ray",
+}
+
+
+def by_name(name: str, gpus: "Gpus", accelerator: str) -> Strategy:
+    """The strategy that a config has under this name."""
+    if name not in NAMES:
+        raise not_one_of("strategy", name, [*NAMES])
+    kind = NAMES[name]
+    made: Strategy = getattr(import_module(f"{__name__}.{_HOMES[kind]}"), kind)(gpus, accelerator)
+    return made
+
+
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

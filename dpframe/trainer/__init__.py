@@ -1,7 +1,8 @@
 """The Trainer: one readable loop, and the settings beside it."""
 
-import importlib
 from typing import TYPE_CHECKING
+
+from dpframe.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe.trainer.loop import Trainer
@@ -10,10 +11,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Predictions", "RunInfo", "Trainer"]
 
-_HOME = {"Predictions": "predictions", "RunInfo": "recorder", "Trainer": "loop"}
-
-
-def __getattr__(name: str) -> object:  # `dpframe.trainer.settings` never waits for torch
-    if name in _HOME:
-        return getattr(importlib.import_module(f"dpframe.trainer.{_HOME[name]}"), name)
-    raise AttributeError(f"module 'dpframe.trainer' has no attribute '{name}'")
+_HOMES = {"Predictions": "predictions", "RunInfo": "recorder", "Trainer": "loop"}
+# `dpframe.trainer.settings` never waits for torch.
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

@@ -2,15 +2,18 @@
 
 from dpframe import seeding
 from dpframe.errors import UserError
+from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
 from dpframe.trainer.settings import TrainerSettings
 
 
-def choose_strategy(strategy: Strategy | None, settings: TrainerSettings) -> Strategy:
+def choose_strategy(strategy: Strategy | str | None, settings: TrainerSettings) -> Strategy:
     if strategy is None:
         return auto(settings.gpus, settings.accelerator)
+    if isinstance(strategy, str):
+        return by_name(strategy, settings.gpus, settings.accelerator)
     if not strategy.is_set_up:
         _refuse_other_devices(strategy, settings)
     return strategy

@@ -12,6 +12,7 @@ from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback
+from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.settings import TrainerSettings
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -75,13 +76,20 @@ THEIRS: dict[type, dict[str, str]] = {  # what other frameworks call, and what t
 
 
 def check(
-    task: Any, data: Any, strategy: Any, settings: Any, callbacks: list[Any], loggers: list[Any]
+    task: Any,
+    data: Any,
+    strategy: Any,
+    settings: Any,
+    callbacks: list[Any],
+    loggers: list[Any],
+    run: Any,
 ) -> None:
     parts: list[tuple[str, Any, Any, str]] = [
         ("data", data, DataModule, "an object of your DataModule, which may return DataLoaders"),
         ("task", task, Task, "an object of your Task"),
-        ("strategy", strategy, Strategy | None, "e.g. DataParallel(2)"),
+        ("strategy", strategy, Strategy | str | None, "e.g. DataParallel(2)"),
         ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
+        ("run", run, RunInfo | None, "RunInfo(directory=…)"),
         *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
         *(("loggers", each, Logger, "a list of Loggers") for each in loggers),
     ]

@@ -1,21 +1,19 @@
 """The loop: `fit` -> `_train_epoch` -> `Step.gradients` -> the task. `prepare` makes its parts."""
 
 import atexit
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import torch
 
 from dpframe import seeding
 from dpframe.data import DataModule
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
 from dpframe.loggers import Logger
@@ -29,6 +27,7 @@ from dpframe.trainer.choose import add_logical_shares, choose_strategy
 from dpframe.trainer.evaluation import Evaluations, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order
+from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import Precision, explain, place
 from dpframe.trainer.predictions import Predictions
@@ -63,21 +62,23 @@ class Trainer(CallbackView):
         task: Task,
         data: DataModule,
         *,
-        strategy: Strategy | None = None,
+        strategy: Strategy | str | None = None,
         settings: TrainerSettings | None = None,
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
         seed: int = 0,
         run: RunInfo | None = None,
         interruption: Interruption | None = None,
-        **more: Any,
+        **more: Unpack[SettingsByName],
     ) -> None:
-        """`interruption` is by signals; without one the program handles them itself."""
+        """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
+        settings by their names. `interruption` is by signals; without one the program handles them
+        itself."""
         callbacks, loggers = list(callbacks), list(loggers)
-        given.check(task, data, strategy, settings, callbacks, loggers)
+        given.check(task, data, strategy, settings, callbacks, loggers, run)
         self.task = task
         self.data = data
-        self.settings = settings = _changed(settings or TrainerSettings(), more)
+        self.settings = settings = changed(settings or TrainerSettings(), more, type(self))
         self.seed = seed
         self.callbacks = in_order(callbacks)
         self.run = run or RunInfo()
@@ -510,10 +511,4 @@ def _end_by(error: BaseException, ends: Iterable[Callable[[], object]]) -> None:
             log.warning("%s", second)  # the same dead device; the first error tells more
 
 
-def _changed(settings: TrainerSettings, more: dict[str, Any]) -> TrainerSettings:
-    known = [field.name for field in fields(TrainerSettings)]
-    for name in more:
-        if name not in known:
-            valid = [*known, *inspect.signature(Trainer).parameters]
-            raise UserError(f"Trainer: there is no setting {name}; {suggestion(name, valid)}")
-    return replace(settings, **more) if more else settings
+Trainer.__signature__ = signature_with_settings(Trainer)  # type: ignore[attr-defined]

@@ -60,10 +60,10 @@ class TrainerSettings:
     """The keys of `trainer.*`, with the same defaults."""
 
     # A config's types are checked by these annotations, values below. A new key is in
-    # conf/trainer/default.yaml, too. Who else may have to know it: `fingerprint.DECIDING`, if a run
-    # can't go on with another value; `recorder.TELLING`, if runs are compared by it;
-    # `Course.settings` of the kit and `modes/measure.py`, if theirs do without it; `ByHand`, where
-    # it does nothing; and `WHOLE` of config/schema.py by other names.
+    # conf/trainer/default.yaml and `keywords.SettingsByName`, too. Who else may have to know it:
+    # `fingerprint.DECIDING`, if a run can't go on with another value; `recorder.TELLING`, if runs
+    # are compared by it; `Course.settings` of the kit and `modes/measure.py`, if theirs do without
+    # it; `ByHand`, where it does nothing; and `keywords.ELSEWHERE_NAMES`.
 
     max_epochs: int | None = 10
     max_steps: int | None = None

@@ -1,0 +1,17 @@
+"""Names of a package that are imported when they are first used."""
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+
+
+def lazy(
+    package: str, public: Sequence[str], homes: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """The `__getattr__` and the `__dir__` of a package; `homes` has the modules of its names."""
+
+    def get(name: str) -> object:
+        if name in homes:
+            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return get, lambda: sorted(public)
