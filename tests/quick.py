@@ -18,6 +18,7 @@ FILES = {
     "memory",
     "prepare",
     "metrics",
+    "names",
     "parameters",
     "placement",
     "planted_faults",
