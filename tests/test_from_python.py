@@ -97,7 +97,7 @@ class Staged(Rows):
             "bias=True); pass an object of your Task"),
         ({"data": [1]}, "Trainer: data=[1]; pass an object of your DataModule, which may return "
             "DataLoaders"),
-        ({"strategy": "ddp"}, "Trainer: strategy=ddp; pass e.g. DataParallel(2)"),
+        ({"strategy": 2}, 'Trainer: strategy=2; pass e.g. "ddp", or DataParallel(2)'),
         ({"settings": {"max_epochs": 2}}, "Trainer: settings={'max_epochs': 2}; pass "
             "TrainerSettings(KEY=VALUE)"),
         ({"callbacks": [Checkpoint]}, "Trainer: callbacks=<class 'dpframe.callbacks.checkpoint."

@@ -87,7 +87,7 @@ def check(
     parts: list[tuple[str, Any, Any, str]] = [
         ("data", data, DataModule, "an object of your DataModule, which may return DataLoaders"),
         ("task", task, Task, "an object of your Task"),
-        ("strategy", strategy, Strategy | str | None, "e.g. DataParallel(2)"),
+        ("strategy", strategy, Strategy | str | None, 'e.g. "ddp", or DataParallel(2)'),
         ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
         ("run", run, RunInfo | None, "RunInfo(directory=…)"),
         *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
