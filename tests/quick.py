@@ -5,6 +5,7 @@ FILES = {
     "log_check",
     "peers",
     "runner",
+    "schema",
     "share_metrics",
     "build",
     "cgroup",

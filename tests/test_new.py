@@ -1,13 +1,18 @@
 """`dpframe new` writes a project that works as it stands: its own test says so."""
 
+import json
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from io import StringIO
 
+import jsonschema
 import pytest
 from command import ROOT, attempts, cold_attempts, cold_dpframe, environment
 from forked import fresh
+from omegaconf import OmegaConf
+
+from dpframe.config.json_schema import json_schema
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +34,19 @@ def own_test():
     with redirect_stdout(StringIO()) as printed:
         code = pytest.main(["-q", "-p", "no:cacheprovider"])
     return int(code), printed.getvalue()
+
+
+def test_an_editor_is_told_where_the_schema_of_its_configs_is(project):
+    settings = json.loads((project / ".vscode" / "settings.json").read_text())
+    (globs,) = settings["yaml.schemas"].values()
+    files = [file for glob in globs for file in project.glob(glob)]
+    schema = json_schema(str(project / "weather_forecast" / "conf"))
+    for file in files:
+        _, line, *_ = file.read_text().splitlines()
+        there = file.parent / line.removeprefix("# yaml-language-server: $schema=")
+        assert there.resolve() == project / "dpframe.schema.json"
+        jsonschema.validate(OmegaConf.to_container(OmegaConf.load(file)), schema)
+    assert len(files) == 2
 
 
 def test_ruff_finds_nothing_in_a_new_project(project):

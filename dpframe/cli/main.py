@@ -73,6 +73,10 @@ def _command(given: Sequence[str]) -> int:
         from dpframe.cli.new import HELP, new
 
         print(HELP if arguments.help else new(arguments.overrides[1:]))
+    elif arguments.overrides[:1] == ["schema"]:
+        from dpframe.cli.schema import HELP, schema
+
+        print(HELP if arguments.help else schema(arguments.overrides[1:], arguments.config_dir))
     elif arguments.shell_completion:
         from dpframe.cli.completion import complete
 

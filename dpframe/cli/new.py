@@ -38,6 +38,7 @@ def new(words: Sequence[str]) -> str:
         f"  cd {shlex.quote(str(folder))}\n"
         "  pip install -e '.[dev]'\n"
         f"  dpframe recipe={name}\n"
+        "  dpframe schema > dpframe.schema.json   # by which an editor checks the configs\n"
         "  python -m pytest"
     )
 

@@ -59,6 +59,7 @@ options
 
 WIDEST = 44  # columns of a setting, for the comments to begin in one
 UNTOLD = ("defaults", "_partial_")
+FOR_OTHERS = ("@package", "yaml-language-server")  # comments that say nothing to a reader
 OF_KEYS = ("trainer", "callbacks", "logger", "strategy")  # groups in which a key is looked up
 
 
@@ -128,10 +129,10 @@ class Setting(NamedTuple):
 
 
 def comment_of(group: str, option: str, configs: Configs) -> str:
-    """The first one of an option's file that is not for Hydra."""
+    """The first one of an option's file that is not for Hydra or an editor."""
     lines = _text(group, option, configs).splitlines()
     comments = (line[1:].strip() for line in lines if line.startswith("#"))
-    return next((line for line in comments if not line.startswith("@package")), "")
+    return next((line for line in comments if not line.startswith(FOR_OTHERS)), "")
 
 
 def settings_of(group: str, option: str, configs: Configs) -> list[Setting]:
