@@ -6,7 +6,13 @@ import pytest
 import torch
 from small import Rows, Small, Stream, fitted, is_same, trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    TensorDataset,
+    default_collate,
+)
 
 from dpframe import DataModule, Trainer, UserError
 from dpframe.data import permutation
@@ -99,6 +105,21 @@ class Own(DataLoader):
         return iter([])
 
 
+class Named(DataLoader):
+    """As libraries have them: with a collate of its own."""
+
+    def __init__(self, dataset: Any, **options: Any) -> None:
+        super().__init__(dataset, collate_fn=self.combine, **options)
+
+    def combine(self, rows: list) -> Any:
+        return default_collate(rows)
+
+
+def test_a_subclass_that_reads_as_a_dataloader_does_is_one():
+    mine = batches_of(Named(NUMBERS, batch_size=4), trains=True)
+    assert mine == batches_of(DataLoader(NUMBERS, batch_size=4), trains=True)
+
+
 REFUSED = {
     "each row alone": (
         DataLoader(NUMBERS, None),
@@ -108,7 +129,7 @@ REFUSED = {
         DataLoader(NUMBERS, 2, num_workers=1, multiprocessing_context="fork"),
         "a multiprocessing_context, which dpframe chooses itself; leave it out",
     ),
-    "its own class": (Own(NUMBERS), "a way of its own, Own; return a torch.utils.data.DataLoader"),
+    "its own way": (Own(NUMBERS), "an __iter__ of its own, Own's; do what it does in a collate_fn"),
     "divided": (
         DataLoader(NUMBERS, 2, sampler=DistributedSampler(NUMBERS, 2, 0)),
         "a DistributedSampler, which pads and splits by itself; return the plain sampler",

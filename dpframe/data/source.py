@@ -94,12 +94,16 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
 
 def _check(given: DataLoader, label: str) -> None:
     """Refuses what can't be kept."""
+    kind = type(given)
     if given.batch_sampler is None and given.batch_size is None:
         what = "batch_size=None, so its rows have no known number; give it the global batch_size"
     elif given.multiprocessing_context is not None:
         what = "a multiprocessing_context, which dpframe chooses itself; leave it out"
-    elif type(given) is not DataLoader:
-        what = f"a way of its own, {type(given).__name__}; return a torch.utils.data.DataLoader"
+    elif kind.__iter__ is not DataLoader.__iter__:
+        what = (
+            f"an __iter__ of its own, {kind.__name__}'s; do what it does in a collate_fn, "
+            "or return a torch.utils.data.DataLoader"
+        )
     else:
         return
     raise UserError(f"{label} {what}")
