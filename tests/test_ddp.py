@@ -159,6 +159,23 @@ def test_weights_that_are_thawed_or_frozen_in_between_are_trained_as_on_one_repl
             assert abs(mine - other).max() < 1e-12
 
 
+class Sparse(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+
+
+def of_sparse(strategy: DDP) -> str:
+    with pytest.raises(UserError) as line:
+        fitted(Sparse(), Rows(30, 5, val=False), strategy=strategy, max_steps=1)
+    return str(line.value)
+
+
+def test_a_sparse_buffer_is_refused_in_one_line():
+    said = "adjacency is a sparse buffer, which ranks can't exchange; keep it "
+    assert on(DDP(2, "cpu"), of_sparse) == f"{said}as an attribute, or dense"
+
+
 def apart(strategy: DDP) -> None:
     fitted(partly(3, rank=1)(), Rows(30, 5, val=False), strategy=strategy, max_steps=3)
 

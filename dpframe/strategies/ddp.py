@@ -67,6 +67,12 @@ class DDP(Processes, takes_logical_shares=True):
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         if not training:
             return module
+        for name, buffer in module.named_buffers():
+            if buffer.layout != torch.strided:
+                raise UserError(
+                    f"{name.removeprefix('task.')} is a sparse buffer, which ranks can't exchange; "
+                    "keep it as an attribute, or dense"
+                )
         if self.sync_batchnorm:
             if self.device.type == "cpu":
                 raise UserError(
