@@ -154,6 +154,19 @@ class Task(nn.Module):
         """The number of this process."""
         return self.run_context.strategy.rank if self.run_context.strategy else 0
 
+    @OverridableProperty
+    def batch_rows(self) -> int:
+        """The rows of the whole batch that this step's share is of, over all replicas: a sum over
+        rows is the same on any number of them as `loss * self.batch_rows / len(x)`."""
+        if not current_share.rows:
+            raise UserError(f"{type(self).__name__}.batch_rows was read outside of a step")
+        if not current_share.total:
+            raise UserError(
+                f"{type(self).__name__}.batch_rows is not known on a stream that ranks divide; "
+                "leave data.divide_streams=false"
+            )
+        return current_share.total
+
     def all_gather(self, x: Tensor) -> Tensor:
         """The whole batch's rows, in order, from those of this step's share. Gradients flow back to
         the replicas that they came from.
@@ -186,6 +199,11 @@ class Task(nn.Module):
         raise UserError(
             f"{type(self).__name__} has no training_step; a Task that is fitted needs one"
         )
+
+    def step_alone(self, *args: Any) -> Output:
+        """What the share check calls, before a run: a training step without what belongs to a run.
+        All that it changes is put back."""
+        return self.training_step(*args)
 
     def validation_step(self, batch: Any) -> Output:
         """What is measured on a batch; without one of its own, what `training_step` returns."""

@@ -97,6 +97,7 @@ def run(directory: str, kill: list[Any] | None, strategy: Strategy) -> None:
                 validate_every_steps=3,
                 log_every=2,
                 threads=1,
+                share_check="off",  # it reads rows, which are counted
             ),
             callbacks=[Checkpoint(every_n_steps=1, keep=2, seconds_between=0), *kills],
             loggers=[CSV(), TensorBoard()],

@@ -33,6 +33,8 @@ FILES = {
 TESTS = {
     "test_a_measure_of_untrained_weights_is_refused_unless_it_is_meant",
     "test_mode_verify_takes_no_checkpoint",
+    "test_a_loss_that_is_no_mean_over_rows_is_noticed",
+    "test_another_number_that_is_no_mean_is_a_warning_and_refused_if_wished",
     "test_weights_that_are_thawed_or_frozen_in_between_are_trained_as_on_one_replica",
     "test_what_can_not_be_exact_is_refused_in_one_line",
     "test_what_is_no_lightning_module_is_one_line",

@@ -189,6 +189,7 @@ def test_devices_are_asked_by_doors_that_all_kinds_have():
 
 # Whether a class overrides what it inherits is asked here alone.
 ASKS_WHAT_IS_OVERRIDDEN = {
+    "data.source": "a DataLoader that reads in a way of its own can not be read by ours",
     "data.module": "a TensorDataset with a __getitem__ of its own is not read as tensors",
     "task": "Task.has_own says which of its steps a task has written",
     "lightning.module": "what a module overrides of Lightning's is called, or refused",
@@ -254,6 +255,9 @@ def test_the_trainer_knows_no_strategy_but_the_simplest():
         "dpframe.strategies.by_name",  # as a program names it
         "dpframe.strategies.base",
         "dpframe.strategies.base.Strategy",
+        "dpframe.strategies.data_parallel",  # by which the share check computes shares that gather
+        "dpframe.strategies.data_parallel.DataParallel",
+        "dpframe.strategies.data_parallel.Replicas",
         "dpframe.strategies.collectives",  # what all of them have
         "dpframe.strategies.collectives.Collectives",
         "dpframe.strategies.logical",  # around any of them

@@ -113,8 +113,11 @@ def test_what_a_user_did_wrong_is_one_line_and_exit_code_2(tmp_path, rank):
     assert (summary["status"], summary["reason"]) == ("failed", "the data is wrong; fix it")
 
 
+UNCHECKED = "trainer.share_check=off"  # which reads rows before the workers do
+
+
 def test_the_exception_of_a_data_worker_ends_the_job_with_the_workers_traceback(tmp_path):
-    lines, _ = broken(tmp_path, "data.workers=2", rank=1, kind="raise-data")
+    lines, _ = broken(tmp_path, "data.workers=2", UNCHECKED, rank=1, kind="raise-data")
     assert "ValueError: broken in rank 1" in lines
     assert any("Original Traceback" in line for line in lines)
 
@@ -128,7 +131,8 @@ def test_the_stack_of_a_rank_that_hangs_is_last(tmp_path):
     before, jobs = set(descendants()), {}
     with ExitStack() as stack:
         for kind in HANGING:
-            given = f"strategy.timeout_seconds={TIMEOUT}", f"data.workers={int(kind == 'data')}"
+            workers = f"data.workers={int(kind == 'data')}"
+            given = f"strategy.timeout_seconds={TIMEOUT}", workers, UNCHECKED
             job = started(tmp_path / kind, *TWO, *given, **fail_at(1, 3, kind))
             jobs[kind] = stack.enter_context(job)
         for kind, job in jobs.items():

@@ -466,7 +466,9 @@ def gathers_anything(strategy: Strategy) -> list[Any]:
         for dtype in TYPES:
             rows[-1].append(task.all_gather((9 * x.T).contiguous().T.to(dtype)).tolist())
 
-    one = fitted(Gathers(keep), Rows(21, 7), strategy=strategy, max_steps=1, max_epochs=1)
+    one = fitted(
+        Gathers(keep), Rows(21, 7), strategy=strategy, max_steps=1, max_epochs=1, share_check="off"
+    )
     with pytest.raises(UserError) as caught:
         one.task.all_gather(torch.ones(2))
     return strategy.collectives.gather((rows, str(caught.value)))
@@ -488,7 +490,14 @@ def test_any_type_of_rows_is_gathered_in_the_order_of_the_batch():
 def test_replicas_of_one_process_gather_rows_in_the_order_of_the_batch():
     rows: list[Any] = []
     one = Gathers(lambda task, x: rows.append(task.all_gather(x).tolist()))
-    fitted(one, Rows(20, 5), strategy=DataParallel(3, "cpu"), max_steps=1, max_epochs=1)
+    fitted(
+        one,
+        Rows(20, 5),
+        strategy=DataParallel(3, "cpu"),
+        max_steps=1,
+        max_epochs=1,
+        share_check="off",
+    )
     whole = trainer(data=Rows(20, 5))
     whole.prepare()
     batch, *_ = whole.feed.train.epoch()
@@ -562,7 +571,13 @@ def test_replicas_take_turns_only_where_a_step_gathers():
         task = Gathers(look)
         task.gathers = gathers
         threads.append([])
-        fitted(task, Rows(8, 4, val=False), strategy=DataParallel(2, "cpu"), max_epochs=1)
+        fitted(
+            task,
+            Rows(8, 4, val=False),
+            strategy=DataParallel(2, "cpu"),
+            max_epochs=1,
+            share_check="off",
+        )
     assert threads == [["replica"] * 2 + ["MainThread"] * 2, ["replica"] * 4]
 
 

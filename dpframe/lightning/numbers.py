@@ -79,6 +79,17 @@ class Log:
         finally:
             LOCAL.numbers = None
 
+    @contextmanager
+    def alone(self) -> Iterator[Numbers]:
+        """Within is a step of training apart from any pass."""
+        before = self.kind, self.names, self._of_passes
+        self.kind, self.names, self._of_passes = "train", {}, {}
+        try:
+            with self.step() as numbers:
+                yield numbers
+        finally:
+            self.kind, self.names, self._of_passes = before
+
     def begin_pass(self, kind: str) -> None:
         self.kind = kind
         self._of_passes[kind] = {}

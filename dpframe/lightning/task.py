@@ -34,7 +34,7 @@ from dpframe.lightning.numbers import (
 )
 from dpframe.lightning.optimizer_step import StepsAgain, StepsByModule, mean_loss
 from dpframe.lightning.schedules import Schedule, ScheduledOptimizer, Schedules, read_optimizers
-from dpframe.lightning.trainer import TheirTrainer
+from dpframe.lightning.trainer import Held, TheirTrainer
 from dpframe.metrics import is_number
 from dpframe.task import Task
 from dpframe.trainer.default_dtype import default_dtype
@@ -172,6 +172,11 @@ class Lightning(Task):
             outputs = output if isinstance(output, dict) else {"loss": loss.detach()}
             self._ended.append((outputs, batch, index))
         return training_outputs(loss, numbers)
+
+    def step_alone(self, batch: Any) -> dict[str, Any]:
+        with self.numbers.alone() as numbers:
+            output = call(self.module.training_step, self._transfer(batch), 0, 0)
+        return training_outputs(output["loss"] if isinstance(output, dict) else output, numbers)
 
     def validation_step(self, batch: Any, name: str = "") -> dict[str, Any]:
         return self._evaluate("validation", batch, name)
@@ -428,18 +433,6 @@ class Lightning(Task):
         if isinstance(trainer.data, LightningData):
             trainer.data.tear_down(self._stage)
         self.module.teardown(self._stage)
-
-
-class Held:
-    """The Trainer that trains a task: a copy of the task has the same, and none in a file."""
-
-    trainer: Any = None
-
-    def __deepcopy__(self, memo: dict) -> "Held":
-        return self
-
-    def __reduce__(self) -> tuple:
-        return Held, ()
 
 
 def _hook(module: Any, stage: str, moment: str) -> Any:

@@ -94,6 +94,18 @@ READ: dict[str, Callable[[Any], Any]] = {
 }
 
 
+class Held:
+    """The Trainer that trains a task: a copy of the task has the same, and none in a file."""
+
+    trainer: Any = None
+
+    def __deepcopy__(self, memo: dict) -> "Held":
+        return self
+
+    def __reduce__(self) -> tuple:
+        return Held, ()
+
+
 class TheirTrainer:
     def __init__(self, task: Any) -> None:
         self.task = task

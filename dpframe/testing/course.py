@@ -205,6 +205,7 @@ class Course:
             max_steps=None,
             precision=self.precision,
             sanity_batches=0,
+            share_check="off",
             validate_every_epochs=1,
             validate_every_steps=None,
         )

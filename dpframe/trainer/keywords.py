@@ -41,6 +41,7 @@ class SettingsByName(TypedDict, total=False):
     validate_every_epochs: int | float
     validate_every_steps: int | None
     sanity_batches: int
+    share_check: str
     on_nonfinite: str
     log_every: int
     limit_train_batches: int | float | None

@@ -26,6 +26,7 @@ from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.schedule import Schedule
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
+from dpframe.trainer.share_check import check_shares
 from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Resumable
 from dpframe.trainer.step import Step, StepByHand, TrainStep
@@ -89,6 +90,7 @@ def make_training(
             f"{type(task).__name__} has several optimizers, and training_step wants the name "
             "of one; write validation_step, or return None from val_dataset"
         )
+    verdict = check_shares(task, strategy, feed.source, updates, progress, settings.share_check)
     recomputed = drop_activations(task, settings.checkpoint_activations)
     wrap_steps(updates, task, strategy, settings, shared.precision)
     means = means_over(strategy)
@@ -132,7 +134,7 @@ def make_training(
         guard=guard,
         state=state,
         profile=profile,
-        notes=list(notes_of(task, strategy, settings, recomputed, scaled_rates)),
+        notes=[*verdict.notes, *notes_of(task, strategy, settings, recomputed, scaled_rates)],
         resumed_from=resumed_from,
         changes=changes,
     )

@@ -15,6 +15,7 @@ CHOICES = {
     "accelerator": ("auto", "cpu", "cuda", "mps", "xpu"),
     "scheduler_every": ("epoch", "step"),
     "on_nonfinite": ("stop", "skip"),
+    "share_check": ("on", "strict", "warn", "off"),
 }
 ELSEWHERE = {  # names in other frameworks
     "16": "fp16",
@@ -82,6 +83,7 @@ class TrainerSettings:
     validate_every_epochs: int | float = 1
     validate_every_steps: int | None = None
     sanity_batches: int = 2
+    share_check: str = "on"
     on_nonfinite: str = "stop"
     log_every: int = 50
     limit_train_batches: int | float | None = None
@@ -110,6 +112,10 @@ class TrainerSettings:
         if nodes is not None or rendezvous is not None:
             raise several_machines(nodes, rendezvous)
         self.precision = str(self.precision)  # 32 and 64 may be given as numbers
+        # In YAML, on and off without quotes are truth values.
+        self.share_check = {"True": "on", "False": "off"}.get(
+            str(self.share_check), self.share_check
+        )
         for key, choices in CHOICES.items():
             value = getattr(self, key)
             if value not in choices and value != getattr(TrainerSettings, key):

@@ -1,0 +1,362 @@
+"""The share check: before a fit on several replicas, whether a loss is a mean over its rows.
+
+It takes five rows in one share, and as shares of three and two. A loss that is another one then
+would train other weights on each number of replicas; a number that is another one is logged as the
+mean of its shares'. State and random numbers are as before it.
+"""
+
+import logging
+import math
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+
+from dpframe import seeding
+from dpframe.accelerator import has_float64
+from dpframe.data import Share, move
+from dpframe.data.source import Source
+from dpframe.errors import UserError, first_line
+from dpframe.metrics import is_number
+from dpframe.strategies.base import Strategy
+from dpframe.strategies.data_parallel import DataParallel, Replicas
+from dpframe.task import Output, Task, TaskContext, current_share
+from dpframe.trainer.default_dtype import default_dtype
+from dpframe.trainer.draws import AlikeDraws, NotCompared
+from dpframe.trainer.evaluation import restore_modes
+from dpframe.trainer.outputs import Measured, detached
+from dpframe.trainer.put_back import put_back, widened
+from dpframe.trainer.updates import Updates
+
+log = logging.getLogger("dpframe")
+# No share has one row, which an honest squeeze() or std() would not survive.
+ROWS, CUT = 5, 3
+AGAIN, CUT_AGAIN = 13, 7  # where random numbers may have a size of rows by chance
+EXACT = 1e-6  # in float64, of the numbers that are added
+ROUNDINGS = 64  # in float32, from which on float64 is asked
+LARGE = 1e-4  # in float32, where the step can't be computed in float64
+SLOW_SECONDS = 1.0
+WAYS = (
+    'return its "weight" (tokens, boxes) where it is a mean over something else, multiply a sum by '
+    "self.batch_rows / len(rows), and take what needs all rows from self.all_gather"
+)
+NOT_COMPARED = "the share check has not compared the loss"
+TRAIN_ANYWAY = "trainer.share_check=warn trains anyway"
+
+
+class Verdict(NamedTuple):
+    refusal: str = ""
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Difference(NamedTuple):
+    name: str
+    whole: float
+    parts: float
+    off: float  # of the size of what is added
+
+
+def check_shares(
+    task: Task, strategy: Strategy, source: Source, updates: Updates, progress: Any, mode: str
+) -> Verdict:
+    """Refuses a loss that depends on the shares, and warns of other numbers.
+
+    Logical shares are the same on any number of replicas, so that nothing depends on these."""
+    if mode == "off" or strategy.replicas == 1 or strategy.logical_shares:
+        return Verdict()
+    if updates.by_hand is not None:
+        return Verdict(notes=(f"{NOT_COMPARED}: the task steps its optimizers itself",))
+    if strategy.sharding is not None:
+        return Verdict(notes=(f"{NOT_COMPARED}: {strategy.name} keeps parts of the weights",))
+    verdict = judge(task, strategy, source, [*updates], progress, mode)
+    # Where processes round otherwise, all of them do what the main one does.
+    verdict = Verdict(*strategy.collectives.broadcast(tuple(verdict)))
+    if verdict.refusal:
+        raise UserError(verdict.refusal)
+    for warning in verdict.warnings if strategy.is_main else ():
+        log.warning(warning)
+    return verdict
+
+
+def judge(
+    task: Task, strategy: Strategy, source: Source, turns: Sequence[str], progress: Any, mode: str
+) -> Verdict:
+    began = time.perf_counter()
+    refusal, warnings, notes = "", [], []
+    for turn in turns:
+        of_turn = f" of turn {turn}" if turn else ""
+        trial = Trial(task, strategy, progress, turn)
+        try:
+            found = trial.differences(source)
+            if found and trial.draws:
+                again = Trial(task, strategy, progress, turn, rows=AGAIN, cut=CUT_AGAIN)
+                names = {each.name for each in again.differences(source)}
+                found = [each for each in found if each.name in names]
+        except NotCompared as why:
+            notes.append(f"{NOT_COMPARED}{of_turn}: {why}")
+            continue
+        for each in found:
+            said = _described(each, task, of_turn, strategy.replicas)
+            if each.name == "loss" and mode != "warn":
+                refusal = refusal or f"{said}; {WAYS}; {TRAIN_ANYWAY}"
+            elif mode == "strict":
+                refusal = refusal or f"{said}; trainer.share_check=on warns of it"
+            else:
+                warnings.append(said)
+    if (seconds := time.perf_counter() - began) > SLOW_SECONDS:
+        notes.append(f"the share check took {seconds:.1f} s; trainer.share_check=off leaves it out")
+    return Verdict(refusal, tuple(warnings), tuple(notes))
+
+
+def _described(found: Difference, task: Task, of_turn: str, replicas: int) -> str:
+    kind = (task.own_class or type(task)).__name__
+    numbers = f"{found.whole:.6g} for {ROWS} rows, {found.parts:.6g} for shares of 3 and 2"
+    if found.name == "loss":
+        by = f"{100 * found.off:.2g}%" if math.isfinite(found.off) else "not finite"
+        return (
+            f"the loss of {kind}{of_turn} depends on how its rows are shared ({numbers}: {by}), so "
+            f"{replicas} replicas would train by another loss than one"
+        )
+    return (
+        f"{found.name} of {kind}{of_turn} is no mean over rows ({numbers}): on {replicas} replicas "
+        "it is the mean of what their shares give; log a torchmetric, or gather the rows"
+    )
+
+
+@dataclass
+class Trial:
+    """The step of a task, or of one of its turns, on a few rows."""
+
+    task: Task
+    strategy: Strategy
+    progress: Any
+    turn: str = ""
+    needs_gradients: bool = False
+    rows: int = ROWS
+    cut: int = CUT
+    gathers: bool = field(default=False, init=False)
+    draws: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype: torch.dtype | None = self.strategy.dtype
+
+    def differences(self, source: Source) -> list[Difference]:
+        found: dict[str, Difference] = {}
+        with seeding.seeded(0), restore_modes(self.task):
+            self.task.eval()
+            for samples in picked(source.dataset, self.rows):
+                apart = self.compare(samples, source.collate, _limit(self.task))
+                if apart and _dtype(self.task) != torch.float64:
+                    apart = self._beyond_rounding(apart, samples, source.collate)
+                found = {each.name: each for each in apart} | found
+        return sorted(found.values(), key=lambda each: each.name != "loss")
+
+    def compare(self, samples: Any, collate: Any, limit: float) -> list[Difference]:
+        """The numbers of all samples that are not the means of their shares' by `limit`."""
+        try:
+            ((_, whole),) = self.measured([samples], collate)
+            parts = self.measured([samples[: self.cut], samples[self.cut :]], collate)
+        except NotCompared:
+            raise
+        except Exception as error:
+            raise NotCompared(f"a step of a few rows says: {first_line(error)}") from None
+        return [each for each in compared(whole, parts) if not each.off <= limit]
+
+    def _beyond_rounding(
+        self, apart: list[Difference], samples: Any, collate: Any
+    ) -> list[Difference]:
+        """Those that are apart in float64, too; where the step can't do it, the large ones."""
+        before = self.dtype
+        if has_float64(self.strategy.device):
+            self.dtype = torch.float64
+            try:
+                with widened(self.task):
+                    return self.compare(samples, collate, EXACT)
+            except NotCompared:
+                pass
+            finally:
+                self.dtype = before
+        return [each for each in apart if not each.off <= LARGE]
+
+    def measured(self, cuts: Sequence[Any], collate: Any) -> list[Measured]:
+        """What the step gives for each cut, as shares of one batch."""
+        if self.gathers and len(cuts) > 1:
+            return self._together(cuts, collate)
+        results = []
+        for cut in cuts:
+            try:
+                results += [self._tried(cut, collate)]
+            except Gathers:
+                self.gathers = True
+                return self._together(cuts, collate)
+        return results
+
+    def _tried(self, cut: Any, collate: Any) -> Measured:
+        """Without gradients, unless the step needs them."""
+        if not self.needs_gradients:
+            try:
+                return self._alone(cut, collate)
+            except RuntimeError as error:
+                if "grad" not in str(error):
+                    raise
+                self.needs_gradients = True
+        return self._alone(cut, collate)
+
+    def _alone(self, cut: Any, collate: Any) -> Measured:
+        with self._trying(SharesOf(self.strategy, is_whole=len(cut) == self.rows)):
+            share = self._share(cut, collate)
+            alike = AlikeDraws(share.rows, self.strategy.device)
+            states = _foreign_states()
+            with default_dtype(self.dtype), alike:
+                output = self._step(share)
+            alike.refuse_unseen()
+            self.draws |= alike.draws
+            if _foreign_states() != states:
+                raise NotCompared("it draws by Python's or NumPy's random numbers")
+            return share.rows, output
+
+    def _together(self, cuts: Sequence[Any], collate: Any) -> list[Measured]:
+        """As replicas that gather each other's rows, in turns."""
+        with self._trying(Gatherable(self.strategy)):
+            shares = [self._share(cut, collate) for cut in cuts]
+            before = torch.get_rng_state()
+            replicas = Replicas(ShareStep(self._step), [torch.device("cpu")] * len(shares))
+            with default_dtype(self.dtype):  # once: the replicas have threads
+                results: list[Measured] = replicas(shares)
+            if not torch.equal(before, torch.get_rng_state()):
+                raise NotCompared("it gathers rows and draws random numbers")
+            return results
+
+    def _share(self, cut: Any, collate: Any) -> Share:
+        states = torch.get_rng_state(), _foreign_states()
+        batch = move(collate(cut), self.strategy.device, self.dtype)
+        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != _foreign_states():
+            raise NotCompared("its collate draws random numbers")
+        return Share(batch, len(cut), self.rows)
+
+    def _step(self, share: Share) -> Output:
+        batch, current_share.rows, current_share.total = share
+        try:
+            output = self.task.step_alone(batch, *([self.turn] if self.turn else []))
+        finally:
+            current_share.rows = 0
+        if not isinstance(output, dict) or not is_number(output.get("loss")):
+            raise NotCompared("the step returns no loss")
+        return detached(output)
+
+    @contextmanager
+    def _trying(self, strategy: Any) -> Iterator[None]:
+        """Everything is as before, before and after."""
+        context = self.task.run_context
+        with ExitStack() as stack:
+            stack.enter_context(put_back(self.task))
+            stack.enter_context(seeding.seeded(0))
+            stack.enter_context(torch.set_grad_enabled(self.needs_gradients))
+            stack.callback(setattr, self.task, "run_context", context)
+            self.task.run_context = TaskContext(self.progress, strategy)
+            yield
+
+
+class Gathers(Exception):
+    """A step wants the rows of the other shares."""
+
+
+class SharesOf:
+    """A strategy as a share's step sees it when it is computed alone."""
+
+    def __init__(self, strategy: Strategy, *, is_whole: bool) -> None:
+        self._strategy = strategy
+        self._is_whole = is_whole
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def gather_rows(self, x: Tensor, total: int) -> Tensor:
+        if self._is_whole:
+            return x
+        raise Gathers
+
+
+class Gatherable(SharesOf):
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy, is_whole=False)
+        self.gather_rows = DataParallel().gather_rows  # type: ignore[method-assign]
+
+
+class ShareStep(nn.Module):
+    """A step for `Replicas`."""
+
+    def __init__(self, step: Any) -> None:
+        super().__init__()
+        self.step = step
+
+    def forward(self, share: Share) -> list[Measured]:
+        return [(share.rows, self.step(share))]
+
+    @staticmethod
+    def combine(results: list[list[Measured]]) -> list[Measured]:
+        return list(chain(*results))
+
+
+def picked(dataset: Any, count: int) -> Iterator[list[Any]]:
+    """The first rows of a data set, and as many from all over it."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise NotCompared("a stream is read once")
+    if len(dataset) < count:
+        raise NotCompared(f"there are fewer than {count} rows")
+    spread = [place * (len(dataset) - 1) // (count - 1) for place in range(count)]
+    for rows in [list(range(count)), spread][: 1 if len(dataset) < 2 * count else 2]:
+        try:
+            getitems = getattr(dataset, "__getitems__", None)
+            samples = getitems(rows) if getitems else [dataset[row] for row in rows]
+        except Exception as error:  # the run will say so, with its place
+            raise NotCompared(f"a row that is read says: {first_line(error)}") from None
+        if not isinstance(samples, list):
+            raise NotCompared("rows are not read one by one")
+        yield samples
+
+
+def compared(whole: Output, parts: Sequence[Measured]) -> Iterator[Difference]:
+    """Each number of all rows, and the mean of its shares'."""
+    weights = [float(output.get("weight", rows)) for rows, output in parts]
+    if not (total := sum(weights)):
+        return
+    for name, value in whole.items():
+        others = [output.get(name) for _, output in parts]
+        if name == "weight" or not all(map(is_number, [value, *others])):
+            continue
+        of_all, *of_parts = [float(number) for number in (value, *others) if number is not None]
+        pairs = [(v, w) for v, w in zip(of_parts, weights, strict=True) if w]
+        mean = sum(v * w for v, w in pairs) / total
+        size = max(abs(of_all), sum(abs(v) * w for v, w in pairs) / total)
+        is_alike = of_all == mean or (math.isnan(of_all) and math.isnan(mean))
+        off = 0.0 if is_alike else abs(of_all - mean) / size if math.isfinite(size) else math.inf
+        yield Difference(name, of_all, mean, off)
+
+
+def _limit(task: Task) -> float:
+    dtype = _dtype(task)
+    return EXACT if dtype == torch.float64 else ROUNDINGS * torch.finfo(dtype).eps
+
+
+def _dtype(task: Task) -> torch.dtype:
+    floats = (weight.dtype for weight in task.parameters() if weight.is_floating_point())
+    return next(floats, torch.float32)
+
+
+def _foreign_states() -> Any:
+    numpy = sys.modules.get("numpy")
+    state = random.getstate()
+    if numpy is None:
+        return state
+    _, keys, position, *_ = numpy.random.get_state()
+    return state, keys.tobytes(), position

@@ -1,0 +1,304 @@
+"""The share check: a loss that depends on how rows are shared is noticed before the first step."""
+
+import random
+from collections import deque
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forked import on
+from small import SGD, Small, fitted, is_same
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from dpframe import DataModule, Strategy, Task, UserError
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.trainer.progress import Progress
+from dpframe.trainer.share_check import judge
+
+TWO = partial(DataParallel, 2, "cpu")
+
+
+class Made(DataModule):
+    """Rows of numbers, targets, and labels of which some don't count."""
+
+    def train_dataset(self) -> TensorDataset:
+        draw = torch.Generator().manual_seed(1)
+        x, y = torch.randn(40, 6, generator=draw), torch.randn(40, 1, generator=draw)
+        return TensorDataset(x, y, torch.randint(-1, 4, (40, 7), generator=draw))
+
+
+class Step(Task):
+    """A step by a function of the task, the rows, their targets and labels."""
+
+    def __init__(self, of: Any, precision: torch.dtype = torch.float32) -> None:
+        layers = nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)
+        super().__init__(nn.Sequential(*layers), SGD)
+        self.of = of
+        self.to(precision)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        output = self.of(self, *batch)
+        return output if isinstance(output, dict) else {"loss": output}
+
+
+def error(task, x, y):
+    return (task.net(x) - y).square()
+
+
+def tokens(task, x, y, labels):
+    logits = task.net(x)[:, :, None] * torch.arange(4.0).to(x)[None, :, None]
+    return logits.expand(-1, 4, 7), labels
+
+
+def token_mean(task, x, y, labels):
+    return functional.cross_entropy(*tokens(task, x, y, labels), ignore_index=-1)
+
+
+def token_weight(task, x, y, labels):
+    return {"loss": token_mean(task, x, y, labels), "weight": (labels >= 0).sum()}
+
+
+def two_denominators(task, x, y, labels):
+    return token_mean(task, x, y, labels) + error(task, x, y).mean()
+
+
+def advantages(task, x, y, labels):
+    scores = task.net(x)
+    return ((y - y.mean()) / (y.std() + 1e-8) * scores).mean()
+
+
+def contrasts(task, x, y, labels):
+    a, b = functional.normalize(x + task.net(x), dim=1), functional.normalize(x, dim=1)
+    return functional.cross_entropy(5 * a @ b.T, torch.arange(len(a)))
+
+
+def contrasts_gathered(task, x, y, labels):
+    a = task.all_gather(functional.normalize(x + task.net(x), dim=1))
+    b = task.all_gather(functional.normalize(x, dim=1))
+    return functional.cross_entropy(5 * a @ b.T, torch.arange(len(a)))
+
+
+def vae(task, x, y, labels):
+    noise = torch.randn_like(x[:, :1]) + torch.distributions.Normal(0.0, 1.0).rsample((len(x), 1))
+    return (functional.dropout(task.net(x), 0.3) + noise - y).square().sum(dim=1).mean()
+
+
+def slope(task, x, y, labels):
+    scores = task.net(x.requires_grad_()).sum()
+    return torch.autograd.grad(scores, x, create_graph=True)[0].square().mean()
+
+
+NOTICED = {
+    "a sum": lambda task, x, y, labels: error(task, x, y).sum(),
+    "divided once more": lambda task, x, y, labels: error(task, x, y).mean() / len(x),
+    "a mean over tokens": token_mean,
+    "two denominators": two_denominators,
+    "advantages normalised by share": advantages,
+    "contrasted within a share": contrasts,
+    "a NaN of few rows": lambda t, x, y, labels: error(t, x, y).mean() / float(len(x) != 2),
+}
+HONEST = {
+    "a mean": lambda task, x, y, labels: error(task, x, y).mean(),
+    "a sum for the whole batch": lambda t, x, y, _: error(t, x, y).sum() * t.batch_rows / len(x),
+    "tokens with their weight": token_weight,
+    "gathered rows": contrasts_gathered,
+    "noise and dropout": vae,
+    "a small difference of large means": lambda t, x, y, _: (
+        t.net(x).mean() - t.net(x + 1e-5).mean()
+    ),
+    "a slope": lambda t, x, y, _: (
+        torch.autograd.grad(t.net(x.requires_grad_()).sum(), x, create_graph=True)[0]
+        .square()
+        .mean()
+    ),
+}
+NOT_COMPARED = {
+    "it draws an order of rows": lambda t, x, y, _: error(t, x, y)[torch.randperm(len(x))].mean(),
+    "it draws by Python's or NumPy's random numbers": lambda t, x, y, _: (
+        error(t, x, y).mean() * random.random() * np.random.rand()
+    ),
+    "a step of a few rows says: an even number of rows": lambda t, x, y, _: uneven(),
+}
+
+
+def uneven() -> Tensor:
+    raise ValueError("an even number of rows")
+
+
+def judged(of: Any, mode: str = "on", dtype: torch.dtype = torch.float32) -> Any:
+    strategy = TWO()
+    strategy.setup()
+    strategy.dtype = dtype
+    source = type("Source", (), {})()
+    source.dataset, source.collate = Made().train_dataset(), Made().collate
+    torch.manual_seed(0)
+    return judge(Step(of, dtype), strategy, source, [""], Progress(), mode)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", NOTICED)
+def test_a_loss_that_is_no_mean_over_rows_is_noticed(name, dtype):
+    assert judged(NOTICED[name], dtype=dtype).refusal.startswith(
+        "the loss of Step depends on how its rows are shared ("
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", HONEST)
+def test_one_that_is_passes_without_a_word(name, dtype):
+    assert judged(HONEST[name], "strict", dtype) == ("", (), ())
+
+
+@pytest.mark.parametrize("why", NOT_COMPARED)
+def test_what_can_not_be_compared_is_said_with_its_reason(why):
+    note = f"the share check has not compared the loss: {why}"
+    assert judged(NOT_COMPARED[why]) == ("", (), (note,))
+
+
+def numbers(task, x, y, labels):
+    return {"loss": error(task, x, y).mean(), "most": y.max(), "mean": y.mean()}
+
+
+def test_another_number_that_is_no_mean_is_a_warning_and_refused_if_wished():
+    verdict = judged(numbers)
+    (warning,) = verdict.warnings
+    assert warning.startswith("most of Step is no mean over rows (") and not verdict.refusal
+    assert judged(numbers, "strict").refusal.startswith("most of Step is no mean over rows (")
+
+
+def test_the_line_says_how_far_it_is_off_and_what_to_write():
+    line = judged(NOTICED["a sum"]).refusal
+    assert ", so 2 replicas would train by another loss than one; " in line
+    for way in ('"weight"', "self.batch_rows", "self.all_gather", "trainer.share_check=warn"):
+        assert way in line
+    assert "\n" not in line
+
+
+# In a run
+
+
+class Summed(Small):
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        return {"loss": (self.net(x)[:, 0] - y).square().sum()}
+
+
+def test_a_run_ends_before_it_writes_anything_or_warns_or_is_left_alone(tmp_path, caplog):
+    with pytest.raises(UserError, match="the loss of Summed depends on how its rows are shared"):
+        fitted(Summed(), strategy=TWO(), directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    fitted(Summed(), strategy=TWO(), share_check="off", max_steps=1)
+    assert caplog.records == []
+    fitted(Summed(), strategy=TWO(), share_check="warn", max_steps=1)
+    (record,) = caplog.records
+    assert record.message.startswith("the loss of Summed depends on how its rows are shared")
+    fitted(Summed(), max_steps=1)  # one replica
+
+
+class Pair(Summed):
+    def configure_optimizer(self) -> Any:
+        return {"first": SGD(self.net[0].parameters()), "last": SGD(self.net[3].parameters())}
+
+    def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Any]:  # type: ignore[override]
+        step = Small.training_step if turn == "first" else Summed.training_step
+        return step(self, batch)
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return Small.training_step(self, batch)
+
+
+def test_each_turn_is_tried_and_named():
+    with pytest.raises(UserError, match="the loss of Pair of turn last depends on how its rows"):
+        fitted(Pair(), strategy=TWO())
+
+
+def refused_in_ranks(strategy: Strategy) -> str:
+    with pytest.raises(UserError) as refused:
+        fitted(Summed(), strategy=strategy)
+    fitted(Small(), strategy=strategy, max_steps=1)
+    return str(refused.value)
+
+
+def test_all_ranks_are_told_alike():
+    said = on(DDP(3, "cpu"), refused_in_ranks)
+    assert said.startswith("the loss of Summed depends on") and "so 3 replicas would train" in said
+
+
+class Stateful(Small):
+    """Changes all that a step may: buffers, attributes, frozen weights, generators."""
+
+    def __init__(self) -> None:
+        super().__init__(dropout=0.5)
+        self.register_buffer("seen", torch.zeros(()))
+        self.mean, self.queue, self.made = 0.0, deque(maxlen=3), {"steps": []}
+        self.draw = torch.Generator().manual_seed(3)
+        self.slow = nn.Linear(3, 1).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        output = super().training_step(batch)
+        self.seen += 1
+        self.mean = 0.9 * self.mean + 0.1 * float(batch[1].mean())
+        self.queue.append(batch[0].mean())
+        self.made["steps"].append(len(batch[0]))
+        self.new = len(batch[0])
+        with torch.no_grad():
+            self.slow.weight.mul_(0.9).add_(torch.rand(1, 3, generator=self.draw))
+        noise = random.random() + np.random.rand() + torch.rand(())
+        return {**output, "loss": output["loss"] + 0 * (noise + self.mean)}
+
+
+def ended(check: str) -> Any:
+    torch.manual_seed(0)
+    task = Stateful()
+    one = fitted(task, strategy=TWO(), share_check=check, max_steps=3)
+    own = task.seen, task.mean, list(task.queue), task.made["steps"], task.draw.get_state()
+    return one.task.state_dict(), own, one.metrics, torch.get_rng_state(), random.getstate()
+
+
+def test_a_run_has_the_same_bits_with_it_and_without():
+    checked, free = ended("on"), ended("off")
+    assert is_same(checked[0], free[0])
+    assert repr(checked[1:]) == repr(free[1:])
+
+
+# Random steps
+
+
+def random_step(draw: random.Random) -> tuple[Any, Any]:
+    """A step that is a mean over rows, and how a term is added that is none."""
+    terms = [
+        lambda t, x, y, labels: error(t, x, y).mean(),
+        lambda t, x, y, labels: (t.net(x).tanh() * y).abs().mean(),
+        lambda t, x, y, labels: torch.rand_like(y).mul(t.net(x)).mean(),
+        lambda t, x, y, labels: functional.dropout(t.net(x), 0.2).sum(dim=1).mean(),
+        lambda t, x, y, labels: t.net(x).exp().mean() + 0 * torch.randn(len(x), 3).mean(),
+        lambda t, x, y, labels: (y.squeeze(1) - t.net(x).squeeze()).abs().mean(),
+    ]
+    faults = [
+        lambda t, x, y, labels: t.net(x).mean().square(),
+        lambda t, x, y, labels: t.net(x).max(),
+        lambda t, x, y, labels: t.net(x).std(),
+        lambda t, x, y, labels: t.net(x).sum(),
+        lambda t, x, y, labels: t.net(x).abs().mean().sqrt(),
+        lambda t, x, y, labels: t.net(x).mean() / len(x),
+    ]
+    chosen = [(draw.choice(terms), draw.uniform(0.1, 3)) for _ in range(draw.randint(1, 3))]
+    fault, size = draw.choice(faults), 10 ** draw.uniform(-1, 0)
+
+    def honest(*args: Any) -> Tensor:
+        return sum(scale * term(*args) for term, scale in chosen)  # type: ignore[return-value]
+
+    return honest, lambda *args: honest(*args) + size * fault(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_random_steps_are_judged_right(dtype):
+    for seed in range(40):
+        honest, planted = random_step(random.Random(seed))
+        assert judged(honest, "strict", dtype) == ("", (), ()), seed
+        assert judged(planted, dtype=dtype).refusal, seed
