@@ -258,6 +258,26 @@ def test_what_a_module_logs_as_its_loss_is_not_what_it_returns():
     assert "train/optimized_loss" not in ours(lit.Regression(), lit.Rows()).metrics
 
 
+class Weighted(lit.Regression):
+    """Its loss is a mean over what counts: another number of rows in each share."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        counts = (x[:, 0] > 0).to(x)
+        error = (self(x) - y).square() * counts
+        self.log("weight", 7.0)
+        return {"loss": error.sum() / counts.sum().clamp(min=1), "weight": counts.sum()}
+
+
+def test_a_loss_with_its_weight_is_the_same_on_replicas_and_a_number_of_that_name_is_logged():
+    alone = ours(Weighted(), lit.Rows())
+    weights, metrics = on(DDP(2, "cpu"), trained, Weighted, {})
+    assert metrics == pytest.approx(alone.metrics, rel=1e-9)
+    assert metrics["train/weight"] == 7
+    for one, other in zip(alone.task.parameters(), weights, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
 class TwoSets(lit.Rows):
     def val_dataloader(self) -> Any:
         return [super().val_dataloader(), super().val_dataloader()]

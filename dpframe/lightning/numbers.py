@@ -16,6 +16,7 @@ from dpframe.task import current_share
 
 SUM, OF = ":sum", ":of"  # of a value that counts another number than its rows
 LOGGED = "loss:logged"  # by that name, beside the loss that is optimized
+NAMED_WEIGHT = "weight:logged"  # by self.log; a step's "weight" is how much its loss counts
 NOTHING = ":nothing"  # keeps a step that has only updated metrics from being empty
 STAGES = {
     "train": ("train", "training"),
@@ -148,7 +149,7 @@ class Log:
         elif step is None:
             self._of_pass[key] = ("same", [float(value)])
         elif batch_size is None:
-            step[key] = value
+            step[NAMED_WEIGHT if key == "weight" else key] = value
         else:
             rows = current_share.rows or 1
             step[key + SUM], step[key + OF] = value * (batch_size / rows), batch_size / rows
@@ -182,8 +183,11 @@ class Log:
         return self._of_passes.setdefault(self.kind, {})
 
 
-def training_outputs(loss: Any, numbers: Numbers) -> Numbers:
-    """What a step of training returns: the loss that is optimized, and what it has logged."""
+def training_outputs(loss: Any, numbers: Numbers, output: Any = None) -> Numbers:
+    """What a step of training returns: the loss that is optimized, with the weight that `output`
+    may have beside it, and what it has logged."""
+    if isinstance(output, dict) and "weight" in output:
+        numbers["weight"] = output["weight"]
     if isinstance(loss, Tensor) and "loss" in numbers:
         numbers[LOGGED] = numbers.pop("loss")
     return evaluation_outputs(loss, numbers)
@@ -203,6 +207,8 @@ def divide_counts(means: dict[str, float]) -> dict[str, float]:
         whole["loss"] = means[LOGGED]
         if means["loss"] != means[LOGGED]:
             whole["optimized_loss"] = means["loss"]
+    if NAMED_WEIGHT in means:
+        whole["weight"] = means[NAMED_WEIGHT]
     for name, value in means.items():
         if name.endswith(SUM) and (of := means.get(name.removesuffix(SUM) + OF)):
             whole[name.removesuffix(SUM)] = value / of

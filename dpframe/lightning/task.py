@@ -171,12 +171,13 @@ class Lightning(Task):
         if is_new and owns(module, "on_train_batch_end"):
             outputs = output if isinstance(output, dict) else {"loss": loss.detach()}
             self._ended.append((outputs, batch, index))
-        return training_outputs(loss, numbers)
+        return training_outputs(loss, numbers, output)
 
     def step_alone(self, batch: Any) -> dict[str, Any]:
         with self.numbers.alone() as numbers:
             output = call(self.module.training_step, self._transfer(batch), 0, 0)
-        return training_outputs(output["loss"] if isinstance(output, dict) else output, numbers)
+        loss = output["loss"] if isinstance(output, dict) else output
+        return training_outputs(loss, numbers, output)
 
     def validation_step(self, batch: Any, name: str = "") -> dict[str, Any]:
         return self._evaluate("validation", batch, name)
