@@ -48,7 +48,7 @@ class AlikeDraws(TorchFunctionMode):
             return function(*args, **kwargs)
         self.refuse_unseen()
         drawn = self._drawn(name, function, args, kwargs)
-        self.draws |= self._has_drawn()
+        self.draws |= self._has_drawn() or kwargs.get("generator") is not None
         self.known = self._state()
         return drawn
 
