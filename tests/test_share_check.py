@@ -93,6 +93,13 @@ def slope(task, x, y, labels):
     return torch.autograd.grad(scores, x, create_graph=True)[0].square().mean()
 
 
+def codes(task, x, y, labels):
+    """Five numbers a row, from a generator of the row's own: as many as there are rows."""
+    seeds = [int(1e6 * number) for number in x[:, 0].abs()]
+    draws = [torch.randn(5, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    return (task.net(x) * torch.stack(draws).to(x).square()).mean()
+
+
 NOTICED = {
     "a sum": lambda task, x, y, labels: error(task, x, y).sum(),
     "divided once more": lambda task, x, y, labels: error(task, x, y).mean() / len(x),
@@ -108,6 +115,7 @@ HONEST = {
     "tokens with their weight": token_weight,
     "gathered rows": contrasts_gathered,
     "noise and dropout": vae,
+    "as many draws as rows": codes,
     "a small difference of large means": lambda t, x, y, _: (
         t.net(x).mean() - t.net(x + 1e-5).mean()
     ),
