@@ -25,7 +25,7 @@ from dpframe.accelerator import has_float64
 from dpframe.data import Share, move
 from dpframe.data.source import Source
 from dpframe.errors import UserError, first_line
-from dpframe.metrics import is_number
+from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Output, Task, TaskContext, current_share
@@ -327,6 +327,8 @@ def picked(dataset: Any, count: int) -> Iterator[list[Any]]:
 
 def compared(whole: Output, parts: Sequence[Measured]) -> Iterator[Difference]:
     """Each number of all rows, and the mean of its shares'."""
+    if len({"weight" in output for output in [whole, *(output for _, output in parts)]}) > 1:
+        raise NotCompared(SOMETIMES_WEIGHTED)
     weights = [float(output.get("weight", rows)) for rows, output in parts]
     if not (total := sum(weights)):
         return
