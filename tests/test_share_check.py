@@ -12,11 +12,12 @@ from forked import on
 from small import SGD, Small, fitted, is_same
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from dpframe import DataModule, Strategy, Task, UserError
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.share_check import judge
 
@@ -235,6 +236,67 @@ def refused_in_ranks(strategy: Strategy) -> str:
 def test_all_ranks_are_told_alike():
     said = on(DDP(3, "cpu"), refused_in_ranks)
     assert said.startswith("the loss of Summed depends on") and "so 3 replicas would train" in said
+
+
+def judged_in_ranks(strategy: Strategy) -> tuple[str, Any]:
+    """What a run with a sum says, and the notes of one with dropout."""
+    honest = fitted(Small(dropout=0.5), strategy=strategy, max_steps=1, share_check="strict")
+    return refused_in_ranks(strategy), honest.training.notes
+
+
+def test_fsdp_computes_the_rows_in_all_ranks_at_once():
+    said, notes = on(FSDP(2, "cpu"), judged_in_ranks)
+    assert said.startswith("the loss of Summed depends on") and notes == []
+
+
+class Endless(IterableDataset):
+    """Goes on where it was; what it reads from is large."""
+
+    def __init__(self) -> None:
+        self.read = 0
+        self.numbers = torch.arange(float(1 << 24)).view(-1, 4)
+
+    def __iter__(self) -> Any:
+        while True:
+            self.read += 1
+            x = self.numbers[self.read, :3] / self.read
+            yield x, x.sum()
+
+
+class Streamed(DataModule):
+    batch_size = 4
+
+    def setup(self) -> None:
+        self.stream = Endless()
+
+    def train_dataset(self) -> IterableDataset:
+        return self.stream
+
+
+def test_a_stream_is_read_by_a_copy_of_it():
+    data = Streamed()
+    with pytest.raises(UserError, match="the loss of Summed depends on how its rows are shared"):
+        fitted(Summed(), data, strategy=TWO(), max_steps=2)
+    assert data.stream.read == 0
+    curves = []
+    for check in ("off", "strict"):
+        torch.manual_seed(0)
+        trained = fitted(Small(), Streamed(), strategy=TWO(), max_steps=3, share_check=check)
+        curves.append(trained.task.state_dict())
+    assert is_same(*curves)
+
+
+class Unique(Endless):
+    def __deepcopy__(self, memo: dict) -> Any:
+        raise TypeError("cannot copy a connection")
+
+
+def test_a_stream_that_has_no_copy_is_said_to_be_not_compared(monkeypatch):
+    data = Streamed()
+    monkeypatch.setattr(Streamed, "setup", lambda data: setattr(data, "stream", Unique()))
+    trained = fitted(Summed(), data, strategy=TWO(), max_steps=2)
+    (note,) = trained.training.notes
+    assert note.endswith("the loss: a copy of the stream says: cannot copy a connection")
 
 
 class Stateful(Small):

@@ -143,6 +143,7 @@ def trainer(strategy: Strategy, data: Data, callbacks: Any = (), **settings: Any
             log_every=1,
             threads=1,
             sanity_batches=0,  # which opens shards, too
+            share_check="off",  # likewise
             data_timeout_seconds=100,
             **settings,
         ),

@@ -75,6 +75,11 @@ class Sharding:
         self._mesh = None
 
     @property
+    def rounds(self) -> bool:
+        """Whether gathered weights have fewer digits."""
+        return self.param_dtype not in (None, torch.float32)
+
+    @property
     def is_main(self) -> bool:
         return self._collectives.is_main
 
@@ -201,6 +206,13 @@ class Sharding:
                 module.set_reshard_after_forward(reshards, recurse=False)
             task.reset_iter_state()  # lets go of the weights, and forgets what a rank alone called
 
+    def run_alone(self, task: Any, call: Callable[..., Any], *args: Any) -> Any:
+        """Within the task's gathering of its weights; every process does it, without a backward."""
+        try:
+            return task.gathered(call, *args)
+        finally:
+            task.reset_iter_state()
+
     # ---- checkpoints in shards
 
     def split(
@@ -267,7 +279,7 @@ class Sharding:
                 f"{name} has an embedding with sparse=True, whose gradients strategy=fsdp can't "
                 "share; set sparse=False, or use strategy=ddp"
             )
-        if self.param_dtype not in (None, torch.float32) and not has_autocast:
+        if self.rounds and not has_autocast:
             raise UserError(
                 "strategy.param_dtype rounds what is gathered, and trainer.precision has no "
                 "autocast to compute in it; set trainer.precision=bf16, or strategy.param_dtype="

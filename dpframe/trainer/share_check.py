@@ -12,8 +12,9 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,7 @@ AGAIN, CUT_AGAIN = 13, 7  # where random numbers may have a size of rows by chan
 EXACT = 1e-6  # in float64, of the numbers that are added
 ROUNDINGS = 64  # in float32, from which on float64 is asked
 LARGE = 1e-4  # in float32, where the step can't be computed in float64
+LARGE_BYTES = 1 << 26
 SLOW_SECONDS = 1.0
 WAYS = (
     'return its "weight" (tokens, boxes) where it is a mean over something else, multiply a sum by '
@@ -75,8 +77,8 @@ def check_shares(
         return Verdict()
     if updates.by_hand is not None:
         return Verdict(notes=(f"{NOT_COMPARED}: the task steps its optimizers itself",))
-    if strategy.sharding is not None:
-        return Verdict(notes=(f"{NOT_COMPARED}: {strategy.name} keeps parts of the weights",))
+    if strategy.sharding is not None and strategy.sharding.rounds:
+        return Verdict(notes=(f"{NOT_COMPARED}: strategy.param_dtype rounds the weights",))
     verdict = judge(task, strategy, source, [*updates], progress, mode)
     # Where processes round otherwise, all of them do what the main one does.
     verdict = Verdict(*strategy.collectives.broadcast(tuple(verdict)))
@@ -176,7 +178,7 @@ class Trial:
     ) -> list[Difference]:
         """Those that are apart in float64, too; where the step can't do it, the large ones."""
         before = self.dtype
-        if has_float64(self.strategy.device):
+        if has_float64(self.strategy.device) and self.strategy.sharding is None:
             self.dtype = torch.float64
             try:
                 with widened(self.task):
@@ -217,7 +219,7 @@ class Trial:
             alike = AlikeDraws(share.rows, self.strategy.device)
             states = _foreign_states()
             with default_dtype(self.dtype), alike:
-                output = self._step(share)
+                output = self._gathered(share)
             alike.refuse_unseen()
             self.draws |= alike.draws
             if _foreign_states() != states:
@@ -226,6 +228,8 @@ class Trial:
 
     def _together(self, cuts: Sequence[Any], collate: Any) -> list[Measured]:
         """As replicas that gather each other's rows, in turns."""
+        if self.strategy.sharding is not None:
+            raise NotCompared(f"it gathers rows, and {self.strategy.name} keeps parts of weights")
         with self._trying(Gatherable(self.strategy)):
             shares = [self._share(cut, collate) for cut in cuts]
             before = torch.get_rng_state()
@@ -242,6 +246,12 @@ class Trial:
         if not torch.equal(states[0], torch.get_rng_state()) or states[1] != _foreign_states():
             raise NotCompared("its collate draws random numbers")
         return Share(batch, len(cut), self.rows)
+
+    def _gathered(self, share: Share) -> Output:
+        """Where the weights are cut, every process computes the same rows at the same time."""
+        if self.strategy.sharding is None:
+            return self._step(share)
+        return self.strategy.sharding.run_alone(self.task, self._step, share)
 
     def _step(self, share: Share) -> Output:
         batch, current_share.rows, current_share.total = share
@@ -308,9 +318,11 @@ class ShareStep(nn.Module):
 
 
 def picked(dataset: Any, count: int) -> Iterator[list[Any]]:
-    """The first rows of a data set, and as many from all over it."""
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-        raise NotCompared("a stream is read once")
+    """The first rows of a data set, and as many from all over it; the first ones of a stream."""
+    if isinstance(dataset, IterableDataset):
+        rows = _first(dataset, 2 * count)
+        yield from (rows[at : at + count] for at in range(0, len(rows) - count + 1, count))
+        return
     if len(dataset) < count:
         raise NotCompared(f"there are fewer than {count} rows")
     spread = [place * (len(dataset) - 1) // (count - 1) for place in range(count)]
@@ -323,6 +335,19 @@ def picked(dataset: Any, count: int) -> Iterator[list[Any]]:
         if not isinstance(samples, list):
             raise NotCompared("rows are not read one by one")
         yield samples
+
+
+def _first(stream: Any, count: int) -> list[Any]:
+    """Of a copy of the stream, so that the stream stays where it is. Large tensors and arrays are
+    not copied: they are what it reads."""
+    large = [each for each in vars(stream).values() if getattr(each, "nbytes", 0) > LARGE_BYTES]
+    try:
+        rows = list(islice(deepcopy(stream, {id(each): each for each in large}), count))
+    except Exception as error:
+        raise NotCompared(f"a copy of the stream says: {first_line(error)}") from None
+    if len(rows) < count // 2:
+        raise NotCompared(f"there are fewer than {count // 2} rows")
+    return rows
 
 
 def compared(whole: Output, parts: Sequence[Measured]) -> Iterator[Difference]:
