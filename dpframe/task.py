@@ -102,6 +102,7 @@ class Task(nn.Module):
     prefers_metrics = False  # a metric's result replaces a mean of the same name
     kept_metrics: Set[str] = frozenset()  # metrics that it resets itself, e.g. a best of all epochs
     schedules_turns = False  # schedulers step after each turn of their optimizer, not each epoch
+    keeps_state: bool | None = None  # in checkpoints, of its own; None: where it has on_save
     optimizer_names: Sequence[str] = ()  # set after configure_optimizer, if there are several
     run_context = TaskContext()  # the Trainer's
 

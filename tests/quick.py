@@ -31,6 +31,7 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_what_can_not_be_kept_is_named_once",
     "test_a_measure_of_untrained_weights_is_refused_unless_it_is_meant",
     "test_mode_verify_takes_no_checkpoint",
     "test_a_loss_that_is_no_mean_over_rows_is_noticed",

@@ -313,6 +313,7 @@ PRIVATE = {
     "_opt_called": "tells a scheduler that the optimizer stepped",
     "_step_supports_amp_scaling": "has GradScaler not wait for the GPU; fused=True sets it, too",
     "_pg_registry": "keeps a process group, and its threads, to the interpreter's end",
+    "_version": "tells that a tensor was written to, without a copy of it",
     "_orig_mod": "is in the names of what a compiled module has saved",
 }
 DOCUMENTED = {"_exit", "_asdict", "_fields", "_make", "_replace"}  # of os, and of named tuples

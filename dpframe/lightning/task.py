@@ -64,6 +64,7 @@ class Lightning(Task):
         refuse_uncalled(module)
         self.module = module
         self.own_class = own_class(module)
+        self.keeps_state = owns(module, "on_save_checkpoint")
         self.optimizes_by_hand = not module.automatic_optimization
         self.numbers = Log(type(module).__name__)
         self.by_hand = ByHand(self)

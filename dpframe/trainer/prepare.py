@@ -13,6 +13,7 @@ from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.activations import drop_activations
+from dpframe.trainer.attributes import Attributes
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.compiled import Compiled
 from dpframe.trainer.evaluation import Evaluations, means_over
@@ -118,6 +119,7 @@ def make_training(
         task_metrics=shared.task_metrics,
         callbacks=callbacks,
         progress=progress,
+        attributes=Attributes(task),
         devices=strategy.local_devices,
         seed=shared.seed,
         recipe=run.recipe,

@@ -17,6 +17,7 @@ from dpframe.errors import UserError
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.attributes import Attributes, of_process
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.fingerprint import Fingerprint, differences
@@ -42,6 +43,7 @@ class Resumable:
     task_metrics: TaskMetrics
     callbacks: Sequence[Callback]
     progress: Progress
+    attributes: Attributes
     devices: list[torch.device]  # of this process
     seed: int
     recipe: str
@@ -52,16 +54,17 @@ class Resumable:
         each process has its own shards."""
         strategy, progress = self.strategy, self.progress
         # Random numbers and sums start again with each epoch: only within one is there a state.
-        of_ranks: dict[str, Any] = {}
+        own: dict[str, Any] = {"attributes": self.attributes.state_dict()}
+        self.attributes.warn_once(strategy.is_main)
         if done := progress.batches_done:
-            own = {
+            own |= {
                 "random": seeding.random_state(self.devices),
                 "means": self.means.state_dict(),
                 "task_metrics": self.task_metrics.state_dict(),
             }
             if (place := self.feed.train.place(done)) is not None:
                 own["stream"] = place
-            of_ranks = self._gathered(own)
+        of_ranks = self._gathered(own)
         return {
             "recipe": self.recipe,
             "fingerprint": json.dumps(self.fingerprint),
@@ -78,6 +81,7 @@ class Resumable:
             },
             "metrics": dict(metrics),
             "callbacks": {n: callback.state_dict() for n, callback in named(self.callbacks)},
+            "attributes": of_ranks.get("attributes", []),
             "random": of_ranks.get("random", []),
             "stream": of_ranks.get("stream", []),
         }
@@ -117,7 +121,10 @@ class Resumable:
             if of_callback := state["callbacks"].get(name):
                 callback.load_state_dict(of_callback)
         with refusing(state):
-            return self._restore_place(state, int(before["data.batch_size"]))
+            of_ranks = state.get("attributes", [])  # none in an earlier version's
+            own, changes = of_process(of_ranks, rank, world_size)
+            self.attributes.load_state_dict(own)
+            return changes + self._restore_place(state, int(before["data.batch_size"]))
 
     def _restore_place(self, state: dict[str, Any], batch_size: int) -> list[str]:
         """The random numbers and the place in the data; what could not be as it was."""
