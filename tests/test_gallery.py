@@ -433,7 +433,7 @@ def opened(strategy: Strategy, folder: Path) -> None:
             os.write(file, f"{Path(args[0]).name}\n".encode())
 
     sys.addaudithook(note)
-    size = "data.workers=2 trainer.max_epochs=2 trainer.sanity_batches=0 task.width=2"
+    size = "data.workers=2 trainer.max_epochs=2 trainer.sanity_batches=0 trainer.share_check=off task.width=2"
     trained("stream", f"data.folder={folder} {size}", strategy)
 
 
