@@ -1,7 +1,6 @@
 """A Task is what a recipe trains: model, loss and optimizer in one nn.Module."""
 
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from dpframe.errors import UserError, suggestion
 from dpframe.lightning_names import INSTEAD, Instead
 from dpframe.parameters import grouped, optimizer_over
+from dpframe.rows import OverridableProperty, RowsOfBatch
 
 Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
@@ -46,15 +46,21 @@ class TaskContext:
         progress: Job | None = None,
         strategy: Placed | None = None,
         *,
+        seed: int = 0,
         is_compiled: bool = False,
         end_share: Callable[[list[int]], None] = lambda share: None,
     ) -> None:
         self.progress = progress
         self.strategy = strategy
+        self.seed = seed
         self.is_compiled = is_compiled
         self.batch_index = 0  # of the batch at hand, in its epoch or its pass
         self.batches: int | None = None  # of an evaluation's pass; None where it is unknown
         self.end_share = end_share  # called after the step of a logical share
+
+    @property
+    def epoch(self) -> int:
+        return self.progress.epoch if self.progress else 0
 
     def __deepcopy__(self, memo: dict) -> "TaskContext":
         return self
@@ -63,29 +69,7 @@ class TaskContext:
         return TaskContext, ()
 
 
-class CurrentShare(threading.local):
-    """The share that this thread's step computes: replicas may have a thread each."""
-
-    def __init__(self) -> None:
-        self.rows = 0  # outside of a step
-        self.total = 0
-
-
-current_share = CurrentShare()
-
-
-class OverridableProperty:
-    """A property that a task of its own may set to something else, e.g. `self.rank = 8`."""
-
-    def __init__(self, read: Callable[[Any], Any]) -> None:
-        self.read = read
-        self.__doc__ = read.__doc__
-
-    def __get__(self, task: Any, kind: type) -> Any:
-        return self if task is None else self.read(task)
-
-
-class Task(nn.Module):
+class Task(RowsOfBatch, nn.Module):
     """Override `training_step`; the rest has a default. Steps return what they measured.
 
     A task may also have methods with the names of a callback's hooks, e.g. `on_epoch_start(self,
@@ -154,46 +138,6 @@ class Task(nn.Module):
     def rank(self) -> int:
         """The number of this process."""
         return self.run_context.strategy.rank if self.run_context.strategy else 0
-
-    @OverridableProperty
-    def batch_rows(self) -> int:
-        """The rows of the whole batch that this step's share is of, over all replicas: a sum over
-        rows is the same on any number of them as `loss * self.batch_rows / len(x)`."""
-        if not current_share.rows:
-            raise UserError(f"{type(self).__name__}.batch_rows was read outside of a step")
-        if not current_share.total:
-            raise UserError(
-                f"{type(self).__name__}.batch_rows is not known on a stream that ranks divide; "
-                "leave data.divide_streams=false"
-            )
-        return current_share.total
-
-    def all_gather(self, x: Tensor) -> Tensor:
-        """The whole batch's rows, in order, from those of this step's share. Gradients flow back to
-        the replicas that they came from.
-
-        The first dimension of `x` is the share's rows, or a multiple of them. Every replica has to
-        call it as often. Under accumulation the batch is one of `data.batch_size` rows."""
-        name = type(self).__name__
-        if not isinstance(x, Tensor):
-            raise UserError(
-                f"{name}.all_gather got a {type(x).__name__}; pass a tensor, and call it for each"
-            )
-        strategy = self.run_context.strategy
-        if strategy is None:
-            return x
-        if self.run_context.is_compiled and strategy.replicas > strategy.world_size:
-            raise UserError(
-                f"{name}.all_gather can't be compiled for several replicas in one process; use "
-                "strategy=ddp or trainer.compile.mode=null"
-            )
-        rows = current_share.rows
-        if rows and (not x.ndim or not len(x) or len(x) % rows):
-            raise UserError(
-                f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
-                "rows; make these rows, or a multiple of them, its first dimension"
-            )
-        return strategy.gather_rows(x, current_share.total if rows else 0)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Output:
         """Takes a batch; with several optimizers also `turn`, the name of the one to train."""

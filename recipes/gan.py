@@ -8,8 +8,7 @@ from torch.nn.functional import softplus
 from torch.optim.lr_scheduler import LRScheduler
 
 import dpframe
-from dpframe import seeding
-from dpframe.recipes.vae import SIDE, noise_of
+from dpframe.recipes.vae import SIDE
 
 DRAWN = 512  # images for a validation
 
@@ -28,7 +27,6 @@ class GAN(dpframe.Task):
         width: int = 16,
         n_critic: int = 1,
         penalty: float = 3.0,
-        seed: int = 0,
     ) -> None:
         super().__init__(optimizers=optimizers, schedulers=schedulers)
         self.generator = nn.Sequential(
@@ -55,16 +53,15 @@ class GAN(dpframe.Task):
         self.latent = latent
         self.n_critic = n_critic
         self.penalty = penalty
-        self.seed = seed
 
     def turns(self) -> list[str]:
         is_due = (self.global_step + 1) % self.n_critic == 0
         return ["critic", "generator"] if is_due else ["critic"]
 
     def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Tensor]:
-        images, rows = batch
-        seed = seeding.mix(self.seed, len(turn))
-        fake = self.generator(noise_of(rows, self.latent, seed=seed, epoch=self.epoch).to(images))
+        (images,) = batch
+        # A torch.randn would draw other numbers on 3 replicas than on 2.
+        fake = self.generator(self.randn_rows(len(images), self.latent, device=images.device))
         if turn == "generator":
             return {"loss": softplus(-self.critic(fake)).mean()}
         real = images.unflatten(1, (1, SIDE, SIDE)).requires_grad_()
@@ -83,5 +80,5 @@ class GAN(dpframe.Task):
     @torch.no_grad()
     def draw(self, count: int, seed: int) -> Tensor:
         """Images of random codes, [count, 1, 8, 8]."""
-        codes = noise_of(torch.arange(count), self.latent, seed=seed, epoch=0)
-        return self.generator(codes.to(self.generator[0].weight))
+        codes = torch.randn(count, self.latent, generator=torch.Generator().manual_seed(seed))
+        return self.generator(codes.to(next(self.parameters())))

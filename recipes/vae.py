@@ -9,7 +9,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 import dpframe
-from dpframe import seeding
 from dpframe.recipes.lenet import read_digits
 
 SIDE = 8
@@ -26,7 +25,6 @@ class VAE(dpframe.Task):
         latent: int = 8,
         width: int = 256,
         beta: float = 1.0,
-        seed: int = 0,
     ) -> None:
         super().__init__(None, optimizer, scheduler)
         pixels = SIDE * SIDE
@@ -36,13 +34,12 @@ class VAE(dpframe.Task):
         self.decoder = nn.Sequential(nn.Linear(latent, width), nn.SiLU(), nn.Linear(width, pixels))
         self.latent = latent
         self.beta = beta
-        self.seed = seed
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        images, rows = batch
+        (images,) = batch
         mean, log_variance = self.encoder(images).chunk(2, dim=1)
-        epoch = self.epoch if self.training else -1  # a validation's numbers are always the same
-        noise = noise_of(rows, self.latent, seed=self.seed, epoch=epoch).to(mean)
+        # A torch.randn would draw other numbers on 3 replicas than on 2.
+        noise = self.randn_rows(*mean.shape, device=mean.device)
         logits = self.decoder(mean + noise * (log_variance / 2).exp())
         error = functional.binary_cross_entropy_with_logits(logits, images, reduction="none")
         divergence = (mean.square() + log_variance.exp() - 1 - log_variance) / 2
@@ -56,19 +53,17 @@ class VAE(dpframe.Task):
     @torch.no_grad()
     def draw(self, count: int, seed: int) -> Tensor:
         """Images of random codes, [count, 1, 8, 8]."""
-        codes = noise_of(torch.arange(count), self.latent, seed=seed, epoch=0)
+        codes = torch.randn(count, self.latent, generator=torch.Generator().manual_seed(seed))
         weight = next(self.parameters())
         return self.decoder(codes.to(weight)).sigmoid().unflatten(1, (1, SIDE, SIDE))
 
 
 class VAEData(dpframe.DataModule):
-    """The packaged digits; each comes with its row number."""
+    """The packaged digits, without their labels."""
 
     def setup(self) -> None:
-        train, held_out = (part.tensors[0].flatten(1) for part in read_digits(SIDE))
-        numbers = torch.arange(len(train) + len(held_out))
-        self.train_rows = TensorDataset(train, numbers[: len(train)])
-        self.held_out_rows = TensorDataset(held_out, numbers[len(train) :])
+        parts = (TensorDataset(part.tensors[0].flatten(1)) for part in read_digits(SIDE))
+        self.train_rows, self.held_out_rows = parts
 
     def train_dataset(self) -> TensorDataset:
         return self.train_rows
@@ -106,15 +101,3 @@ def rendered(images: Tensor) -> str:
     rows = torch.cat(list(images[:, 0]), dim=1)
     lines = ["".join(2 * INK[int(10 * ink.clamp(0, 0.99))] for ink in row) for row in rows]
     return "\n".join(line.rstrip() for line in lines)
-
-
-def noise_of(rows: Tensor, size: int, *, seed: int, epoch: int) -> Tensor:
-    """Normal numbers that are a fact of (seed, epoch, row).
-
-    A torch.randn in the step would draw other numbers on 3 replicas than on 2.
-    """
-    drawn = [
-        torch.randn(size, generator=torch.Generator().manual_seed(seeding.mix(seed, epoch, row)))
-        for row in rows.tolist()
-    ]
-    return torch.stack(drawn)

@@ -107,7 +107,7 @@ def test_every_row_goes_to_one_replica_and_for_one_without_nothing_is_read(kind,
     assert seen == [list(range(10)), list(range(10, 20))]
     assert [share.rows for share in last] == [1, *[0] * (replicas - 1)]
     assert [numbers(share) for share in last] == [[20], *[[]] * (replicas - 1)]
-    assert last[1:] == [Share(None, 0, 1)] * (replicas - 1)
+    assert [share[:3] for share in last[1:]] == [(None, 0, 1)] * (replicas - 1)
     assert {share.total for shares in batches for share in shares} == {10}
 
 

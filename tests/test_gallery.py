@@ -272,15 +272,7 @@ def test_vae_learns_to_draw_digits_and_prints_some(capsys):
     assert trainer.metrics["val/loss"] < 26.7  # without codes: 27.5
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 8 and max(map(len, lines)) > 32
-    assert "@" in "".join(lines) and not set("".join(lines)) - set(vae.INK)
-
-
-def test_noise_of_a_row_does_not_depend_on_the_rows_beside_it():
-    together = vae.noise_of(torch.tensor([3, 5, 8]), 4, seed=1, epoch=2)
-    alone = vae.noise_of(torch.tensor([5]), 4, seed=1, epoch=2)
-    assert torch.equal(together[1:2], alone)
-    assert len({*together.flatten().tolist()}) == 12
-    assert not torch.equal(alone, vae.noise_of(torch.tensor([5]), 4, seed=1, epoch=3))
+    assert {*"@%"} & {*"".join(lines)} and not {*"".join(lines)} - {*vae.INK}
 
 
 # text
@@ -433,8 +425,9 @@ def opened(strategy: Strategy, folder: Path) -> None:
             os.write(file, f"{Path(args[0]).name}\n".encode())
 
     sys.addaudithook(note)
-    size = "data.workers=2 trainer.max_epochs=2 trainer.sanity_batches=0 trainer.share_check=off task.width=2"
-    trained("stream", f"data.folder={folder} {size}", strategy)
+    size = "data.workers=2 trainer.max_epochs=2 trainer.sanity_batches=0 task.width=2"
+    # The share check reads the first rows once more.
+    trained("stream", f"data.folder={folder} trainer.share_check=off {size}", strategy)
 
 
 def test_stream_opens_each_file_once_an_epoch_over_all_ranks_and_workers(tmp_path):
@@ -469,7 +462,7 @@ def test_gan_learns_to_draw_digits_and_prints_some(capsys):
     assert trainer.metrics["val/loss"] < 2  # that of the mean image is 2.16
     lines = capsys.readouterr().out.strip().splitlines()
     assert len(lines) == 8 and max(map(len, lines)) > 32
-    assert "@" in "".join(lines) and not set("".join(lines)) - set(vae.INK)
+    assert {*"@%"} & {*"".join(lines)} and not {*"".join(lines)} - {*vae.INK}
 
 
 def test_gan_trains_the_generator_at_every_so_many_steps():

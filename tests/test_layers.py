@@ -21,6 +21,7 @@ FLOORS = {
     "lightning": 4,
     "callbacks": 4,
     "task": 1,
+    "rows": 1,
     "strategies": 1,
     "checkpoint": 1,
 }  # everything else is on floor 0

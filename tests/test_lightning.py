@@ -174,6 +174,22 @@ class ScalesByDevices(lit.Linear):
         return errors.square().mean().sqrt()  # no mean over rows
 
 
+class SumsNoise(ScalesByDevices):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = self.randn_rows(*batch[0].shape) + self.rand_rows(*batch[0].shape)
+        errors = (self.net(batch[0] + noise)[:, 0] - batch[1]).square()
+        return errors.sum() * self.batch_rows / len(errors) / 8
+
+
+@pytest.mark.parametrize("strategy", ["data_parallel", "ddp"])
+def test_a_module_sums_over_the_batch_and_draws_alike_for_its_rows(strategy):
+    alone = ours(SumsNoise(), DividedRows())
+    weights, metrics = on(STRATEGIES[strategy](), trained, SumsNoise, {}, DividedRows)
+    assert metrics == pytest.approx(alone.metrics, rel=1e-9)
+    for one, other in zip(alone.task.parameters(), weights, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("strategy", ["data_parallel", "ddp"])
 def test_what_is_set_up_by_the_number_of_devices_is_that_of_one_as_batches_are_global(strategy):
     alone = ours(ScalesByDevices(), DividedRows())

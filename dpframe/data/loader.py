@@ -135,8 +135,13 @@ class Loader:
         return self._batches(self._plan(epoch, skip, limit), read)
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
+        known, places = -1, list[Sequence]()
         for shares, total in plan:
-            yield Batch([Share(read(rows) if n else None, n, total) for rows, n in shares], total)
+            if total != known:
+                known, places = total, self._shares(range(total))
+            pairs = zip(shares, places, strict=True)
+            parts = [Share(read(r) if n else None, n, total, place) for (r, n), place in pairs]
+            yield Batch(parts, total)
 
     def _plan(self, epoch: int, skip: int, limit: int | None) -> Plan:
         """An epoch's batches as row numbers, cut into local shares."""
@@ -209,9 +214,12 @@ class Loader:
             if self._processes is not None:
                 self._places.pop(batches - KEPT, None)
                 self._places[batches] = {**place, "workers": list(place["workers"])}
-            # The shares of a divided stream are not those of a split: no rank knows the others'.
-            of = 0 if self.division is not None and self.division.ranks > 1 else total
-            yield Batch([Share(batch, n, of) for batch, n in shares], total)
+            if self.division is not None and self.division.ranks > 1:
+                # Its shares are not those of a split: no rank knows the others'.
+                yield Batch([Share(batch, n) for batch, n in shares], total)
+            else:
+                pairs = zip(shares, self._shares(range(total)), strict=True)
+                yield Batch([Share(*share, total, place) for share, place in pairs], total)
 
     def _answers(self, processes: Processes, place: Place, seed: int) -> Iterator[Any]:
         """The workers' batches in turn, until all have ended; `place` moves with them."""

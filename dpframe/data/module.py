@@ -105,6 +105,7 @@ class Share(NamedTuple):
     batch: Any
     rows: int
     total: int = 0
+    places: Sequence[int] | None = None  # of its rows in the global batch
 
 
 class Batch(NamedTuple):

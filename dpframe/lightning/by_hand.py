@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from dpframe.errors import UserError
 from dpframe.lightning.module import family
+from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
-from dpframe.task import current_share
 
 CHECKED = 3  # first steps of each optimizer
 TOLERANCE = 1e-6

@@ -153,6 +153,18 @@ class Adapted:
         elif limit:
             nn.utils.clip_grad_norm_(weights, limit)
 
+    @property
+    def batch_rows(self) -> int:
+        """dpframe's, which Lightning has not: the rows of the whole batch, over all replicas."""
+        return self._task.batch_rows
+
+    def randn_rows(self, *size: Any, **options: Any) -> Tensor:
+        """dpframe's, as torch.randn: a row has the same noise on any number of replicas."""
+        return self._task.randn_rows(*size, **options)
+
+    def rand_rows(self, *size: Any, **options: Any) -> Tensor:
+        return self._task.rand_rows(*size, **options)
+
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """The rows of the whole batch, as one process has them: without a dimension of ranks."""
         if isinstance(data, Mapping):

@@ -11,8 +11,8 @@ from torch import Tensor
 from dpframe.errors import UserError
 from dpframe.lightning.module import is_metric
 from dpframe.metrics import described, is_number
+from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
-from dpframe.task import current_share
 
 SUM, OF = ":sum", ":of"  # of a value that counts another number than its rows
 LOGGED = "loss:logged"  # by that name, beside the loss that is optimized

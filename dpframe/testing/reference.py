@@ -1,7 +1,7 @@
 """What every strategy must equal, a loop in plain torch; and the wrong ways that one may go."""
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from dpframe import checkpoint, seeding
 from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.metrics import Means
 from dpframe.parameters import updated_by
+from dpframe.rows import current_share
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Task, TaskContext
 from dpframe.testing.course import Course, takes_turns, why_not
@@ -32,6 +33,7 @@ from dpframe.testing.distance import (
 from dpframe.trainer import dynamo
 from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
+from dpframe.trainer.losses import one_loss
 from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, prefixed
 from dpframe.trainer.predictions import by_rows, join
@@ -73,8 +75,8 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
     task.steps_per_epoch, task.total_steps = len(epochs[0]), len(epochs[0]) * course.epochs
     task.scheduler_steps = task.total_steps if by_step else course.epochs
     at = SimpleNamespace(global_step=0, epoch=0)
-    task.run_context = TaskContext(at)
-    forward = with_default_dtype(torch.float64, task.training_step)
+    task.run_context = context = TaskContext(at, seed=course.recipe.seed)
+    forward = with_default_dtype(torch.float64, partial(_step, task))
     dynamo.skip_import()
     optimizer, scheduler, _ = optimizers_of(task)[""]
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
@@ -90,9 +92,15 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
         if not task.training:
             task.train()
         whole: Outputs = []
+        done = 0  # batches
         for batches in updates:
-            parts = way(batches)
-            outputs = [forward(_batch(data, train, rows)) for rows, _ in parts]
+            parts, outputs = way(batches), []
+            for rows, _ in parts:
+                index = next(i for i, batch in enumerate(batches) if rows[0] in batch)
+                context.batch_index, of = done + index, batches[index].tolist()
+                places = [of.index(row) if row in of else 0 for row in rows.tolist()]
+                outputs += [forward(Share(_batch(data, train, rows), len(rows), len(of), places))]
+            done += len(batches)
             measured = [
                 (len(rows), detached(o)) for (rows, _), o in zip(parts, outputs, strict=True)
             ]
@@ -133,6 +141,11 @@ def sensitivity(course: Course, replicas: int) -> float:
     moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
     # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.
     return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
+
+
+def _step(task: Task, share: Share) -> Any:
+    with current_share.of(share, ""):
+        return one_loss(task.training_step(share.batch), task, "training_step")
 
 
 def means(outputs: Outputs) -> dict[str, float]:
@@ -179,7 +192,7 @@ def evaluate(course: Course, weights: Weights, step: int) -> tuple[Curve, frozen
     """The validation of these weights as logged, and the metrics that are not means over rows."""
     task, data = _restore(course, weights)
     numbers, whole = _validate(task, data, course.batch_size)
-    _, parts = _validate(task, data, 3)
+    _, parts = _validate(task, data, course.batch_size, cut=3)
     log = {f"val/{name}": [(step, value)] for name, value in numbers.items()}
     return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
 
@@ -198,7 +211,9 @@ def predict(course: Course, weights: Weights, size: int, seed: int = 0) -> Any:
 
 
 @torch.no_grad()
-def _validate(task: Task, data: Any, size: int) -> tuple[dict[str, float], Outputs]:
+def _validate(
+    task: Task, data: Any, size: int, cut: int | None = None
+) -> tuple[dict[str, float], Outputs]:
     """What is logged of a validation, and what it is made of: that of all data sets, and of each
     by its name."""
     task.double().eval()
@@ -206,7 +221,7 @@ def _validate(task: Task, data: Any, size: int) -> tuple[dict[str, float], Outpu
     by_name = {}
     for name, held_out in sets_of(data.val_dataset()).items():
         step = EvalStep(task, "validation_step", name=name)
-        by_name[name] = _run_batches(step, data, held_out, size)
+        by_name[name] = _run_batches(step, data, held_out, size, cut)
         outputs += by_name[name]
     numbers, named = dict(task.summarize(means(outputs))), list(outputs)
     for name, its in by_name.items():
@@ -216,17 +231,24 @@ def _validate(task: Task, data: Any, size: int) -> tuple[dict[str, float], Outpu
     return numbers, named
 
 
-def _run_batches(step: EvalStep, data: Any, dataset: Any, size: int) -> Outputs:
-    """What a step returns for the batches of a data set, `size` rows each."""
-    forward = with_default_dtype(torch.float64, step)
-    batches = torch.arange(len(dataset)).split(size)
-    shares = (Share(_batch(data, dataset, rows), len(rows)) for rows in batches)
-    return [output for share in shares for output in forward(share)]
+def _run_batches(
+    step: EvalStep, data: Any, dataset: Any, size: int, cut: int | None = None
+) -> Outputs:
+    """What a step returns for the batches of a data set, `size` rows each, in shares of `cut`."""
+    forward, outputs = with_default_dtype(torch.float64, step), []
+    for index, rows in enumerate(torch.arange(len(dataset)).split(size)):
+        step.task.run_context.batch_index = index
+        for first in range(0, len(rows), cut or size):
+            places = range(len(rows))[first : first + (cut or size)]
+            part = rows[first : first + len(places)]
+            outputs += forward(Share(_batch(data, dataset, part), len(part), len(rows), places))
+    return outputs
 
 
 def _restore(course: Course, weights: Weights) -> tuple[Task, Any]:
     task, data = course.build()
     task.double().eval()
+    task.run_context = TaskContext(seed=course.recipe.seed)
     if weights:
         checkpoint.load_task(task, {"task": weights})
     data.setup()
@@ -269,7 +291,9 @@ def separable(course: Course) -> Separable:
         for buffer, before in buffers.values():
             buffer.copy_(before)
         replicas = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
-        batches = [Share(_batch(data, train, part), len(part), len(rows)) for part in parts]
+        batches = [
+            Share(_batch(data, train, part), len(part), len(rows), part.tolist()) for part in parts
+        ]
         with seeding.seeded(seed):
             returned = with_default_dtype(torch.float64, replicas)(batches)
         return [(count, detached(output)) for count, output in returned]

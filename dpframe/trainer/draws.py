@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from dpframe.rows import DrawnForAll
+
 BY_SIZE = {"rand", "randn", "randint", "randn_like", "rand_like", "randint_like"}
 IN_PLACE = {
     *("normal_", "uniform_", "bernoulli_", "exponential_", "cauchy_", "log_normal_"),
@@ -44,7 +46,9 @@ class AlikeDraws(TorchFunctionMode):
         name, kwargs = getattr(function, "__name__", ""), dict(kwargs or {})
         if name == "randperm":
             raise NotCompared("it draws an order of rows")
-        if name not in BY_SIZE | IN_PLACE | BY_VALUE:
+        if name not in BY_SIZE | IN_PLACE | BY_VALUE or isinstance(
+            kwargs.get("generator"), DrawnForAll
+        ):
             return function(*args, **kwargs)
         self.refuse_unseen()
         drawn = self._drawn(name, function, args, kwargs)

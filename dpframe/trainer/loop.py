@@ -113,6 +113,7 @@ class Trainer(CallbackView):
         task.run_context = TaskContext(
             self.progress,
             self.strategy,
+            seed=seed,
             is_compiled=settings.compile_mode is not None,
             end_share=self.task_metrics.end_share,
         )

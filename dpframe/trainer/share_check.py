@@ -10,10 +10,11 @@ import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -27,12 +28,14 @@ from dpframe.data import Share, move
 from dpframe.data.source import Source
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
+from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import DataParallel, Replicas
-from dpframe.task import Output, Task, TaskContext, current_share
+from dpframe.task import Output, Task, TaskContext
 from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.draws import AlikeDraws, NotCompared
 from dpframe.trainer.evaluation import restore_modes
+from dpframe.trainer.losses import one_loss
 from dpframe.trainer.outputs import Measured, detached
 from dpframe.trainer.put_back import put_back, widened
 from dpframe.trainer.updates import Updates
@@ -47,8 +50,9 @@ LARGE = 1e-4  # in float32, where the step can't be computed in float64
 LARGE_BYTES = 1 << 26
 SLOW_SECONDS = 1.0
 WAYS = (
-    'return its "weight" (tokens, boxes) where it is a mean over something else, multiply a sum by '
-    "self.batch_rows / len(rows), and take what needs all rows from self.all_gather"
+    'return its "weight" (tokens, boxes) where it is a mean over something else, or a dict of '
+    '{"boxes": (mean, how_many)} where it has several, multiply a sum by self.batch_rows / '
+    "len(rows), and take what needs all rows from self.all_gather"
 )
 NOT_COMPARED = "the share check has not compared the loss"
 TRAIN_ANYWAY = "trainer.share_check=warn trains anyway"
@@ -165,8 +169,9 @@ class Trial:
     def compare(self, samples: Any, collate: Any, limit: float) -> list[Difference]:
         """The numbers of all samples that are not the means of their shares' by `limit`."""
         try:
-            ((_, whole),) = self.measured([samples], collate)
-            parts = self.measured([samples[: self.cut], samples[self.cut :]], collate)
+            rows = range(self.rows)
+            ((_, whole),) = self.measured(samples, [rows], collate)
+            parts = self.measured(samples, [rows[: self.cut], rows[self.cut :]], collate)
         except NotCompared:
             raise
         except Exception as error:
@@ -189,33 +194,34 @@ class Trial:
                 self.dtype = before
         return [each for each in apart if not each.off <= LARGE]
 
-    def measured(self, cuts: Sequence[Any], collate: Any) -> list[Measured]:
+    def measured(self, samples: Any, cuts: Sequence[range], collate: Any) -> list[Measured]:
         """What the step gives for each cut, as shares of one batch."""
+        shares = [partial(self._share, samples, cut, collate) for cut in cuts]
         if self.gathers and len(cuts) > 1:
-            return self._together(cuts, collate)
+            return self._together(shares)
         results = []
-        for cut in cuts:
+        for make in shares:
             try:
-                results += [self._tried(cut, collate)]
+                results += [self._tried(make)]
             except Gathers:
                 self.gathers = True
-                return self._together(cuts, collate)
+                return self._together(shares)
         return results
 
-    def _tried(self, cut: Any, collate: Any) -> Measured:
+    def _tried(self, make: Callable[[], Share]) -> Measured:
         """Without gradients, unless the step needs them."""
         if not self.needs_gradients:
             try:
-                return self._alone(cut, collate)
+                return self._alone(make)
             except RuntimeError as error:
                 if "grad" not in str(error):
                     raise
                 self.needs_gradients = True
-        return self._alone(cut, collate)
+        return self._alone(make)
 
-    def _alone(self, cut: Any, collate: Any) -> Measured:
-        with self._trying(SharesOf(self.strategy, is_whole=len(cut) == self.rows)):
-            share = self._share(cut, collate)
+    def _alone(self, make: Callable[[], Share]) -> Measured:
+        with self._trying(SharesOf(self.strategy)):
+            share = make()
             alike = AlikeDraws(share.rows, self.strategy.device)
             states = _foreign_states()
             with default_dtype(self.dtype), alike:
@@ -226,26 +232,26 @@ class Trial:
                 raise NotCompared("it draws by Python's or NumPy's random numbers")
             return share.rows, output
 
-    def _together(self, cuts: Sequence[Any], collate: Any) -> list[Measured]:
+    def _together(self, shares: Sequence[Callable[[], Share]]) -> list[Measured]:
         """As replicas that gather each other's rows, in turns."""
         if self.strategy.sharding is not None:
             raise NotCompared(f"it gathers rows, and {self.strategy.name} keeps parts of weights")
         with self._trying(Gatherable(self.strategy)):
-            shares = [self._share(cut, collate) for cut in cuts]
+            made = [make() for make in shares]
             before = torch.get_rng_state()
-            replicas = Replicas(ShareStep(self._step), [torch.device("cpu")] * len(shares))
+            replicas = Replicas(ShareStep(self._step), [torch.device("cpu")] * len(made))
             with default_dtype(self.dtype):  # once: the replicas have threads
-                results: list[Measured] = replicas(shares)
+                results: list[Measured] = replicas(made)
             if not torch.equal(before, torch.get_rng_state()):
                 raise NotCompared("it gathers rows and draws random numbers")
             return results
 
-    def _share(self, cut: Any, collate: Any) -> Share:
+    def _share(self, samples: Any, cut: range, collate: Any) -> Share:
         states = torch.get_rng_state(), _foreign_states()
-        batch = move(collate(cut), self.strategy.device, self.dtype)
+        batch = move(collate(samples[cut.start : cut.stop]), self.strategy.device, self.dtype)
         if not torch.equal(states[0], torch.get_rng_state()) or states[1] != _foreign_states():
             raise NotCompared("its collate draws random numbers")
-        return Share(batch, len(cut), self.rows)
+        return Share(batch, len(cut), self.rows, cut)
 
     def _gathered(self, share: Share) -> Output:
         """Where the weights are cut, every process computes the same rows at the same time."""
@@ -254,11 +260,9 @@ class Trial:
         return self.strategy.sharding.run_alone(self.task, self._step, share)
 
     def _step(self, share: Share) -> Output:
-        batch, current_share.rows, current_share.total = share
-        try:
-            output = self.task.step_alone(batch, *([self.turn] if self.turn else []))
-        finally:
-            current_share.rows = 0
+        with current_share.of(share, self.turn):
+            output = self.task.step_alone(share.batch, *([self.turn] if self.turn else []))
+            output = one_loss(output, self.task, "training_step")
         if not isinstance(output, dict) or not is_number(output.get("loss")):
             raise NotCompared("the step returns no loss")
         return detached(output)
@@ -272,7 +276,7 @@ class Trial:
             stack.enter_context(seeding.seeded(0))
             stack.enter_context(torch.set_grad_enabled(self.needs_gradients))
             stack.callback(setattr, self.task, "run_context", context)
-            self.task.run_context = TaskContext(self.progress, strategy)
+            self.task.run_context = TaskContext(self.progress, strategy, seed=context.seed)
             yield
 
 
@@ -283,22 +287,21 @@ class Gathers(Exception):
 class SharesOf:
     """A strategy as a share's step sees it when it is computed alone."""
 
-    def __init__(self, strategy: Strategy, *, is_whole: bool) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self._strategy = strategy
-        self._is_whole = is_whole
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
-        if self._is_whole:
+        if current_share.rows == total:
             return x
         raise Gathers
 
 
 class Gatherable(SharesOf):
     def __init__(self, strategy: Strategy) -> None:
-        super().__init__(strategy, is_whole=False)
+        super().__init__(strategy)
         self.gather_rows = DataParallel().gather_rows  # type: ignore[method-assign]
 
 

@@ -15,9 +15,11 @@ from dpframe.data import Batch, Share, placed, split
 from dpframe.errors import UserError, miscalled
 from dpframe.launch.watchdog import beat
 from dpframe.parameters import has_sparse
+from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
-from dpframe.task import Task, current_share
+from dpframe.task import Task
 from dpframe.trainer.guard import LossGuard
+from dpframe.trainer.losses import ZeroLoss, one_loss
 from dpframe.trainer.outputs import (
     Measured,
     check_evaluated,
@@ -147,21 +149,24 @@ class TrainStep(nn.Module):
         A replica without a row takes part in every collective of the backward and adds exactly
         nothing. So does a share of weight 0, even if its mean is NaN.
         """
-        batch, rows, current_share.total = share
-        if not rows:
+        if not (rows := share.rows):
             # The last weights first, as their gradients come in a backward.
             trained = list(filter(is_trained, self.task.parameters()))[::-1]
             return self._nothing(*trained or refuse_frozen(self.task)), []
-        current_share.rows = rows
         step = self.task.training_step
         if self.compiled is not None:
             step = partial(self.compiled, self.task)
-        if self.autocast is None:
-            output = step(batch, *self.turn)
-        else:
-            with self.autocast():
-                output = step(batch, *self.turn)
-        current_share.rows = 0
+        current_share.of(share, *self.turn or ("",))
+        try:
+            if self.autocast is None:
+                output = step(share.batch, *self.turn)
+            else:
+                with self.autocast():
+                    output = step(share.batch, *self.turn)
+            if isinstance(output, dict) and isinstance(output.get("loss"), dict):
+                output = one_loss(output, self.task, "training_step")
+        finally:
+            current_share.rows = 0
         loss = loss_of(output, self.task)
         is_weighted = "weight" in output
         weight = exact_weight(output["weight"], self.task) if is_weighted else rows
@@ -200,7 +205,6 @@ class StepByHand(TrainStep):
     """A training step in which the task steps its optimizers itself: there is no loss to return."""
 
     def forward(self, share: Share, of: float) -> tuple[Any, list[Measured]]:
-        batch, rows, current_share.total = share
         strategy, kind = self.task.run_context.strategy, self.task.own_class or type(self.task)
         if strategy is not None and not len(split(range(share.total), strategy.replicas)[-1]):
             raise UserError(
@@ -208,11 +212,9 @@ class StepByHand(TrainStep):
                 f"{strategy.replicas} replicas takes part, and a batch of {share.total} rows "
                 "leaves one without a row; set data.drop_last=true, or use fewer replicas"
             )
-        current_share.rows = rows
-        with nullcontext() if self.autocast is None else self.autocast():
-            output = self.task.training_step(batch)
-        current_share.rows = 0
-        return None, [(rows, detached(output))]
+        with current_share.of(share, ""), self.autocast() if self.autocast else nullcontext():
+            output = self.task.training_step(share.batch)
+        return None, [(share.rows, detached(output))]
 
     @staticmethod
     def combine(results: list[tuple[Any, list[Measured]]]) -> tuple[Any, list[Measured]]:
@@ -242,37 +244,20 @@ class EvalStep(nn.Module):
             raise miscalled(task, step, ("batch", *self.named)) from None
 
     def forward(self, share: Share) -> list[tuple[int, Any]]:
-        batch, rows, current_share.total = share
-        if not rows:
+        if not share.rows:
             return []
-        current_share.rows = rows
         step = getattr(self.task, self.step)
-        if self.autocast is None:
-            output = step(batch, **self.named)
-        else:
-            with self.autocast():
-                output = step(batch, **self.named)
-        current_share.rows = 0
-        if self.step != "predict_step":  # whose output is checked where it is joined
-            check_evaluated(output, self.task, self.step)
-        return [(rows, output)]
+        with current_share.of(share):
+            if self.autocast is None:
+                output = step(share.batch, **self.named)
+            else:
+                with self.autocast():
+                    output = step(share.batch, **self.named)
+            if self.step != "predict_step":  # whose output is checked where it is joined
+                output = one_loss(output, self.task, self.step)
+                check_evaluated(output, self.task, self.step)
+        return [(share.rows, output)]
 
     @staticmethod
     def combine(results: list[list[tuple[int, Any]]]) -> list[tuple[int, Any]]:
         return [measured for part in results for measured in part]
-
-
-class ZeroLoss(torch.autograd.Function):
-    """A loss of 0 that depends on these tensors, and gives none of them a gradient: 0 times the
-    gradient of a NaN would be NaN.
-
-    The whole backward still runs, so that no other rank waits for a collective in it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        return tensors[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
-        return (None,) * len(ctx.needs_input_grad)

@@ -1,0 +1,159 @@
+"""What a step may ask of the rows of its batch, of which its share are some."""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from dpframe import seeding
+from dpframe.errors import UserError
+
+
+class CurrentShare(threading.local):
+    """The share that this thread's step computes: replicas may have a thread each."""
+
+    def __init__(self) -> None:
+        self.rows = 0  # outside of a step
+        self.total = 0
+        self.places: Sequence[int] | None = None
+        self.turn: str | None = None
+        self.draws = 0
+
+    def of(self, share: Any, turn: str | None = None) -> "CurrentShare":
+        """For a `with`: a step of this share, in training with the name of its turn."""
+        _, self.rows, self.total, self.places = share
+        self.turn, self.draws = turn, 0
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.rows = 0
+
+
+current_share = CurrentShare()
+
+
+class OverridableProperty:
+    """A property that a task of its own may set to something else, e.g. `self.rank = 8`."""
+
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        self.read = read
+        self.__doc__ = read.__doc__
+
+    def __get__(self, task: Any, kind: type) -> Any:
+        return self if task is None else self.read(task)
+
+
+class DrawnForAll(torch.Generator):
+    """Of numbers that are drawn for all rows of a batch, whichever of them a replica has."""
+
+
+class Context(Protocol):
+    """What is asked of a TaskContext."""
+
+    strategy: Any
+    is_compiled: bool
+    seed: int
+    batch_index: int
+
+    @property
+    def epoch(self) -> int: ...
+
+
+class RowsOfBatch:
+    """The part of a Task that knows of the other rows of its batch."""
+
+    run_context: Context
+    device: Any
+
+    @OverridableProperty
+    def batch_rows(self) -> int:
+        """The rows of the whole batch that this step's share is of, over all replicas: a sum over
+        rows is the same on any number of them as `loss * self.batch_rows / len(x)`."""
+        return _within(self, "batch_rows").total
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The whole batch's rows, in order, from those of this step's share. Gradients flow back to
+        the replicas that they came from.
+
+        The first dimension of `x` is the share's rows, or a multiple of them. Every replica has to
+        call it as often. Under accumulation the batch is one of `data.batch_size` rows."""
+        name = type(self).__name__
+        if not isinstance(x, Tensor):
+            raise UserError(
+                f"{name}.all_gather got a {type(x).__name__}; pass a tensor, and call it for each"
+            )
+        strategy = self.run_context.strategy
+        if strategy is None:
+            return x
+        if self.run_context.is_compiled and strategy.replicas > strategy.world_size:
+            raise UserError(
+                f"{name}.all_gather can't be compiled for several replicas in one process; use "
+                "strategy=ddp or trainer.compile.mode=null"
+            )
+        rows = current_share.rows
+        if rows and (not x.ndim or not len(x) or len(x) % rows):
+            raise UserError(
+                f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
+                "rows; make these rows, or a multiple of them, its first dimension"
+            )
+        return strategy.gather_rows(x, current_share.total if rows else 0)
+
+    def randn_rows(self, *size: int, device: Any = None, dtype: Any = None) -> Tensor:
+        """As torch.randn, whose first dimension is the rows of this step's share: each row gets the
+        same numbers on any number of replicas.
+
+        They follow from the seed, the batch and how often the step has drawn; in an evaluation
+        they are the same each time."""
+        return _drawn(self, "randn_rows", size, device=device, dtype=dtype)
+
+    def rand_rows(self, *size: int, device: Any = None, dtype: Any = None) -> Tensor:
+        """The same as torch.rand."""
+        return _drawn(self, "rand_rows", size, device=device, dtype=dtype)
+
+
+def _drawn(task: Any, name: str, size: Any, **options: Any) -> Tensor:
+    draw = _draw
+    if torch.compiler.is_compiling():  # a generator is no part of a graph
+        draw = torch.compiler.disable(draw)
+    return draw(task, name, *(size if size and isinstance(size[0], int) else size[0]), **options)
+
+
+def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any) -> Tensor:
+    draw = torch.randn if name == "randn_rows" else torch.rand
+    # Without an index: in a replica's thread that is the replica's GPU.
+    device = torch.device(task.device.type if device is None else device)
+    if task.run_context.strategy is None and not current_share.rows:  # by hand, without a run
+        return draw(first, *rest, device=device, dtype=dtype)
+    share, context = _within(task, name), task.run_context
+    if first != share.rows:
+        raise UserError(
+            f"{type(task).__name__}.{name} was asked for {first} rows in a share of {share.rows}; "
+            "make these rows the first dimension"
+        )
+    by = () if share.turn is None else (context.epoch, crc32(share.turn.encode()))
+    seed = seeding.mix(context.seed, *by, context.batch_index, share.draws)
+    share.draws += 1
+    generator = DrawnForAll(device).manual_seed(seed)
+    drawn = draw(share.total, *rest, generator=generator, device=device, dtype=dtype)
+    places = share.places
+    if isinstance(places, range) and places.step == 1:
+        return drawn[places.start : places.stop]
+    return drawn[torch.tensor([*(places or ())], device=device)]
+
+
+def _within(task: Any, name: str) -> CurrentShare:
+    """The share of the step at hand, whose place in its batch is known."""
+    if not current_share.rows:
+        raise UserError(f"{type(task).__name__}.{name} was used outside of a step")
+    if not current_share.total or current_share.places is None:
+        raise UserError(
+            f"{type(task).__name__}.{name} is not known on a stream that ranks divide; leave "
+            "data.divide_streams=false"
+        )
+    return current_share

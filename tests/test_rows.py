@@ -1,0 +1,211 @@
+"""What a step may ask of the other rows of its batch, and losses that are means of their own."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from forked import on
+from small import Adam, Rows, Small, fitted, is_same
+from torch import Tensor
+from torch.nn.functional import l1_loss
+
+from dpframe import Strategy, Task, UserError
+from dpframe.rows import current_share
+from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
+from dpframe.strategies.single import CPU
+from dpframe.testing import check_strategy
+from dpframe.testing.course import Recipe
+
+THREE = partial(DataParallel, 3, "cpu")
+SETTINGS = {"precision": "64", "max_epochs": 2, "share_check": "strict"}
+
+
+def weights(kind: Any, strategy: Strategy, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    given = {**SETTINGS, **settings}
+    trained = fitted(kind(), Rows(23, 7), strategy=strategy, **given)
+    state = trained.task.state_dict()
+    if strategy.sharding is not None:
+        state = strategy.sharding.whole(state)
+    return state, trained.metrics
+
+
+def in_rank(strategy: Strategy, kind: Any, settings: dict[str, Any]) -> Any:
+    return weights(kind, strategy, **settings)
+
+
+def alike(kind: Any, **settings: Any) -> None:
+    """On all strategies."""
+    state, metrics = weights(kind, CPU(), **settings)
+    others = [weights(kind, THREE(), **settings)]
+    others += [on(each, in_rank, kind, settings) for each in (DDP(2, "cpu"), FSDP(2, "cpu"))]
+    for other, numbers in others:
+        for name, weight in state.items():
+            torch.testing.assert_close(other[name], weight, rtol=0, atol=1e-12)
+        assert numbers == pytest.approx(metrics, rel=1e-11)
+
+
+# ---- random numbers of rows
+
+
+class Noisy(Small):
+    drawn: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn = []
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        noise = self.randn_rows(*x.shape)
+        self.drawn.append(noise)
+        return {**super().training_step([x + noise, y]), "rate": self.rand_rows(len(x)).mean()}
+
+
+def test_a_row_has_the_same_noise_on_any_number_of_replicas():
+    alike(Noisy)
+
+
+def test_rows_steps_epochs_and_draws_differ_and_a_validation_is_always_the_same():
+    trained = fitted(Noisy(), Rows(8, 4), seed=5, max_epochs=3, sanity_batches=0)
+    passes = [torch.stack(trained.task.drawn[at : at + 4]) for at in (0, 4, 8)]
+    train, val = [drawn[:2] for drawn in passes], [drawn[2:] for drawn in passes]
+    assert len(set(torch.stack(train).flatten().tolist())) == 3 * 8 * 3
+    assert torch.equal(val[0], val[1]) and torch.equal(val[0], val[2])
+    assert not torch.equal(val[0][0], val[0][1])
+    again = fitted(Noisy(), Rows(8, 4), seed=6, max_epochs=1, sanity_batches=0)
+    assert not torch.equal(again.task.drawn[0], passes[0][0])
+
+
+class Turns(Noisy):
+    def configure_optimizer(self) -> Any:
+        return {f"layer{part}": Adam(self.net[part].parameters()) for part in (0, 3)}
+
+    def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Any]:  # type: ignore[override]
+        return super().training_step(batch)
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return super().training_step(batch)
+
+
+def test_turns_have_noise_of_their_own():
+    one, other = fitted(Turns(), Rows(4, 4, val=False), max_steps=1).task.drawn
+    assert not torch.equal(one, other)
+
+
+def test_logical_shares_have_the_same_noise_as_replicas():
+    apart = weights(Noisy, DataParallel(2, "cpu"))[0]
+    for strategy in (CPU(), DataParallel(2, "cpu")):
+        together = weights(Noisy, strategy, logical_replicas=4)[0]
+        for name, weight in apart.items():
+            torch.testing.assert_close(together[name], weight, rtol=0, atol=1e-12)
+
+
+def test_a_compiled_step_draws_the_same(monkeypatch):
+    state, _ = weights(Noisy, CPU())
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    compiled, _ = weights(Noisy, CPU(), compile=True)
+    assert is_same(state, compiled)
+
+
+def test_by_hand_there_is_noise_as_of_torch():
+    task = Noisy()
+    torch.manual_seed(3)
+    expected = torch.randn(2, 3)
+    torch.manual_seed(3)
+    assert torch.equal(task.randn_rows(2, 3), expected)
+    torch.manual_seed(3)
+    assert torch.equal(task.randn_rows(torch.Size([2, 3])), expected)
+    assert task.rand_rows(4, dtype=torch.float64).dtype == torch.float64
+
+
+class OtherRows(Noisy):
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": self.net(self.randn_rows(9, 3)).mean()}
+
+
+def test_what_is_no_row_is_refused_in_one_line():
+    with pytest.raises(UserError, match=r"randn_rows was asked for 9 rows in a share of 4; make"):
+        fitted(OtherRows(), max_steps=1)
+    assert current_share.rows == 0
+    trained = fitted(Noisy(), max_steps=1)
+    with pytest.raises(UserError, match=r"Noisy.randn_rows was used outside of a step"):
+        trained.task.randn_rows(4, 3)
+
+
+@pytest.mark.parametrize("strategy", [THREE, partial(DDP, 2, "cpu")])
+def test_the_kit_draws_as_a_run_does(strategy):
+    recipe = Recipe("noisy", Noisy, partial(Rows, 30, 4))
+    check_strategy(strategy, recipe=recipe, only=["weights", "loss_curve", "evaluation"])
+
+
+# ---- several denominators
+
+
+class Detects(Small):
+    """Every row counts for one loss, and the positive targets for another."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        given, found = self.net(x)[:, 0], y > 0.5
+        box = l1_loss(given[found], y[found])  # NaN where there is none
+        return {"loss": {"cls": ((given - y).square().mean(), len(x)), "box": (box, found.sum())}}
+
+
+def test_means_of_their_own_are_those_of_the_whole_batch_on_any_strategy():
+    alike(Detects)
+    alike(Detects, accumulate=2)
+
+
+def test_they_train_as_a_loop_by_hand_and_have_names():
+    torch.manual_seed(0)
+    trained = fitted(Detects(), Rows(12, 6, shuffle=False), strategy=THREE(), max_epochs=1)
+    torch.manual_seed(0)
+    task, data = Detects(), Rows(12, 6, shuffle=False)
+    optimizer, losses = task.configure_optimizer(), []
+    for first in (0, 6):
+        x, y = data.train[first : first + 6]
+        (cls, _), (box, _) = task.training_step([x, y])["loss"].values()
+        optimizer.zero_grad()
+        (cls + box).backward()
+        optimizer.step()
+        losses.append((cls.item(), box.item()))
+    assert all(map(torch.allclose, trained.task.parameters(), task.parameters()))
+    cls, box = (sum(each) / 2 for each in zip(*losses, strict=True))
+    numbers = {"train/cls": cls, "train/box": box, "train/loss": cls + box}
+    assert {name: trained.metrics[name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ({"loss": {}}, "no loss in its dict of losses"),
+        ({"loss": {"a": torch.ones(())}}, "the loss 'a' as a Tensor; return"),
+        ({"loss": {"a": (torch.ones(2), 2)}}, "the loss 'a' of no scalar tensor"),
+        ({"loss": {"a": (torch.ones(()), "2")}}, "the count of 'a' as a str; return one number"),
+        ({"loss": {"a": (torch.ones(()), 2)}, "weight": 3}, "each of them has its own: leave"),
+        ({"loss": {"a": (torch.ones(()), 2)}, "a": 3}, "'a' among its losses and beside them"),
+    ],
+)
+def test_a_wrong_dict_of_losses_is_one_line(output, said, monkeypatch):
+    monkeypatch.setattr(Small, "training_step", lambda task, batch: output)
+    with pytest.raises(UserError, match=f"Small.training_step returned .*{said}"):
+        fitted(Small(), max_steps=1)
+
+
+class Summed(Task):
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(3, 1), Adam)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        error = (self.net(batch[0])[:, 0] - batch[1]).square().sum()
+        return {"loss": error * self.batch_rows / len(batch[0])}
+
+
+def test_the_kit_takes_a_sum_over_the_whole_batch():
+    recipe = Recipe("summed", Summed, partial(Rows, 30, 4))
+    only = ["weights", "loss_curve", "mean_over_rows"]
+    check_strategy(THREE, recipe=recipe, only=only)
