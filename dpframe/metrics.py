@@ -1,6 +1,7 @@
 """Exact means: weighted sums of what the steps returned, reduced over the replicas once."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from dpframe.exact import Exact
 Number = float | Exact
 Sums = dict[str, tuple[Any, Any]]
 """By name: the weighted values' sum, and the weights', each a Number."""
+FAR = 1e9
 NAME = re.compile(r"[\w.+=@-]+(/[\w.+=@-]+)+")  # e.g. val/extra, val/clean/f1
 SOMETIMES_WEIGHTED = (
     "a step returned a 'weight' for some batches and none for others; return one always, or never"
@@ -40,6 +42,8 @@ class Means:
         self._agree = agree
         self._zero: Number = Exact() if is_exact else 0.0
         self._names: list[str] = []
+        self._outputs = 0  # since the last reset
+        self._times: Counter[str] = Counter()  # how many of them have the name
         self._kept: list[tuple[dict[str, Any], Any]] = []
         self._window: Sums = {}
         self._totals: Sums = {}
@@ -57,6 +61,8 @@ class Means:
         self._kept.clear()
         self._window.clear()
         self._totals.clear()
+        self._outputs = 0
+        self._times.clear()
         self._reduced = None
 
     def window(self) -> dict[str, float]:
@@ -71,7 +77,7 @@ class Means:
         for means in (self, *others):
             means._collect()
         changed = [means for means in (self, *others) if means._reduced is None]
-        everywhere = self._everywhere(changed, [means._totals for means in changed])
+        everywhere = self._everywhere(changed, [means._totals for means in changed], is_whole=True)
         for means, sums in zip(changed, everywhere, strict=True):
             means._reduced = sums
         return _divided(self._reduced or {})
@@ -103,6 +109,9 @@ class Means:
         if not self._kept:
             return
         columns = _columns(self._kept)
+        self._outputs += len(self._kept)
+        for output, _ in self._kept:
+            self._times.update(output.keys())
         self._kept.clear()
         for name, column in columns.items():
             for sums in (self._window, self._totals):
@@ -114,9 +123,12 @@ class Means:
                     whole += weight
                 sums[name] = total, whole
 
-    def _everywhere(self, several: list["Means"], local: list[Sums]) -> list[Sums]:
+    def _everywhere(
+        self, several: list["Means"], local: list[Sums], *, is_whole: bool = False
+    ) -> list[Sums]:
         """Over all processes, by one all-reduce. All of them make it or none, whatever they have
-        measured themselves."""
+        measured themselves. A name that some of them have measured in each step of the whole, and
+        others in none, is refused."""
         if self._reduce is None or not several:
             return [{n: (float(a), float(b)) for n, (a, b) in sorted(s.items())} for s in local]
         both = list(zip(several, local, strict=True))
@@ -128,6 +140,7 @@ class Means:
                 for name in one._names:
                     for number in sums.get(name, (self._zero, self._zero)):
                         numbers += number.spread() if isinstance(number, Exact) else [number]
+                    numbers += one._presence(name) if is_whole else []
             numbers = self._reduce(torch.tensor(numbers, dtype=torch.float64)).tolist()
             new = numbers[: len(both)]
             if not any(new):
@@ -136,7 +149,26 @@ class Means:
                 if count:
                     one._names = self._agree(sorted({*one._names, *sums}))
         rest = iter(numbers[len(both) :])
-        return [{n: (self._next(rest), self._next(rest)) for n in one._names} for one in several]
+        sums_of: list[Sums] = [{} for _ in several]
+        for one, sums in zip(several, sums_of, strict=True):
+            for name in one._names:
+                sums[name] = self._next(rest), self._next(rest)
+                always, processes = (next(rest), next(rest)) if is_whole else (0.0, 0.0)
+                if 0 < always < processes:
+                    raise UserError(
+                        f"{int(always)} of {int(processes)} processes return {name!r} in each step "
+                        "and the others never, so that it would be the mean over a part of the "
+                        "rows; return or log it on all of them"
+                    )
+        return sums_of
+
+    def _presence(self, name: str) -> list[float]:
+        """1 where each output has the name, 0 where none has, far below where some have; and 1
+        where there are outputs to tell."""
+        if self._outputs < 2:
+            return [0.0, 0.0]
+        times = self._times[name]
+        return [1.0 if times == self._outputs else -FAR if times else 0.0, 1.0]
 
     def _next(self, numbers: Iterator[float]) -> float:
         return float(Exact.join(numbers)) if isinstance(self._zero, Exact) else next(numbers)

@@ -330,6 +330,45 @@ class Measures(Linear):
         self.val_mape.reset()
 
 
+class LogsValues(Linear):
+    """What a metric's forward returns, as many log it: of a share it is another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        root = torchmetrics.MeanSquaredError(squared=False)
+        self.train_root = root.clone().set_dtype(torch.float64)
+        kinds = {"rmse": root, "mse": torchmetrics.MeanSquaredError()}
+        self.errors = torchmetrics.MetricCollection(kinds, prefix="val_").set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("train_score", self.train_root(self.net(batch[0])[:, 0], batch[1]))
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        guesses = self.net(batch[0])[:, 0]
+        self.log_dict(self.errors(guesses, batch[1]))
+        self.log("val_loss", functional.mse_loss(guesses, batch[1]))
+
+
+class Momentum(Linear):
+    """A slow copy of the network, a little nearer to it after each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(3, 1).requires_grad_(False)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.net.weight, 0.1)
+
+
+class OnlyTheFirst(Linear):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.log("val_loss", self.loss(batch))
+        self.log("val_bias", self.net.bias.mean())
+
+
 class Best(Linear):
     """Metrics that a hook of an epoch's end updates, or logs under a name of its own."""
 

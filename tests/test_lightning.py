@@ -190,6 +190,37 @@ def test_a_module_sums_over_the_batch_and_draws_alike_for_its_rows(strategy):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_a_metric_returned_is_logged_as_the_metric(strategy):
+    alone = ours(lit.LogsValues(), lit.Rows())
+    assert alone.metrics["val/mse"] == pytest.approx(alone.metrics["val/loss"])
+    _, metrics = on(STRATEGIES[strategy](), trained, lit.LogsValues, {"share_check": "strict"})
+    assert metrics == pytest.approx(alone.metrics, rel=1e-9)
+    assert {"train/score", "val/rmse", "val/mse"} <= metrics.keys()
+
+
+def test_a_hook_that_replicas_of_a_process_would_call_several_times_may_not_change_weights():
+    said = r"Momentum.on_train_batch_end changes module.slow.weight, which 3 replicas in .*=ddp$"
+    with pytest.raises(UserError, match=said):
+        ours(lit.Momentum(), lit.Rows(), STRATEGIES["data_parallel"]())
+    alone = ours(lit.Momentum(), lit.Rows())
+    weights, _ = on(STRATEGIES["ddp"](), trained, lit.Momentum, {})
+    for one, other in zip(alone.task.parameters(), weights, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def said_in_rank(strategy: Any, make: Any) -> str:
+    with pytest.raises(UserError) as refusal:
+        trained(strategy, make, {})
+    return str(refusal.value)
+
+
+def test_a_number_that_one_rank_alone_logs_is_refused():
+    assert "1 of 2 processes return 'loss' in each step and the others never" in on(
+        DDP(2, "cpu"), said_in_rank, lit.OnlyTheFirst
+    )
+
+
 @pytest.mark.parametrize("strategy", ["data_parallel", "ddp"])
 def test_what_is_set_up_by_the_number_of_devices_is_that_of_one_as_batches_are_global(strategy):
     alone = ours(ScalesByDevices(), DividedRows())

@@ -137,6 +137,25 @@ def test_the_names_of_all_processes_are_agreed_on_once():
     assert agreed == [["loss"]]
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_name_that_one_process_alone_has_in_every_step_is_refused(steps):
+    """The other process has as many steps, and no f1."""
+
+    def reduce(tensor: torch.Tensor) -> torch.Tensor:
+        told = steps > 1
+        names = [[1.0, 1.0, told, told]] if len(tensor) == 5 else []
+        names = [[0.0, 0.0, 0.0, told], [1.0, 1.0, told, told]] if len(tensor) == 9 else names
+        return tensor + torch.tensor([0.0, *(n for each in names for n in each)])
+
+    one = Means(reduce, lambda names: names)
+    one.add([(1, {"loss": 7.0, "f1": 0.5})] * steps)
+    if steps == 1:
+        assert one.total() == {"f1": 0.5, "loss": 4.0}
+        return
+    with pytest.raises(UserError, match="1 of 2 processes return 'f1' in each step and the others"):
+        one.total()
+
+
 def test_several_are_summed_at_one_reduction_and_one_process_needs_none():
     def filled(make):
         one, other = make(), make()
@@ -151,7 +170,7 @@ def test_several_are_summed_at_one_reduction_and_one_process_needs_none():
 
     one, other = filled(counted)
     totals = [one.total(other), other.total()]
-    assert reduced == [2, 2 + 2 * 2 + 2 * 2]  # the names are news once
+    assert reduced == [2, 2 + 2 * 4 + 2 * 4]  # the names are news once
     assert totals == [
         {"loss": pytest.approx(14 / 3), "mae": 0.25},
         {"accuracy": 0.5, "loss": 2.25},

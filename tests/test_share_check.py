@@ -273,6 +273,40 @@ class Streamed(DataModule):
         return self.stream
 
 
+class Momentum(Small):
+    """A slow copy of the network, a little nearer to it after each step."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook = hook
+        self.slow = nn.Linear(3, 1).requires_grad_(False)
+
+    def move(self) -> None:
+        with torch.no_grad():
+            self.slow.weight.lerp_(self.net[0].weight[:1], 0.1)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        if self.hook == "training_step" and self.training:
+            self.move()
+        return super().training_step(batch)
+
+    def on_step_end(self, trainer: Any) -> None:
+        if self.hook == "on_step_end":
+            self.move()
+
+
+def test_a_weight_that_each_replica_of_a_process_would_change_is_refused():
+    said = r"Momentum.training_step changes slow.weight, which 2 replicas in one process share"
+    with pytest.raises(UserError, match=said):
+        fitted(Momentum("training_step"), strategy=TWO(), max_steps=1)
+    fitted(Momentum("training_step"), max_steps=1)
+    slow = []
+    for strategy in (None, TWO()):
+        torch.manual_seed(0)
+        slow.append(fitted(Momentum("on_step_end"), strategy=strategy).task.slow.weight)
+    assert torch.allclose(*slow, rtol=1e-5)
+
+
 def test_a_stream_is_read_by_a_copy_of_it():
     data = Streamed()
     with pytest.raises(UserError, match="the loss of Summed depends on how its rows are shared"):
@@ -316,8 +350,9 @@ class Stateful(Small):
         self.queue.append(batch[0].mean())
         self.made["steps"].append(len(batch[0]))
         self.new = len(batch[0])
-        with torch.no_grad():
-            self.slow.weight.mul_(0.9).add_(torch.rand(1, 3, generator=self.draw))
+        if not self.training:  # replicas in one process may not change what they share
+            with torch.no_grad():
+                self.slow.weight.mul_(0.9).add_(torch.rand(1, 3, generator=self.draw))
         noise = random.random() + np.random.rand() + torch.rand(())
         return {**output, "loss": output["loss"] + 0 * (noise + self.mean)}
 

@@ -112,12 +112,17 @@ class Adapted:
             return
         given = _arguments_of_log(_kind(self)).bind(self, name, value, *args, **options)
         given.apply_defaults()
-        names = (path for path, part in self.named_modules() if part is value)
+        attribute = given.arguments["metric_attribute"]
+        metric = value if is_metric(value) else self._task.numbers.metric_of(value)
+        if metric is not None and attribute is None:
+            paths = (path for path, part in self.named_modules() if part is metric)
+            attribute = next(paths, None)
+        if metric is not None and attribute and given.arguments["reduce_fx"] == "mean":
+            value = metric
         self._task.numbers.add(
             name,
             value,
-            given.arguments["metric_attribute"]
-            or (next(names, None) if is_metric(value) else None),
+            attribute,
             batch_size=given.arguments["batch_size"],
             reduce_fx=given.arguments["reduce_fx"],
             on_epoch=given.arguments["on_epoch"],

@@ -33,9 +33,16 @@ class Local(threading.local):
     """What this thread's step logs: replicas may have a thread each."""
 
     numbers: Numbers | None = None
+    values: tuple[tuple[Any, Any], ...] = ()  # what metrics have returned, and the metrics
 
 
 LOCAL = Local()
+
+
+def note_value(metric: Any, args: Any, value: Any) -> None:
+    """A hook of a metric's forward, whose value a step may log instead of the metric."""
+    if LOCAL.numbers is not None:
+        LOCAL.values = (*LOCAL.values, (value, metric))
 
 
 def without_stage(kind: str, name: str) -> str:
@@ -78,7 +85,7 @@ class Log:
         try:
             yield numbers
         finally:
-            LOCAL.numbers = None
+            LOCAL.numbers, LOCAL.values = None, ()
 
     @contextmanager
     def alone(self) -> Iterator[Numbers]:
@@ -90,6 +97,10 @@ class Log:
                 yield numbers
         finally:
             self.kind, self.names, self._of_passes = before
+
+    def metric_of(self, value: Any) -> Any:
+        """The metric whose forward has returned this in the step at hand."""
+        return next((metric for known, metric in LOCAL.values if known is value), None)
 
     def begin_pass(self, kind: str) -> None:
         self.kind = kind

@@ -29,6 +29,7 @@ from dpframe.lightning.numbers import (
     divide_counts,
     evaluation_outputs,
     find_number,
+    note_value,
     training_outputs,
     without_stage,
 )
@@ -38,6 +39,7 @@ from dpframe.lightning.trainer import Held, TheirTrainer
 from dpframe.metrics import is_number
 from dpframe.task import Task
 from dpframe.trainer.default_dtype import default_dtype
+from dpframe.trainer.in_place import InPlace
 from dpframe.trainer.outputs import Measured
 
 STAGES = ("validate", "test", "predict")  # modes of dpframe's; else it is "fit"
@@ -104,6 +106,8 @@ class Lightning(Task):
             with default_dtype(trainer.precision.dtype):
                 self.module.configure_model()
         adapt(self.module)  # what these have made
+        for metric in filter(is_metric, self.modules()):
+            metric.register_forward_hook(note_value)
         self.module.trainer = self._theirs
 
     def configure_optimizer(self) -> Any:
@@ -330,7 +334,8 @@ class Lightning(Task):
 
     def _end_batches(self, trainer: Any) -> None:
         ended, self._ended = self._ended, []
-        with self._per_step(trainer):
+        in_place = InPlace(self, trainer.strategy, "on_train_batch_end")
+        with self._per_step(trainer), in_place.watched():
             for output, batch, index in ended:
                 call(self.module.on_train_batch_end, output, batch, index)
 

@@ -20,6 +20,7 @@ from dpframe.trainer.evaluation import Evaluations, means_over
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.fingerprint import fingerprint
 from dpframe.trainer.guard import LossGuard
+from dpframe.trainer.in_place import InPlace
 from dpframe.trainer.placement import Precision
 from dpframe.trainer.profile import Profile, timed, untimed
 from dpframe.trainer.progress import Progress
@@ -97,6 +98,10 @@ def make_training(
     means = means_over(strategy)
     shared.task_metrics.reset()
     guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
+    in_place = InPlace(task, strategy)
+    if in_place.is_needed:
+        on_batch_start = [in_place.begin, *on_batch_start]
+        on_batch_end = [in_place.end, *on_batch_end]
     is_cuda = strategy.device.type == "cuda"
     step = Step(
         task,

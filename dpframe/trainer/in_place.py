@@ -1,0 +1,52 @@
+"""A step that changes weights itself: replicas that share them would each do it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dpframe.errors import UserError
+from dpframe.strategies.base import Strategy
+from dpframe.task import Task
+
+CHECKED = 3  # first times
+
+
+class InPlace:
+    """Within a step, or a hook of a batch, a change of the task's weights is refused, e.g. of a
+    momentum encoder's, where several replicas in one process have the same ones."""
+
+    def __init__(self, task: Task, strategy: Strategy, what: str = "training_step") -> None:
+        self._task, self._what = task, what
+        self._replicas = strategy.replicas
+        share = strategy.replicas > strategy.world_size and not strategy.logical_shares
+        self.is_needed = share and not task.optimizes_by_hand
+        self._left = CHECKED if self.is_needed else 0
+        self._before: dict[str, int] = {}
+
+    def begin(self, *args: Any) -> None:
+        if self._left:
+            self._before = self._versions()
+
+    def end(self, *args: Any) -> None:
+        if not self._left:
+            return
+        self._left -= 1
+        now = self._versions()
+        changed = [name for name, count in self._before.items() if now.get(name, count) != count]
+        if changed:
+            kind = (self._task.own_class or type(self._task)).__name__
+            way = "" if self._task.own_class else ", or change it in on_step_end"
+            raise UserError(
+                f"{kind}.{self._what} changes {changed[0]}, which {self._replicas} replicas in one "
+                f"process share: each would change it in every step; use strategy=ddp{way}"
+            )
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        self.begin()
+        yield
+        self.end()
+
+    def _versions(self) -> dict[str, int]:
+        """How often each weight was changed in place."""
+        return {n: w._version for n, w in self._task.named_parameters() if not w.is_inference()}
