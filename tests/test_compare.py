@@ -54,6 +54,28 @@ def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
     assert Contest("nothing", entries[:1]).svg() == ""
 
 
+def test_a_line_says_where_a_strategy_ends_elsewhere():
+    ends = [("ddp", 2, 0.256), ("cpu", 1, 0.165), ("data_parallel", 2, 0.16500001)]
+    entries = [Entry(a, n, [], 9.0, metrics={"val/loss": value}) for a, n, value in ends]
+    *_, line = str(Contest("summed", entries, "val/loss")).splitlines()
+    said = "another val/loss: 0.256 by strategy=ddp on 2, 0.165 by strategy=cpu on 1; in float32"
+    assert line.startswith(said)
+    assert "another val/loss" not in str(Contest("summed", entries[1:], "val/loss"))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (None, [("cpu", 1), ("ddp", 2), ("fsdp", 2), ("data_parallel", 2)]),
+        (["ddp"], [("ddp", 1), ("ddp", 2)]),
+    ],
+)
+def test_there_is_a_row_of_one_replica(names, expected):
+    job = composed(["recipe=boston", "trainer.gpus=2"])
+    found = [(variant.name, variant.replicas) for variant in variants.list_variants(job, names)]
+    assert sorted(found) == sorted(expected)
+
+
 class Took(torch.autograd.Function):
     """A forward of a second a row, and a backward of ten."""
 

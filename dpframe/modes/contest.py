@@ -1,6 +1,6 @@
 """A recipe trained by several strategies: what an epoch takes on each, and where it comes to."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from statistics import median
@@ -18,6 +18,8 @@ from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.placement import process_settings_restored
 from dpframe.trainer.settings import TrainerSettings
+
+UNLIKE = 1e-4  # relative; rounding in float32 may grow so far in a training
 
 
 @dataclass
@@ -70,8 +72,24 @@ class Contest:
         widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
         if self.fastest is not None:
-            lines += ["", f"fastest: {_named(self.fastest)}"]
+            lines += ["", f"fastest: {_named(self.fastest)}", *self._unlike()]
         return "\n".join([self.title, *lines])
+
+    def _unlike(self) -> Iterator[str]:
+        """A line for each that ends with another value of the metric than the first one."""
+        done = [e for e in self.entries if not e.failure and self.metric in e.metrics]
+        if not done:
+            return
+        first = min(done, key=lambda entry: entry.replicas)
+        for entry in done:
+            one, other = first.metrics[self.metric], entry.metrics[self.metric]
+            if abs(other - one) > UNLIKE * max(abs(one), abs(other)):
+                yield (
+                    f"another {self.metric}: {other:.6g} by strategy={entry.strategy} on "
+                    f"{entry.replicas}, {one:.6g} by strategy={first.strategy} on "
+                    f"{first.replicas}; in float32 rounding may grow so far, which "
+                    "trainer.precision=64 tells, and mode=verify tells other reasons"
+                )
 
     def svg(self) -> str:
         """Samples a second over replicas, a line for each strategy; "" where none has finished."""

@@ -55,12 +55,15 @@ def list_variants(
         if name not in list_strategies(job):
             raise not_one_of("compare.strategies", name, list_strategies(job))
     found: list[Variant] = []
+    is_told = bool(counts or job.settings.trainer.gpus)
     for name in names or _names(job):
         is_alone = name in ALONE
         for count in [1] if is_alone else counts or _counts(job):
-            variant = with_strategy(job, name, None if is_alone and not counts else count)
+            variant = with_strategy(job, name, None if is_alone and not is_told else count)
             if not variant.failure or names:
                 found.append(variant)
+    if found and not counts and all(variant.replicas > 1 for variant in found):
+        found.insert(0, with_strategy(job, found[0].name, 1))  # what the others have to equal
     if not found:
         raise UserError("mode=compare: no strategy fits; set compare.strategies and compare.gpus")
     return found
