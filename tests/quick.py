@@ -129,6 +129,7 @@ TESTS = {
     "test_a_weight_with_a_gradient_is_refused",
     "test_a_length_that_was_given_is_kept",
     "test_by_hand_there_is_noise_as_of_torch",
+    "test_another_value_is_one_line",
     "test_turns_have_noise_of_their_own",
     "test_what_is_no_row_is_refused_in_one_line",
     "test_a_callback_that_runs_last_sees_what_the_others_decided",

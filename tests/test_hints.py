@@ -77,7 +77,7 @@ OF_CLASSES = [  # which are asked once torch is imported
     ("lines data.workerz=2", "did you mean workers?", "data.workers=2"),
     ("lines data.row=9", "did you mean rows?", "data.rows=9"),
     ("lines task.net.bia=false", "did you mean bias?", "task.net.bias=false"),
-    ("lines data.speed=9", "there is: batch_size, divide_streams, drop_last", ""),
+    ("lines data.speed=9", "there is: batch_size, divide_streams, divided, drop_last", ""),
 ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
 from dpframe import seeding
+from dpframe.data.divided import ByRank
 from dpframe.data.module import Batch, Rows, Share, Shares, mapped, tensors_of
 from dpframe.data.order import Agree, order_of
 from dpframe.data.stream import Division, Place, Reader, check
@@ -49,7 +50,7 @@ class Loader:
         agree: Agree = lambda value: value,
         timeout_seconds: float = 0.0,
         place: Keep = lambda tensors: tensors,
-        division: Division | None = None,
+        division: Division | ByRank | None = None,
         tally: Tally = lambda numbers: numbers,
         drop_last: bool = False,
         label: str = "train_sampler returned",

@@ -32,6 +32,7 @@ class DataModule:
 
     `workers` is the number of processes that read for each rank; "auto" measures how many pay off.
     `divide_streams` has each rank and worker read shards of its own, so the batches depend on them.
+    `divided="by_rank"` is for data of which each process has a part of its own already.
     `drop_last` leaves out the last batch of an epoch of training where it has fewer rows.
     Validation, test and prediction have `eval_batch_size`, or `batch_size` where that is None.
     `input` names a file or a folder to predict on, in place of `predict_dataset`.
@@ -40,6 +41,7 @@ class DataModule:
     drop_last = False  # where a class of its own does not call __init__
     eval_batch_size: int | None = None
     input: str | None = None
+    divided: str | None = None
     own_class: type | None = None  # where the user's code is, if not in this class
 
     def __init__(
@@ -48,6 +50,7 @@ class DataModule:
         workers: int | str = 0,
         shuffle: bool = True,
         divide_streams: bool = False,
+        divided: str | None = None,
         drop_last: bool = False,
         eval_batch_size: int | None = None,
         input: str | None = None,
@@ -56,6 +59,7 @@ class DataModule:
         self.workers = workers
         self.shuffle = shuffle
         self.divide_streams = divide_streams
+        self.divided = divided
         self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size
         self.input = input

@@ -15,6 +15,8 @@ from torch.utils.data import (
 from dpframe.data.module import DataModule
 from dpframe.errors import UserError
 
+BY_RANK = "by_rank"
+
 
 @dataclass(frozen=True)
 class Source:
@@ -29,12 +31,16 @@ class Source:
     timeout_seconds: float = 0.0  # 0: trainer.data_timeout_seconds
     options: dict[str, Any] = field(default_factory=dict)  # of the DataLoader that has the workers
     is_divided: bool = False  # if it is a stream
+    is_by_rank: bool = False  # whether each process may have rows of its own
+    method: str = ""  # that returned it
 
     @classmethod
     def of(cls, given: Any, data: DataModule, method: str, *, kind: str) -> "Source":
         """Of what the DataModule's `method` returned; only `train` shuffles. A stream to `predict`
         is not divided, since its rows have an order."""
         trains = kind == "train"
+        if data.divided not in (None, BY_RANK):
+            raise UserError(f"data.divided={data.divided} is not known; set {BY_RANK}, or null")
         if isinstance(given, DataLoader):
             return _of_loader(given, data, method, kind=kind)
         if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face
@@ -51,6 +57,8 @@ class Source:
             data.collate,
             trains and data.drop_last,
             is_divided=data.divide_streams and kind != "predict",
+            is_by_rank=data.divided == BY_RANK and kind != "predict",
+            method=method,
         )
 
 
@@ -89,6 +97,8 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
             "persistent_workers": given.persistent_workers,
         },
         data.divide_streams and kind != "predict",
+        data.divided == BY_RANK and kind != "predict",
+        method,
     )
 
 

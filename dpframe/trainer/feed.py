@@ -5,7 +5,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from dpframe.accelerator import has_streams
 from dpframe.data import Batch, DataModule, Loader, Rows, Share, sets_of
+from dpframe.data.divided import ByRank, OwnRows, unlike
 from dpframe.data.input import dataset_of
 from dpframe.data.order import Order, SamplerOrder
 from dpframe.data.prefetch import keep_on, prefetched
@@ -62,7 +63,7 @@ class Feed:
         *,
         seed: int,
     ) -> "Feed":
-        source = _sources("train", data)[""]
+        source = _by_rank(_sources("train", data)[""], strategy, settings, seed)
         train = _loader(source, strategy, settings, seed=seed)
         has_validation = _returned("val", data) is not None
         batches = train.batches
@@ -152,9 +153,41 @@ def evaluated(
 ) -> dict[str, Loader]:
     """The loader of each `val`, `test` or `predict` data set by its name."""
     return {
-        name: _loader(source, strategy, settings, seed=seed)
+        name: _loader(_by_rank(source, strategy, settings, seed), strategy, settings, seed=seed)
         for name, source in _sources(kind, data).items()
     }
+
+
+def _by_rank(source: Source, strategy: Strategy, settings: TrainerSettings, seed: int) -> Source:
+    """Whether each process has rows of its own is seen in the first ones; that it may has to be
+    said."""
+    if strategy.world_size == 1:
+        return replace(source, is_by_rank=False)
+    how = "rows that are not compared"
+    if settings.share_check != "off":
+        collectives = strategy.collectives
+        how = unlike(source.dataset, collectives.gather, collectives.broadcast)
+    if not how or not source.is_by_rank:
+        if how and settings.share_check != "off":
+            raise UserError(
+                f"{source.method} gives {how}, and dpframe divides each batch itself, so that rows "
+                "would be left out: give all rows in each process, or set data.divided=by_rank "
+                "where each has its own (not to predict)"
+            )
+        return replace(source, is_by_rank=False)
+    if strategy.logical_shares:
+        raise UserError(
+            "data.divided=by_rank with trainer.logical_replicas: which rows meet in a batch would "
+            "depend on the number of ranks; give all rows in each process"
+        )
+    if isinstance(source.dataset, IterableDataset):
+        return source
+    if source.sampler is not None:
+        raise UserError(
+            "data.divided=by_rank with a sampler of its own, which can't know how many rows the "
+            "other processes have; leave it out"
+        )
+    return replace(source, dataset=OwnRows(source.dataset, shuffle=source.shuffle, seed=seed))
 
 
 def _sources(kind: str, data: DataModule) -> dict[str, Source]:
@@ -206,8 +239,10 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
     if strategy.logical_shares:
         workers = workers._replace(draws_apart=True)
     has_one_replica = strategy.replicas == strategy.world_size  # in this process
-    division = None
-    if source.is_divided and isinstance(source.dataset, IterableDataset):
+    division: Division | ByRank | None = None
+    if source.is_by_rank:
+        division = ByRank(strategy.world_size)
+    elif source.is_divided and isinstance(source.dataset, IterableDataset):
         if strategy.logical_shares:
             raise UserError(
                 "data.divide_streams=true with trainer.logical_replicas: which rows meet in a "

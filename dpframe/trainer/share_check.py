@@ -12,10 +12,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ from torch.utils.data import IterableDataset
 from dpframe import seeding
 from dpframe.accelerator import has_float64
 from dpframe.data import Share, move
+from dpframe.data.divided import first_of
 from dpframe.data.source import Source
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
@@ -47,7 +47,6 @@ AGAIN, CUT_AGAIN = 13, 7  # where random numbers may have a size of rows by chan
 EXACT = 1e-6  # in float64, of the numbers that are added
 ROUNDINGS = 64  # in float32, from which on float64 is asked
 LARGE = 1e-4  # in float32, where the step can't be computed in float64
-LARGE_BYTES = 1 << 26
 SLOW_SECONDS = 1.0
 WAYS = (
     'return its "weight" (tokens, boxes) where it is a mean over something else, or a dict of '
@@ -341,11 +340,8 @@ def picked(dataset: Any, count: int) -> Iterator[list[Any]]:
 
 
 def _first(stream: Any, count: int) -> list[Any]:
-    """Of a copy of the stream, so that the stream stays where it is. Large tensors and arrays are
-    not copied: they are what it reads."""
-    large = [each for each in vars(stream).values() if getattr(each, "nbytes", 0) > LARGE_BYTES]
     try:
-        rows = list(islice(deepcopy(stream, {id(each): each for each in large}), count))
+        rows = first_of(stream, count)
     except Exception as error:
         raise NotCompared(f"a copy of the stream says: {first_line(error)}") from None
     if len(rows) < count // 2:

@@ -1,0 +1,122 @@
+"""Data that each process has a part of already, e.g. divided by rank: noticed, and read as such."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset
+
+from dpframe import seeding
+from dpframe.data.module import leaves
+from dpframe.data.order import permutation
+
+LARGE_BYTES = 1 << 26  # of a tensor or an array of a stream that is not copied
+LOOKED_AT = 2  # rows
+CLOSE = 1e-3  # of floats, which other machines may compute a little otherwise
+Look = tuple[int | None, list[list[Any]]]
+"""The rows of a data set, None of a stream, and what is in the first of them."""
+
+
+def first_of(stream: Any, count: int) -> list[Any]:
+    """Its first rows, from a copy, so that the stream stays where it is. Large tensors and arrays
+    are not copied: they are what it reads."""
+    large = [each for each in vars(stream).values() if getattr(each, "nbytes", 0) > LARGE_BYTES]
+    return list(islice(deepcopy(stream, {id(each): each for each in large}), count))
+
+
+def look(dataset: Any) -> Look | None:
+    """None where it can't be told, e.g. because a read fails: the run will say so."""
+    is_stream = isinstance(dataset, IterableDataset)
+    try:
+        with seeding.seeded(0):
+            if is_stream:
+                return None, [list(map(_told, leaves(row))) for row in first_of(dataset, 1)]
+            rows = [dataset[row] for row in range(min(LOOKED_AT, len(dataset)))]
+            return len(dataset), [list(map(_told, leaves(row))) for row in rows]
+    except Exception:
+        return None
+
+
+def _told(leaf: Any) -> Any:
+    """In a few numbers or letters."""
+    if hasattr(leaf, "dtype") and not isinstance(leaf, Tensor):
+        try:
+            leaf = torch.as_tensor(leaf)
+        except Exception:
+            return type(leaf).__name__
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided and leaf.is_floating_point():
+        flat = leaf.detach().double().flatten()
+        ramp = torch.linspace(0, 1, len(flat), dtype=torch.float64, device=flat.device)
+        return [str(tuple(leaf.shape)), *(float(x.sum()) for x in (flat, flat.abs(), flat * ramp))]
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+        content = leaf.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
+        return hashlib.sha256(content.tobytes()).hexdigest()
+    if isinstance(leaf, bool | int | float | str | bytes | None):
+        return leaf
+    return type(leaf).__name__
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(is_alike, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=CLOSE, abs_tol=CLOSE) or one != one != other
+    return bool(one == other)
+
+
+def unlike(dataset: Any, gather: Callable[[Any], list[Any]], agree: Callable[[Any], Any]) -> str:
+    """How the data set is another one in some process; empty if it is the same in all of them.
+
+    Rows that are another each time they are read tell nothing."""
+    own = look(dataset)
+    looks = gather(own)
+    said = ""
+    if looks and None not in looks:
+        first = looks[0]
+        other = next((rank for rank, each in enumerate(looks) if not is_alike(each, first)), None)
+        if other is not None and looks[other][0] != first[0]:
+            said = f"{first[0]} rows on rank 0, and {looks[other][0]} on rank {other}"
+        elif other is not None:
+            said = f"other first rows on rank {other} than on rank 0"
+    said = agree(said)
+    if said.startswith("other"):
+        are_fixed = gather(is_alike(look(dataset), own))
+        said = agree(said if all(are_fixed) else "")
+    return said
+
+
+class ByRank:
+    """As `Division`, of a data set of which each process has a part of its own."""
+
+    workers = 1
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def part(self, dataset: Any, rank: int) -> Any:
+        return dataset
+
+    def described(self) -> str:
+        return f"what each of {self.ranks} ranks has: which rows meet in a batch depends on that"
+
+
+class OwnRows(IterableDataset):
+    """The rows that a process has, as a stream: the others have another number of them."""
+
+    def __init__(self, rows: Any, *, shuffle: bool, seed: int) -> None:
+        self.rows, self.shuffle, self.seed = rows, shuffle, seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order: Sequence[int] = range(len(self.rows))
+        if self.shuffle:
+            order = permutation(len(self.rows), seed=self.seed, epoch=self.epoch).tolist()
+        return (self.rows[row] for row in order)
