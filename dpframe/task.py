@@ -83,7 +83,7 @@ class Task(RowsOfBatch, nn.Module):
     needs_trainer = False  # even for a single step
     own_class: type | None = None  # where the user's code is, if not in the task's class
     scale_lr: Mapping[str, Any] | None = None  # task.scale_lr: batch_size, factor, warmup_steps
-    prefers_metrics = False  # a metric's result replaces a mean of the same name
+    prefers_metrics = False  # a metric's result may have the name of a mean: see logs_metric
     kept_metrics: Set[str] = frozenset()  # metrics that it resets itself, e.g. a best of all epochs
     schedules_turns = False  # schedulers step after each turn of their optimizer, not each epoch
     keeps_state: bool | None = None  # in checkpoints, of its own; None: where it has on_save
@@ -186,6 +186,10 @@ class Task(RowsOfBatch, nn.Module):
     def metric_name(self, kind: str, name: str) -> str:
         """Under which name the result of a metric that it holds is logged."""
         return name
+
+    def logs_metric(self, kind: str, name: str) -> bool:
+        """Whether it has logged a metric that it holds by `metric_name`, as Lightning's do."""
+        return False
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         """Turns the exact means of a pass into what is reported, e.g. the root of a mean."""

@@ -1,8 +1,10 @@
 """LightningModules as users write them, and their data; imported where lightning is installed."""
 
+from fractions import Fraction
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 import torchmetrics
 from torch import Tensor, nn
@@ -367,6 +369,50 @@ class OnlyTheFirst(Linear):
         if self.trainer.is_global_zero:
             self.log("val_loss", self.loss(batch))
         self.log("val_bias", self.net.bias.mean())
+
+
+class Forecasts(Linear):
+    """As pytorch-forecasting's models are: a metric is the loss, of two things, and what is saved
+    has numbers of NumPy's, arrays, and objects."""
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.error = torchmetrics.MeanAbsoluteError().set_dtype(torch.float64)
+        self.scaler = {"rows": np.int64(7), "means": np.arange(3.0), "kind": Fraction(1, 3)}
+
+    @property
+    def forecasts(self) -> bool:
+        return self.trainer is None or self.trainer.state.fn == "predict"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert not self.forecasts and self.trainer.state.stage == "train"
+        guesses = self.net(batch[0])[:, 0]
+        loss = self.error(guesses, batch[1])
+        other = self.error(2 * guesses, batch[1])
+        self.log_dict({"train_error": loss, "train_other": other}, on_epoch=True)
+        return loss + other
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.trainer.state.stage in ("sanity_check", "validate")
+        self.log("val_mae", functional.l1_loss(self.net(batch[0])[:, 0], batch[1]))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["scaler"] = self.scaler
+        checkpoint["hyper_parameters"].update({"half": Fraction(1, 2)})
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.scaler = checkpoint["scaler"]
+        self.loaded = checkpoint["hyper_parameters"]
+
+
+class Asks(Linear):
+    @property
+    def machine(self) -> Any:
+        return self.trainer.gpus_of_the_node
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.machine
 
 
 class Best(Linear):

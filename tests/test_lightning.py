@@ -8,9 +8,11 @@ import os
 import re
 import warnings
 from copy import deepcopy
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +26,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import dpframe  # noqa: E402
 from dpframe import Trainer, TrainerSettings, UserError  # noqa: E402
+from dpframe.callbacks.checkpoint import Checkpoint  # noqa: E402
 from dpframe.lightning import Lightning, LightningData  # noqa: E402
 from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
@@ -188,6 +191,34 @@ def test_a_module_sums_over_the_batch_and_draws_alike_for_its_rows(strategy):
     assert metrics == pytest.approx(alone.metrics, rel=1e-9)
     for one, other in zip(alone.task.parameters(), weights, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_a_metric_that_is_the_loss_logs_nothing_by_itself():
+    alone, wanted = ours(lit.Forecasts(), lit.Rows()), theirs(lit.Forecasts(), lit.Rows())
+    assert alone.metrics["train/error"] == pytest.approx(wanted["train_error_epoch"], rel=1e-6)
+    assert alone.metrics["train/other"] == pytest.approx(wanted["train_other_epoch"], rel=1e-6)
+
+
+def test_what_a_checkpoint_can_not_hold_comes_back_from_the_module_as_it_is_built(tmp_path, caplog):
+    run = RunInfo(directory=str(tmp_path))
+    settings = TrainerSettings(max_epochs=1, threads=1, precision="64")
+    parts = {"callbacks": [Checkpoint(monitor="auto")], "run": run, "settings": settings}
+    first = Trainer(Lightning(lit.Forecasts(4)), LightningData(lit.Rows()), **parts)
+    first.task.module.scaler["rows"] = np.int64(9)
+    first.fit()
+    said = [record.message for record in caplog.records]
+    assert any("scaler.kind (Fraction), hyper_parameters.half (Fraction)" in line for line in said)
+    assert len(said) == 1
+    resumed = ours(lit.Forecasts(5), lit.Rows(), resume=f"{tmp_path}/checkpoints/last.ckpt")
+    module = resumed.task.module
+    assert module.scaler["rows"] == 9 and module.scaler["kind"] == Fraction(1, 3)
+    assert module.scaler["means"].tolist() == [0, 1, 2]
+    assert module.loaded == {"width": 4, "half": Fraction(1, 2)}
+
+
+def test_why_a_property_can_not_be_read_is_said():
+    with pytest.raises(UserError, match=r"Asks reads self.trainer.gpus_of_the_node, which is not"):
+        ours(lit.Asks(), lit.Rows())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dpframe import checkpoint, files
 from dpframe.callbacks.monitor import Monitor, unfit_in_checkpoint
 from dpframe.checkpoint import seal
+from dpframe.checkpoint.plain import refuse_unplain
 from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below, suggestion
 from dpframe.trainer.callback import Callback
 
@@ -23,6 +24,7 @@ KEY = "callbacks.checkpoint"
 LAST, BEST = "last.ckpt", "best.ckpt"
 EPOCH = "epoch{epoch:04d}"
 EXAMPLE = "f1-{epoch}-{val/f1:.3f}"
+AUTO, USUAL = "auto", "val/loss"
 PLAIN = "[A-Za-z0-9_.,=+@-]"  # a letter of a file's name
 
 
@@ -34,6 +36,7 @@ class Checkpoint(Callback):
     `seconds_between` is the least time between two writes. An epoch that ends sooner after the last
     save is saved only if it is a best.
 
+    `monitor="auto"` is val/loss where that is measured; else `last.ckpt` alone is kept.
     With a `file`, e.g. `f1-{epoch}-{val/f1:.3f}`, it keeps the best under names of that pattern and
     of their steps, and leaves `last.ckpt` and `best.ckpt` to another of these callbacks.
     """
@@ -44,7 +47,7 @@ class Checkpoint(Callback):
 
     def __init__(
         self,
-        monitor: str = "val/loss",
+        monitor: str = USUAL,
         mode: str = "min",
         keep: int = 1,
         every_n_epochs: int | None = 1,
@@ -60,7 +63,8 @@ class Checkpoint(Callback):
         refuse_below(f"{KEY}.seconds_between", seconds_between, 0)
         if file is not None:
             refuse_below(f"{KEY}.keep", keep, use="1 or more where there is a file")
-        self.monitor = Monitor(monitor, mode, key=KEY)
+        self.is_chosen = monitor != AUTO
+        self.monitor = Monitor(monitor if self.is_chosen else USUAL, mode, key=KEY)
         self.file = file
         self.pattern = FilePattern(EPOCH if file is None else file)
         self.keep = keep
@@ -77,10 +81,15 @@ class Checkpoint(Callback):
         self.writer = self.writer_type(seconds_between)
 
     def monitored(self) -> list[tuple[str, str]]:
-        return [(f"{self.monitor.key}.monitor", self.monitor.name)] if self.keep else []
+        is_needed = self.keep and self.is_chosen
+        return [(f"{self.monitor.key}.monitor", self.monitor.name)] if is_needed else []
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         self._refuse_same_names(trainer)
+        # What a checkpoint can't hold is told before the first step.
+        state = trainer.state_dict(whole=_sharding(trainer) is None)
+        if trainer.strategy.is_main:
+            refuse_unplain(state)
         if trainer.strategy.is_main:
             _directory(trainer).mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(_directory(trainer))
@@ -182,6 +191,14 @@ class Checkpoint(Callback):
         step = trainer.global_step
         has_value = step == trainer.progress.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
+            return []
+        if not self.is_chosen and self.monitor.name not in trainer.metrics:
+            if self.judged_step < 0 and trainer.strategy.is_main:
+                log.warning(
+                    "%s is not measured, so that %s alone is kept; set %s.monitor, there is: %s",
+                    *(self.monitor.name, LAST, KEY, ", ".join(trainer.metrics) or "nothing"),
+                )
+            self.judged_step = step
             return []
         self.judged_step = step
         value = self.monitor.value(trainer.metrics)

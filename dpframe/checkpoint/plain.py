@@ -67,11 +67,18 @@ def map_tensors(value: Any, call: Callable[[Tensor, str], Any], where: str = "")
         return kind([map_tensors(each, call, where) for each in value])
     if isinstance(value, Tensor):
         return call(value, where[1:])
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a scalar of NumPy's
+        return map_tensors(value.item(), call, where)
     what = "empty bytes" if kind is bytes else f"a {kind.__module__}.{kind.__name__}"
     raise UserError(
         f"a checkpoint can't hold {where[1:]}, {what}; use numbers, text, tensors and lists or "
         "dicts of them"
     )
+
+
+def refuse_unplain(state: dict[str, Any]) -> None:
+    """What `weights_only` could not read back, before there is a file."""
+    map_tensors(state, lambda tensor, _: tensor)
 
 
 def refuse_more_numbers(state: Any, size: int, *, is_sharded: bool) -> None:

@@ -42,7 +42,11 @@ def objective_of(config: Mapping[str, Any]) -> Objective:
 
 def _monitors(callbacks: Mapping[str, Any]) -> list[Objective]:
     return [
-        Objective(str(node["monitor"]), str(node.get("mode", "min")), f"callbacks.{name}")
+        Objective(_metric(node["monitor"]), str(node.get("mode", "min")), f"callbacks.{name}")
         for name, node in callbacks.items()
         if isinstance(node, Mapping) and node.get("monitor")
     ]
+
+
+def _metric(monitor: Any) -> str:
+    return Objective().metric if monitor == "auto" else str(monitor)

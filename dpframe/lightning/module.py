@@ -90,6 +90,13 @@ class Adapted:
         made: Any = super().__reduce_ex__(protocol)
         return _made_again, (own_class(self),), *made[2:]
 
+    def __getattr__(self, name: str) -> Any:
+        """Torch asks here where a property has raised an AttributeError, whose text says why."""
+        found = inspect.getattr_static(type(self), name, None)
+        if isinstance(found, property) and found.fget is not None:
+            return found.fget(self)
+        return super().__getattr__(name)  # type: ignore[misc]
+
     @property
     def _task(self) -> Any:
         return self.trainer.task

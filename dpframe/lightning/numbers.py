@@ -98,9 +98,19 @@ class Log:
         finally:
             self.kind, self.names, self._of_passes = before
 
+    def name_of(self, kind: str, path: str) -> str:
+        """Under which the metric at this path of the module is logged: the path is another."""
+        kind, _, _ = kind.partition("/")  # of one of several data sets
+        return self.names.get(f"{kind}/{path}", without_stage(kind, path))
+
+    def has_metric(self, kind: str, path: str) -> bool:
+        return f"{kind.partition('/')[0]}/{path}" in self.names
+
     def metric_of(self, value: Any) -> Any:
-        """The metric whose forward has returned this in the step at hand."""
-        return next((metric for known, metric in LOCAL.values if known is value), None)
+        """The metric whose forward has returned this in the step at hand, if it was called once:
+        else its result is over more than this value."""
+        metric = next((metric for known, metric in LOCAL.values if known is value), None)
+        return metric if sum(each is metric for _, each in LOCAL.values) == 1 else None
 
     def begin_pass(self, kind: str) -> None:
         self.kind = kind

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from dpframe.errors import UserError
 from dpframe.lightning.by_hand import ByHand
+from dpframe.lightning.checkpoint import kept, merged, of_lightning, own_part
 from dpframe.lightning.data import LightningData
 from dpframe.lightning.module import (
     adapt,
@@ -31,7 +32,6 @@ from dpframe.lightning.numbers import (
     find_number,
     note_value,
     training_outputs,
-    without_stage,
 )
 from dpframe.lightning.optimizer_step import StepsAgain, StepsByModule, mean_loss
 from dpframe.lightning.schedules import Schedule, ScheduledOptimizer, Schedules, read_optimizers
@@ -83,6 +83,7 @@ class Lightning(Task):
         self._is_recomputing = False  # the gradients of a step whose hooks were called
         self._outputs: list[Measured] | None = None  # of the step at hand, for its closure
         self._stage = "fit"
+        self._told: set[str] = set()  # what checkpoints can't hold
         self._theirs = TheirTrainer(self)
         module.trainer = self._theirs
 
@@ -232,9 +233,10 @@ class Lightning(Task):
         return divide_counts(means)
 
     def metric_name(self, kind: str, name: str) -> str:
-        kind, _, _ = kind.partition("/")  # of one of several data sets
-        name = name.removeprefix("module.")
-        return self.numbers.names.get(f"{kind}/{name}", without_stage(kind, name))
+        return self.numbers.name_of(kind, name.removeprefix("module."))
+
+    def logs_metric(self, kind: str, name: str) -> bool:
+        return self.numbers.has_metric(kind, name.removeprefix("module."))
 
     def begin_pass(self, kind: str) -> None:
         self.numbers.begin_pass(kind)
@@ -360,20 +362,19 @@ class Lightning(Task):
         self._tear_down(trainer)
 
     def on_save(self, trainer: Any, state: dict[str, Any]) -> None:
-        theirs = self._checkpoint(state)
-        given = set(theirs)
-        self.module.on_save_checkpoint(theirs)
-        own = {key: value for key, value in theirs.items() if key not in given}
+        own = kept(self.module, own_part(self.module, self._checkpoint(state)), self._told)
         metrics = {n: m for n, m in self.named_modules() if n in self.kept_metrics}
         states = {name: deepcopy(metric.metric_state) for name, metric in metrics.items()}
         state[KEPT] = {"steps": self.by_hand.steps, "own": own, "metrics": states}
 
     def on_load(self, trainer: Any, state: dict[str, Any]) -> None:
-        kept = state.get(KEPT, {})
-        self.by_hand.steps = kept.get("steps", 0)
-        self._loaded_metrics = kept.get("metrics", {})
+        theirs = state.get(KEPT, {})
+        self.by_hand.steps = theirs.get("steps", 0)
+        self._loaded_metrics = theirs.get("metrics", {})
         self.current_epoch = trainer.progress.epoch
-        self.module.on_load_checkpoint(self._checkpoint(state) | kept.get("own", {}))
+        there = self._checkpoint(state)
+        own = merged(own_part(self.module, dict(there)), theirs.get("own", {}))
+        self.module.on_load_checkpoint(there | own)
 
     def _load_metrics(self) -> None:
         loaded, self._loaded_metrics = self._loaded_metrics, {}
@@ -386,10 +387,8 @@ class Lightning(Task):
             self.kept_metrics.add(name)
 
     def _checkpoint(self, state: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with Lightning's keys."""
-        weights = {key.removeprefix("module."): value for key, value in state["task"].items()}
         counts = {"epoch": self.current_epoch, "global_step": self._theirs.global_step}
-        return {**counts, "state_dict": weights}
+        return of_lightning(self, state["task"], counts)
 
     def loss_of_step(self) -> Tensor:
         """The closure that `optimizer_step` gets: the gradients are there already. It returns the

@@ -44,6 +44,9 @@ READ: dict[str, Callable[[Any], Any]] = {
     "testing": lambda here: here.kind == "test",
     "predicting": lambda here: here.kind == "predict",
     "evaluating": lambda here: here.kind in ("val", "test"),
+    "state": lambda here: SimpleNamespace(
+        fn=here.ours.mode or "fit", stage=here.stage, status="running"
+    ),
     # its settings
     "accumulate_grad_batches": lambda here: here.ours.settings.accumulate,
     "gradient_clip_val": lambda here: (
@@ -132,6 +135,12 @@ class TheirTrainer:
     def kind(self) -> str:
         """Of the pass: train, val, test or predict."""
         return self.task.numbers.kind
+
+    @property
+    def stage(self) -> str:
+        if self.sanity_checking:
+            return "sanity_check"
+        return {"": "train", "val": "validate"}.get(self.kind, self.kind)
 
     def read_length(self, name: str, value: int | None, without: float) -> float:
         self.lengths[name] = without if value is None else value

@@ -37,7 +37,7 @@ class TaskMetrics:
     def __init__(self, task: Task, strategy: Strategy) -> None:
         self._task = type(task).__name__
         self._prefers_metrics = task.prefers_metrics
-        self._name = task.metric_name
+        self._name, self._is_logged = task.metric_name, task.logs_metric
         self._end_pass = task.end_pass if task.has_own("end_pass") else None
         self._kept = task.kept_metrics
         self._strategy = strategy
@@ -169,10 +169,11 @@ class TaskMetrics:
     ) -> dict[str, float]:
         """The numbers. A matrix needs a name of its own, too."""
         named: dict[str, float | None] = {}
-        for name, value in results:
-            name = f"{kind}/{self._name(kind, name)}"
+        for metric, value in results:
+            name = f"{kind}/{self._name(kind, metric)}"
             if self._prefers_metrics:
-                pass
+                if name in means and not self._is_logged(kind, metric):
+                    continue  # e.g. a metric `loss` that computes the loss
             elif name in means or name in named:
                 other = "of another one" if name in named else "in what its step returns"
                 raise UserError(
