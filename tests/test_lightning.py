@@ -9,6 +9,7 @@ import re
 import warnings
 from copy import deepcopy
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
 from dpframe.strategies.fsdp import FSDP  # noqa: E402
+from dpframe.testing import check_strategy, verify  # noqa: E402
+from dpframe.testing.course import Recipe  # noqa: E402
 from dpframe.trainer import RunInfo  # noqa: E402
 
 EPOCHS = 3
@@ -208,7 +211,8 @@ def test_what_a_checkpoint_can_not_hold_comes_back_from_the_module_as_it_is_buil
     first.fit()
     said = [record.message for record in caplog.records]
     assert any("scaler.kind (Fraction), hyper_parameters.half (Fraction)" in line for line in said)
-    assert len(said) == 1
+    assert any("val/loss is not measured, so that last.ckpt alone is kept" in line for line in said)
+    assert len(said) == 2
     resumed = ours(lit.Forecasts(5), lit.Rows(), resume=f"{tmp_path}/checkpoints/last.ckpt")
     module = resumed.task.module
     assert module.scaler["rows"] == 9 and module.scaler["kind"] == Fraction(1, 3)
@@ -733,16 +737,38 @@ def test_what_the_page_shows_trains(tmp_path):
         assert re.search(r"^epoch 2/2  step 10  .*val/loss \d", done.stdout, re.M), done.stdout
 
 
+class Summed(lit.Linear):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.net(batch[0])[:, 0] - batch[1]).square().sum()
+
+
+def recipe_of(kind: Any) -> Recipe:
+    return Recipe("mine", partial(adapted, kind), partial(LightningData, lit.Rows()))
+
+
+def adapted(kind: Any) -> Lightning:
+    return Lightning(kind())
+
+
+@pytest.mark.parametrize("kind", [lit.LogsValues, lit.ByHand])
+def test_a_module_is_verified_beside_one_trainer(kind):
+    only = ["weights", "loss_curve", "metrics", "evaluation", "checkpoint"]
+    report = check_strategy(DDP, recipe=recipe_of(kind), only=only, gpus=2, accelerator="cpu")
+    assert report.notes == [] and "6 of mine" in report["metrics"].compared
+
+
+def test_a_module_whose_loss_is_no_mean_over_rows_is_noticed():
+    only = ["weights", "loss_curve", "mean_over_rows"]
+    report = verify(partial(DataParallel, 3, "cpu"), recipe=recipe_of(Summed), only=only)
+    assert [finding.check for finding in report.failed] == only
+    assert "mine's loss of 5 rows is" in report["mean_over_rows"].cause
+
+
 def test_reports_that_time_or_compare_parts_of_a_step_refuse_what_a_module_does_itself(tmp_path):
     by_hand = ["task.module._target_=lit.ByHand", "strategy=cpu"]
-    tune, verify = lines(
-        ["mode=tune", "tune.find=[batch_size]", *by_hand],
-        ["mode=verify", "strategy=cpu"],
-        folder=tmp_path,
-    )
+    [tune] = lines(["mode=tune", "tune.find=[batch_size]", *by_hand], folder=tmp_path)
     assert "mode=tune times the parts of a step, and ByHand steps its" in tune.err
-    assert "mode=verify compares with steps that no Trainer makes, which a Li" in verify.err
-    assert {tune.code, verify.code} == {2}
+    assert tune.code == 2
 
 
 # ---- modules as Lightning ships them

@@ -40,6 +40,8 @@ class Step(Task):
         layers = nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 1)
         super().__init__(nn.Sequential(*layers), SGD)
         self.of = of
+        self.center = torch.ones(())
+        self.register_buffer("seen", torch.ones(()))
         self.to(precision)
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
@@ -84,6 +86,14 @@ def contrasts_gathered(task, x, y, labels):
     return functional.cross_entropy(5 * a @ b.T, torch.arange(len(a)))
 
 
+def follows(task, x, y, labels):
+    """The mean of the gathered rows of the step before; in a replica's own attribute and buffer."""
+    before = task.center + task.seen
+    task.center = task.all_gather(task.net(x)).mean().detach()
+    task.seen.add_(1)
+    return ((task.net(x) - y).square() * before).mean()
+
+
 def vae(task, x, y, labels):
     noise = torch.randn_like(x[:, :1]) + torch.distributions.Normal(0.0, 1.0).rsample((len(x), 1))
     return (functional.dropout(task.net(x), 0.3) + noise - y).square().sum(dim=1).mean()
@@ -115,6 +125,14 @@ HONEST = {
     "a sum for the whole batch": lambda t, x, y, _: error(t, x, y).sum() * t.batch_rows / len(x),
     "tokens with their weight": token_weight,
     "gathered rows": contrasts_gathered,
+    "gathered rows in attributes": follows,
+    "noise of rows": lambda t, x, y, _: (t.net(x) * t.randn_rows(len(x), 1).to(x) - y).mean(),
+    "two means by name": lambda t, x, y, labels: {
+        "loss": {
+            "tokens": (token_mean(t, x, y, labels), (labels >= 0).sum()),
+            "rows": (error(t, x, y).mean(), len(x)),
+        }
+    },
     "noise and dropout": vae,
     "as many draws as rows": codes,
     "a small difference of large means": lambda t, x, y, _: (

@@ -99,6 +99,7 @@ class Lightning(Task):
         self._stage = mode if mode in STAGES else "fit"
         self.clip_norm, self.clip_value = trainer.settings.clip_norm, trainer.settings.clip_value
         data = trainer.data
+        data = getattr(data, "data", data)  # the kit's have another's first rows
         with self._theirs.setting_up():
             if isinstance(data, LightningData):
                 data.connect(self.module, self._theirs, self._stage)

@@ -4,7 +4,7 @@ import sys
 from typing import Any
 
 from dpframe.config.compose import Composed
-from dpframe.errors import Failure, UserError
+from dpframe.errors import Failure
 
 
 def run(job: Composed) -> dict[str, Any]:
@@ -13,18 +13,11 @@ def run(job: Composed) -> dict[str, Any]:
     A run of a sweep doesn't exit: the other runs go on. Nor does one from Python.
     """
     from dpframe.config.parts import strategy_of
-    from dpframe.config.target import find
     from dpframe.modes.report import refuse_checkpoint, show
     from dpframe.testing import verify
     from dpframe.testing.verification import recipe_of
 
     refuse_checkpoint(job, "starts from the recipe's own weights")
-    maker = find(job.config["task"]["_target_"], "task")  # a class, or a function
-    if getattr(maker, "needs_trainer", False):
-        raise UserError(
-            "mode=verify compares with steps that no Trainer makes, which a LightningModule needs; "
-            "verify the strategy by another recipe, or compare runs by mode=compare"
-        )
     verdict = verify(strategy_of(job), recipe=recipe_of(job))
     found = None  # a sweep takes a run without a summary for one that failed
     if verdict.passed:

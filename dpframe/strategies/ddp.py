@@ -66,6 +66,7 @@ class DDP(Processes, takes_logical_shares=True):
 
     def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
         if not training:
+            self.current = None  # a task that steps its optimizers itself has no other
             return module
         for name, buffer in module.named_buffers():
             if buffer.layout != torch.strided:

@@ -1,7 +1,7 @@
 """The checks by name: what each of them needs to be measured, and how it judges that."""
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Set
 from functools import partial
 from itertools import chain
 
@@ -9,6 +9,7 @@ import torch
 
 from dpframe import checkpoint
 from dpframe.errors import UserError, suggestion
+from dpframe.testing import alone
 from dpframe.testing import reference as plain
 from dpframe.testing.course import TOLERANCE
 from dpframe.testing.distance import (
@@ -251,7 +252,7 @@ def _weights(evidence: Evidence, name: str) -> Apart:
     course, runs = evidence.courses[name], evidence.of_each(name)
     actual, causes = runs[0].weights, []
     tolerance = evidence.tolerance if name == "recipe" else course.tolerance
-    apart = weights_apart(actual, plain.reference(course).weights, tolerance)
+    apart = weights_apart(actual, evidence.expected(name).weights, tolerance)
     if apart.where:
         causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
     kept = [run.weights for run in runs] if course.is_small else [actual]
@@ -275,7 +276,7 @@ def _weights(evidence: Evidence, name: str) -> Apart:
 
 def _log(evidence: Evidence, name: str, part: str) -> Apart:
     course = evidence.courses[name]
-    expected = plain.reference(course)
+    expected = evidence.expected(name)
     others = evidence.separable.others if name == "recipe" else frozenset()
     names = {key for key in expected.log if key.endswith("/loss") == (part == "loss")}
     comparable = _comparable(names, others)
@@ -283,7 +284,7 @@ def _log(evidence: Evidence, name: str, part: str) -> Apart:
     return Apart(apart.most, apart.where and f"{course.recipe.name}: {apart.where}")
 
 
-def _comparable(names: Iterable[str], others: frozenset[str]) -> set[str]:
+def _comparable(names: Iterable[str], others: Set[str]) -> set[str]:
     """If some metric is no mean over rows, what `summarize` makes of it is none either."""
     kept = {"loss", "lr", "grad_norm"} - others
     return {name for name in names if not others or name.partition("/")[2] in kept}
@@ -326,7 +327,9 @@ def evaluation(evidence: Evidence) -> Outcome:
     courses = [(name, course, run) for name, course, run in evidence.saved if run.validated]
     for name, course, run in courses:
         try:
-            expected, others = plain.evaluate(course, run.weights, run.steps)
+            by_hand = name != "recipe" or not evidence.needs_trainer
+            evaluate = plain.evaluate if by_hand else alone.evaluate
+            expected, others = evaluate(course, run.weights, run.steps)
         except UserError as error:
             causes.append(str(error))
             continue

@@ -263,6 +263,7 @@ class FirstRows(DataModule):
     def __init__(self, data: DataModule, course: Course) -> None:
         super().__init__(course.batch_size, workers=0, shuffle=data.shuffle)
         self.data = data
+        self.module = getattr(data, "module", None)  # of Lightning's
         self.course = course
         self.collate = data.collate  # type: ignore[method-assign]
 

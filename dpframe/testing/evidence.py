@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from dpframe.testing import alone
 from dpframe.testing import reference as plain
 from dpframe.testing.course import Course, courses
-from dpframe.testing.distance import weights_apart
+from dpframe.testing.distance import Curve, weights_apart
 from dpframe.testing.measure import Note, Plan, Run, Shares
+from dpframe.testing.separable import Separable, separable
 
 SHOWN = 6  # numbers of a long list
 
@@ -66,9 +68,25 @@ class Evidence:
         return courses(self.plan.recipe, self.replicas)
 
     @cached_property
-    def separable(self) -> plain.Separable:
+    def separable(self) -> Separable:
         recipe = self.courses.get("recipe")
-        return plain.Separable() if recipe is None else plain.separable(recipe)
+        return Separable() if recipe is None else separable(recipe)
+
+    @cached_property
+    def needs_trainer(self) -> bool:
+        """The recipe's task, for a single step."""
+        recipe = self.courses.get("recipe")
+        return recipe is not None and recipe.build()[0].needs_trainer
+
+    @cached_property
+    def _recipe_alone(self) -> Curve:
+        return alone.reference(self.courses["recipe"])
+
+    def expected(self, name: str) -> Curve:
+        """What a course gives on one process."""
+        if name == "recipe" and self.needs_trainer:
+            return self._recipe_alone
+        return plain.reference(self.courses[name])
 
     @property
     def curves(self) -> list[str]:
@@ -80,9 +98,9 @@ class Evidence:
     def tolerance(self) -> float:
         """The tolerance of the recipe's weights, larger if rounding alone moves them farther."""
         course = self.courses["recipe"]
-        expected = plain.reference(course).weights
+        expected = self.expected("recipe").weights
         most = weights_apart(self.main["recipe"].weights, expected, course.tolerance).most
-        if not course.tolerance < most <= plain.FARTHEST:
+        if not course.tolerance < most <= plain.FARTHEST or self.needs_trainer:
             return course.tolerance
         return max(course.tolerance, plain.sensitivity(course, self.replicas))
 

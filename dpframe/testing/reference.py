@@ -15,9 +15,8 @@ from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.metrics import Means
 from dpframe.parameters import updated_by
 from dpframe.rows import current_share
-from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Task, TaskContext
-from dpframe.testing.course import Course, takes_turns, why_not
+from dpframe.testing.course import Course
 from dpframe.testing.distance import (
     INFINITY,
     ROUNDINGS,
@@ -194,7 +193,7 @@ def evaluate(course: Course, weights: Weights, step: int) -> tuple[Curve, frozen
     numbers, whole = _validate(task, data, course.batch_size)
     _, parts = _validate(task, data, course.batch_size, cut=3)
     log = {f"val/{name}": [(step, value)] for name, value in numbers.items()}
-    return Curve(log, {}, roundings(whole)), _unlike(whole, parts)
+    return Curve(log, {}, roundings(whole)), unlike(whole, parts)
 
 
 @torch.no_grad()
@@ -255,84 +254,7 @@ def _restore(course: Course, weights: Weights) -> tuple[Task, Any]:
     return task, data
 
 
-# ---- what can be compared at all
-
-
-class Separable(NamedTuple):
-    """Which numbers of a recipe are means over its rows: only those can be the same everywhere."""
-
-    reason: str = ""  # why its curve can't be compared
-    others: frozenset[str] = frozenset()  # metrics that are no such means
-    compared: str = ""  # the loss of which shares, where that could be tried
-    coupled: str = ""  # how the loss differs
-    changed: tuple[str, ...] = ()  # the buffers that a step changes
-
-
-@torch.no_grad()
-def separable(course: Course) -> Separable:
-    """Compares a batch's numbers with the means of what its shares give."""
-    task, data = course.build()
-    reason = why_not(task)
-    if not task.has_own("training_step") or takes_turns(task):
-        return Separable(reason)
-    task.double()
-    if reason:
-        task.eval()
-    data.setup()
-    train: Any = data.train_dataset()
-    rows = torch.arange(min(8, len(train)))
-    shares = rows.split(-(-len(rows) // 3))
-
-    task.run_context = TaskContext(strategy=DataParallel())
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in task.named_buffers()}
-
-    def measured(*parts: Tensor, seed: int = 0) -> Outputs:
-        """Runs the parts as replicas of one process. The task's buffers are as before."""
-        for buffer, before in buffers.values():
-            buffer.copy_(before)
-        replicas = Replicas(EvalStep(task, "training_step"), [torch.device("cpu")] * len(parts))
-        batches = [
-            Share(_batch(data, train, part), len(part), len(rows), part.tolist()) for part in parts
-        ]
-        with seeding.seeded(seed):
-            returned = with_default_dtype(torch.float64, replicas)(batches)
-        return [(count, detached(output)) for count, output in returned]
-
-    def draws() -> bool:
-        return "loss" in _unlike(measured(rows), measured(rows, seed=1))
-
-    if not reason and draws():
-        reason = f"the loss of the same {len(rows)} rows differs by what it draws at random"
-        task.eval()
-    try:
-        whole, parts = measured(rows), measured(*shares)
-        if draws():
-            return Separable(reason)
-    except Exception:
-        if task.training:
-            raise
-        return Separable(reason)  # a step that needs training mode
-    changed = tuple(name for name, (now, before) in buffers.items() if not torch.equal(now, before))
-    if changed:  # each replica of a process does that again: the curve tells whether it matters
-        return Separable(reason, changed=changed)
-    others = _unlike(whole, parts)
-    sizes = " ".join(str(len(share)) for share in shares)
-    compared = f"{course.recipe.name}'s loss of {len(rows)} rows, and of shares of {sizes}"
-    if roundings(whole + parts)["loss"] > 0:
-        reason = reason or "its loss is rounded to float32, so that its shares' gradients are, too"
-    coupled = ""
-    if "loss" in others:
-        coupled = (
-            f"{course.recipe.name}'s loss of {len(rows)} rows is {means(whole)['loss']:.9g} in "
-            f"one batch and {means(parts)['loss']:.9g} in shares of {sizes}, so that other "
-            "numbers of replicas train on something else: return the mean over the rows, or as "
-            "'weight' what it is a mean over; a loss that compares rows with each other, e.g. a "
-            "contrastive one, has to use self.all_gather"
-        )
-    return Separable(reason, others - {"loss"}, compared, coupled)
-
-
-def _unlike(whole: Outputs, parts: Outputs) -> frozenset[str]:
+def unlike(whole: Outputs, parts: Outputs) -> frozenset[str]:
     """The names whose means differ by more than rounding."""
     rounding, others = roundings(whole), means(parts)
     return frozenset(

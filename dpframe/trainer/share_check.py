@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -148,6 +149,7 @@ class Trial:
     needs_gradients: bool = False
     rows: int = ROWS
     cut: int = CUT
+    exact: float = EXACT
     gathers: bool = field(default=False, init=False)
     draws: bool = field(default=False, init=False)
 
@@ -159,7 +161,7 @@ class Trial:
         with seeding.seeded(0), restore_modes(self.task):
             self.task.eval()
             for samples in picked(source.dataset, self.rows):
-                apart = self.compare(samples, source.collate, _limit(self.task))
+                apart = self.compare(samples, source.collate, self._limit())
                 if apart and _dtype(self.task) != torch.float64:
                     apart = self._beyond_rounding(apart, samples, source.collate)
                 found = {each.name: each for each in apart} | found
@@ -177,6 +179,10 @@ class Trial:
             raise NotCompared(f"a step of a few rows says: {first_line(error)}") from None
         return [each for each in compared(whole, parts) if not each.off <= limit]
 
+    def _limit(self) -> float:
+        dtype = _dtype(self.task)
+        return self.exact if dtype == torch.float64 else ROUNDINGS * torch.finfo(dtype).eps
+
     def _beyond_rounding(
         self, apart: list[Difference], samples: Any, collate: Any
     ) -> list[Difference]:
@@ -186,7 +192,7 @@ class Trial:
             self.dtype = torch.float64
             try:
                 with widened(self.task):
-                    return self.compare(samples, collate, EXACT)
+                    return self.compare(samples, collate, self.exact)
             except NotCompared:
                 pass
             finally:
@@ -237,13 +243,25 @@ class Trial:
             raise NotCompared(f"it gathers rows, and {self.strategy.name} keeps parts of weights")
         with self._trying(Gatherable(self.strategy)):
             made = [make() for make in shares]
+            tasks = {
+                share.places: self._copied() if n else self.task for n, share in enumerate(made)
+            }
             before = torch.get_rng_state()
-            replicas = Replicas(ShareStep(self._step), [torch.device("cpu")] * len(made))
+            step = ShareStep(lambda share: self._step(share, tasks[share.places]))
+            replicas = Replicas(step, [torch.device("cpu")] * len(made))
             with default_dtype(self.dtype):  # once: the replicas have threads
                 results: list[Measured] = replicas(made)
             if not torch.equal(before, torch.get_rng_state()):
                 raise NotCompared("it gathers rows and draws random numbers")
             return results
+
+    def _copied(self) -> Task:
+        """With the same trained weights, and buffers and attributes of its own, as in a process."""
+        shared = {id(weight): weight for weight in self.task.parameters() if weight.requires_grad}
+        try:
+            return deepcopy(self.task, shared)
+        except Exception as error:
+            raise NotCompared(f"it gathers rows, and a copy says: {first_line(error)}") from None
 
     def _share(self, samples: Any, cut: range, collate: Any) -> Share:
         states = torch.get_rng_state(), _foreign_states()
@@ -255,13 +273,13 @@ class Trial:
     def _gathered(self, share: Share) -> Output:
         """Where the weights are cut, every process computes the same rows at the same time."""
         if self.strategy.sharding is None:
-            return self._step(share)
-        return self.strategy.sharding.run_alone(self.task, self._step, share)
+            return self._step(share, self.task)
+        return self.strategy.sharding.run_alone(self.task, self._step, share, self.task)
 
-    def _step(self, share: Share) -> Output:
+    def _step(self, share: Share, task: Task) -> Output:
         with current_share.of(share, self.turn):
-            output = self.task.step_alone(share.batch, *([self.turn] if self.turn else []))
-            output = one_loss(output, self.task, "training_step")
+            output = task.step_alone(share.batch, *([self.turn] if self.turn else []))
+            output = one_loss(output, task, "training_step")
         if not isinstance(output, dict) or not is_number(output.get("loss")):
             raise NotCompared("the step returns no loss")
         return detached(output)
@@ -367,11 +385,6 @@ def compared(whole: Output, parts: Sequence[Measured]) -> Iterator[Difference]:
         is_alike = of_all == mean or (math.isnan(of_all) and math.isnan(mean))
         off = 0.0 if is_alike else abs(of_all - mean) / size if math.isfinite(size) else math.inf
         yield Difference(name, of_all, mean, off)
-
-
-def _limit(task: Task) -> float:
-    dtype = _dtype(task)
-    return EXACT if dtype == torch.float64 else ROUNDINGS * torch.finfo(dtype).eps
 
 
 def _dtype(task: Task) -> torch.dtype:

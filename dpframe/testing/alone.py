@@ -1,0 +1,27 @@
+"""What a task that needs a Trainer for its steps must equal: one Trainer on the CPU."""
+
+from typing import Any
+
+from dpframe import checkpoint
+from dpframe.strategies.single import CPU
+from dpframe.testing.course import Course
+from dpframe.testing.distance import Curve, Weights
+from dpframe.testing.measure import fit
+from dpframe.trainer import Trainer
+
+
+def reference(course: Course) -> Curve:
+    with CPU() as strategy:
+        run, _ = fit(strategy, course, None)
+    timed = ("step/samples_per_second",)
+    return Curve({name: at for name, at in run.log.items() if name not in timed}, run.weights)
+
+
+def evaluate(course: Course, weights: Weights, step: int) -> tuple[Curve, frozenset[str]]:
+    """The validation of these weights, as logged."""
+    task, data = course.build()
+    with CPU() as strategy:
+        trainer: Any = Trainer(task, data, strategy=strategy, settings=course.settings)
+        checkpoint.load_task(task, {"task": weights})
+        log = {name: [(step, value)] for name, value in trainer.validate().items()}
+    return Curve(log, {}), frozenset()

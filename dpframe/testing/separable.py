@@ -1,0 +1,107 @@
+"""What of a recipe can be compared at all, which is seen before anything is.
+
+Only means over rows are the same on any number of replicas, where nothing is drawn by share."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dpframe import seeding
+from dpframe.data import Share, move
+from dpframe.rows import current_share
+from dpframe.strategies.single import CPU
+from dpframe.testing.course import Course, why_not
+from dpframe.testing.distance import ROUNDINGS, roundings
+from dpframe.trainer import Trainer
+from dpframe.trainer.default_dtype import default_dtype
+from dpframe.trainer.draws import NotCompared
+from dpframe.trainer.losses import one_loss
+from dpframe.trainer.outputs import Measured, detached
+from dpframe.trainer.put_back import put_back
+from dpframe.trainer.share_check import CUT, ROWS, Trial, picked
+
+EXACT = 1e-9  # of a difference that no rounding of float64 makes
+SIZES = f"{CUT} {ROWS - CUT}"
+
+
+@dataclass
+class Separable:
+    """Which numbers of a recipe are means over its rows: only those can be the same everywhere."""
+
+    reason: str = ""  # why its curve can't be compared
+    others: set[str] = field(default_factory=set)  # metrics that are no such means
+    compared: str = ""  # the loss of which shares, where that could be tried
+    coupled: str = ""  # how the loss differs
+    rounding: dict[str, float] = field(default_factory=dict)  # of numbers that it rounds
+    changed: list[str] = field(default_factory=list)  # the buffers that a step changes
+
+
+def separable(course: Course) -> Separable:
+    """By the share check, on a Trainer that has not begun."""
+    task, data = course.build()
+    found = Separable(why_not(task))
+    if not task.has_own("training_step") or task.optimizes_by_hand:
+        return found
+    task.double()
+    with CPU() as strategy:
+        trainer = Trainer(task, data, strategy=strategy, settings=course.settings)
+        trainer.prepare()
+        try:
+            _look(trainer, found)
+            for turn in trainer.updates:
+                _compare(trainer, turn, found, course.recipe.name)
+        except NotCompared as why:
+            found.reason = found.reason or f"its loss can't be compared with its shares': {why}"
+    return found
+
+
+def _look(trainer: Trainer, found: Separable) -> None:
+    """What a step draws, rounds and changes."""
+    task = trainer.task
+    if found.reason:
+        task.eval()
+    before = {name: buffer.clone() for name, buffer in task.named_buffers()}
+    with put_back(task):
+        first = _measured(trainer, seed=0)
+        now = dict(task.named_buffers())
+        found.changed = [name for name, was in before.items() if not torch.equal(was, now[name])]
+    with put_back(task):
+        second = _measured(trainer, seed=1)
+    task.train()
+    found.rounding = roundings([first])
+    if float(first[1]["loss"]) != float(second[1]["loss"]):
+        drawn = f"the loss of the same {ROWS} rows differs by what it draws at random"
+        found.reason = found.reason or drawn
+    elif found.rounding["loss"] > 0:
+        rounded = "its loss is rounded to float32, so that its shares' gradients are, too"
+        found.reason = found.reason or rounded
+
+
+def _measured(trainer: Trainer, *, seed: int) -> Measured:
+    task, source, (turn, *_) = trainer.task, trainer.feed.source, trainer.updates
+    samples = next(picked(source.dataset, ROWS))
+    batch: Any = move(source.collate(samples), torch.device("cpu"), torch.float64)
+    share = Share(batch, ROWS, ROWS, range(ROWS))
+    with seeding.seeded(seed), default_dtype(torch.float64), current_share.of(share, turn):
+        output = task.step_alone(batch, *filter(None, [turn]))
+        return ROWS, detached(one_loss(output, task, "training_step"))
+
+
+def _compare(trainer: Trainer, turn: str, found: Separable, name: str) -> None:
+    trial = Trial(trainer.task, trainer.strategy, trainer.progress, turn, exact=EXACT)
+    apart = {
+        each.name: each
+        for each in trial.differences(trainer.feed.source)
+        if not each.off <= ROUNDINGS * found.rounding.get(each.name, 0.0)
+    }
+    found.compared = f"{name}'s loss of {ROWS} rows, and of shares of {SIZES}"
+    found.others |= apart.keys() - {"loss"}
+    if loss := apart.get("loss"):
+        found.coupled = (
+            f"{name}'s loss{f' of turn {turn}' if turn else ''} of {ROWS} rows is "
+            f"{loss.whole:.9g} in one batch and {loss.parts:.9g} in shares of {SIZES}, so that "
+            "other numbers of replicas train on something else: return the mean over the rows, or "
+            "as 'weight' what it is a mean over; a loss that compares rows with each other, e.g. a "
+            "contrastive one, has to use self.all_gather"
+        )
