@@ -141,10 +141,9 @@ def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any)
     share.draws += 1
     generator = DrawnForAll(device).manual_seed(seed)
     drawn = draw(share.total, *rest, generator=generator, device=device, dtype=dtype)
-    places = share.places
-    if isinstance(places, range) and places.step == 1:
-        return drawn[places.start : places.stop]
-    return drawn[torch.tensor([*(places or ())], device=device)]
+    if share.rows == share.total:
+        return drawn
+    return drawn[torch.as_tensor(share.places, device=device)]
 
 
 def _within(task: Any, name: str) -> CurrentShare:

@@ -136,10 +136,10 @@ class Loader:
         return self._batches(self._plan(epoch, skip, limit), read)
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
-        known, places = -1, list[Sequence]()
+        known, places = -1, list[Sequence[int]]()
         for shares, total in plan:
             if total != known:
-                known, places = total, self._shares(range(total))
+                known, places = total, self._shares(torch.arange(total))  # type: ignore[arg-type]
             pairs = zip(shares, places, strict=True)
             parts = [Share(read(r) if n else None, n, total, place) for (r, n), place in pairs]
             yield Batch(parts, total)
