@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forked import on
+from share_fuzz import fuzz
 from small import SGD, Small, fitted, is_same
 from torch import Tensor, nn
 from torch.nn import functional
@@ -144,6 +145,14 @@ HONEST = {
         .mean()
     ),
 }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_of_random_steps_no_honest_one_is_refused_and_no_planted_term_is_missed(dtype):
+    wrong, noticed = fuzz(80, dtype)
+    assert wrong == [] and noticed > 40
+
+
 NOT_COMPARED = {
     "it draws an order of rows": lambda t, x, y, _: error(t, x, y)[torch.randperm(len(x))].mean(),
     "it draws by Python's or NumPy's random numbers": lambda t, x, y, _: (
