@@ -145,14 +145,6 @@ HONEST = {
         .mean()
     ),
 }
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_of_random_steps_no_honest_one_is_refused_and_no_planted_term_is_missed(dtype):
-    wrong, noticed = fuzz(80, dtype)
-    assert wrong == [] and noticed > 40
-
-
 NOT_COMPARED = {
     "it draws an order of rows": lambda t, x, y, _: error(t, x, y)[torch.randperm(len(x))].mean(),
     "it draws by Python's or NumPy's random numbers": lambda t, x, y, _: (
@@ -401,36 +393,7 @@ def test_a_run_has_the_same_bits_with_it_and_without():
 # Random steps
 
 
-def random_step(draw: random.Random) -> tuple[Any, Any]:
-    """A step that is a mean over rows, and how a term is added that is none."""
-    terms = [
-        lambda t, x, y, labels: error(t, x, y).mean(),
-        lambda t, x, y, labels: (t.net(x).tanh() * y).abs().mean(),
-        lambda t, x, y, labels: torch.rand_like(y).mul(t.net(x)).mean(),
-        lambda t, x, y, labels: functional.dropout(t.net(x), 0.2).sum(dim=1).mean(),
-        lambda t, x, y, labels: t.net(x).exp().mean() + 0 * torch.randn(len(x), 3).mean(),
-        lambda t, x, y, labels: (y.squeeze(1) - t.net(x).squeeze()).abs().mean(),
-    ]
-    faults = [
-        lambda t, x, y, labels: t.net(x).mean().square(),
-        lambda t, x, y, labels: t.net(x).max(),
-        lambda t, x, y, labels: t.net(x).std(),
-        lambda t, x, y, labels: t.net(x).sum(),
-        lambda t, x, y, labels: t.net(x).abs().mean().sqrt(),
-        lambda t, x, y, labels: t.net(x).mean() / len(x),
-    ]
-    chosen = [(draw.choice(terms), draw.uniform(0.1, 3)) for _ in range(draw.randint(1, 3))]
-    fault, size = draw.choice(faults), 10 ** draw.uniform(-1, 0)
-
-    def honest(*args: Any) -> Tensor:
-        return sum(scale * term(*args) for term, scale in chosen)  # type: ignore[return-value]
-
-    return honest, lambda *args: honest(*args) + size * fault(*args)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_random_steps_are_judged_right(dtype):
-    for seed in range(40):
-        honest, planted = random_step(random.Random(seed))
-        assert judged(honest, "strict", dtype) == ("", (), ()), seed
-        assert judged(planted, dtype=dtype).refusal, seed
+def test_of_random_steps_no_honest_one_is_refused_and_no_planted_term_is_missed(dtype):
+    wrong, noticed = fuzz(80, dtype)
+    assert wrong == [] and noticed > 40

@@ -23,6 +23,7 @@ OUTSIDE = (
     "sum over parameters(); use the optimizer's weight_decay for such a sum, or strategy.shard=[], "
     "which gathers all weights for the whole step"
 )
+CHECKED = 3  # first steps, in which a change of weights that would be lost is refused
 CHECKPOINTS = ("sharded", "whole")
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -260,6 +261,7 @@ class Gathering(nn.Module):
         self.strategy = strategy
         self.is_training = training
         self.is_watched = not training
+        self.to_check = CHECKED if training else 0
         has_buffers = next(step.task.buffers(), None) is not None
         self.syncs_buffers = training and strategy.broadcast_buffers and has_buffers
 
@@ -283,6 +285,7 @@ class Gathering(nn.Module):
         if not self.is_watched:
             self.is_watched = True
             self.strategy.watch(absent.ROOT, self.step.task, self.step.task)
+        gathered = gathered_in(self.step.task) if self.to_check else {}
         try:
             result = self.step(*args)
         except RuntimeError as error:
@@ -290,10 +293,29 @@ class Gathering(nn.Module):
                 error.add_note(f"dpframe: {OUTSIDE}")
             raise
         _refuse_parts(result[1] if self.is_training else result)
+        if self.to_check:
+            self.to_check -= 1
+            refuse_lost(self.step.task, gathered)
         if self.is_training:  # fully_shard warns of a loss that is a view
             loss, measured = result
             return loss.clone(), measured
         return result
+
+
+def gathered_in(task: nn.Module) -> dict[str, tuple[Tensor, int]]:
+    """The weights that are whole within a step, and how often each was changed in place."""
+    named = task.named_parameters()
+    return {n: (w, w._version) for n, w in named if not isinstance(w, DTensor)}
+
+
+def refuse_lost(task: Any, before: dict[str, tuple[Tensor, int]]) -> None:
+    changed = [name for name, (weight, count) in before.items() if weight._version != count]
+    if changed:
+        kind = (task.own_class or type(task)).__name__
+        raise UserError(
+            f"{kind}.training_step changes {changed[0]}, which fsdp has gathered for this step "
+            "alone, so that the change would be lost; change it in on_step_end, or use strategy=ddp"
+        )
 
 
 def _refuse_parts(measured: Sequence[tuple[int, Any]]) -> None:
