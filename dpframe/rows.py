@@ -106,10 +106,11 @@ class RowsOfBatch:
 
     def randn_rows(self, *size: int, device: Any = None, dtype: Any = None) -> Tensor:
         """As torch.randn, whose first dimension is the rows of this step's share: each row gets the
-        same numbers on any number of replicas.
+        same numbers on any number of replicas, and on any device.
 
         They follow from the seed, the batch and how often the step has drawn; in an evaluation
-        they are the same each time."""
+        they are the same each time. They are drawn on the CPU, for all rows of the batch; with
+        `device`, e.g. a GPU, they are drawn there, which is faster, and are others."""
         return _drawn(self, "randn_rows", size, device=device, dtype=dtype)
 
     def rand_rows(self, *size: int, device: Any = None, dtype: Any = None) -> Tensor:
@@ -127,9 +128,9 @@ def _drawn(task: Any, name: str, size: Any, **options: Any) -> Tensor:
 def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any) -> Tensor:
     draw = torch.randn if name == "randn_rows" else torch.rand
     # Without an index: in a replica's thread that is the replica's GPU.
-    device = torch.device(task.device.type if device is None else device)
+    there = torch.device(task.device.type if device is None else device)
     if task.run_context.strategy is None and not current_share.rows:  # by hand, without a run
-        return draw(first, *rest, device=device, dtype=dtype)
+        return draw(first, *rest, device=there, dtype=dtype)
     share, context = _within(task, name), task.run_context
     if first != share.rows:
         raise UserError(
@@ -139,11 +140,12 @@ def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any)
     by = () if share.turn is None else (context.epoch, crc32(share.turn.encode()))
     seed = seeding.mix(context.seed, *by, context.batch_index, share.draws)
     share.draws += 1
+    device = torch.device("cpu" if device is None else device)
     generator = DrawnForAll(device).manual_seed(seed)
     drawn = draw(share.total, *rest, generator=generator, device=device, dtype=dtype)
-    if share.rows == share.total:
-        return drawn
-    return drawn[torch.as_tensor(share.places, device=device)]
+    if share.rows != share.total:
+        drawn = drawn[torch.as_tensor(share.places, device=device)]
+    return drawn.to(there)
 
 
 def _within(task: Any, name: str) -> CurrentShare:

@@ -61,7 +61,7 @@ class GAN(dpframe.Task):
     def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Tensor]:
         (images,) = batch
         # A torch.randn would draw other numbers on 3 replicas than on 2.
-        fake = self.generator(self.randn_rows(len(images), self.latent, device=images.device))
+        fake = self.generator(self.randn_rows(len(images), self.latent))
         if turn == "generator":
             return {"loss": softplus(-self.critic(fake)).mean()}
         real = images.unflatten(1, (1, SIDE, SIDE)).requires_grad_()

@@ -39,7 +39,7 @@ class VAE(dpframe.Task):
         (images,) = batch
         mean, log_variance = self.encoder(images).chunk(2, dim=1)
         # A torch.randn would draw other numbers on 3 replicas than on 2.
-        noise = self.randn_rows(*mean.shape, device=mean.device)
+        noise = self.randn_rows(*mean.shape)
         logits = self.decoder(mean + noise * (log_variance / 2).exp())
         error = functional.binary_cross_entropy_with_logits(logits, images, reduction="none")
         divergence = (mean.square() + log_variance.exp() - 1 - log_variance) / 2

@@ -131,6 +131,7 @@ TESTS = {
     "test_by_hand_there_is_noise_as_of_torch",
     "test_another_value_is_one_line",
     "test_turns_have_noise_of_their_own",
+    "test_all_are_right_on_one_replica",
     "test_what_is_no_row_is_refused_in_one_line",
     "test_a_callback_that_runs_last_sees_what_the_others_decided",
     "test_a_bad_row_is_named_with_file_line_and_column",

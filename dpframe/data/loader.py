@@ -139,10 +139,18 @@ class Loader:
         known, places = -1, list[Sequence[int]]()
         for shares, total in plan:
             if total != known:
-                known, places = total, self._shares(torch.arange(total))  # type: ignore[arg-type]
+                known, places = total, self._places_of(total)
             pairs = zip(shares, places, strict=True)
             parts = [Share(read(r) if n else None, n, total, place) for (r, n), place in pairs]
             yield Batch(parts, total)
+
+    def _places_of(self, total: int) -> list[Sequence[int]]:
+        """Of the rows of the local shares, in a batch."""
+        try:
+            return self._shares(range(total))
+        except TypeError:  # of a strategy that cuts tensors alone
+            numbers: Any = torch.arange(total)
+            return [share.tolist() for share in self._shares(numbers)]  # type: ignore[attr-defined]
 
     def _plan(self, epoch: int, skip: int, limit: int | None) -> Plan:
         """An epoch's batches as row numbers, cut into local shares."""
@@ -219,7 +227,7 @@ class Loader:
                 # Its shares are not those of a split: no rank knows the others'.
                 yield Batch([Share(batch, n) for batch, n in shares], total)
             else:
-                pairs = zip(shares, self._shares(range(total)), strict=True)
+                pairs = zip(shares, self._places_of(total), strict=True)
                 yield Batch([Share(*share, total, place) for share, place in pairs], total)
 
     def _answers(self, processes: Processes, place: Place, seed: int) -> Iterator[Any]:
