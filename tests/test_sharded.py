@@ -901,7 +901,7 @@ def ended_by_a_signal(strategy: FSDP, folder: Path) -> None:
             raise Interrupted(signal.SIGTERM)
 
     def wait_for_the_other(trainer: Trainer) -> None:
-        if strategy.is_main:
+        if strategy.is_main and trainer.global_step:  # else a save is only tried
             strategy._shared_store().wait(["at its end"])
 
     hooks = Hooks(on_step_end=stop, on_save=wait_for_the_other)
