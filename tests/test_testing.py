@@ -360,7 +360,7 @@ LEFT_OUT = "mine is left out of the curves: "
     [
         (
             (Small.training_step, nn.Dropout(0.1)),
-            f"{LEFT_OUT}net.1 is a Dropout, which draws other",
+            "mine's dropout is set to 0 here: other shares draw other masks",
         ),
         (
             (Small.training_step, nn.BatchNorm1d(8)),

@@ -178,6 +178,7 @@ class Course:
     is_small: bool = True  # so that every process may keep its weights
     is_saved: bool = False  # within the second epoch, and resumed from there
     logical_replicas: int | None = None
+    is_without_dropout: bool = False  # which draws other masks on other shares
     epochs = 2
 
     def build(self) -> tuple[Task, "FirstRows"]:
@@ -185,6 +186,9 @@ class Course:
         seeding.seed_everything(self.recipe.seed)
         task = self.recipe.task()
         task.scale_lr = None  # of the Trainer, whatever the strategy
+        if self.is_without_dropout:
+            for module, name in dropouts(task):
+                setattr(module, name, 0.0)
         return task, FirstRows(self.recipe.data(), self)
 
     @property
@@ -242,7 +246,9 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
     }
     if recipe is not None:
         accumulate = recipe.settings.accumulate
-        course = Course(recipe, accumulate=accumulate, is_small=False, is_saved=True)
+        course = Course(
+            recipe, accumulate=accumulate, is_small=False, is_saved=True, is_without_dropout=True
+        )
         task = course.build()[0]
         # BatchNorm refuses a share of one row.
         is_even = task.has_own("training_step") and bool(why_not(task))
@@ -252,6 +258,7 @@ def courses(recipe: Recipe | None, replicas: int) -> dict[str, Course]:
                 four_rows_each(3, course, count),
                 precision=recipe.settings.precision,
                 is_saved=False,
+                is_without_dropout=False,
                 logical_replicas=count,
             )
     return results
@@ -329,6 +336,17 @@ def takes_turns(task: Task) -> bool:
     return True
 
 
+def dropouts(task: Task) -> list[tuple[nn.Module, str]]:
+    """The modules that drop in training, and the attribute that says how much."""
+    found = []
+    for module in task.modules():
+        name = "p" if "Dropout" in type(module).__name__ else "dropout"
+        rate = getattr(module, name, 0.0)
+        if module.training and isinstance(rate, float) and rate > 0:
+            found.append((module, name))
+    return found
+
+
 def why_not(task: Task) -> str:
     """Why this task's curve can't be the same on every strategy; empty if it can."""
     if not task.has_own("training_step"):
@@ -338,10 +356,7 @@ def why_not(task: Task) -> str:
     for name, module in task.named_modules():
         if task.training and not module.training:  # e.g. a teacher: it stays so
             continue
-        kind = type(module).__name__
-        rate = getattr(module, "p" if "Dropout" in kind else "dropout", 0.0)
-        if isinstance(rate, float) and rate > 0:
-            return f"{name} is a {kind}, which draws other masks on other shares"
         if isinstance(module, BATCH_NORMS):
+            kind = type(module).__name__
             return f"{name} is a {kind}: other shares have other batch statistics"
     return ""

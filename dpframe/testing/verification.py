@@ -20,7 +20,7 @@ from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
 from dpframe.strategies import Strategy
 from dpframe.testing.checks import choose, judge, list_measures
-from dpframe.testing.course import TOLERANCE, Recipe
+from dpframe.testing.course import TOLERANCE, Recipe, dropouts
 from dpframe.testing.evidence import Evidence, Finding, format_count
 from dpframe.testing.measure import Plan, find_leftovers, list_resources, measure, read
 
@@ -186,6 +186,8 @@ def _notes(evidence: Evidence) -> list[str]:
     recipe, notes = evidence.plan.recipe, []
     if recipe is None or not evidence.has("recipe"):
         return []
+    if dropouts(recipe.task()):
+        notes.append(f"{recipe.name}'s dropout is set to 0 here: other shares draw other masks")
     if evidence.separable.reason:
         notes.append(
             f"{recipe.name} is left out of the curves: {evidence.separable.reason}; "
