@@ -95,6 +95,7 @@ class Lightning(Task):
 
     def setup(self, trainer: Any) -> None:
         self._held.trainer = trainer
+        self._in_place = InPlace(self, trainer.strategy, "on_train_batch_end")
         mode = trainer.run.config.get("mode")
         self._stage = mode if mode in STAGES else "fit"
         self.clip_norm, self.clip_value = trainer.settings.clip_norm, trainer.settings.clip_value
@@ -337,8 +338,7 @@ class Lightning(Task):
 
     def _end_batches(self, trainer: Any) -> None:
         ended, self._ended = self._ended, []
-        in_place = InPlace(self, trainer.strategy, "on_train_batch_end")
-        with self._per_step(trainer), in_place.watched():
+        with self._per_step(trainer), self._in_place.watched():
             for output, batch, index in ended:
                 call(self.module.on_train_batch_end, output, batch, index)
 
