@@ -122,7 +122,13 @@ def _drawn(task: Any, name: str, size: Any, **options: Any) -> Tensor:
     draw = _draw
     if torch.compiler.is_compiling():  # a generator is no part of a graph
         draw = torch.compiler.disable(draw)
-    return draw(task, name, *(size if size and isinstance(size[0], int) else size[0]), **options)
+    sizes = size[0] if size and isinstance(size[0], list | tuple) else size
+    if not sizes or not all(hasattr(each, "__index__") for each in sizes):
+        raise UserError(
+            f"{type(task).__name__}.{name} got the size {tuple(size)}; pass whole numbers, the "
+            f"first of which is the rows, e.g. {name}(len(x), 8)"
+        )
+    return draw(task, name, *(int(each) for each in sizes), **options)
 
 
 def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any) -> Tensor:
@@ -154,7 +160,7 @@ def _within(task: Any, name: str) -> CurrentShare:
         raise UserError(f"{type(task).__name__}.{name} was used outside of a step")
     if not current_share.total or current_share.places is None:
         raise UserError(
-            f"{type(task).__name__}.{name} is not known on a stream that ranks divide; leave "
-            "data.divide_streams=false"
+            f"{type(task).__name__}.{name} is not known where ranks have rows of their own; "
+            "leave data.divide_streams=false and data.divided=null"
         )
     return current_share

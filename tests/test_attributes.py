@@ -29,6 +29,10 @@ class Recurrent(Small):
         self.count: Counter = Counter()
         self.table = np.zeros(3)
         self.draw = torch.Generator().manual_seed(3)
+        self.draws = [torch.Generator().manual_seed(4)]
+        self.window = torch.zeros(4)
+        self.last = self.window[3:]  # a view
+        self.back, self.large = np.zeros(2), 10**5000
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
         x, y = batch
@@ -36,6 +40,9 @@ class Recurrent(Small):
         state = self.hidden if self.hidden is not None else torch.zeros(())
         drawn = torch.rand((), generator=self.draw)
         past = sum(self.queue, torch.zeros(())) + float(self.mean) + sum(self.kept["sums"][-2:])
+        past = past + torch.rand((), generator=self.draws[0]) + self.last.sum() + self.back.sum()
+        self.window.add_(0.01)
+        self.back, self.large = self.back[::-1] + 0.01, self.large + 1
         past = past + self.count["steps"] / 100 + float(self.table.sum()) + drawn
         self.hidden = (0.5 * state + 0.1 * output.mean()).detach()
         self.mean = np.float32(0.9 * self.mean + 0.01 * float(y.mean()))
@@ -123,4 +130,4 @@ def test_another_number_of_processes_goes_on_with_the_first_ones_and_says_so(cap
     trainer = fitted(Recurrent(), resume=state, max_epochs=2, share_check="off")
     assert trainer.task.steps_per_epoch
     (line,) = (r.message for r in caplog.records if "not all is as it was" in r.message)
-    assert "count, draw, hidden, kept, mean, queue, table of 2 processes there" in line
+    assert "last, mean, queue, table, window of 2 processes there" in line

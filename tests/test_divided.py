@@ -47,6 +47,12 @@ class Part(Dataset):
         return self.rows[row]
 
 
+class Tiny(Part):
+    def __init__(self) -> None:
+        super().__init__(True)
+        self.rows = [(1e-4 * x, 1e-4 * y) for x, y in self.rows]
+
+
 class Noisy(Part):
     """All rows, each read with noise that no seed of a run decides."""
 
@@ -75,6 +81,7 @@ class Data(DataModule):
 KINDS = {
     "stream": (Stream, "other first rows on rank 1 than on rank 0"),
     "rows": (Part, "8 rows on rank 0, and 7 on rank 1"),
+    "of small numbers": (Tiny, "other first rows on rank 1 than on rank 0"),
     "as many rows": (partial(Part, True), "other first rows on rank 1 than on rank 0"),
 }
 

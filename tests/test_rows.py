@@ -127,6 +127,12 @@ class OtherRows(Noisy):
         return {"loss": self.net(self.randn_rows(9, 3)).mean()}
 
 
+@pytest.mark.parametrize("size", [(), ((),), (4.0, 3), ("x",)])
+def test_a_size_that_is_none_is_one_line(size):
+    with pytest.raises(UserError, match="randn_rows got the size .*; pass whole numbers"):
+        Noisy().randn_rows(*size)
+
+
 def test_what_is_no_row_is_refused_in_one_line():
     with pytest.raises(UserError, match=r"randn_rows was asked for 9 rows in a share of 4; make"):
         fitted(OtherRows(), max_steps=1)
@@ -152,7 +158,9 @@ class Detects(Small):
         x, y = batch
         given, found = self.net(x)[:, 0], y > 0.5
         box = l1_loss(given[found], y[found])  # NaN where there is none
-        return {"loss": {"cls": ((given - y).square().mean(), len(x)), "box": (box, found.sum())}}
+        return {
+            "loss": {"cls": ((given - y).square().mean(), len(x)), "box": (box, found.sum()[None])}
+        }
 
 
 def test_means_of_their_own_are_those_of_the_whole_batch_on_any_strategy():
@@ -186,6 +194,8 @@ def test_they_train_as_a_loop_by_hand_and_have_names():
         ({"loss": {"a": torch.ones(())}}, "the loss 'a' as a Tensor; return"),
         ({"loss": {"a": (torch.ones(2), 2)}}, "the loss 'a' of no scalar tensor"),
         ({"loss": {"a": (torch.ones(()), "2")}}, "the count of 'a' as a str; return one number"),
+        ({"loss": {"weight": (torch.ones(()), 2)}}, "a loss named 'weight'; use another name"),
+        ({"loss": {1: (torch.ones(()), 2)}}, "a loss named 1; use another name"),
         ({"loss": {"a": (torch.ones(()), 2)}, "weight": 3}, "each of them has its own: leave"),
         ({"loss": {"a": (torch.ones(()), 2)}, "a": 3}, "'a' among its losses and beside them"),
     ],

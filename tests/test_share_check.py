@@ -3,6 +3,7 @@
 import random
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 from forked import on
 from share_fuzz import fuzz
-from small import SGD, Small, fitted, is_same
+from small import SGD, Small, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import IterableDataset, TensorDataset
@@ -388,6 +389,89 @@ def test_a_run_has_the_same_bits_with_it_and_without():
     checked, free = ended("on"), ended("off")
     assert is_same(checked[0], free[0])
     assert repr(checked[1:]) == repr(free[1:])
+
+
+class Kept(Small):
+    """What it keeps is another object after a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("queue", torch.zeros(0, 3))
+        self.number, self.array, self.scalar = np.zeros(()), np.zeros(2), np.float32(1)
+        self.counter = SimpleNamespace(count=0)
+        self.teacher = [nn.Linear(3, 1)]
+        self.draws = [torch.Generator().manual_seed(1), np.random.default_rng(0), random.Random(1)]
+        self.tensor = torch.ones(3)
+        self.view = {"of": self.tensor}
+        self.grown = self.net[0].weight.norm()
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        output = super().training_step(batch)
+        kept = self.mean + float(self.number) + float(self.scalar) + self.counter.count
+        kept = kept + self.array.sum() + self.teacher[0].weight.detach().norm() + len(self.queue)
+        kept = kept + self.view["of"].sum() + self.grown.detach()
+        drawn = torch.rand((), generator=self.draws[0]) + self.draws[1].random()
+        output["loss"] = output["loss"] * (kept + drawn + self.draws[2].random())
+        self.mean = 0.9 * self.mean + 0.05
+        self.queue = torch.cat([self.queue, batch[0].detach()])[-8:]
+        self.number = 0.9 * float(self.number) + 0.1
+        self.scalar, self.grown = float(self.scalar) * 0.9, self.grown.detach() * 0.9
+        self.array += 1
+        self.counter.count += 1
+        self.tensor.mul_(0.9)
+        with torch.no_grad():
+            self.teacher[0].weight.mul_(0.9)
+        return output
+
+
+def test_whatever_a_step_keeps_is_as_it_was():
+    torch.manual_seed(0)
+    task = Kept()
+    before = repr([task.state_dict(), vars(task)])
+    made = trainer(task, strategy=TWO(), share_check="strict")
+    objects = {name: id(value) for name, value in vars(task).items()}
+    assert made.prepare().notes == []
+    now = {name: id(vars(task)[name]) for name in objects}
+    names = {"number", "array", "scalar", "counter", "teacher", "draws", "tensor", "view", "grown"}
+    assert {name: now[name] for name in names} == {name: objects[name] for name in names}
+    assert repr([task.state_dict(), vars(task)])[:400] == before[:400]
+    assert task.view["of"] is task.tensor and task.counter.count == 0 and len(task.queue) == 0
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.randn(size=(len(x), 1)),
+        lambda x: torch.normal(0.0, 1.0, (len(x), 1)),
+        lambda x: torch.randn(4, len(x), 1).mean(0),
+        lambda x: torch.randint(0, 9, size=(len(x), 1)).float(),
+        lambda x: torch.randn_like(x.repeat(1, len(x)))[:, :1],  # as of rows that are padded
+    ],
+)
+def test_draws_that_are_not_by_row_are_not_compared(draw):
+    of = lambda t, x, y, _: (t.net(x) + draw(x) - y).square().mean()  # noqa: E731
+    refusal, warnings, (note,) = judged(of)
+    assert refusal == "" and warnings == ()
+    assert note.endswith("the loss: it draws random numbers, and not the same for each row")
+
+
+def test_few_digits_hide_no_loss_that_depends_on_the_shares():
+    torch.manual_seed(0)
+    with pytest.raises(UserError, match="the loss of Summed depends on how its rows are shared"):
+        fitted(Summed(), strategy=TWO(), precision="bf16-true")
+    fitted(Small(), strategy=TWO(), precision="bf16-true", share_check="strict", max_steps=1)
+    refusal, _, notes = judged(lambda t, x, y, _: error(t, x, y).bfloat16().mean())
+    assert refusal == "" and notes[0].endswith("the loss: it is computed in 16 bits")
+
+
+def test_rows_that_count_nothing_tell_nothing():
+    nothing = lambda t, x, y, _: {"loss": error(t, x, y).sum(), "weight": 0.0}  # noqa: E731
+    for of in (nothing, lambda t, x, y, _: 0 * error(t, x, y).sum()):
+        _, _, (note,) = judged(of)
+        assert note.endswith("the loss is 0 or NaN, or counts nothing")
+    tiny = lambda t, x, y, _: (t.net(x) - t.net(x).detach()).mean() * 1e-16  # noqa: E731
+    assert judged(tiny).refusal == ""
 
 
 # Random steps

@@ -4,6 +4,7 @@ Those that are plain are a part of checkpoints; others are named once.
 """
 
 import logging
+import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -85,12 +86,19 @@ class Attributes:
     def _loaded(self, now: Any, content: Any) -> Any:
         value = _unpacked(content, self._task.device)
         if isinstance(now, torch.Generator):
-            now.set_state(value)
+            now.set_state(value.get_state())
+            return now
+        if isinstance(now, Tensor) and isinstance(value, Tensor) and _fits(now, value):
+            now.detach().copy_(value)  # others may have the same one, or a view of it
             return now
         is_alike = isinstance(value, type(now)) or (
             isinstance(now, dict) and isinstance(value, dict)  # whose kind the file does not know
         )
         return refilled(now, value) if is_alike else value
+
+
+def _fits(now: Tensor, value: Tensor) -> bool:
+    return now.is_leaf and (now.shape, now.dtype) == (value.shape, value.dtype)
 
 
 def _attributes(task: Task) -> Iterator[tuple[Path, Any]]:
@@ -110,7 +118,7 @@ def _mark(value: Any, held: list[Any], depth: int = 0) -> Any:
     """Equal to the mark of another moment if nothing has changed, as far as that can be told."""
     kind = type(value)
     if kind in PLAIN or _is_scalar(value):
-        return kind, repr(value)
+        return kind, value if kind is int else repr(value)
     if kind in (list, tuple, deque, set):
         return kind, [_mark(each, held, depth) for each in value]
     if isinstance(value, dict):
@@ -123,6 +131,10 @@ def _mark(value: Any, held: list[Any], depth: int = 0) -> Any:
         return id(value), None if value.is_inference() else value._version
     if isinstance(value, torch.Generator):
         return id(value), value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return id(value), hash(value.getstate())
+    if hasattr(value, "bit_generator"):  # NumPy's
+        return id(value), repr(value.bit_generator.state)
     if _is_array(value):
         return id(value), hash(value.tobytes()) if value.nbytes <= LARGE_BYTES else None
     is_theirs = kind.__module__.partition(".")[0] in ("torch", "dpframe")
@@ -151,7 +163,7 @@ def _packed(value: Any) -> Any:
         return {WRAPPED: GENERATOR, "of": value.get_state()}
     if _is_array(value) or _is_scalar(value):
         try:
-            return {WRAPPED: ARRAY, "of": torch.tensor(value)}
+            return {WRAPPED: ARRAY, "of": torch.tensor(value.copy())}
         except TypeError:
             raise NotPlain(f"an array of {value.dtype}") from None
     raise NotPlain(f"a {kind.__name__}")
@@ -169,6 +181,10 @@ def _unpacked(content: Any, device: torch.device) -> Any:
         return deque((_unpacked(each, device) for each in inner), content["length"])
     if kind == ON_DEVICE:
         return inner.to(device)
+    if kind == GENERATOR:
+        drawer = torch.Generator()
+        drawer.set_state(inner)
+        return drawer
     return inner.numpy()[()] if kind == ARRAY else inner
 
 

@@ -34,6 +34,7 @@ class AlikeDraws(TorchFunctionMode):
         self.rows = rows
         self.device = device
         self.draws = False  # whether anything has been drawn
+        self.shapes: list[Any] = []  # of what each draw gave a row; None for one that has no rows
         self.known = self._state()  # after the last draw that was seen
 
     def __torch_function__(
@@ -52,6 +53,8 @@ class AlikeDraws(TorchFunctionMode):
             return function(*args, **kwargs)
         self.refuse_unseen()
         drawn = self._drawn(name, function, args, kwargs)
+        if self._has_drawn() and kwargs.get("generator") is None:
+            self.shapes.append(drawn.shape[1:] if self._by_row else None)
         self.draws |= self._has_drawn() or kwargs.get("generator") is not None
         self.known = self._state()
         return drawn
@@ -67,6 +70,7 @@ class AlikeDraws(TorchFunctionMode):
 
     def _drawn(self, name: str, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         first: Any = args[0] if args else kwargs.get("input", kwargs.get("size"))
+        self._by_row = True
         if self._has_rows(first):
 
             def draw(row: int) -> Any:
@@ -77,6 +81,7 @@ class AlikeDraws(TorchFunctionMode):
             return first if name in IN_PLACE else torch.cat(drawn)
         of_one = self._of_one_row(name, args)
         if of_one is None:
+            self._by_row = False
             return function(*args, **kwargs)
         drawn = function(*of_one, **kwargs)
         return drawn.expand(self.rows, *drawn.shape[1:]).clone()

@@ -38,9 +38,14 @@ def _shares(task: Task, like: Tensor, counts: list[Any]) -> Tensor:
     its rows."""
     rows, total = current_share.rows, current_share.total
     dtype = torch.float64 if has_float64(like.device) else torch.float32
-    own = torch.stack([torch.as_tensor(n, dtype=dtype, device=like.device) for n in counts])
+    own = torch.stack(
+        [torch.as_tensor(n, dtype=dtype, device=like.device).reshape(()) for n in counts]
+    )
     with torch.no_grad():
-        whole = task.all_gather((own / rows).expand(rows, -1).contiguous()).sum(0)
+        try:
+            whole = task.all_gather((own / rows).expand(rows, -1).contiguous()).sum(0)
+        except UserError as error:
+            raise UserError(f"losses by name gather what they count: {error}") from None
     return own / whole.clamp(min=torch.finfo(dtype).tiny) * (total / rows)
 
 
@@ -62,6 +67,8 @@ def _check(name: str, losses: dict[Any, Any], output: dict[str, Any]) -> None:
             raise UserError(
                 f"{name} returned the loss {key!r} as a {type(value).__name__}; return {HOW}"
             )
+        if not isinstance(key, str) or key in ("loss", "weight"):
+            raise UserError(f"{name} returned a loss named {key!r}; use another name, e.g. boxes")
         if key in output:
             raise UserError(f"{name} returned {key!r} among its losses and beside them; rename one")
         loss, count = value

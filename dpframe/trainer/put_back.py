@@ -1,6 +1,8 @@
-"""What a step may change is put back after it: weights, buffers, attributes and generators."""
+"""What a step may change is as before it: weights, buffers, attributes and generators."""
 
-from collections import Counter, OrderedDict, defaultdict, deque
+import random
+import sys
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -10,45 +12,101 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpframe.data.divided import LARGE_BYTES
 from dpframe.task import Task
 
 KEPT_BYTES = 1 << 30  # of trained weights; larger ones are not expected to be changed by a step
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_MODULES = {*vars(nn.Module())}  # torch's own attributes
+OF_OTHERS = ("dpframe", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+DEEPEST = 4  # of what is in attributes
 
 
 @contextmanager
 def put_back(task: Task) -> Iterator[None]:
-    """Weights, buffers and plain attributes of the task and its modules are as before."""
+    """Within, the task has copies of its buffers and attributes, of which those that are one object
+    are one copy; afterwards it has the same objects again, as they were. Weights are put back."""
+    modules = list(task.modules())
+    memo: dict[int, Any] = {id(each): each for each in chain(modules, task.parameters())}
+    held = [task.run_context]  # so that no id comes twice
     trained = sum(p.nbytes for p in task.parameters() if p.requires_grad)
-    tensors = [
-        (tensor, tensor.detach().clone())
-        for tensor in chain(task.parameters(), task.buffers())
-        if not tensor.requires_grad or trained < KEPT_BYTES
+    weights = [
+        (weight, weight.detach().clone(), _version(weight))
+        for weight in task.parameters()
+        if not weight.requires_grad or trained < KEPT_BYTES
     ]
-    owns = [vars(module) for module in task.modules()]
-    attributes = [
-        {name: (value, deepcopy(value)) for name, value in own.items() if is_own(name, value)}
-        for own in owns
-    ]
-    drawers = [each for own in owns for each in own.values() if isinstance(each, torch.Generator)]
-    states = [drawer.get_state() for drawer in drawers]
     trains = [(weight, weight.requires_grad) for weight in task.parameters()]
+    before = [_contents(vars(module)) for module in modules]
+    buffers = [(m, *pair) for m in modules for pair in m.named_buffers(recurse=False)]
+    for module, name, buffer in buffers:
+        setattr(module, name, memo.setdefault(id(buffer), buffer.detach().clone()))
+    for module, (own, _) in zip(modules, before, strict=True):
+        for name, value in own.items():
+            if name not in OF_MODULES and _is_copied(value):
+                vars(module)[name] = _copy(value, memo, held)
     try:
         yield
     finally:
+        for module, (own, inner) in zip(modules, before, strict=True):
+            vars(module).clear()
+            vars(module).update(own)
+            for container, content in inner:
+                container.clear()
+                container.update(content)
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
         for weight, is_trained in trains:
             weight.requires_grad_(is_trained)
         with torch.no_grad():
-            for tensor, content in tensors:
-                tensor.copy_(content)
-        for own, kept in zip(owns, attributes, strict=True):
-            for name in [n for n, value in own.items() if n not in kept and is_own(n, value)]:
-                del own[name]
-            for name, (value, content) in kept.items():
-                own[name] = value if alike(value, content) else refilled(value, content)
-        for drawer, state in zip(drawers, states, strict=True):
-            drawer.set_state(state)
+            for weight, content, version in weights:
+                if version is None or _version(weight) != version:
+                    weight.copy_(content)
+
+
+def _contents(own: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+    """A module's attributes, and what is in torch's dicts and sets among these: buffers, hooks."""
+    parts = (own[key] for key in own.keys() & OF_MODULES)
+    return dict(own), [(part, part.copy()) for part in parts if isinstance(part, dict | set)]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _copy(value: Any, memo: dict[int, Any], held: list[Any]) -> Any:
+    held.append(value)
+    try:
+        return deepcopy(value, memo)
+    except Exception:  # it stays the same object
+        return value
+
+
+def _is_copied(value: Any, depth: int = 0) -> bool:
+    """Numbers, text, tensors, arrays, generators, lists, dicts and the like of these, and objects
+    of the user's own that have only such; nothing that is large."""
+    if isinstance(value, (*PLAIN, torch.Generator, random.Random)):
+        return True
+    if isinstance(value, nn.Module):
+        return sum(tensor.nbytes for tensor in value.parameters()) <= KEPT_BYTES
+    if isinstance(value, Tensor) or _is_of_numpy(value):
+        is_dense = getattr(value, "layout", torch.strided) is torch.strided
+        return not is_dense or getattr(value, "nbytes", 0) <= LARGE_BYTES
+    if depth > DEEPEST:
+        return False
+    if isinstance(value, list | tuple | deque | set):
+        return all(_is_copied(each, depth + 1) for each in value)
+    if isinstance(value, dict):
+        return all(_is_copied(each, depth + 1) for each in value.values())
+    package = type(value).__module__.partition(".")[0]
+    if package in OF_OTHERS or callable(value) or not hasattr(value, "__dict__"):
+        return False
+    return all(_is_copied(each, depth + 1) for each in vars(value).values())
+
+
+def _is_of_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    kinds = () if numpy is None else (numpy.ndarray, numpy.generic, numpy.random.Generator)
+    return isinstance(value, kinds)
 
 
 def refilled(value: Any, content: Any) -> Any:
@@ -62,35 +120,6 @@ def refilled(value: Any, content: Any) -> Any:
     else:
         return content
     return value
-
-
-def is_own(name: str, value: Any) -> bool:
-    return name not in OF_MODULES and is_plain(value)
-
-
-def alike(one: Any, other: Any) -> bool:
-    """Of plain values."""
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(alike(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(alike, one, other))
-    return bool(one == other)
-
-
-def is_plain(value: Any) -> bool:
-    """Numbers, text, tensors, and lists, dicts and deques of these."""
-    if isinstance(value, nn.Parameter):
-        return False
-    if isinstance(value, Tensor):
-        return value.is_leaf or not value.requires_grad
-    if isinstance(value, PLAIN):
-        return True
-    if type(value) in (list, tuple, deque, set):
-        return all(map(is_plain, value))
-    is_dict = type(value) in (dict, Counter, OrderedDict, defaultdict)
-    return is_dict and all(map(is_plain, value.values()))
 
 
 @contextmanager

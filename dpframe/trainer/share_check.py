@@ -47,6 +47,8 @@ ROWS, CUT = 5, 3
 AGAIN, CUT_AGAIN = 13, 7  # where random numbers may have a size of rows by chance
 EXACT = 1e-6  # in float64, of the numbers that are added
 ROUNDINGS = 64  # in float32, from which on float64 is asked
+TINY = 1e-9  # a loss that is smaller is rounding
+HALVES = (torch.float16, torch.bfloat16)
 LARGE = 1e-4  # in float32, where the step can't be computed in float64
 SLOW_SECONDS = 1.0
 WAYS = (
@@ -152,6 +154,8 @@ class Trial:
     exact: float = EXACT
     gathers: bool = field(default=False, init=False)
     draws: bool = field(default=False, init=False)
+    shapes: list[list[Any]] = field(default_factory=list, init=False)  # of each share's draws
+    is_told: bool = field(default=False, init=False)  # by any rows
 
     def __post_init__(self) -> None:
         self.dtype: torch.dtype | None = self.strategy.dtype
@@ -161,14 +165,21 @@ class Trial:
         with seeding.seeded(0), restore_modes(self.task):
             self.task.eval()
             for samples in picked(source.dataset, self.rows):
-                apart = self.compare(samples, source.collate, self._limit())
-                if apart and _dtype(self.task) != torch.float64:
+                apart = []
+                if not (is_half := _dtype(self.task) in HALVES):
+                    apart = self.compare(samples, source.collate, self._limit())
+                if is_half or (apart and _dtype(self.task) != torch.float64):
                     apart = self._beyond_rounding(apart, samples, source.collate)
                 found = {each.name: each for each in apart} | found
+        if not (found or self.is_told):
+            raise NotCompared(
+                "on the rows that it looks at the loss is 0 or NaN, or counts nothing"
+            )
         return sorted(found.values(), key=lambda each: each.name != "loss")
 
     def compare(self, samples: Any, collate: Any, limit: float) -> list[Difference]:
         """The numbers of all samples that are not the means of their shares' by `limit`."""
+        self.shapes.clear()
         try:
             rows = range(self.rows)
             ((_, whole),) = self.measured(samples, [rows], collate)
@@ -177,7 +188,21 @@ class Trial:
             raise
         except Exception as error:
             raise NotCompared(f"a step of a few rows says: {first_line(error)}") from None
-        return [each for each in compared(whole, parts) if not each.off <= limit]
+        pairs = list(compared(whole, parts))
+        self.is_told |= any(p.name == "loss" and p.whole and math.isfinite(p.whole) for p in pairs)
+        return self._trusted([each for each in pairs if not each.off <= limit], whole)
+
+    def _trusted(self, apart: list[Difference], whole: Output) -> list[Difference]:
+        """Without those that other draws or few digits may have made."""
+        halves = {n for n, v in whole.items() if isinstance(v, Tensor) and v.dtype in HALVES}
+        why = ""
+        if any(shapes != self.shapes[0] or None in shapes for shapes in self.shapes):
+            why = "it draws random numbers, and not the same for each row"
+        elif "loss" in halves:
+            why = "it is computed in 16 bits"
+        if why and any(each.name == "loss" for each in apart):
+            raise NotCompared(why)
+        return [] if why else [each for each in apart if each.name not in halves]
 
     def _limit(self) -> float:
         dtype = _dtype(self.task)
@@ -197,6 +222,8 @@ class Trial:
                 pass
             finally:
                 self.dtype = before
+        if _dtype(self.task) in HALVES:
+            raise NotCompared("its weights have 16 bits")
         return [each for each in apart if not each.off <= LARGE]
 
     def measured(self, samples: Any, cuts: Sequence[range], collate: Any) -> list[Measured]:
@@ -233,6 +260,7 @@ class Trial:
                 output = self._gathered(share)
             alike.refuse_unseen()
             self.draws |= alike.draws
+            self.shapes.append(alike.shapes)
             if _foreign_states() != states:
                 raise NotCompared("it draws by Python's or NumPy's random numbers")
             return share.rows, output
@@ -378,18 +406,23 @@ def compared(whole: Output, parts: Sequence[Measured]) -> Iterator[Difference]:
         others = [output.get(name) for _, output in parts]
         if name == "weight" or not all(map(is_number, [value, *others])):
             continue
-        of_all, *of_parts = [float(number) for number in (value, *others) if number is not None]
+        of_all, *of_parts = map(_number, (value, *others))
         pairs = [(v, w) for v, w in zip(of_parts, weights, strict=True) if w]
         mean = sum(v * w for v, w in pairs) / total
-        size = max(abs(of_all), sum(abs(v) * w for v, w in pairs) / total)
+        size = max(abs(of_all), sum(abs(v) * w for v, w in pairs) / total, TINY)
         is_alike = of_all == mean or (math.isnan(of_all) and math.isnan(mean))
         off = 0.0 if is_alike else abs(of_all - mean) / size if math.isfinite(size) else math.inf
         yield Difference(name, of_all, mean, off)
 
 
 def _dtype(task: Task) -> torch.dtype:
-    floats = (weight.dtype for weight in task.parameters() if weight.is_floating_point())
-    return next(floats, torch.float32)
+    """The widest of its floats."""
+    floats = {weight.dtype for weight in task.parameters() if weight.is_floating_point()}
+    return max(floats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+
+
+def _number(value: Any) -> float:
+    return float(value.item() if hasattr(value, "item") else value)
 
 
 def _foreign_states() -> Any:
