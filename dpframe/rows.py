@@ -123,10 +123,13 @@ def _drawn(task: Any, name: str, size: Any, **options: Any) -> Tensor:
     if torch.compiler.is_compiling():  # a generator is no part of a graph
         draw = torch.compiler.disable(draw)
     sizes = size[0] if size and isinstance(size[0], list | tuple) else size
-    if not sizes or not all(hasattr(each, "__index__") for each in sizes):
+    numbers = [
+        each for each in sizes if hasattr(each, "__index__") and not getattr(each, "ndim", 0)
+    ]
+    if not numbers or len(numbers) < len(sizes):
         raise UserError(
-            f"{type(task).__name__}.{name} got the size {tuple(size)}; pass whole numbers, the "
-            f"first of which is the rows, e.g. {name}(len(x), 8)"
+            f"{type(task).__name__}.{name} got the size {str(size)[:40]!r}; pass whole numbers, "
+            f"the first of which is the rows, e.g. {name}(len(x), 8)"
         )
     return draw(task, name, *(int(each) for each in sizes), **options)
 

@@ -127,7 +127,7 @@ class OtherRows(Noisy):
         return {"loss": self.net(self.randn_rows(9, 3)).mean()}
 
 
-@pytest.mark.parametrize("size", [(), ((),), (4.0, 3), ("x",)])
+@pytest.mark.parametrize("size", [(), ((),), (4.0, 3), ("x",), (torch.ones(4, 3),)])
 def test_a_size_that_is_none_is_one_line(size):
     with pytest.raises(UserError, match="randn_rows got the size .*; pass whole numbers"):
         Noisy().randn_rows(*size)

@@ -64,8 +64,9 @@ def put_back(task: Task) -> Iterator[None]:
 
 
 def _contents(own: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-    """A module's attributes, and what is in torch's dicts and sets among these: buffers, hooks."""
-    parts = (own[key] for key in own.keys() & OF_MODULES)
+    """A module's attributes, and what is in torch's dicts and sets among these, e.g. of buffers;
+    hooks are left alone, as strategies have some that take themselves away."""
+    parts = (own[key] for key in own.keys() & OF_MODULES if "hook" not in key)
     return dict(own), [(part, part.copy()) for part in parts if isinstance(part, dict | set)]
 
 
