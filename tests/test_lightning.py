@@ -196,6 +196,15 @@ def test_a_module_sums_over_the_batch_and_draws_alike_for_its_rows(strategy):
         assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
+def test_a_second_trainer_of_a_module_logs_its_metrics_as_the_first_one_does():
+    task, data = Lightning(lit.LogsValues()), LightningData(lit.Rows())
+    settings = TrainerSettings(max_epochs=1, threads=1, precision="64")
+    first = Trainer(task, data, settings=settings).fit()
+    task.load_state_dict(Lightning(lit.LogsValues()).state_dict())
+    second = Trainer(task, LightningData(lit.Rows()), settings=settings).fit()
+    assert second == pytest.approx(first, rel=1e-12)
+
+
 def test_a_metric_that_is_the_loss_logs_nothing_by_itself():
     alone, wanted = ours(lit.Forecasts(), lit.Rows()), theirs(lit.Forecasts(), lit.Rows())
     assert alone.metrics["train/error"] == pytest.approx(wanted["train_error_epoch"], rel=1e-6)

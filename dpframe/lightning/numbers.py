@@ -40,8 +40,9 @@ LOCAL = Local()
 
 
 def note_value(metric: Any, args: Any, value: Any) -> None:
-    """A hook of a metric's forward, whose value a step may log instead of the metric."""
-    if LOCAL.numbers is not None:
+    """A hook of a metric's forward, whose value a step may log instead of the metric. Each Trainer
+    of a task adds one, and the first of them notes the value."""
+    if LOCAL.numbers is not None and not any(value is known for known, _ in LOCAL.values):
         LOCAL.values = (*LOCAL.values, (value, metric))
 
 
