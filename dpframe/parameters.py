@@ -94,3 +94,17 @@ def updated_by(optimizer: Optimizer) -> list[Any]:
 def has_sparse(module: nn.Module) -> bool:
     """Whether the module makes sparse gradients: its embeddings say so."""
     return any(getattr(part, "sparse", False) for part in module.modules())
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was changed in place; None where torch does not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def versions_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, int | None]]:
+    return {name: (tensor, version_of(tensor)) for name, tensor in named}
+
+
+def changed_since(versions: Mapping[str, tuple[Tensor, int | None]]) -> list[str]:
+    """The names of tensors that were changed in place since `versions_of`."""
+    return [name for name, (tensor, count) in versions.items() if version_of(tensor) != count]

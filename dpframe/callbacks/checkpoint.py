@@ -90,7 +90,6 @@ class Checkpoint(Callback):
         state = trainer.state_dict(whole=_sharding(trainer) is None)
         if trainer.strategy.is_main:
             refuse_unplain(state)
-        if trainer.strategy.is_main:
             _directory(trainer).mkdir(parents=True, exist_ok=True)
             files.remove_leftovers(_directory(trainer))
             self._finish_killed_save(trainer)
@@ -192,15 +191,14 @@ class Checkpoint(Callback):
         has_value = step == trainer.progress.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
             return []
+        is_first, self.judged_step = self.judged_step < 0, step
         if not self.is_chosen and self.monitor.name not in trainer.metrics:
-            if self.judged_step < 0 and trainer.strategy.is_main:
+            if is_first and trainer.strategy.is_main:
                 log.warning(
                     "%s is not measured, so that %s alone is kept; set %s.monitor, there is: %s",
                     *(self.monitor.name, LAST, KEY, ", ".join(trainer.metrics) or "nothing"),
                 )
-            self.judged_step = step
             return []
-        self.judged_step = step
         value = self.monitor.value(trainer.metrics)
         names = [BEST] if self.monitor.is_better(value) else []
         if (self.keep == 1 and self.file is None) or math.isnan(value):

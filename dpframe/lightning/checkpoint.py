@@ -3,12 +3,10 @@
 import logging
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from dpframe.checkpoint.plain import PLAIN
+from dpframe.trainer.attributes import NotPlain, OfAStep, packed, unpacked
 
-ARRAY = "__numpy__"  # of a tensor that was an array
 HYPER = "hyper_parameters"
 LEFT_OUT = object()
 log = logging.getLogger("dpframe")
@@ -35,24 +33,17 @@ def own_part(module: Any, theirs: dict[str, Any]) -> dict[str, Any]:
 
 def plain(value: Any, where: str, left_out: list[str]) -> Any:
     """The part of it that a checkpoint can hold; what it can't is named in `left_out`."""
-    kind = type(value)
     if isinstance(value, dict):
         parts = {key: plain(each, f"{where}.{key}", left_out) for key, each in value.items()}
         return {key: each for key, each in parts.items() if each is not LEFT_OUT}
-    if kind in (list, tuple, set):
-        lost: list[str] = []
-        made = [plain(each, where, lost) for each in value]
-        left_out += lost[:1]
-        return LEFT_OUT if lost else kind(made)
-    if kind in PLAIN or isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         return value
-    if hasattr(value, "__array__") and hasattr(value, "dtype"):
-        try:
-            tensor = torch.as_tensor(value)
-            return {ARRAY: tensor} if tensor.ndim else tensor.item()
-        except (TypeError, ValueError):
-            pass
-    left_out.append(f"{where} ({kind.__name__})")
+    try:
+        return packed(value)
+    except NotPlain as what:
+        left_out.append(f"{where} ({str(what).removeprefix('a ')})")
+    except OfAStep:
+        left_out.append(f"{where} (of a step's graph)")
     return LEFT_OUT
 
 
@@ -71,10 +62,13 @@ def kept(module: Any, own: dict[str, Any], told: set[str]) -> dict[str, Any]:
     return {key: value for key, value in parts.items() if value is not LEFT_OUT}
 
 
+def restored(task: Any, there: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The checkpoint as on_load_checkpoint gets it; `own` is what `kept` has made."""
+    return there | merged(own_part(task.module, dict(there)), unpacked(own, task.device))
+
+
 def merged(now: Any, then: Any) -> Any:
     """What a checkpoint has, over what the module itself would save now."""
-    if isinstance(then, dict) and set(then) == {ARRAY}:
-        return then[ARRAY].numpy()
     if not isinstance(then, dict):
         return then
     now = now if isinstance(now, dict) else {}

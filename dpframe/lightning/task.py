@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from dpframe.errors import UserError
 from dpframe.lightning.by_hand import ByHand
-from dpframe.lightning.checkpoint import kept, merged, of_lightning, own_part
+from dpframe.lightning.checkpoint import kept, of_lightning, own_part, restored
 from dpframe.lightning.data import LightningData
 from dpframe.lightning.module import (
     adapt,
@@ -373,9 +373,8 @@ class Lightning(Task):
         self.by_hand.steps = theirs.get("steps", 0)
         self._loaded_metrics = theirs.get("metrics", {})
         self.current_epoch = trainer.progress.epoch
-        there = self._checkpoint(state)
-        own = merged(own_part(self.module, dict(there)), theirs.get("own", {}))
-        self.module.on_load_checkpoint(there | own)
+        theirs = restored(self, self._checkpoint(state), theirs.get("own", {}))
+        self.module.on_load_checkpoint(theirs)
 
     def _load_metrics(self) -> None:
         loaded, self._loaded_metrics = self._loaded_metrics, {}

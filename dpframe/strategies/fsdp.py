@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dpframe.data import Share, split
 from dpframe.errors import UserError, not_one_of, refuse_below
+from dpframe.parameters import changed_since, versions_of
 from dpframe.strategies import absent
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
@@ -302,15 +303,13 @@ class Gathering(nn.Module):
         return result
 
 
-def gathered_in(task: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    """The weights that are whole within a step, and how often each was changed in place."""
-    named = task.named_parameters()
-    return {n: (w, w._version) for n, w in named if not isinstance(w, DTensor)}
+def gathered_in(task: nn.Module) -> dict[str, Any]:
+    """The versions of the weights that are whole within a step."""
+    return versions_of(pair for pair in task.named_parameters() if not isinstance(pair[1], DTensor))
 
 
-def refuse_lost(task: Any, before: dict[str, tuple[Tensor, int]]) -> None:
-    changed = [name for name, (weight, count) in before.items() if weight._version != count]
-    if changed:
+def refuse_lost(task: Any, before: dict[str, Any]) -> None:
+    if changed := changed_since(before):
         kind = (task.own_class or type(task)).__name__
         raise UserError(
             f"{kind}.training_step changes {changed[0]}, which fsdp has gathered for this step "

@@ -9,7 +9,6 @@ import torch
 
 from dpframe import checkpoint
 from dpframe.errors import UserError, suggestion
-from dpframe.testing import alone
 from dpframe.testing import reference as plain
 from dpframe.testing.course import TOLERANCE
 from dpframe.testing.distance import (
@@ -327,9 +326,7 @@ def evaluation(evidence: Evidence) -> Outcome:
     courses = [(name, course, run) for name, course, run in evidence.saved if run.validated]
     for name, course, run in courses:
         try:
-            by_hand = name != "recipe" or not evidence.needs_trainer
-            evaluate = plain.evaluate if by_hand else alone.evaluate
-            expected, others = evaluate(course, run.weights, run.steps)
+            expected, others = evidence.evaluate(name, course, run)
         except UserError as error:
             causes.append(str(error))
             continue

@@ -88,6 +88,11 @@ class Evidence:
             return self._recipe_alone
         return plain.reference(self.courses[name])
 
+    def evaluate(self, name: str, course: Course, run: Run) -> tuple[Curve, frozenset[str]]:
+        """What its weights validate on one process, and the metrics that are no means over rows."""
+        by = alone if name == "recipe" and self.needs_trainer else plain
+        return by.evaluate(course, run.weights, run.steps)
+
     @property
     def curves(self) -> list[str]:
         """The courses whose curves all strategies share: the kit's, and the recipe's if it can."""

@@ -136,13 +136,13 @@ def run(strategy: Strategy, course: Course | None, path: Path) -> Run:
     results, (task, data) = Run(), course.build()
     if task.has_own("training_step"):
         try:
-            results, task = fit(strategy, course, path)
+            results, task = _fit(strategy, course, path)
         except UserError as error:  # in every process, at the first step
             if NO_GATHER not in str(error) or course.recipe is not CONTRASTIVE:
                 raise
             return Run(refusal=str(error))
         if course.is_saved:
-            results.resumed, _ = fit(strategy, course, path, checkpoint.load(path))
+            results.resumed, _ = _fit(strategy, course, path, checkpoint.load(path))
     if task.has_own("predict_step") and not task.needs_trainer:
         data.setup()
         if data.predict_dataset() is not None:
@@ -157,19 +157,16 @@ def _join(predictions: Any) -> Any:
     return None if predictions is None else predictions.joined()
 
 
-def fit(
-    strategy: Strategy, course: Course, path: Path | None, state: Any = None
-) -> tuple[Run, Any]:
-    """Saved on the way where there is a path."""
+def _fit(strategy: Strategy, course: Course, path: Path, state: Any = None) -> tuple[Run, Any]:
     task, data = course.build()
-    curves, saves = Curves(), Saves(path or Path())
+    curves, saves = Curves(), Saves(path)
     traces = Traces(task) if course.logical_replicas else None
     trainer = Trainer(
         task,
         data,
         strategy=strategy,
         settings=course.settings,
-        callbacks=[saves] if course.is_saved and path else [],
+        callbacks=[saves] if course.is_saved else [],
         loggers=[curves],
         seed=course.recipe.seed,
     )
@@ -195,7 +192,7 @@ def run_alone(course: Course, device: str, path: Path) -> Run:
     """The course on one process, here."""
     strategy = CPU() if device == "cpu" else SingleGPU()
     with strategy:
-        return fit(strategy, course, path)[0]
+        return _fit(strategy, course, path)[0]
 
 
 class Curves(Logger):

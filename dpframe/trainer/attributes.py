@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from dpframe.checkpoint.plain import PLAIN
+from dpframe.data.divided import LARGE_BYTES
+from dpframe.parameters import version_of
 from dpframe.task import Task
-from dpframe.trainer.put_back import OF_MODULES, refilled
+from dpframe.trainer.put_back import OF_MODULES
 
 DEQUE, ON_DEVICE, ARRAY, GENERATOR = "deque", "on_device", "array", "generator"
 log = logging.getLogger("dpframe")
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
-LARGE_BYTES = 1 << 26  # of an array, which has no number of its changes: larger ones have a name
 OF_TASKS = OF_MODULES | {*vars(Task()), *vars(Task)}
 Path = tuple[str, str]  # a module's name, and its attribute's
 
@@ -50,13 +51,13 @@ class Attributes:
             if self._before.get((module, name)) == _mark(value, []):
                 continue
             try:
-                packed = _packed(value)
+                content = packed(value)
             except NotPlain as what:
                 self.unkept[f"{module}.{name}".lstrip(".")] = str(what)
             except OfAStep:
                 continue
             else:
-                kept.setdefault(module, {})[name] = packed
+                kept.setdefault(module, {})[name] = content
         return kept
 
     def warn_once(self, is_main: bool) -> None:
@@ -84,7 +85,7 @@ class Attributes:
                 own[name] = self._loaded(own.get(name), content)
 
     def _loaded(self, now: Any, content: Any) -> Any:
-        value = _unpacked(content, self._task.device)
+        value = unpacked(content, self._task.device)
         if isinstance(now, torch.Generator):
             now.set_state(value.get_state())
             return now
@@ -94,7 +95,20 @@ class Attributes:
         is_alike = isinstance(value, type(now)) or (
             isinstance(now, dict) and isinstance(value, dict)  # whose kind the file does not know
         )
-        return refilled(now, value) if is_alike else value
+        return _refilled(now, value) if is_alike else value
+
+
+def _refilled(value: Any, content: Any) -> Any:
+    """With what it had before; somebody else may hold the same list, dict or deque."""
+    if isinstance(value, dict | set):
+        value.clear()
+        value.update(content)
+    elif isinstance(value, list | deque):
+        value.clear()
+        value.extend(content)
+    else:
+        return content
+    return value
 
 
 def _fits(now: Tensor, value: Tensor) -> bool:
@@ -128,7 +142,7 @@ def _mark(value: Any, held: list[Any], depth: int = 0) -> Any:
     if isinstance(value, nn.Parameter):
         return id(value)
     if isinstance(value, Tensor):
-        return id(value), None if value.is_inference() else value._version
+        return id(value), version_of(value)
     if isinstance(value, torch.Generator):
         return id(value), value.get_state().numpy().tobytes()
     if isinstance(value, random.Random):
@@ -143,17 +157,17 @@ def _mark(value: Any, held: list[Any], depth: int = 0) -> Any:
     return id(value), [(key, _mark(each, held, 1)) for key, each in vars(value).items()]
 
 
-def _packed(value: Any) -> Any:
+def packed(value: Any) -> Any:
     """As a checkpoint can hold it."""
     kind = type(value)
     if kind in PLAIN and value != b"":
         return value
     if kind in (list, tuple, set):
-        return kind(_packed(each) for each in value)
+        return kind(packed(each) for each in value)
     if kind is deque:
-        return {WRAPPED: DEQUE, "of": [_packed(each) for each in value], "length": value.maxlen}
+        return {WRAPPED: DEQUE, "of": [packed(each) for each in value], "length": value.maxlen}
     if isinstance(value, dict):
-        return {_plain_key(key): _packed(each) for key, each in value.items()}
+        return {_plain_key(key): packed(each) for key, each in value.items()}
     if kind is Tensor:
         if value.requires_grad and not value.is_leaf:
             raise OfAStep
@@ -169,16 +183,16 @@ def _packed(value: Any) -> Any:
     raise NotPlain(f"a {kind.__name__}")
 
 
-def _unpacked(content: Any, device: torch.device) -> Any:
+def unpacked(content: Any, device: torch.device) -> Any:
     if isinstance(content, list | tuple | set):
-        return type(content)(_unpacked(each, device) for each in content)
+        return type(content)(unpacked(each, device) for each in content)
     if not isinstance(content, dict):
         return content
     if (kind := content.get(WRAPPED)) is None:
-        return {key: _unpacked(each, device) for key, each in content.items()}
+        return {key: unpacked(each, device) for key, each in content.items()}
     inner = content["of"]
     if kind == DEQUE:
-        return deque((_unpacked(each, device) for each in inner), content["length"])
+        return deque((unpacked(each, device) for each in inner), content["length"])
     if kind == ON_DEVICE:
         return inner.to(device)
     if kind == GENERATOR:

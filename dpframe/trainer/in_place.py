@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dpframe.errors import UserError
+from dpframe.parameters import changed_since, versions_of
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 
@@ -21,19 +22,17 @@ class InPlace:
         share = strategy.replicas > strategy.world_size and not strategy.logical_shares
         self.is_needed = share and not task.optimizes_by_hand
         self._left = CHECKED if self.is_needed else 0
-        self._before: dict[str, int] = {}
+        self._before: dict[str, Any] = {}
 
     def begin(self, *args: Any) -> None:
         if self._left:
-            self._before = self._versions()
+            self._before = versions_of(self._task.named_parameters())
 
     def end(self, *args: Any) -> None:
         if not self._left:
             return
         self._left -= 1
-        now = self._versions()
-        changed = [name for name, count in self._before.items() if now.get(name, count) != count]
-        if changed:
+        if changed := changed_since(self._before):
             kind = (self._task.own_class or type(self._task)).__name__
             way = "" if self._task.own_class else ", or change it in on_step_end"
             raise UserError(
@@ -46,7 +45,3 @@ class InPlace:
         self.begin()
         yield
         self.end()
-
-    def _versions(self) -> dict[str, int]:
-        """How often each weight was changed in place."""
-        return {n: w._version for n, w in self._task.named_parameters() if not w.is_inference()}

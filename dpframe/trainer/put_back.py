@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpframe.data.divided import LARGE_BYTES
+from dpframe.parameters import version_of
 from dpframe.task import Task
 
 KEPT_BYTES = 1 << 30  # of trained weights; larger ones are not expected to be changed by a step
@@ -31,7 +32,7 @@ def put_back(task: Task) -> Iterator[None]:
     held = [task.run_context]  # so that no id comes twice
     trained = sum(p.nbytes for p in task.parameters() if p.requires_grad)
     weights = [
-        (weight, weight.detach().clone(), _version(weight))
+        (weight, weight.detach().clone(), version_of(weight))
         for weight in task.parameters()
         if not weight.requires_grad or trained < KEPT_BYTES
     ]
@@ -59,7 +60,7 @@ def put_back(task: Task) -> Iterator[None]:
             weight.requires_grad_(is_trained)
         with torch.no_grad():
             for weight, content, version in weights:
-                if version is None or _version(weight) != version:
+                if version is None or version_of(weight) != version:
                     weight.copy_(content)
 
 
@@ -68,10 +69,6 @@ def _contents(own: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]
     hooks are left alone, as strategies have some that take themselves away."""
     parts = (own[key] for key in own.keys() & OF_MODULES if "hook" not in key)
     return dict(own), [(part, part.copy()) for part in parts if isinstance(part, dict | set)]
-
-
-def _version(tensor: Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
 
 
 def _copy(value: Any, memo: dict[int, Any], held: list[Any]) -> Any:
@@ -108,19 +105,6 @@ def _is_of_numpy(value: Any) -> bool:
     numpy = sys.modules.get("numpy")
     kinds = () if numpy is None else (numpy.ndarray, numpy.generic, numpy.random.Generator)
     return isinstance(value, kinds)
-
-
-def refilled(value: Any, content: Any) -> Any:
-    """With what it had before; somebody else may hold the same list, dict or deque."""
-    if isinstance(value, dict | set):
-        value.clear()
-        value.update(content)
-    elif isinstance(value, list | deque):
-        value.clear()
-        value.extend(content)
-    else:
-        return content
-    return value
 
 
 @contextmanager
