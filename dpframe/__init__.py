@@ -7,8 +7,6 @@ import os
 
 TYPE_CHECKING = False
 
-__version__ = "0.1.0"
-
 # Run from a checkout, `dpframe.conf` and `dpframe.recipes` are the folders beside this one;
 # an installed package carries them inside and never takes this branch.
 _package = os.path.dirname(os.path.realpath(__file__))
@@ -36,6 +34,8 @@ _HOME = {
 }
 
 if TYPE_CHECKING:
+    __version__: str
+
     from dpframe.callbacks import Callback
     from dpframe.cli.api import Result, run
     from dpframe.config.load import load
@@ -66,6 +66,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":  # of the installation; a checkout's alone is unknown
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("dpframe")
+        except PackageNotFoundError:
+            return "0+unknown"
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
     raise AttributeError(f"module 'dpframe' has no attribute '{name}'")

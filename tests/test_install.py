@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from command import ROOT, Environment, output, write
+from packaging.metadata import Metadata
 
 SOURCES = ("dpframe", "conf", "recipes", "hydra_plugins", "docs", "pyproject.toml", "MANIFEST.in")
-SOURCES += ("README.md", "LICENSE")
+SOURCES += ("setup.py", "README.md", "LICENSE")
 RUN = ("recipe=boston", "trainer.max_epochs=1", "strategy=cpu")
 SWEEP, SWEPT = ("-m", *RUN, "seed=1,2"), "sweep: 2 of 2 runs finished"
 
@@ -72,6 +73,32 @@ def test_the_wheel_carries_every_module_config_and_table_and_nothing_else(wheel)
     assert wanted_texts <= inside, "what dpframe new writes"
     others = inside - wanted_texts
     assert not [name for name in others if "__pycache__" in name or "/tests/" in name]
+
+
+def test_the_package_index_takes_the_metadata_and_shows_the_readme_with_links_that_lead_somewhere(
+    wheel,
+):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    told = Metadata.from_email(archive.read(name), validate=True)
+    assert told.description_content_type == "text/markdown"
+    readme = (ROOT / "README.md").read_text()
+    links, own = (re.findall(r"\]\(([^)#]+)", text) for text in (told.description, readme))
+    assert len(links) == len(own) > 20
+    for link, path in zip(links, own, strict=True):
+        assert link == path if ":" in path else link.startswith("https://")
+        assert link.endswith(path)
+    assert told.project_urls["Homepage"] in links[-1]
+
+
+def test_the_version_is_that_of_the_installation(wheel, installed, tmp_path):
+    built = wheel.name.split("-")[1]
+    assert installed("dpframe", "--version", cwd=tmp_path) == f"dpframe {built}\n"
+
+
+def test_a_new_project_trains_from_a_wheel(installed, tmp_path):
+    installed("dpframe", "new", "lines", cwd=tmp_path)
+    assert "val/loss" in installed("dpframe", "recipe=lines", cwd=tmp_path / "lines")
 
 
 def files(folder, pattern):

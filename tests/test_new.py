@@ -20,7 +20,8 @@ def project(tmp_path_factory):
     folder = tmp_path_factory.mktemp("new")
     (done,), heavy = cold_attempts([["new", "weather_forecast"]], folder)
     assert (done.code, done.err, heavy) == (0, "", [])
-    assert done.out.splitlines()[1:3] == ["  cd weather_forecast", "  pip install -e '.[dev]'"]
+    commands = ["  cd weather_forecast", "  dpframe recipe=weather_forecast"]
+    assert done.out.splitlines()[1:3] == commands
     return folder / "weather_forecast"
 
 

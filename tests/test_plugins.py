@@ -239,3 +239,39 @@ def test_what_lies_in_the_current_directory_was_not_installed(tmp_path):
     for path in ("", f"{ROOT}:{tmp_path}", f"{ROOT}::{tmp_path}"):
         shown = dpframe("--help", cwd=tmp_path, PYTHONPATH=path)
         assert shown.returncode == 0 and "moonlight" not in shown.stdout
+
+
+PROJECT = """
+[project]
+name = "dpframe_moon"
+version = "0.9"
+[project.entry-points."dpframe.plugins"]
+anything = "moon.conf"
+"""
+
+
+def test_the_project_in_the_current_directory_brings_its_options_where_it_is_not_installed(
+    tmp_path, site
+):
+    own = options("moon.parts") | {"strategy/cpu.yaml": strategy("moon.parts")}
+    files = {f"moon/conf/{name}": text for name, text in own.items()}
+    write(tmp_path, {"pyproject.toml": PROJECT, "moon/parts.py": PARTS, **files})
+    trained, page, ours = attempts([[*ALL], ["-h"], [*JOB, "strategy=cpu"]], tmp_path)
+    assert "moon.parts at 22" in output(trained)
+    assert "strategy=nightly        Says so. (dpframe_moon 0.9)\n" in page.out
+    assert "moon" not in output(ours), "dpframe's own option is nearer"
+    (elsewhere,) = attempts([["-h"]], tmp_path / "moon")
+    assert "moon" not in elsewhere.out
+    other = PROJECT.replace("dpframe_moon", "dpframe-moon").replace("0.9", "2")
+    write(tmp_path, {"pyproject.toml": other})
+    (page,) = attempts([["-h"]], tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{site}")
+    assert "(dpframe-moon 1.0, dpframe-moon2 2.1)" in page.out and "moon 2)" not in page.out
+
+
+@pytest.mark.parametrize(
+    "text", ["[project", '[project.entry-points."dpframe.plugins"]\na = "m"', "dpframe.plugins = 1"]
+)
+def test_a_pyproject_of_another_kind_brings_nothing(text, tmp_path):
+    write(tmp_path, {"pyproject.toml": text, "m/strategy/nightly.yaml": strategy("m.parts")})
+    (page,) = attempts([["-h"]], tmp_path)
+    assert "nightly" not in output(page)

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from dpframe import __version__
 from dpframe.cli.exit import collect_garbage, leave_after
 from dpframe.errors import UserError, suggestion
 from dpframe.launch.signals import raise_if_signaled
@@ -68,6 +67,8 @@ def _command(given: Sequence[str]) -> int:
     if arguments.resolve and not arguments.cfg:
         raise UserError("--resolve goes with --cfg")
     if arguments.version:
+        from dpframe import __version__
+
         print(f"dpframe {__version__}")
     elif arguments.overrides[:1] == ["new"]:
         from dpframe.cli.new import HELP, new

@@ -14,7 +14,8 @@ from dpframe.errors import UserError
 HELP = """dpframe new NAME     or FOLDER/NAME
 
 Writes a small project: a package NAME with a recipe, a callback, a strategy and their options,
-its test and its pyproject.toml. Once it is installed, its options are there in every directory."""
+its test and its pyproject.toml. Its options are there in its folder, and once it is installed in
+every directory."""
 LONGEST = 64  # letters: names of files are made of it
 NAME = "NAME"  # stands for the project's, in the names of files and in them
 
@@ -36,10 +37,9 @@ def new(words: Sequence[str]) -> str:
     return (
         f"{folder} is a project with a recipe, a callback and a strategy; next:\n"
         f"  cd {shlex.quote(str(folder))}\n"
-        "  pip install -e '.[dev]'\n"
         f"  dpframe recipe={name}\n"
         "  dpframe schema > dpframe.schema.json   # by which an editor checks the configs\n"
-        "  python -m pytest"
+        "  pip install -e '.[dev]' && python -m pytest"
     )
 
 

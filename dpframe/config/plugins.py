@@ -6,7 +6,8 @@
     plan = "dpframe_plan.mode"
 
 The folder joins Hydra's search path, after dpframe's own and the user's `--config-dir`: what is
-nearer wins. A package's modes are imported for their settings, at each start; nothing else of it is
+nearer wins. The project in the current directory, whose pyproject.toml says so, is the last one, so
+that it needs no installation while one works in it. A package's modes are imported for their settings, at each start; nothing else of it is
 before one of its options is used.
 """
 
@@ -29,15 +30,39 @@ class Plugin(NamedTuple):
     folder: Path  # of its configs
 
 
-@cache
 def installed() -> tuple[Plugin, ...]:
-    """The plugins by package name; of two versions, the one that Python would import."""
+    """The plugins by package name, and the project in the current directory."""
+    packages, own = _packages(), _project(os.path.realpath(os.curdir))
+    known = {_name(plugin.package) for plugin in packages}
+    return (*packages, *(plugin for plugin in own if _name(plugin.package) not in known))
+
+
+@cache
+def _packages() -> tuple[Plugin, ...]:
+    """Of two versions, the one that Python would import."""
     plugins: dict[tuple[str, str], Plugin] = {}
     for package, point in _points():
         if point.group == GROUP and (folder := _folder(point.value)):
             plugin = Plugin(package, point.value.split(".")[0], folder)
             plugins.setdefault((_name(package), point.value), plugin)
     return tuple(plugins[key] for key in sorted(plugins))
+
+
+@cache
+def _project(here: str) -> tuple[Plugin, ...]:
+    try:
+        text = Path(here, "pyproject.toml").read_text(encoding="utf-8")
+        if GROUP not in text:
+            return ()
+        import tomllib  # which few starts need
+
+        project = tomllib.loads(text)["project"]
+        package = f"{project['name']} {project.get('version', 'in this folder')}"
+        modules = project["entry-points"][GROUP].values()
+        folders = [(module.split(".")[0], Path(here, *module.split("."))) for module in modules]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ()  # another program's, or half written
+    return tuple(Plugin(package, top, folder) for top, folder in folders if folder.is_dir())
 
 
 @cache
