@@ -26,6 +26,7 @@ FILES = {
     "prefetch",
     "recorder",
     "snapshot",
+    "stability",
     "results",
     "trainer",
     "watchdog",

@@ -62,12 +62,8 @@ def test_every_development_tool_is_pinned_and_nothing_twice():
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_github_runs_ci_on_every_python_that_is_allowed():
-    workflow = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
-    (job,) = workflow["jobs"].values()
-    assert job["steps"][-1] == {"run": ".ci/run"}
+def test_the_linter_reads_the_oldest_python():
     oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
-    assert job["strategy"]["matrix"]["python"][0] == f"~{oldest}.10"
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
 
 

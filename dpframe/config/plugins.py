@@ -7,8 +7,8 @@
 
 The folder joins Hydra's search path, after dpframe's own and the user's `--config-dir`: what is
 nearer wins. The project in the current directory, whose pyproject.toml says so, is the last one, so
-that it needs no installation while one works in it. A package's modes are imported for their settings, at each start; nothing else of it is
-before one of its options is used.
+that it needs no installation while one works in it. A package's modes are imported for their
+settings, at each start; nothing else of it is before one of its options is used.
 """
 
 import os
