@@ -290,6 +290,29 @@ def test_a_collection_that_is_only_restored_has_the_groups_of_other_processes():
     assert len(expected) == 3 and resumed.results("train", {}) == expected
 
 
+@pytest.mark.parametrize(
+    ("count", "is_told"),
+    [
+        (lambda mean, rows: mean.update(rows.mean()), True),
+        (lambda mean, rows: mean.update(rows.mean(), weight=len(rows)), False),
+        (lambda mean, rows: mean.update(rows), False),
+    ],
+    ids=["calls", "weighed", "rows"],
+)
+def test_a_mean_that_counts_each_share_alike_is_told_once(count, is_told, caplog):
+    strategy = Strategy()
+    strategy.world_size = strategy.replicas = 2
+    strategy.collectives = Two()
+    task = Holds(print, mean=aggregation.MeanMetric())
+    held = TaskMetrics(task, strategy)
+    for rows in (4, 3):
+        count(task.mean, torch.arange(rows) / 2)
+    for _ in range(2):
+        held.results("train", {})
+    told = "mean counts each call alike, not each row: where shares are uneven, its mean is another"
+    assert [told in message for message in caplog.messages] == [True] * is_told
+
+
 # What is logged
 
 

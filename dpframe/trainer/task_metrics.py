@@ -151,6 +151,7 @@ class TaskMetrics:
 
     def _results(self) -> tuple[list[tuple[str, Any]], list[tuple[str, float | None]]]:
         """What this process has computed, and the same in all processes: None is no number."""
+        self._warn_of_means_of_calls()
         if not self._is_in_parts():
             computed = self._computed(self._here())
         else:
@@ -160,6 +161,20 @@ class TaskMetrics:
                     computed = self._computed(names)
         numbers = [(name, value if isinstance(value, float) else None) for name, value in computed]
         return computed, self._strategy.collectives.broadcast(numbers)
+
+    def _warn_of_means_of_calls(self) -> None:
+        """MeanMetric counts a mean that it is called with once, of however many rows it is."""
+        if self._strategy.replicas == 1 or not self._strategy.is_main:
+            return
+        for name, metric in self._metrics.items():
+            is_mean = type(metric).__name__ == "MeanMetric" and name not in self._told
+            if is_mean and self._is_updated(name) and metric.weight.item() == metric.update_count:
+                self._told.add(name)
+                log.warning(
+                    "%s counts each call alike, not each row: where shares are uneven, its mean is "
+                    "another one than on one replica; call it with weight=len(x)",
+                    name,
+                )
 
     def _named(
         self,
