@@ -20,8 +20,9 @@ from dpframe.config.compose import composed
 from dpframe.errors import Failure
 from dpframe.modes import tune
 from dpframe.modes.measure import devices_of
+from dpframe.modes.picture import svg
 from dpframe.modes.tuner import Point, Rates, Tuner, find_largest, find_steepest, smooth
-from dpframe.modes.tuning import Tuning, chart, picture
+from dpframe.modes.tuning import Tuning, chart, panel
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
@@ -203,13 +204,13 @@ def test_the_noise_of_small_batches_is_no_fall(rows, size):
 def test_a_flat_loss_is_told_instead_of_a_rate():
     found = tuner(data=Rows(22, 4)).learning_rate(1e-6, 1e-5, 100)
     assert found.best is None and len(found.points) == len(found.fresh) == 100
-    said = str(Tuning("flat", None, 8, None, found, takes_size=True, takes_rate=True))
+    said = str(Tuning("flat", None, 8, None, found, takes_size=True, rate_key="task.optimizer.lr"))
     assert said.endswith("makes the loss fall by 1%; raise tune.steps or tune.max_lr")
 
 
 def test_keys_that_the_data_or_the_task_lacks_are_not_printed():
     rates = Rates(falling(30), FRESH, 8, 0.5)
-    said = str(Tuning("none", None, 8, (6, []), rates, takes_size=False, takes_rate=False))
+    said = str(Tuning("none", None, 8, (6, []), rates, takes_size=False, rate_key=""))
     assert "\nbatch size 6  " in said and "\nlearning rate 0.5  " in said and "=" not in said
 
 
@@ -260,7 +261,7 @@ def test_replicas_are_counted_without_starting_any():
 
 def test_the_picture_has_each_point_and_the_rate_that_is_found():
     points = falling(30)
-    root = ET.fromstring(picture(points, points[30].rate, "a <b> & c"))
+    root = ET.fromstring(svg(panel(points, points[30].rate, "a <b> & c")))
     lines = [line.attrib["points"].split() for line in root.findall("{*}polyline")]
     assert [len(line) for line in lines] == [60, 60]
     texts = [text.text for text in root.findall("{*}text")]
@@ -268,7 +269,7 @@ def test_the_picture_has_each_point_and_the_rate_that_is_found():
     drawn = chart(points, points[30].rate)
     assert sum(line.count("*") for line in drawn) >= 55 and max(map(len, drawn)) <= 80
     assert [line[10 + 32] for line in drawn[1:-1]].count("|") >= 7
-    assert chart(points[:1], None) and picture([Point(1, 1.0), Point(2, 1.0)], None, "")
+    assert chart(points[:1], None) and svg(panel([Point(1, 1.0), Point(2, 1.0)], None, ""))
 
 
 def test_a_setting_that_can_not_be_is_one_line():

@@ -19,6 +19,7 @@ from dpframe.task import Task
 from dpframe.trainer import dynamo
 from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.fused import fuse, unfuse_late
+from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizer_state import (
     Mismatch,
     computed_as,
@@ -84,11 +85,7 @@ class Update:
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.plateau_monitor = settings.plateau_monitor
-        self.schedules_steps = (
-            self.scheduler is not None
-            and not self.is_plateau
-            and settings.scheduler_every == "step"
-        )
+        self.schedules_steps = steps_each_step(self.scheduler, settings)
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
         kind = type(self.optimizer).__name__
         if strategy.sharding is not None and (self.needs_closure or kind in NEEDS_WHOLE):
@@ -298,7 +295,8 @@ class Update:
             if there.get("trainer.precision") == here["trainer.precision"]:
                 self._keep_types(saved)
             align(self.optimizer)
-        if self.scheduler is not None and has_scheduler and has_length:
+        goes_on = has_length or isinstance(self.scheduler, StepSchedule)
+        if self.scheduler is not None and has_scheduler and goes_on:
             self.scheduler.load_state_dict(self._own(state["scheduler"]))
         scaler = self._own(state["scaler"]) if has_optimizer else None
         if self.scaler is not None and scaler is not None:
@@ -418,6 +416,13 @@ def _is_missing(gradient: Tensor | None) -> bool:
     if gradient is None:
         return True
     return gradient.is_sparse and not gradient.coalesce().indices().numel()
+
+
+def steps_each_step(scheduler: Any, settings: TrainerSettings) -> bool:
+    """Whether a scheduler is stepped after each step, and not after each epoch."""
+    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+        return False
+    return isinstance(scheduler, StepSchedule) or settings.scheduler_every == "step"
 
 
 def of_turn(name: str, *settings: Any) -> list[Any]:
