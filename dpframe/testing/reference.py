@@ -33,12 +33,13 @@ from dpframe.trainer import dynamo
 from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.losses import one_loss
+from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, prefixed
 from dpframe.trainer.predictions import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
-from dpframe.trainer.update import of_turn, steps_each_step
+from dpframe.trainer.update import of_turn
 
 MATCH = 1e-9  # a wrong way that comes this near is the one
 FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
@@ -70,16 +71,16 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
     data.setup()
     train: Any = data.train_dataset()
     epochs = [_updates(course, data, len(train), epoch) for epoch in range(course.epochs)]
+    by_step = settings.scheduler_every == "step"
     task.steps_per_epoch, task.total_steps = len(epochs[0]), len(epochs[0]) * course.epochs
-    is_scheduled_by_step = settings.scheduler_every == "step"
-    task.scheduler_steps = task.total_steps if is_scheduled_by_step else course.epochs
+    task.scheduler_steps = task.total_steps if by_step else course.epochs
     at = SimpleNamespace(global_step=0, epoch=0)
     task.run_context = context = TaskContext(at, seed=course.recipe.seed)
     forward = with_default_dtype(torch.float64, partial(_step, task))
     dynamo.skip_import()
     optimizer, scheduler, _ = optimizers_of(task)[""]
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
-    by_step = steps_each_step(scheduler, settings)
+    by_step |= isinstance(scheduler, StepSchedule)
     update = dynamo.step_of(optimizer)
     log: Log = {}
     everything: Outputs = []
@@ -110,7 +111,7 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
                 (output["loss"] * (weight / sum(weights) if factor is None else factor)).backward()
             norm = _clip(optimizer, settings)
             update()
-            if by_step:
+            if scheduler is not None and by_step and not is_plateau:
                 scheduler.step()
             at.global_step += 1
             rate = float(optimizer.param_groups[0]["lr"])

@@ -28,10 +28,9 @@ class StepSchedule(LambdaLR):
             self.step()
 
 
-def schedule_over(optimizer: Optimizer, scheduler: Any, name: str, task: Task) -> Any:
-    """The optimizer's scheduler, which the task's schedule is where it has one."""
-    if (schedule := task.lr_schedule) is None:
-        return scheduler
+def schedule_over(optimizer: Optimizer, scheduler: Any, name: str, task: Task) -> StepSchedule:
+    """The task's schedule as the optimizer's scheduler, which has none."""
+    schedule = task.lr_schedule
     kind = (task.own_class or type(task)).__name__
     if not isinstance(schedule, LRSchedule):
         raise UserError(

@@ -69,7 +69,9 @@ def _made(name: str, part: Any, returned: Any, task: Task) -> Made:
             f"{type(optimizer).__name__}.step needs a {required[0]}, and dpframe calls it without; "
             "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
         )
-    return Made(optimizer, schedule_over(optimizer, scheduler, name, task), bool(required))
+    if task.lr_schedule is not None:
+        scheduler = schedule_over(optimizer, scheduler, name, task)
+    return Made(optimizer, scheduler, bool(required))
 
 
 def check_signature(task: Task, turns: Sequence[str]) -> None:

@@ -85,7 +85,11 @@ class Update:
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.plateau_monitor = settings.plateau_monitor
-        self.schedules_steps = steps_each_step(self.scheduler, settings)
+        self.schedules_steps = (
+            self.scheduler is not None
+            and not self.is_plateau
+            and (settings.scheduler_every == "step" or isinstance(self.scheduler, StepSchedule))
+        )
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
         kind = type(self.optimizer).__name__
         if strategy.sharding is not None and (self.needs_closure or kind in NEEDS_WHOLE):
@@ -416,13 +420,6 @@ def _is_missing(gradient: Tensor | None) -> bool:
     if gradient is None:
         return True
     return gradient.is_sparse and not gradient.coalesce().indices().numel()
-
-
-def steps_each_step(scheduler: Any, settings: TrainerSettings) -> bool:
-    """Whether a scheduler is stepped after each step, and not after each epoch."""
-    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
-        return False
-    return isinstance(scheduler, StepSchedule) or settings.scheduler_every == "step"
 
 
 def of_turn(name: str, *settings: Any) -> list[Any]:
