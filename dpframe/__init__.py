@@ -20,6 +20,7 @@ if not os.path.exists(os.path.join(_package, "conf")) and os.path.exists(
 _HOME = {
     "Callback": "dpframe.callbacks",
     "DataModule": "dpframe.data",
+    "LRSchedule": "dpframe.schedules",
     "Logger": "dpframe.loggers",
     "Result": "dpframe.cli.api",
     "RunInfo": "dpframe.trainer",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from dpframe.data.stream import ShardedStream
     from dpframe.errors import UserError
     from dpframe.loggers import Logger
+    from dpframe.schedules import LRSchedule
     from dpframe.strategies import Strategy
     from dpframe.task import Task
     from dpframe.trainer import RunInfo, Trainer
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Callback",
     "DataModule",
+    "LRSchedule",
     "Logger",
     "Result",
     "RunInfo",

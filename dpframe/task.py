@@ -1,7 +1,7 @@
 """A Task is what a recipe trains: model, loss and optimizer in one nn.Module."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +13,8 @@ from dpframe.errors import UserError, suggestion
 from dpframe.lightning_names import INSTEAD, Instead
 from dpframe.parameters import grouped, optimizer_over
 from dpframe.rows import OverridableProperty, RowsOfBatch
+from dpframe.scheduler_lengths import scheduler_over
+from dpframe.schedules import LRSchedule
 
 Output = dict[str, Any]
 """A step returns {"loss": scalar, **metrics}, and "weight" where the mean is not over rows."""
@@ -83,6 +85,7 @@ class Task(RowsOfBatch, nn.Module):
     needs_trainer = False  # even for a single step
     own_class: type | None = None  # where the user's code is, if not in the task's class
     scale_lr: Mapping[str, Any] | None = None  # task.scale_lr: batch_size, factor, warmup_steps
+    lr_schedule: LRSchedule | None = None  # task.schedule, stepped by step
     prefers_metrics = False  # a metric's result may have the name of a mean: see logs_metric
     kept_metrics: Set[str] = frozenset()  # metrics that it resets itself, e.g. a best of all epochs
     schedules_turns = False  # schedulers step after each turn of their optimizer, not each epoch
@@ -240,7 +243,9 @@ class Task(RowsOfBatch, nn.Module):
         if make is None:
             return optimizer
         rates = {group["lr"] for group in optimizer.param_groups}
-        scheduler = make(optimizer, **self._known_lengths(name, make))
+        key = f"task.schedulers.{name}" if name else "task.scheduler"
+        length = partial(self._scheduler_length, name)
+        scheduler = scheduler_over(optimizer, make, length, key)
         groups = optimizer.param_groups
         if len(rates) > 1 and len({group.get("initial_lr", group["lr"]) for group in groups}) == 1:
             raise UserError(
@@ -257,26 +262,23 @@ class Task(RowsOfBatch, nn.Module):
         """The parameters; one that is in several places has several names."""
         return list(self.named_parameters(remove_duplicate=False))
 
-    def _known_lengths(self, name: str, make_scheduler: Callable[..., Any]) -> dict[str, int]:
-        """`total_steps` for a scheduler that takes it and has none yet, e.g. OneCycleLR."""
-        keywords = getattr(make_scheduler, "keywords", {})
-        wanted = inspect.signature(make_scheduler).parameters
-        if "total_steps" not in wanted or {"total_steps", "epochs"} & set(keywords):
-            return {}
-        key = f"task.schedulers.{name}" if name else "task.scheduler"
+    def _scheduler_length(self, name: str, missing: str) -> int:
+        """How often the scheduler of this optimizer will be stepped, for a key that is missing."""
+        key, _, argument = missing.rpartition(".")
         if not self.scheduler_steps:
+            limit = "max_steps" if self.schedules_turns else "max_epochs"
             raise UserError(
-                f"{key} needs total_steps, and nothing says how long training will be; "
-                f"set trainer.max_steps or {key}.total_steps"
+                f"{key} needs {argument}, and nothing says how long training will be; "
+                f"set trainer.{limit} or {missing}"
             )
         if not (name and self.schedules_turns):
-            return {"total_steps": self.scheduler_steps}
+            return self.scheduler_steps
         if not (turns := self.count_turns(name)):
             raise UserError(
                 f"{key} has nothing to schedule: {type(self).__name__}.turns() names {name} in "
                 f"none of the {self.total_steps} steps; leave {key} out, or train longer"
             )
-        return {"total_steps": turns}
+        return turns
 
     def count_turns(self, name: str) -> int:
         """How many turns the optimizer of this name will have in the whole run: `turns` is asked

@@ -32,6 +32,8 @@ CHOSEN = {
     "mode=te": "mode=test",
     "mode=test checkpoint=": " ".join(f"checkpoint={word}" for word in HERE),
     "mode=test checkpoint=mine/r": "checkpoint=mine/recipe/",
+    "recipe=boston task/schedule=w": "task/schedule=warmup_cosine task/schedule=wsd",
+    "recipe=boston task/schedule=wsd task.schedule.d": "task.schedule.decay=",
     "trainer.deterministic=": "trainer.deterministic=false trainer.deterministic=true",
 }
 # Of them, what other shells and names of the command are asked: a word, one after others, a path.

@@ -22,14 +22,16 @@ from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 
 CONF = Path(__file__).resolve().parent.parent / "conf"
-FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/*.yaml"))
-OPTIONS = [file.split("/") for file in FILES if not file.startswith("hydra/")]
-BUILT = [pair for pair in OPTIONS if pair[0] in ("strategy", "callbacks", "logger")]
+FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/**/*.yaml"))
+OPTIONS = [file.rsplit("/", 1) for file in FILES if not file.startswith("hydra/")]
+BUILT = [
+    pair for pair in OPTIONS if pair[0] in ("strategy", "callbacks", "logger", "task/schedule")
+]
 
 
 def test_every_folder_is_a_group():
     assert {group for group, _ in OPTIONS} == set(GROUPS)
-    assert {path.name for path in CONF.iterdir()} - set(GROUPS) <= {
+    assert {path.name for path in CONF.iterdir()} - {group.split("/")[0] for group in GROUPS} <= {
         "__init__.py",
         "__pycache__",
         "config.yaml",
@@ -118,8 +120,10 @@ def test_every_file_begins_with_what_it_is(file):
 
 @pytest.mark.parametrize(("group", "option"), BUILT)
 def test_a_node_lists_every_option_of_its_class_with_its_default(group, option):
-    config = once_composed("recipe=boston", f"{group}={option}").config[group]
-    nodes = [config] if group == "strategy" else config.values()
+    config = once_composed("recipe=boston", f"{group}={option}").config
+    for name in group.split("/"):
+        config = config[name]
+    nodes = config.values() if group in ("callbacks", "logger") else [config]
     for node in nodes:
         if is_off(node):
             continue

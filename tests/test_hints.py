@@ -67,6 +67,28 @@ HINTS = [
         "+task.scheduler._target_=torch.optim.lr_scheduler.StepLR +task.scheduler._partial_=true "
         "+task.scheduler.step_size=3",
     ),
+    ("boston task/schedule=warmup_cosin", "did you mean warmup_cosine?", "task/schedule=constant"),
+    ("boston schedule=wsd", "did you mean task/schedule=warmup_cosine?", "task/schedule=wsd"),
+    (
+        "boston task.schedule.decay=0.1",
+        "there is no key task.schedule.decay; task/schedule=wsd has it",
+        "task/schedule=wsd task.schedule.decay=0.1",
+    ),
+    (
+        "boston task/schedule=linear task.schedule.warmpu=0.1",
+        "did you mean task.schedule.warmup?",
+        "task/schedule=linear task.schedule.warmup=0.1",
+    ),
+    (
+        "boston task/schedule=linear task.schedule.warmup=-1",
+        "task.schedule.warmup=-1 is out of range; use a share of all steps such as 0.03, or",
+        "task/schedule=linear task.schedule.warmup=1",
+    ),
+    (
+        "boston task/schedule=wsd task.schedule.decay=0.99",
+        "task.schedule.warmup=0.03 and task.schedule.decay=0.99 are more than all steps",
+        "task/schedule=wsd task.schedule.decay=99",
+    ),
 ]
 OF_CLASSES = [  # which are asked once torch is imported
     (

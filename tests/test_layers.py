@@ -35,6 +35,8 @@ GROUND |= {
     "memory",
     "exact",
     "lightning_names",
+    "scheduler_lengths",
+    "schedules",
     "parameters",
     "launch",
 }

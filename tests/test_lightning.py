@@ -30,6 +30,7 @@ from dpframe import Trainer, TrainerSettings, UserError  # noqa: E402
 from dpframe.callbacks.checkpoint import Checkpoint  # noqa: E402
 from dpframe.lightning import Lightning, LightningData  # noqa: E402
 from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
+from dpframe.schedules import Linear  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
 from dpframe.strategies.fsdp import FSDP  # noqa: E402
@@ -951,3 +952,21 @@ def test_data_are_set_up_for_what_is_done():
     trainer = ours(lit.Regression(), data)
     trainer.test()
     assert data.stages == ["fit", "test"] and data.trainer.datamodule is data
+
+
+def test_a_schedule_of_the_task_is_stepped_by_step_unless_the_module_has_one():
+    class Watched(lit.Regression):
+        def on_before_optimizer_step(self, optimizer):
+            rates.append(optimizer.param_groups[0]["lr"])
+
+    def scheduled(module: Any) -> Trainer:
+        task = Lightning(module)
+        task.lr_schedule = schedule
+        return Trainer(task, LightningData(lit.Rows()), max_epochs=2, threads=1, precision="64")
+
+    rates: list[float] = []
+    schedule = Linear(warmup=2)
+    scheduled(Watched()).fit()
+    assert rates == [0.05 * schedule.factor(step, 12) for step in range(12)]
+    with pytest.raises(UserError, match="task.schedule: Returns has a scheduler already; leave"):
+        scheduled(lit.Returns("two lists")).prepare()

@@ -13,13 +13,14 @@ from forked import on
 from recorded import Recorder, logs_apart, once, weights, weights_apart
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import Dataset, TensorDataset
 
-from dpframe import DataModule, Strategy, Task, Trainer, TrainerSettings
+from dpframe import DataModule, LRSchedule, Strategy, Task, Trainer, TrainerSettings
 from dpframe.data import permutation
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.recipes.lenet import LeNet, LeNetData
+from dpframe.schedules import WarmupCosine
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
@@ -120,6 +121,14 @@ class Case:
     scheduler: Callable[..., Any] | None = None
     summarize: Callable[[dict[str, float]], dict[str, float]] = dict
     settings: dict[str, Any] = field(default_factory=dict)
+    schedule: LRSchedule | None = None
+
+
+def cosine(total: int, step: int) -> float:
+    """What WarmupCosine(warmup=3, final=0.1) is, by hand."""
+    return min(
+        (step + 1) / 4, 0.1 + 0.45 * (1 + math.cos(math.pi * max(0, step - 3) / (total - 3)))
+    )
 
 
 boston = partial(
@@ -151,6 +160,11 @@ CASES = {
         partial(SGD, lr=1e-4),
         partial(OneCycleLR, max_lr=2e-4),
         settings={"max_epochs": 6, "scheduler_every": "step", "log_every": 1},
+    ),
+    "warmup_cosine": boston(
+        partial(SGD, lr=1e-3, momentum=0.9),
+        settings={"max_epochs": 6, "accumulate": 2, "log_every": 1},
+        schedule=WarmupCosine(warmup=3, final=0.1),
     ),
     "step_schedule": boston(
         partial(Adam, lr=0.02), partial(StepLR, step_size=2), settings={"max_epochs": 7}
@@ -216,8 +230,10 @@ def trained(strategy: Strategy, name: str, precision: str) -> dict[str, Any]:
     case = CASES[name]
     torch.manual_seed(SEED)
     recorder = Recorder()
+    task = case.task(case.optimizer, case.scheduler)
+    task.lr_schedule = case.schedule
     trainer = Trainer(
-        case.task(case.optimizer, case.scheduler),
+        task,
         case.data(),
         strategy=strategy,
         settings=settings_of(case, precision),
@@ -240,6 +256,9 @@ def by_hand(name: str, precision: str) -> dict[str, Any]:
     steps = math.ceil(math.ceil(len(train[0]) / data.batch_size) / settings.accumulate)
     total = min(settings.max_steps or math.inf, settings.max_epochs * steps)
     known = {"total_steps": int(total)} if settings.scheduler_every == "step" else {}
+    scheduler = case.scheduler and case.scheduler(optimizer, **known)
+    if case.schedule is not None:
+        scheduler = LambdaLR(optimizer, partial(cosine, int(total)))
     log = hand_written.fit(
         task,
         case.per_row,
@@ -254,8 +273,8 @@ def by_hand(name: str, precision: str) -> dict[str, Any]:
         accumulate=settings.accumulate,
         clip_norm=settings.clip_norm,
         clip_value=settings.clip_value,
-        scheduler=case.scheduler and case.scheduler(optimizer, **known),
-        scheduler_every=settings.scheduler_every,
+        scheduler=scheduler,
+        scheduler_every="step" if case.schedule else settings.scheduler_every,
         log_every=settings.log_every,
         summarize=case.summarize,
     )

@@ -146,6 +146,11 @@ SHOWN = {
         "trainer.max_epochs=2",
         r"^recipe +boston",
     ),
+    "dpframe --config-dir mine recipe=boston task/schedule=triangle task.schedule.top=0.2": (
+        "trainer.max_epochs=2",
+        r"^task.schedule: Triangle\(top=0.2\), 8 steps in all$",
+    ),
+    "dpframe --config-dir mine recipe=risen": ("trainer.max_epochs=2", r"^recipe +risen"),
     "dpframe --config-dir mine recipe=boston logger=json_lines": (
         "trainer.max_epochs=2",
         r"^recipe +boston",
@@ -173,7 +178,8 @@ def test_what_can_be_written_can_be_run(written):
     assert len(list(written.glob("shown/*/tables/val_worst-step*.csv"))) == 2
     configs = [Path(name) for page in PAGES for name in files_of(page) if name.endswith(".yaml")]
     options = {word for line in shown for word in line.split()}
-    assert {f"{path.parent.name}={path.stem}" for path in configs} <= options
+    groups = {path: "/".join(path.parent.parts[1:]) for path in configs}  # below mine/
+    assert {f"{group}={path.stem}" for path, group in groups.items()} <= options
     rows = (written / "shown" / str(len(shown) - 1) / "measured.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows][:2] == [4, 8]
 

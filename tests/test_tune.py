@@ -8,20 +8,24 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import command
 import pytest
 import torch
 from small import SGD, Adam, Rows, Small, Streamed, fitted
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
 from dpframe import Task, TrainerSettings, UserError
 from dpframe.config.compose import composed
 from dpframe.errors import Failure
 from dpframe.modes import tune
 from dpframe.modes.measure import devices_of
+from dpframe.modes.picture import svg
 from dpframe.modes.tuner import Point, Rates, Tuner, find_largest, find_steepest, smooth
-from dpframe.modes.tuning import Tuning, chart, picture
+from dpframe.modes.tuning import Tuning, chart, panel
+from dpframe.schedules import WSD, WarmupCosine
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
@@ -203,14 +207,70 @@ def test_the_noise_of_small_batches_is_no_fall(rows, size):
 def test_a_flat_loss_is_told_instead_of_a_rate():
     found = tuner(data=Rows(22, 4)).learning_rate(1e-6, 1e-5, 100)
     assert found.best is None and len(found.points) == len(found.fresh) == 100
-    said = str(Tuning("flat", None, 8, None, found, takes_size=True, takes_rate=True))
+    said = str(Tuning("flat", None, 8, None, found, takes_size=True, rate_key="task.optimizer.lr"))
     assert said.endswith("makes the loss fall by 1%; raise tune.steps or tune.max_lr")
 
 
 def test_keys_that_the_data_or_the_task_lacks_are_not_printed():
     rates = Rates(falling(30), FRESH, 8, 0.5)
-    said = str(Tuning("none", None, 8, (6, []), rates, takes_size=False, takes_rate=False))
+    said = str(Tuning("none", None, 8, (6, []), rates, takes_size=False, rate_key=""))
     assert "\nbatch size 6  " in said and "\nlearning rate 0.5  " in said and "=" not in said
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        partial(OneCycleLR, max_lr=3.0, cycle_momentum=False),
+        partial(SequentialLR, schedulers=[LinearLR, CosineAnnealingLR], milestones=[5]),
+        None,
+    ],
+)
+def test_no_schedule_changes_the_rates_that_are_tried(scheduler):
+    def make() -> Small:
+        task = Small(Adam, scheduler)
+        task.lr_schedule = WarmupCosine() if scheduler is None else None
+        return task
+
+    by_step = {"scheduler_every": "step"}
+    found, plain = tuner(make, settings=by_step), tuner(partial(Small, Adam))
+    assert found.learning_rate(*RATES) == plain.learning_rate(*RATES)
+    assert found.schedule == (WarmupCosine() if scheduler is None else None)
+    assert found.total_steps == 50
+
+
+def test_what_is_found_is_the_peak_of_a_schedule_which_is_drawn():
+    rates = Rates(falling(30), FRESH, 8, 0.5)
+    made = partial(Tuning, "drawn", None, 8, None, rates, takes_size=True)
+    tuning = made(rate_key="task.optimizer.lr", schedule=WSD(warmup=2, decay=4), steps=8)
+    found, told, bars = str(tuning).splitlines()[-3:]
+    assert found.startswith("task.optimizer.lr=0.5  ")
+    assert told == "the peak of WSD(warmup=2, decay=4, final=0.0, shape=linear), over 8 steps:"
+    assert bars.split() == ["▃▆███▆▅▃"]
+    root = ET.fromstring(tuning.pictures()["lr.svg"])
+    assert [len(line.attrib["points"].split()) for line in root.findall("{*}polyline")] == [
+        60,
+        60,
+        8,
+    ]
+    texts = {text.text for text in root.findall("{*}text")}
+    assert {"step", "learning rate", "0.5", "8"} <= texts
+
+
+def test_a_scheduler_that_overwrites_the_rate_is_what_to_set():
+    cycle = {"_target_": "torch.optim.lr_scheduler.OneCycleLR", "max_lr": 0.1}
+    task: dict[str, Any] = {"optimizer": {"lr": 0.1}, "scheduler": cycle}
+    assert tune.rate_key(task) == "task.scheduler.max_lr"
+    nested = {"_target_": "torch.optim.lr_scheduler.SequentialLR", "schedulers": [{}, cycle]}
+    assert tune.rate_key(task | {"scheduler": nested}) == "task.scheduler.schedulers[1].max_lr"
+    assert tune.rate_key(task | {"scheduler": None}) == "task.optimizer.lr"
+    assert tune.rate_key({"optimizer": None}) == ""
+    rates = Rates(falling(30), FRESH, 8, 0.5)
+    made = partial(Tuning, "told", None, 8, None, rates, takes_size=True, rate_key="a.max_lr")
+    assert str(made(scheduler="OneCycleLR")).endswith(
+        "OneCycleLR overwrites task.optimizer.lr: its max_lr is what to set"
+    )
+    made = partial(Tuning, "told", None, 8, None, rates, takes_size=True, rate_key="a.lr")
+    assert str(made(scheduler="StepLR")).endswith("\nStepLR changes it from there")
 
 
 def test_a_loss_that_is_not_finite_ends_the_test_and_not_the_command():
@@ -260,7 +320,7 @@ def test_replicas_are_counted_without_starting_any():
 
 def test_the_picture_has_each_point_and_the_rate_that_is_found():
     points = falling(30)
-    root = ET.fromstring(picture(points, points[30].rate, "a <b> & c"))
+    root = ET.fromstring(svg(panel(points, points[30].rate, "a <b> & c")))
     lines = [line.attrib["points"].split() for line in root.findall("{*}polyline")]
     assert [len(line) for line in lines] == [60, 60]
     texts = [text.text for text in root.findall("{*}text")]
@@ -268,7 +328,7 @@ def test_the_picture_has_each_point_and_the_rate_that_is_found():
     drawn = chart(points, points[30].rate)
     assert sum(line.count("*") for line in drawn) >= 55 and max(map(len, drawn)) <= 80
     assert [line[10 + 32] for line in drawn[1:-1]].count("|") >= 7
-    assert chart(points[:1], None) and picture([Point(1, 1.0), Point(2, 1.0)], None, "")
+    assert chart(points[:1], None) and svg(panel([Point(1, 1.0), Point(2, 1.0)], None, ""))
 
 
 def test_a_setting_that_can_not_be_is_one_line():

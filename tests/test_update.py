@@ -517,7 +517,8 @@ def test_a_length_that_was_given_is_kept():
 
 def test_one_cycle_over_a_stream_asks_for_its_length():
     with pytest.raises(UserError, match="^task.scheduler needs total_steps, and nothing says how"):
-        fitted(make=lambda: Small(scheduler=ONE_CYCLE), data=Streamed())
+        by_step = {"scheduler_every": "step", "data": Streamed()}
+        fitted(make=lambda: Small(scheduler=ONE_CYCLE), **by_step)
 
 
 def test_a_task_may_make_its_own_optimizer_and_scheduler():

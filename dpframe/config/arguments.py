@@ -18,6 +18,7 @@ from dpframe.config.schema import is_off, kind_of, shown, unfit
 from dpframe.config.target import find, taken_by
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of, suggestion
+from dpframe.scheduler_lengths import is_filled_in
 
 SPECIAL = {
     "_target_": str,
@@ -36,7 +37,10 @@ OF_DATA = {
     for name in ("drop_last", "eval_batch_size", "input")
 }
 """Of every DataModule, whatever its constructor takes."""
-OF_TASK = {"scale_lr": inspect.Parameter("scale_lr", inspect.Parameter.KEYWORD_ONLY, default=None)}
+OF_TASK = {
+    name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+    for name in ("scale_lr", "schedule")
+}
 MODULES = ("task.module", "data.module")  # of dpframe.lightning
 OF_ALL = {"data": OF_DATA, "task": OF_TASK}
 MADE_LATER = {  # by the Task, and an example of each
@@ -126,7 +130,7 @@ def _check_arguments(
             raise UserError(
                 f"{where}.{key}: {name} takes no such argument; {suggestion(key, parameters)}"
             )
-    # The Task adds the first argument of these, and `total_steps`.
+    # The Task adds the first argument of these, and lengths.
     is_later = isinstance(target, type) and issubclass(target, tuple(MADE_LATER))
     if is_later and not node.get("_partial_"):
         raise UserError(f"{where}: the Task makes its {name} later; add ++{where}._partial_=true")
@@ -135,7 +139,7 @@ def _check_arguments(
         for key, parameter in rest:
             is_plain = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
             is_needed = is_plain and parameter.default is parameter.empty and key not in given
-            if is_needed and not (is_later and key == "total_steps"):
+            if is_needed and not (is_later and is_filled_in(target, key)):
                 raise UserError(f"{where}.{key} is missing; {name} needs it, add +{where}.{key}=…")
     for key, value in given.items():
         has_no_default = key not in parameters or parameters[key].default is not None

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import hydra
@@ -19,13 +19,16 @@ from omegaconf import OmegaConf
 from dpframe.callbacks import Callback
 from dpframe.config.arguments import OF_ALL, SPECIAL, check, explain_call, values_of
 from dpframe.config.compose import Composed
-from dpframe.config.schema import RunSettings, is_off
+from dpframe.config.schema import RunSettings, is_off, shown
 from dpframe.config.target import find, see_own_folders
 from dpframe.data import DataModule
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
+from dpframe.schedules import LRSchedule, is_ours
 from dpframe.strategies import Strategy
 from dpframe.task import Task
+
+ATTRIBUTES = {"schedule": "lr_schedule"}  # where a task has an option by another name
 
 
 def check_targets(job: Composed) -> None:
@@ -52,7 +55,7 @@ def build(node: Mapping[str, Any], where: str, kind: type | None = None) -> Any:
     node, options = _split_options(node, where)
     part = _build(node, where)
     for name, value in options.items():
-        setattr(part, name, value)
+        setattr(part, ATTRIBUTES.get(name, name), _build(value, f"{where}.{name}"))
     if kind is not None and not isinstance(part, kind):
         raise UserError(
             f"{where}._target_={node['_target_']} returned a {type(part).__name__}, "
@@ -70,7 +73,28 @@ def _split_options(node: Mapping[str, Any], where: str) -> tuple[dict[str, Any],
     options = {
         k: v for k, v in node.items() if k in OF_ALL[where] and k not in taken and not passes_on
     }
+    if where == "task":
+        options |= _schedule(node, taken)
     return {k: v for k, v in node.items() if k not in options}, options
+
+
+def _schedule(node: Mapping[str, Any], taken: Collection[str]) -> dict[str, Any]:
+    """Also of a task whose constructor takes another thing by this name, e.g. of a diffusion."""
+    given = node.get("schedule")
+    if isinstance(given, Mapping) and is_ours(given):
+        return {"schedule": given}
+    if "schedule" not in taken and given is not None:
+        target = given.get("_target_") if isinstance(given, Mapping) else None
+        if target is None or not _is_schedule(find(target, "task.schedule._target_")):
+            raise UserError(
+                f"task.schedule={shown(given)} is no schedule; choose one by its name, e.g. "
+                "task/schedule=warmup_cosine, or name a class of dpframe.LRSchedule"
+            )
+    return {}
+
+
+def _is_schedule(target: Any) -> bool:
+    return not isinstance(target, type) or issubclass(target, LRSchedule)
 
 
 def _build(node: Any, where: str) -> Any:

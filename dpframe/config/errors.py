@@ -120,7 +120,7 @@ class _Mistake:
             return ""
         near = suggestion("data_parallel" if option == "dp" else option, names)
         there = f" (there is: {', '.join(names)})" if near.startswith("did") else ""
-        kind = group.removesuffix("s")
+        kind = group.rpartition("/")[2].removesuffix("s")
         return f"{group}={option}: there is no such {kind}; {near}{there}"
 
     def not_chosen(self, found: re.Match[str]) -> str:
@@ -179,7 +179,7 @@ class _Mistake:
         return hint(known, key, self.menu.offers(key) if self.menu else [])
 
     def options(self, group: str) -> list[str]:
-        return self.menu.options(group) if self.menu and re.fullmatch(r"\w+", group) else []
+        return self.menu.options(group) if self.menu and re.fullmatch(r"[\w/]+", group) else []
 
 
 NO_PACKAGE = "its first line must be '# @package _global_'"

@@ -60,7 +60,13 @@ options
 WIDEST = 44  # columns of a setting, for the comments to begin in one
 UNTOLD = ("defaults", "_partial_")
 FOR_OTHERS = ("@package", "yaml-language-server")  # comments that say nothing to a reader
-OF_KEYS = ("trainer", "callbacks", "logger", "strategy")  # groups in which a key is looked up
+OF_KEYS = (
+    "trainer",
+    "callbacks",
+    "logger",
+    "strategy",
+    "task/schedule",
+)  # groups in which a key is looked up
 
 
 def shown_for(arguments: argparse.Namespace) -> str:

@@ -16,7 +16,9 @@ OF_CLASSES = ("callbacks", "logger")  # each part in them has a class
 SCALE = "task.scale_lr"  # no part, but it has keys, also while it is null
 SCALE_KEYS = [field.name for field in fields(ScaleSettings)]
 LATER = ("optimizer", "scheduler")  # what the Task makes of a part
-COMPLETE = ("dpframe.strategies.", "dpframe.callbacks.", "dpframe.loggers.")  # files list all
+COMPLETE = tuple(  # files list all that these take
+    f"dpframe.{part}." for part in ("strategies", "callbacks", "loggers", "schedules")
+)
 
 
 def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str:

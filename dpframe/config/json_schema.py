@@ -52,8 +52,9 @@ def json_schema(config_dir: str | None) -> Schema:
         "defaults": {"type": "array"},
         **_settings(RunSettings, "", comments),
         **{name: _closed(_settings(kind, f"{name}.", comments)) for name, kind in groups().items()},
-        **{name: _part(name) for name in ("task", "data")},
-        "strategy": _strategy(nodes, targets),
+        "task": _part("task", schedule=_unless_named(_chosen("task/schedule", nodes, targets), {})),
+        "data": _part("data"),
+        "strategy": _unless_named(_chosen("strategy", nodes, targets), NODE),
         **{name: _parts(name, nodes, targets) for name in ("callbacks", "logger")},
         "mode": {"enum": modes.names()},
         "vars": {"type": "object"},
@@ -183,18 +184,23 @@ def _node(targets: Collection[str]) -> Schema:
     return {"type": "object", "allOf": cases}
 
 
-def _part(name: str) -> Schema:
+def _part(name: str, **known: Schema) -> Schema:
     """`task` or `data`, whose class another file may name."""
     own = {key: _typed(each.annotation) for key, each in OF_ALL[name].items()}
-    return {"allOf": [NODE], "properties": own}
+    return {"allOf": [NODE], "properties": own | known}
 
 
-def _strategy(nodes: Nodes, targets: Mapping[str, Schema]) -> Schema:
-    """With a class what that takes, without one what any strategy takes."""
-    kinds = [str(content.get("_target_")) for group, content in nodes if group == "strategy"]
+def _chosen(group: str, nodes: Nodes, targets: Mapping[str, Schema]) -> Schema:
+    """What any class of the group's files takes."""
+    kinds = [str(content.get("_target_")) for each, content in nodes if each == group]
     known = [targets[kind]["properties"] for kind in kinds if kind in targets]
     arguments = {key: value for each in known for key, value in each.items()}
-    return {"if": {"required": ["_target_"]}, "then": NODE, "else": _closed(arguments)}
+    return _closed(arguments)
+
+
+def _unless_named(without: Schema, with_class: Schema) -> Schema:
+    """A file need not name the class that another file has chosen; text is neither."""
+    return {"if": {"required": ["_target_"]}, "then": with_class, "else": without}
 
 
 def _parts(name: str, nodes: Nodes, targets: Mapping[str, Schema]) -> Schema:

@@ -18,6 +18,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "task.optimizer",
     "task.optimizers",
     "task.scale_lr",
+    "task.schedule",
     "task.scheduler",
     "data.batch_size",
     "data.drop_last",

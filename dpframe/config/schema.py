@@ -13,6 +13,7 @@ from omegaconf import MISSING, OmegaConf
 from dpframe.config import modes
 from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
 from dpframe.files import refuse_url
+from dpframe.schedules import check_schedule, is_ours
 from dpframe.trainer.keywords import ELSEWHERE_NAMES
 from dpframe.trainer.settings import TrainerSettings, scale_settings
 
@@ -93,6 +94,10 @@ WHOLE = {  # what to type for the last part of a key, or for its name in other f
     **{name: f"task.{name}" for name in ("optimizer", "optimizers", "scheduler", "net")},
     **dict.fromkeys(("lr", "learning_rate"), "task.optimizer.lr"),
     **{name: f"task.optimizer.{name}" for name in ("weight_decay", "momentum", "betas")},
+    **dict.fromkeys(
+        ("schedule", "lr_schedule", "lr_scheduler_type"), "task/schedule=warmup_cosine"
+    ),
+    "warmup_ratio": "task.schedule.warmup",
     "model": "task",
     "lean": "trainer.skip_dynamo_import",  # its name before
     "fast_dev_run": "experiment=debug",
@@ -138,6 +143,9 @@ def read_settings(config: Mapping[str, Any]) -> RunSettings:
     _check_data(config["data"], config.get("mode", "fit"))
     if (given := config["task"].get("scale_lr")) is not None:
         scale_settings(given)
+    schedule = config["task"].get("schedule")
+    if isinstance(schedule, Mapping) and is_ours(schedule):
+        check_schedule(schedule)
     _refuse_unknown(config, [*TOP_LEVEL, *groups()])
     made = {name: _make(name, kind, config.get(name)) for name, kind in groups().items()}
     own = {name: made.pop(name) for name in modes.names() if name in made}

@@ -39,7 +39,7 @@ from dpframe.config.schema import CONFIG_NAME, register
 from dpframe.config.start import key_of, parsed_value
 from dpframe.errors import UserError
 
-GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "experiment")
+GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "task/schedule", "experiment")
 # Hydra 1.3 has the defaults of 1.1 unless told; 1.4 has its own alone.
 BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 # Each of OmegaConf 2.3 and 2.4 deprecates the other's name.
@@ -115,7 +115,11 @@ class Configs:
     def base(self, overrides: Sequence[str]) -> dict[str, Any]:
         """The config with those of the overrides whose keys there are, as plain containers."""
         heads = {*self.groups(), "hydra"}
-        first = [o for o in overrides if o[:1] == "+" or re.split("[/@]", key_of(o))[0] in heads]
+        first = [
+            o
+            for o in overrides
+            if o[:1] == "+" or {key_of(o).split("@")[0], re.split("[/@]", key_of(o))[0]} & heads
+        ]
         base = self._plain(first)
         right = [each for each in overrides if each in first or has(base, key_of(each))]
         if right != first:
@@ -140,19 +144,20 @@ class Configs:
 
     def groups(self) -> list[str]:
         """Ours in our order, then the user's."""
-        names = set(self.list_groups("")) - {"hydra"}
-        return [*GROUPS, *sorted(names - set(GROUPS))]
+        names = set(self.list_groups("")) - {"hydra", *GROUPS}
+        return [*GROUPS, *sorted(each for each in names if each != "task" or self.options(each))]
 
     def offers(self, key: str) -> list[str]:
         """The options that bring a key of this last part, each with the whole key."""
         name, found = key.rpartition(".")[2], list[str]()
         if name.startswith("_"):
             return []
-        for group in ("callbacks", "logger", "strategy"):
+        for group in ("callbacks", "logger", "strategy", "task/schedule"):
             for option in self.options(group):
                 for _, path in plugins.files_of(group, option, self.folder)[:1]:
                     with suppress(yaml.YAMLError, OSError):
-                        node = {group: yaml.safe_load(path.read_text(encoding="utf-8"))}
+                        where = group.replace("/", ".")
+                        node = {where: yaml.safe_load(path.read_text(encoding="utf-8"))}
                         keys = (k for k, _ in _leaves(node) if k.rpartition(".")[2] == name)
                         found += [f"{group}={option} {whole}" for whole in keys]
         return found

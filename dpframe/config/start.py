@@ -255,9 +255,10 @@ def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
         return False
     if key in map(key_of, typed) and must_be_typed(override):
         return False
-    if key.startswith("strategy."):  # another strategy has other keys
-        chosen = [o for o in typed if key_of(o) == "strategy"]
-        return key not in map(key_of, typed) and all(o in saved for o in chosen)
+    for group in ("strategy", "task/schedule"):
+        if key.startswith(f"{group.replace('/', '.')}."):  # another option has other keys
+            chosen = [o for o in typed if key_of(o) == group]
+            return key not in map(key_of, typed) and all(o in saved for o in chosen)
     same = [o for o in typed if key_of(o) == key]
     is_added = override.startswith("+") and "." in key  # the key has to exist before it is changed
     return not same or (is_added and not any(o.startswith("+") for o in same))

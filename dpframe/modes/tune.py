@@ -1,5 +1,6 @@
 """`mode=tune`: the largest batch that fits in memory, and a learning rate."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,8 +73,34 @@ def run(job: Composed) -> dict[str, Any]:
         batch=batch,
         rates=rates,
         takes_size="batch_size" in job.config["data"],
-        takes_rate="lr" in (job.config["task"].get("optimizer") or {}),
+        rate_key=rate_key(job.config["task"]),
+        scheduler=_class_of(job.config["task"].get("scheduler")),
+        schedule=tuner.schedule,
+        steps=tuner.total_steps,
     )
     found = {"tune": tuning.summary()}
     show(job, str(tuning), found, tuning.pictures())
     return {"metrics": {}, **found}
+
+
+def rate_key(task: Mapping[str, Any]) -> str:
+    """Where the learning rate is set: in a scheduler that overwrites the optimizer's, if it is
+    OneCycleLR or CyclicLR; "": nowhere."""
+    if overwrites := list(_keys("task.scheduler", task.get("scheduler"), "max_lr")):
+        return overwrites[0]
+    return "task.optimizer.lr" if "lr" in (task.get("optimizer") or {}) else ""
+
+
+def _keys(where: str, node: Any, name: str) -> Iterator[str]:
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if key == name:
+                yield f"{where}.{key}"
+            yield from _keys(f"{where}.{key}", value, name)
+    for number, value in enumerate(node) if isinstance(node, list) else ():
+        yield from _keys(f"{where}[{number}]", value, name)
+
+
+def _class_of(node: Any) -> str:
+    path = node.get("_target_") if isinstance(node, Mapping) else None
+    return str(path or "").rpartition(".")[2]

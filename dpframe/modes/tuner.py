@@ -16,6 +16,7 @@ from dpframe import memory, seeding
 from dpframe.data import DataModule
 from dpframe.errors import Failure, UserError
 from dpframe.modes.measure import Probe, Sampled, lasting_bytes, refuse_by_hand, short
+from dpframe.schedules import LRSchedule
 from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
@@ -82,6 +83,8 @@ class Tuner:
                 "can be drawn twice; tune with a data set that has a length"
             )
         self.source = feed.source
+        self.total_steps = feed.total_steps  # of the training that is tuned
+        self.schedule: LRSchedule | None = None  # of its learning rate
         self.batches: list[Tensor] = list(feed.train.order.epoch(0))
         self.limit = limit
         if limit is None and self.device.type == "cpu":
@@ -155,8 +158,10 @@ class Tuner:
         with seeding.seeded(self.seed):
             seeding.seed_everything(self.seed)
             try:
+                task = self.make_task()
+                self.schedule, task.lr_schedule = task.lr_schedule, None
                 trainer = Trainer(
-                    self.make_task(),
+                    task,
                     sampled,
                     strategy=probe,
                     settings=settings,

@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 from dpframe.modes.picture import Panel, Series, svg
 from dpframe.modes.report import size
 from dpframe.modes.tuner import FLAT, Point, Rates, Trial, smooth
+from dpframe.schedules import LRSchedule
 
 COLUMNS, LINES = 64, 10  # of the curve
+BARS = "▁▂▃▄▅▆▇█"
 
 
 class Tuning(NamedTuple):
@@ -18,7 +20,10 @@ class Tuning(NamedTuple):
     batch: tuple[int, list[Trial]] | None  # the largest that fits, and how it was found
     rates: Rates | None
     takes_size: bool  # as data.batch_size
-    takes_rate: bool  # as task.optimizer.lr
+    rate_key: str  # where the learning rate is set
+    scheduler: str = ""  # the class of task.scheduler
+    schedule: LRSchedule | None = None
+    steps: int = 0  # of the training that is tuned
 
     def __str__(self) -> str:
         lines = [self.title]
@@ -43,7 +48,28 @@ class Tuning(NamedTuple):
         """Files by their names."""
         if self.rates is None or not self.rates.points:
             return {}
-        return {"lr.svg": picture(self.rates.points, self.rates.best, self.title)}
+        panels = [panel(self.rates.points, self.rates.best, self.title)]
+        if curve := self._scheduled(self.rates.best or 1.0):
+            peak = max(rate for _, rate in curve)
+            panels.append(
+                Panel(
+                    title=str(self.schedule),
+                    across="step",
+                    up="learning rate",
+                    series=[Series(curve, "steelblue")],
+                    ticks={0: "0", self.steps: str(self.steps)},
+                    heights={0.0: "0", peak: f"{peak:.3g}"},
+                )
+            )
+        return {"lr.svg": svg(*panels)}
+
+    def _scheduled(self, rate: float) -> list[tuple[float, float]]:
+        """The learning rate at some steps of the training, if there is a schedule."""
+        if self.schedule is None or (self.schedule.needs_length and not self.steps):
+            return []
+        last, drawn = max(1, self.steps - 1), min(COLUMNS, self.steps)
+        steps = [round(last * place / max(1, drawn - 1)) for place in range(drawn)]
+        return [(step, rate * self.schedule.factor(step, self.steps)) for step in steps]
 
     def _trials(self, found: int, trials: list[Trial]) -> list[str]:
         bound = "" if self.limit is None else f" {size(self.limit)} (tune.memory)"
@@ -73,14 +99,26 @@ class Tuning(NamedTuple):
                 "no learning rate from tune.min_lr to tune.max_lr makes the loss fall by "
                 f"{FLAT:.0%}; raise tune.steps or tune.max_lr",
             ]
-        key = "task.optimizer.lr=" if self.takes_rate else "learning rate "
+        key = f"{self.rate_key}=" if self.rate_key else "learning rate "
         last = rates.points[-1].rate
         where = f"where the loss falls fastest, of {rates.points[0].rate:.3g} to {last:.3g}"
         return [
             "",
             *chart(rates.points, rates.best),
             f"{key}{_round(rates.best):g}    {where}, {rates.batch_size} rows a step",
+            *self._schedule(_round(rates.best)),
         ]
+
+    def _schedule(self, rate: float) -> list[str]:
+        """What a schedule makes of the rate, which it has left alone here."""
+        if self.rate_key.endswith(".max_lr"):
+            return [f"{self.scheduler} overwrites task.optimizer.lr: its max_lr is what to set"]
+        if self.scheduler:
+            return [f"{self.scheduler} changes it from there"]
+        if not (curve := self._scheduled(rate)):
+            return []
+        bars = "".join(BARS[round(at / rate * (len(BARS) - 1))] for _, at in curve)
+        return [f"the peak of {self.schedule}, over {self.steps:,} steps:", f"{'':9} {bars}"]
 
 
 def chart(points: Sequence[Point], marked: float | None) -> list[str]:
@@ -106,8 +144,8 @@ def chart(points: Sequence[Point], marked: float | None) -> list[str]:
     return [f"{'loss':>9}", *lines, f"{'':10}{start}{end:>{COLUMNS - len(start)}}"]
 
 
-def picture(points: Sequence[Point], marked: float | None, title: str) -> str:
-    """The same as SVG: the losses in grey, their means in blue."""
+def panel(points: Sequence[Point], marked: float | None, title: str) -> Panel:
+    """The same for an SVG: the losses in grey, their means in blue."""
     rates, losses = zip(*points, strict=True)
     means = smooth(losses)
     low, high = _range(means)
@@ -115,17 +153,15 @@ def picture(points: Sequence[Point], marked: float | None, title: str) -> str:
     def cut(losses: Sequence[float]) -> list[tuple[float, float]]:
         return [(at, min(max(y, low), high)) for at, y in zip(rates, losses, strict=True)]
 
-    return svg(
-        Panel(
-            title=title,
-            across="learning rate",
-            up="loss",
-            series=[Series(cut(losses), "silver"), Series(cut(means), "steelblue")],
-            ticks={rate: f"{rate:.3g}" for rate in (rates[0], rates[-1])},
-            heights={low: f"{low:.4g}", high: f"{high:.4g}"},
-            marked=marked,
-            logarithmic=["across"],
-        )
+    return Panel(
+        title=title,
+        across="learning rate",
+        up="loss",
+        series=[Series(cut(losses), "silver"), Series(cut(means), "steelblue")],
+        ticks={rate: f"{rate:.3g}" for rate in (rates[0], rates[-1])},
+        heights={low: f"{low:.4g}", high: f"{high:.4g}"},
+        marked=marked,
+        logarithmic=["across"],
     )
 
 

@@ -33,6 +33,7 @@ from dpframe.trainer import dynamo
 from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.losses import one_loss
+from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizers import optimizers_of
 from dpframe.trainer.outputs import detached, prefixed
 from dpframe.trainer.predictions import by_rows, join
@@ -79,6 +80,7 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
     dynamo.skip_import()
     optimizer, scheduler, _ = optimizers_of(task)[""]
     is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+    by_step |= isinstance(scheduler, StepSchedule)
     update = dynamo.step_of(optimizer)
     log: Log = {}
     everything: Outputs = []

@@ -141,11 +141,13 @@ class Feed:
         nearest = {round(share * part * steps) for part in range(1, math.ceil(1 / share))}
         return frozenset(step * settings.accumulate for step in nearest if 0 < step < steps)
 
-    def scheduler_steps(self, scheduler_every: str) -> int:
-        """How often the scheduler is called in the whole run."""
-        return -(
-            -self.total_steps // (1 if scheduler_every == "step" else self.steps_per_epoch or 1)
-        )
+    def scheduler_steps(self, settings: TrainerSettings) -> int:
+        """How often the scheduler is called in the whole run; 0 where that is unknown."""
+        if settings.scheduler_every == "step":
+            return self.total_steps
+        if not self.steps_per_epoch:
+            return settings.max_epochs or 0
+        return -(-self.total_steps // self.steps_per_epoch)
 
 
 def evaluated(

@@ -53,6 +53,8 @@ def fingerprint(
         optimizers = updates.each(partial(_options, task))
         name = "optimizer" if "" in updates else "optimizers"
         facts |= _leaves({name: optimizers, "scale_lr": task.scale_lr or {}})
+        if task.lr_schedule is not None:
+            facts["lr_schedule"] = str(task.lr_schedule)
     facts |= _leaves({"trainer": {name: getattr(settings, name) for name in DECIDING}})
     if settings.logical_replicas is not None:
         facts["trainer.logical_replicas"] = settings.logical_replicas

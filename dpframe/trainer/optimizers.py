@@ -10,6 +10,7 @@ from dpframe.errors import UserError, miscalled
 from dpframe.lightning_names import refusal
 from dpframe.parameters import updated_by
 from dpframe.task import Task
+from dpframe.trainer.lr_schedule import schedule_over
 
 RETURNS_OPTIMIZER = (
     "return one optimizer, (optimizer, scheduler), or a dict with one of these for each name"
@@ -26,8 +27,8 @@ def optimizers_of(task: Task) -> dict[str, Made]:
     """The task's optimizers by their names; one alone has the name ""."""
     returned = task.configure_optimizer()
     if not isinstance(returned, dict):
-        return {"": _made(returned, returned, task)}
-    named = {name: _made(part, returned, task) for name, part in returned.items()}
+        return {"": _made("", returned, returned, task)}
+    named = {name: _made(name, part, returned, task) for name, part in returned.items()}
     owners: dict[int, str] = {}
     for name, made in named.items():
         if not isinstance(name, str) or not name.isidentifier():
@@ -45,7 +46,7 @@ def optimizers_of(task: Task) -> dict[str, Made]:
     return named
 
 
-def _made(part: Any, returned: Any, task: Task) -> Made:
+def _made(name: str, part: Any, returned: Any, task: Task) -> Made:
     is_pair = isinstance(part, tuple) and len(part) == 2
     optimizer, scheduler = part if is_pair else (part, None)
     is_other = isinstance(scheduler, Optimizer | type)
@@ -68,6 +69,8 @@ def _made(part: Any, returned: Any, task: Task) -> Made:
             f"{type(optimizer).__name__}.step needs a {required[0]}, and dpframe calls it without; "
             "use an optimizer whose step() needs nothing, e.g. torch.optim.Adam"
         )
+    if task.lr_schedule is not None:
+        scheduler = schedule_over(optimizer, scheduler, name, task)
     return Made(optimizer, scheduler, bool(required))
 
 

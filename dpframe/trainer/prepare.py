@@ -74,7 +74,7 @@ def make_training(
         strategy.check_skips(settings.accumulate)
     validation = Evaluations(shared, "val", settings, feed.validation, times)
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
-    task.scheduler_steps = feed.scheduler_steps(settings.scheduler_every)
+    task.scheduler_steps = feed.scheduler_steps(settings)
     task.schedules_turns = settings.scheduler_every == "step"
     scaled_rates = None
     if task.scale_lr is not None:
@@ -199,6 +199,8 @@ def notes_of(
         )
     if scaled_rates is not None:
         yield str(scaled_rates)
+    if task.lr_schedule is not None:
+        yield f"task.schedule: {task.lr_schedule}, {task.total_steps or 'unknown'} steps in all"
 
 
 def modules_in_eval_mode(task: Task) -> list[str]:

@@ -19,6 +19,7 @@ from dpframe.task import Task
 from dpframe.trainer import dynamo
 from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.fused import fuse, unfuse_late
+from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizer_state import (
     Mismatch,
     computed_as,
@@ -87,7 +88,7 @@ class Update:
         self.schedules_steps = (
             self.scheduler is not None
             and not self.is_plateau
-            and settings.scheduler_every == "step"
+            and (settings.scheduler_every == "step" or isinstance(self.scheduler, StepSchedule))
         )
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
         kind = type(self.optimizer).__name__
@@ -298,7 +299,8 @@ class Update:
             if there.get("trainer.precision") == here["trainer.precision"]:
                 self._keep_types(saved)
             align(self.optimizer)
-        if self.scheduler is not None and has_scheduler and has_length:
+        goes_on = has_length or isinstance(self.scheduler, StepSchedule)
+        if self.scheduler is not None and has_scheduler and goes_on:
             self.scheduler.load_state_dict(self._own(state["scheduler"]))
         scaler = self._own(state["scaler"]) if has_optimizer else None
         if self.scaler is not None and scaler is not None:
