@@ -30,6 +30,7 @@ _HOME = {
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
     "load": "dpframe.config.load",
+    "locked": "dpframe.files",
     "run": "dpframe.cli.api",
 }
 
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from dpframe.data import DataModule
     from dpframe.data.stream import ShardedStream
     from dpframe.errors import UserError
+    from dpframe.files import locked
     from dpframe.loggers import Logger
     from dpframe.strategies import Strategy
     from dpframe.task import Task
@@ -61,6 +63,7 @@ __all__ = [
     "TrainerSettings",
     "UserError",
     "load",
+    "locked",
     "run",
 ]
 

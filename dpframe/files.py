@@ -1,12 +1,13 @@
-"""Paths that keys name, and files that are written whole or not at all; without torch."""
+"""Paths that keys name, locks, and files that are written whole or not at all; without torch."""
 
 import errno
+import fcntl
 import logging
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -36,6 +37,41 @@ def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
             f"{key}={name} is a URL, and dpframe reads and writes local files alone; name a path, "
             "e.g. of a copy or in a mounted folder"
         )
+
+
+@contextmanager
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Within, this process is the only one that has locked this file, on all machines that see its
+    disk; others wait. A process that ends has no lock any more, however it ends. The file is made
+    where it is missing, and stays."""
+    file = local_path("dpframe.locked", path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _no_lock(file, error) from None
+    try:
+        _lock(descriptor, file)
+        yield
+    finally:
+        with suppress(OSError):  # explicitly: a child that was forked within has the file open, too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, file: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        log.warning("waiting for %s, which another process has locked", file)
+    except OSError as error:
+        raise _no_lock(file, error) from None
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _no_lock(file: Path, error: OSError) -> UserError:
+    return UserError(f"{file} can't be locked: {error.strerror}; name a file on another disk")
 
 
 @contextmanager

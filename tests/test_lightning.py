@@ -864,6 +864,50 @@ def test_lightnings_lstm_keeps_its_state_from_batch_to_batch():
     assert trainer.metrics.keys() == {"train/loss"} and module.hidden is None
 
 
+class Prepares:
+    """A module or its data, which say where they were prepared and set up."""
+
+    folder: Path
+
+    def prepare_data(self) -> None:
+        self._note("prepares")
+
+    def setup(self, stage: str) -> None:
+        self._note("sets up")
+
+    def _note(self, what: str) -> None:
+        with (self.folder / "seen").open("a") as file:
+            file.write(f"{type(self).__name__} {what} on {os.environ['NODE']}\n")
+
+
+class PreparedData(Prepares, lit.Rows):
+    pass
+
+
+class PreparedModule(Prepares, lit.Regression):
+    pass
+
+
+def prepared_on_machines(strategy: Any, folder: Path, is_per_node: bool) -> list[str]:
+    """Of two ranks each is the first one of a machine."""
+    os.environ |= {"NODE": os.environ["RANK"], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    parts = PreparedModule(), PreparedData()
+    for part in parts:
+        part.folder, part.prepare_data_per_node = folder, is_per_node
+    ours(*parts, strategy, max_epochs=1)
+    return (folder / "seen").read_text().splitlines()
+
+
+@pytest.mark.parametrize("is_per_node", [True, False])
+def test_modules_and_data_are_prepared_once_a_machine_or_once(tmp_path, is_per_node):
+    seen = on(DDP(2, "cpu"), prepared_on_machines, tmp_path, is_per_node)
+    machines = (0, 1) if is_per_node else (0,)
+    both = "PreparedData", "PreparedModule"
+    wanted = [f"{part} prepares on {machine}" for part in both for machine in machines]
+    assert sorted(seen[: len(wanted)]) == wanted
+    assert not [line for line in seen[len(wanted) :] if "prepares" in line]
+
+
 class Images(torch.utils.data.Dataset):
     def __init__(self, *_: Any, **__: Any) -> None:
         draw = torch.Generator().manual_seed(2)
