@@ -11,7 +11,9 @@ from copy import deepcopy
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,8 +30,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dpframe  # noqa: E402
 from dpframe import Trainer, TrainerSettings, UserError  # noqa: E402
 from dpframe.callbacks.checkpoint import Checkpoint  # noqa: E402
+from dpframe.launch.environment import Rank  # noqa: E402
 from dpframe.lightning import Lightning, LightningData  # noqa: E402
 from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
+from dpframe.strategies import group  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
 from dpframe.strategies.fsdp import FSDP  # noqa: E402
@@ -877,7 +881,7 @@ class Prepares:
 
     def _note(self, what: str) -> None:
         with (self.folder / "seen").open("a") as file:
-            file.write(f"{type(self).__name__} {what} on {os.environ['NODE']}\n")
+            file.write(f"{type(self).__name__} {what} on {os.environ['RANK']}\n")
 
 
 class PreparedData(Prepares, lit.Rows):
@@ -890,11 +894,12 @@ class PreparedModule(Prepares, lit.Regression):
 
 def prepared_on_machines(strategy: Any, folder: Path, is_per_node: bool) -> list[str]:
     """Of two ranks each is the first one of a machine."""
-    os.environ |= {"NODE": os.environ["RANK"], "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     parts = PreparedModule(), PreparedData()
     for part in parts:
         part.folder, part.prepare_data_per_node = folder, is_per_node
-    ours(*parts, strategy, max_epochs=1)
+    first_of_two = SimpleNamespace(read_rank=lambda: Rank(strategy.rank, 2, 0, 1))
+    with patch.object(group, "environment", first_of_two):
+        ours(*parts, strategy, max_epochs=1)
     return (folder / "seen").read_text().splitlines()
 
 

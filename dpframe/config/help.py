@@ -61,7 +61,7 @@ DATA = """\
 data: a recipe's DataModule (docs/data.md has more)
   prepare_data()      downloads and converts files; once on each machine, before any process reads
   setup()             reads them; once in each process, before the first data set is asked for
-  train_dataset()     a Dataset, an IterableDataset or a DataLoader of all rows: dpframe divides them
+  train_dataset()     all rows, as a Dataset, stream or DataLoader: dpframe divides them
   val_dataset(), test_dataset(), predict_dataset()     the same, or several by name in a dict
   train_sampler(dataset), collate(rows), input_row(row)     an order, a batch, a row of data.input
 keys, beside those that its class takes
