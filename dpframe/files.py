@@ -1,17 +1,20 @@
 """Paths that keys name, locks, and files that are written whole or not at all; without torch."""
 
 import errno
-import fcntl
 import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from dpframe.errors import UserError
+
+if sys.platform != "win32":  # which has none
+    import fcntl
 
 log = logging.getLogger("dpframe")
 CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a directory
@@ -43,7 +46,7 @@ def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
 def locked(path: str | os.PathLike[str]) -> Iterator[None]:
     """Within, this process is the only one that has locked this file, on all machines that see its
     disk; others wait. A process that ends has no lock any more, however it ends. The file is made
-    where it is missing, and stays."""
+    where it is missing, and stays. On Windows nothing is locked."""
     file = local_path("dpframe.locked", path)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +57,20 @@ def locked(path: str | os.PathLike[str]) -> Iterator[None]:
         _lock(descriptor, file)
         yield
     finally:
-        with suppress(OSError):  # explicitly: a child that was forked within has the file open, too
+        _unlock(descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    """A child that was forked within has the file open, too: to close it would not be enough."""
+    if sys.platform != "win32":
+        with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)
-        os.close(descriptor)
+    os.close(descriptor)
 
 
 def _lock(descriptor: int, file: Path) -> None:
+    if sys.platform == "win32":
+        return
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return

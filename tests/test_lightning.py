@@ -877,6 +877,7 @@ class Prepares:
         self._note("prepares")
 
     def setup(self, stage: str) -> None:
+        super().setup(stage)  # type: ignore[misc]
         self._note("sets up")
 
     def _note(self, what: str) -> None:

@@ -42,7 +42,8 @@ def _call(work: Callable[[], object]) -> None:
 def _run(prepare_data: Any, check: Callable[[], object]) -> None:
     """In one process of this user and machine at a time: several runs may begin together."""
     kind = type(prepare_data.__self__)
-    name = f"dpframe-{os.getuid()}-{kind.__module__}.{kind.__qualname__}.lock"
+    user = os.getuid() if hasattr(os, "getuid") else ""
+    name = f"dpframe-{user}-{kind.__module__}.{kind.__qualname__}.lock"
     # Other processes, which don't call it, draw nothing there.
     with locked(Path(tempfile.gettempdir(), name)), seeding.kept():
         prepare_data()
