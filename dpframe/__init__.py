@@ -31,6 +31,7 @@ _HOME = {
     "TrainerSettings": "dpframe.trainer.settings",
     "UserError": "dpframe.errors",
     "load": "dpframe.config.load",
+    "locked": "dpframe.files",
     "run": "dpframe.cli.api",
 }
 
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from dpframe.data import DataModule
     from dpframe.data.stream import ShardedStream
     from dpframe.errors import UserError
+    from dpframe.files import locked
     from dpframe.loggers import Logger
     from dpframe.schedules import LRSchedule
     from dpframe.strategies import Strategy
@@ -64,6 +66,7 @@ __all__ = [
     "TrainerSettings",
     "UserError",
     "load",
+    "locked",
     "run",
 ]
 

@@ -1,16 +1,20 @@
-"""Paths that keys name, and files that are written whole or not at all; without torch."""
+"""Paths that keys name, locks, and files that are written whole or not at all; without torch."""
 
 import errno
 import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from dpframe.errors import UserError
+
+if sys.platform != "win32":  # which has none
+    import fcntl
 
 log = logging.getLogger("dpframe")
 CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a directory
@@ -36,6 +40,49 @@ def refuse_url(key: str, name: str | os.PathLike[str]) -> None:
             f"{key}={name} is a URL, and dpframe reads and writes local files alone; name a path, "
             "e.g. of a copy or in a mounted folder"
         )
+
+
+@contextmanager
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Within, this process is the only one that has locked this file, on all machines that see its
+    disk; others wait. A process that ends has no lock any more, however it ends. The file is made
+    where it is missing, and stays. On Windows nothing is locked."""
+    file = local_path("dpframe.locked", path)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+    except OSError as error:
+        raise _no_lock(file, error) from None
+    try:
+        _lock(descriptor, file)
+        yield
+    finally:
+        _unlock(descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    """A child that was forked within has the file open, too: to close it would not be enough."""
+    if sys.platform != "win32":
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _lock(descriptor: int, file: Path) -> None:
+    if sys.platform == "win32":
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return
+    except BlockingIOError:
+        log.warning("waiting for %s, which another process has locked", file)
+    except OSError as error:
+        raise _no_lock(file, error) from None
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+
+def _no_lock(file: Path, error: OSError) -> UserError:
+    return UserError(f"{file} can't be locked: {error.strerror}; name a file on another disk")
 
 
 @contextmanager

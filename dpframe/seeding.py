@@ -111,8 +111,15 @@ def restore_random_state(
 @contextmanager
 def seeded(*numbers: int) -> Iterator[None]:
     """Runs a block with every generator seeded from `numbers`, then puts them back."""
+    with kept():
+        reseed(mix(*numbers))
+        yield
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Puts every generator back after the block."""
     before = random_state()
-    reseed(mix(*numbers))
     try:
         yield
     finally:

@@ -39,6 +39,7 @@ def refusal(base, *names):
         (DataModule, "train_samplers", "train_sampler"),
         (DataModule, "collate_fn", "collate"),
         (DataModule, "set_up", "setup"),
+        (DataModule, "prepare_dta", "prepare_data"),
         (Task, "validation_steps", "validation_step"),
         (Task, "train_step", "training_step"),
         (Task, "configure_optimiser", "configure_optimizer"),
@@ -101,12 +102,22 @@ def test_a_tasks_setup_takes_the_trainer(kind, said):
         trainer(task=kind())
 
 
+class PreparesByStage(Rows):
+    def prepare_data(self, stage): ...
+
+
+def test_a_preparation_takes_nothing():
+    says = r"prepare_data takes \(stage\) and is called with \(\); write prepare_data\(self\)$"
+    with pytest.raises(UserError, match=says):
+        trainer(data=PreparesByStage())
+
+
 class Helped(Rows):
     def setup(self):
-        self.prepare_data()
+        self.teardown()
 
-    def prepare_data(self):
-        self.is_prepared = True
+    def teardown(self):
+        self.is_torn_down = True
 
     def val_dataset(self):
         return super().val_dataset()
@@ -129,8 +140,8 @@ class Epochs(Small):
 
 
 class Inherits(Helped):
-    def prepare_data(self):
-        super().prepare_data()
+    def teardown(self):
+        super().teardown()
 
 
 class ByScript(Rows):

@@ -40,6 +40,7 @@ SHOWN = {
     "trainer.max_epochs=3": [r"^  trainer\.max_epochs=10 +whichever"],
     "strategy.timeout_seconds": [r"^  strategy\.timeout_seconds=1800"],
     "tune": [r"^  tune +what mode=tune tries", r"^  tune\.memory=null +bytes a replica"],
+    "data": [r"^  prepare_data\(\) +downloads", r"^  setup\(\) ", r"^  data\.drop_last=false "],
     "seed": [r"^  seed=0 +of weights, shuffling"],
 }
 REFUSED = {

@@ -11,7 +11,9 @@ from copy import deepcopy
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -28,9 +30,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import dpframe  # noqa: E402
 from dpframe import Trainer, TrainerSettings, UserError  # noqa: E402
 from dpframe.callbacks.checkpoint import Checkpoint  # noqa: E402
+from dpframe.launch.environment import Rank  # noqa: E402
 from dpframe.lightning import Lightning, LightningData  # noqa: E402
 from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
 from dpframe.schedules import Linear  # noqa: E402
+from dpframe.strategies import group  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
 from dpframe.strategies.fsdp import FSDP  # noqa: E402
@@ -863,6 +867,52 @@ def test_lightnings_lstm_keeps_its_state_from_batch_to_batch():
     module = LSTM()
     trainer = ours(module, None, max_epochs=2, precision="32")
     assert trainer.metrics.keys() == {"train/loss"} and module.hidden is None
+
+
+class Prepares:
+    """A module or its data, which say where they were prepared and set up."""
+
+    folder: Path
+
+    def prepare_data(self) -> None:
+        self._note("prepares")
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)  # type: ignore[misc]
+        self._note("sets up")
+
+    def _note(self, what: str) -> None:
+        with (self.folder / "seen").open("a") as file:
+            file.write(f"{type(self).__name__} {what} on {os.environ['RANK']}\n")
+
+
+class PreparedData(Prepares, lit.Rows):
+    pass
+
+
+class PreparedModule(Prepares, lit.Regression):
+    pass
+
+
+def prepared_on_machines(strategy: Any, folder: Path, is_per_node: bool) -> list[str]:
+    """Of two ranks each is the first one of a machine."""
+    parts = PreparedModule(), PreparedData()
+    for part in parts:
+        part.folder, part.prepare_data_per_node = folder, is_per_node
+    first_of_two = SimpleNamespace(read_rank=lambda: Rank(strategy.rank, 2, 0, 1))
+    with patch.object(group, "environment", first_of_two):
+        ours(*parts, strategy, max_epochs=1)
+    return (folder / "seen").read_text().splitlines()
+
+
+@pytest.mark.parametrize("is_per_node", [True, False])
+def test_modules_and_data_are_prepared_once_a_machine_or_once(tmp_path, is_per_node):
+    seen = on(DDP(2, "cpu"), prepared_on_machines, tmp_path, is_per_node)
+    machines = (0, 1) if is_per_node else (0,)
+    both = "PreparedData", "PreparedModule"
+    wanted = [f"{part} prepares on {machine}" for part in both for machine in machines]
+    assert sorted(seen[: len(wanted)]) == wanted
+    assert not [line for line in seen[len(wanted) :] if "prepares" in line]
 
 
 class Images(torch.utils.data.Dataset):

@@ -72,20 +72,23 @@ def agents(
     *words: str,
     options: tuple[str, ...] = (),
     program: Callable[[], None] = torchrun,
+    line: list[str] | None = None,
     **variables: str,
 ) -> Iterator[list[Agent]]:
+    """`line` is another one than the injected recipe's."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     given = environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", PYTHONPATH=f"{ROOT}:{TESTS}")
-    own = ["-m", "dpframe", *injector.words(folder, *WORDS, *words)]
+    own = ["-m", "dpframe", *(line or injector.words(folder, *WORDS, *words))]
     with ExitStack() as stack:
         both = []
         for number in range(2):
-            line = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
-            line += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
+            given["MACHINE"] = str(number)
+            agent = ["--nnodes=2", "--nproc-per-node=1", "--local-addr=127.0.0.1"]
+            agent += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
             settings = f"is_host={1 - number},keep_alive_interval=1,last_call_timeout=2"
-            line += [f"--rdzv-conf={settings}", *options, *own]
-            job = forked.started(line, folder, program=program, **given, **variables)
+            agent += [f"--rdzv-conf={settings}", *options, *own]
+            job = forked.started(agent, folder, program=program, **given, **variables)
             both.append(Agent(stack.enter_context(job)))
         try:
             yield both

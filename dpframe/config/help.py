@@ -57,6 +57,20 @@ options
 """
 
 
+DATA = """\
+data: a recipe's DataModule (docs/data.md has more)
+  prepare_data()      downloads and converts files; once on each machine, before any process reads
+  setup()             reads them; once in each process, before the first data set is asked for
+  train_dataset()     all rows, as a Dataset, stream or DataLoader: dpframe divides them
+  val_dataset(), test_dataset(), predict_dataset()     the same, or several by name in a dict
+  train_sampler(dataset), collate(rows), input_row(row)     an order, a batch, a row of data.input
+keys, beside those that its class takes
+  data.batch_size=32  rows over all replicas together
+  data.workers=0      processes that read for each rank; auto measures how many pay off
+  data.shuffle=true   false: in order
+"""
+
+
 WIDEST = 44  # columns of a setting, for the comments to begin in one
 UNTOLD = ("defaults", "_partial_")
 FOR_OTHERS = ("@package", "yaml-language-server")  # comments that say nothing to a reader
@@ -177,7 +191,7 @@ def _topic(topic: str, configs: Configs) -> str:
     found = {each.key: each for each in reversed(settings)}  # the first of a key
     key = key_of(topic)
     if below := [each for each in reversed(found.values()) if f"{each.key}.".startswith(f"{key}.")]:
-        return _lines(below)
+        return DATA * (topic == "data") + _lines(below)
     near = suggestion(key, {*groups, *of, *found})
     there = near if near.startswith("did") else f"there is: {', '.join(groups)}"
     raise UserError(f"--help {topic}: there is no such group, option or key; {there}")

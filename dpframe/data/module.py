@@ -28,7 +28,10 @@ Shares = Callable[[Sequence], list[Sequence]]
 
 
 class DataModule:
-    """The data of a recipe. `batch_size` is global: what one micro-step sees over all replicas.
+    """The data of a recipe: `prepare_data` is called once on each machine, then `setup` in each
+    process, and then those methods that return the data sets which a mode reads.
+
+    `batch_size` is global: what one micro-step sees over all replicas.
 
     `workers` is the number of processes that read for each rank; "auto" measures how many pay off.
     `divide_streams` has each rank and worker read shards of its own, so the batches depend on them.
@@ -43,6 +46,11 @@ class DataModule:
     input: str | None = None
     divided: str | None = None
     own_class: type | None = None  # where the user's code is, if not in this class
+    has_preparation = False  # a `prepare_data` of its own
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.has_preparation = cls.prepare_data is not DataModule.prepare_data
 
     def __init__(
         self,
@@ -63,6 +71,10 @@ class DataModule:
         self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size
         self.input = input
+
+    def prepare_data(self) -> None:
+        """Downloads and converts files: called once on each machine, before any of its processes
+        reads. It sets nothing of `self`, which the other processes would not have."""
 
     def setup(self) -> None:
         """Reads what the data sets need; runs once in every process, before they are asked for."""

@@ -95,6 +95,7 @@ class Parent(Interruption):
         """`messages` is the rank's end of a pipe, or what stands in for one."""
         super().__init__(is_quiet=True)
         self._messages = messages
+        self._hang_seconds: float | None = None
 
     def send(self, kind: str, value: Any = None) -> None:
         # Pickled here, by value: multiprocessing would share a tensor's memory, which ends with us.
@@ -111,9 +112,18 @@ class Parent(Interruption):
 
     @contextmanager
     def watched(self, hang_seconds: float | None) -> Iterator[None]:
+        self._hang_seconds = hang_seconds
         self.send("watch", hang_seconds)
         yield
         self.send("watch", None)
+
+    @contextmanager
+    def unwatched(self) -> Iterator[None]:
+        self.send("watch", None)
+        try:
+            yield
+        finally:
+            self.send("watch", self._hang_seconds)
 
     def pause(self) -> None:
         if self.number is None:

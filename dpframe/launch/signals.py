@@ -54,6 +54,11 @@ def watched(hang_seconds: float | None) -> AbstractContextManager[None]:
     return nullcontext() if _current is None else _current.watched(hang_seconds)
 
 
+def unwatched() -> AbstractContextManager[None]:
+    """Within, this process may take as long as it likes."""
+    return nullcontext() if _current is None else _current.unwatched()
+
+
 def describe_lateness(grace_seconds: float) -> str:
     """What a run that was interrupted adds if it had to be killed."""
     return f", not done in trainer.grace_seconds={grace_seconds:g}, so killed"
@@ -122,6 +127,10 @@ class Interruption:
             thread.join()
             os.close(news)
             os.close(wakeup)
+
+    def unwatched(self) -> AbstractContextManager[None]:
+        """Within `watched`, for what gives no sign of life and may take hours."""
+        return watchdog.held()
 
     @contextmanager
     def left_to_launcher(self) -> Iterator[None]:

@@ -70,12 +70,14 @@ def timer(seconds: float | None) -> Iterator[None]:
 @contextmanager
 def held() -> Iterator[None]:
     """Within, the timer does not run."""
+    if _give is None:  # what runs is the program's own
+        yield
+        return
     faulthandler.cancel_dump_traceback_later()
     try:
         yield
     finally:
-        if _give is not None:
-            _give()
+        _give()
 
 
 def connect(fd: int) -> None:

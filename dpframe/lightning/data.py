@@ -1,17 +1,17 @@
 """The data of a LightningDataModule, or of the LightningModule itself, as a DataModule."""
 
-import fcntl
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from dpframe.data import DataModule
+from dpframe.data.preparation import run_once
 from dpframe.errors import UserError
 from dpframe.lightning.module import is_a, own_class, owns
+from dpframe.strategies.collectives import Collectives
 
 LOADER = "dataloader"
 STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
@@ -34,6 +34,7 @@ class LightningData(DataModule):
         self.names: list[str] = []  # of the data sets that were asked for last
         self._task_module: Any = None
         self._trainer: Any = None
+        self.has_preparation = module is not None and owns(module, "prepare_data")
         self._is_validated = False  # by itself, not within a training
         self._stages: set[tuple[int, str]] = set()
         self._returned: dict[str, Any] = {}
@@ -46,11 +47,14 @@ class LightningData(DataModule):
         modules = [part for part in (self.module, task_module) if part is not None]
         if self.module is not None:
             self.module.trainer = trainer
+        self.has_preparation = False  # it is done here
         for part in modules:
-            with in_turn():
-                part.prepare_data()
+            prepare(part, trainer.ours.strategy.collectives)
         for part in modules:
             self._enter(part, stage)
+
+    def prepare_data(self) -> None:
+        self.module.prepare_data()
 
     def train_dataset(self) -> Any:
         return self._loaders("train")
@@ -117,10 +121,8 @@ class LightningData(DataModule):
         return self._task_module if self.module is None else self.module
 
 
-@contextmanager
-def in_turn() -> Iterator[None]:
-    """Runs the block in one process of this user and machine at a time: all may write the same."""
-    path = os.path.join(tempfile.gettempdir(), f"dpframe-prepare-{os.getuid()}")
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+def prepare(module: Any, collectives: Collectives) -> None:
+    """Has its `prepare_data` called once on each machine, or once in all where it wants that."""
+    if owns(module, "prepare_data"):
+        on_each = module.prepare_data_per_node
+        run_once(module.prepare_data, partial(collectives.once, on_each_machine=on_each))

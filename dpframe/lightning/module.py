@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from dpframe.errors import UserError
 
 PACKAGES = ("lightning", "pytorch_lightning")  # which are the same library under two names
+BASES = ("LightningModule", "LightningDataModule")
 UNCALLED = {  # what a module may override in Lightning, and why it is refused
     "optimizer_zero_grad": "gradients are None at the beginning of each step; leave it out",
     "configure_callbacks": "they are Lightning's; set callbacks.* in the config",
@@ -214,7 +215,7 @@ def _arguments_of_log(kind: Any) -> inspect.Signature:
 @cache
 def _base(kind: Any) -> type:
     theirs = (base for base in kind.__mro__ if _package(base) in PACKAGES)
-    return next(base for base in theirs if base.__name__ == "LightningModule")
+    return next(base for base in theirs if base.__name__ in BASES)
 
 
 @cache

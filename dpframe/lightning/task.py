@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from dpframe.errors import UserError
 from dpframe.lightning.by_hand import ByHand
 from dpframe.lightning.checkpoint import kept, of_lightning, own_part, restored
-from dpframe.lightning.data import LightningData
+from dpframe.lightning.data import LightningData, prepare
 from dpframe.lightning.module import (
     adapt,
     call,
@@ -105,6 +105,7 @@ class Lightning(Task):
             if isinstance(data, LightningData):
                 data.connect(self.module, self._theirs, self._stage)
             else:
+                prepare(self.module, trainer.strategy.collectives)
                 self.module.setup(self._stage)
             with default_dtype(trainer.precision.dtype):
                 self.module.configure_model()

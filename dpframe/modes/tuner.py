@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dpframe import memory, seeding
 from dpframe.data import DataModule
+from dpframe.data.preparation import prepare
 from dpframe.errors import Failure, UserError
 from dpframe.modes.measure import Probe, Sampled, lasting_bytes, refuse_by_hand, short
 from dpframe.schedules import LRSchedule
@@ -75,6 +76,8 @@ class Tuner:
         probe = Probe(accelerator=accelerator)
         probe.__enter__()
         self.device = probe.device
+        if data.has_preparation:
+            prepare(data)
         data.setup()
         feed = Feed.of(data, probe, settings, seed=seed)
         if feed.train.order is None:

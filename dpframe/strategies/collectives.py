@@ -50,5 +50,10 @@ class Collectives:
         """The main process's value, on every process."""
         return value
 
+    def once(self, work: Callable[[], object], *, on_each_machine: bool = True) -> None:
+        """Calls `work` in the first process of each machine, or in the main one alone. All go on
+        when it is done everywhere, however long that takes."""
+        work()
+
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Gives them the main process's values."""

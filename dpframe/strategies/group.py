@@ -1,13 +1,21 @@
 """Collectives over the process group of torch.distributed."""
 
+import time
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dpframe.launch import environment
+from dpframe.launch.rank import has_parent
 from dpframe.strategies.collectives import Collectives
+
+FOREVER = timedelta(days=10_000)
+LONGEST_PAUSE = 0.1  # seconds
+LAUNCHER_SECONDS = 3  # for torchrun and its like to end the other ranks when one has failed
 
 
 class GroupCollectives(Collectives):
@@ -63,12 +71,37 @@ class GroupCollectives(Collectives):
         dist.broadcast_object_list(values, group=self.group, group_src=0)
         return values[0]
 
+    def once(self, work: Callable[[], object], *, on_each_machine: bool = True) -> None:
+        """A process that waits ends with the one that fails or is killed, as in any collective."""
+        is_first = environment.read_rank().local_rank == 0 if on_each_machine else self.is_main
+        group = dist.new_group(timeout=FOREVER, backend="gloo")
+        try:
+            if is_first:
+                work()
+            _wait(dist.all_reduce(torch.zeros(1), group=group, async_op=True))
+        finally:
+            dist.destroy_process_group(group)
+
     @torch.no_grad()
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
             values = tensor.contiguous()
             dist.broadcast(values, group=self.group, group_src=0)
             tensor.copy_(values)
+
+
+def _wait(work: Any) -> None:
+    """Asks now and then: within `work.wait()` Python would call no handler of a signal."""
+    seconds = 0.001
+    while not work.is_completed():
+        time.sleep(seconds)
+        seconds = min(2 * seconds, LONGEST_PAUSE)
+    try:
+        work.wait()
+    except RuntimeError:  # another process has failed, which is to be seen last
+        if not has_parent():
+            time.sleep(LAUNCHER_SECONDS)
+        raise
 
 
 class GatherRows(torch.autograd.Function):

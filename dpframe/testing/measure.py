@@ -22,6 +22,7 @@ from torch import Tensor
 from dpframe import checkpoint, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.data.module import leaves
+from dpframe.data.preparation import prepare
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
@@ -44,6 +45,7 @@ KINDS: dict[str, Callable[[int], Any]] = {  # of rows, as the Loader passes them
     "range": range,
 }
 EVALUATED_BATCH = 10
+PREPARING_SECONDS = 24 * 3600.0  # of the recipe's `prepare_data`, e.g. a download
 CLOSING_SECONDS = 30.0
 SUFFIX = ".notes"  # one file a process: no part of the strategy carries what is measured
 GRACE_SECONDS = 2.0  # for what is about to end
@@ -84,6 +86,11 @@ def _measure_all(strategy: Strategy, plan: Plan) -> None:
     if plan.recipe is not None and plan.recipe.settings.logical_replicas is not None:
         seeding.fix_workspaces(strategy.device)  # of all courses: the first one's stay
     write(plan.directory, "facts", facts(strategy))
+    data = None if plan.recipe is None else plan.recipe.data()
+    if data is not None and data.has_preparation:
+        _exit_after(PREPARING_SECONDS, plan)
+        prepare(data, strategy.collectives.once)
+        _exit_after(plan.give_up_seconds, plan)
     all_courses = courses(plan.recipe, strategy.replicas)
     for name in plan.measures:
         write(plan.directory, "began", name)

@@ -60,7 +60,6 @@ THEIRS: dict[type, dict[str, str]] = {  # what other frameworks call, and what t
     },
     DataModule: {
         **dict.fromkeys(HOOKS, "write this hook in the task or in a callback"),
-        "prepare_data": "do this in setup, which every process runs, or before the run",
         "teardown": "do this in on_fit_end(self, trainer) of the task or of a callback",
         "state_dict": STATE,
         "load_state_dict": STATE,
@@ -96,11 +95,16 @@ def check(
     for name, value, kind, example in parts:
         if not isinstance(value, kind):
             raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
-    for part, called in ((data, ()), (task, ("trainer",))):
+    takes: list[tuple[Any, str, tuple[str, ...]]] = [
+        (data, "prepare_data", ()),
+        (data, "setup", ()),
+        (task, "setup", ("trainer",)),
+    ]
+    for part, name, called in takes:
         try:
-            inspect.signature(part.setup).bind(*called)
+            inspect.signature(getattr(part, name)).bind(*called)
         except TypeError:
-            raise miscalled(part, "setup", called) from None
+            raise miscalled(part, name, called) from None
     if "stage" in inspect.signature(task.setup).parameters:
         raise UserError(
             f"{type(task).__name__}.setup takes a stage, and is called with the Trainer, once for "

@@ -13,6 +13,7 @@ import torch
 
 from dpframe import seeding
 from dpframe.data import DataModule
+from dpframe.data.preparation import prepare
 from dpframe.errors import UserError
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
@@ -108,6 +109,8 @@ class Trainer(CallbackView):
         self.layout = place(task, self.strategy, self.precision, settings)
         self.task_metrics = TaskMetrics(task, self.strategy)
         beat()
+        if data.has_preparation:
+            prepare(data, self.strategy.collectives.once)
         data.setup()
         beat()
         task.run_context = TaskContext(
