@@ -12,7 +12,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
-from dpframe.config.schema import defaults, groups, shown
+from dpframe.config.schema import WHOLE, defaults, groups, shown
 from dpframe.config.search import Configs
 from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, printable, suggestion
@@ -164,17 +164,38 @@ def _topic(topic: str, configs: Configs) -> str:
     of = {option: group for group in reversed(groups) for option in configs.options(group)}
     if topic in of:
         return _option(of[topic], topic, configs)
+    return _key(topic, configs, {*groups, *of})
+
+
+def _key(topic: str, configs: Configs, names: set[str]) -> str:
+    """The help of a key, by its whole name or as for a hint; that of each recipe if only recipes
+    have it. `names` are the groups and options."""
     settings = [*top_level(), *_of_packages()]
     for group in OF_KEYS:
         for option in configs.options(group):
             settings += settings_of(group, option, configs)
     found = {each.key: each for each in reversed(settings)}  # the first of a key
+    recipes = {o: list(settings_of("recipe", o, configs)) for o in configs.options("recipe")}
     key = key_of(topic)
-    if below := [each for each in reversed(found.values()) if f"{each.key}.".startswith(f"{key}.")]:
-        return _lines(below)
-    near = suggestion(key, {*groups, *of, *found})
-    there = near if near.startswith("did") else f"there is: {', '.join(groups)}"
+    for meant in dict.fromkeys((key, WHOLE.get(key, key))):
+        if below := [each for each in reversed(found.values()) if _is_below(each, meant)]:
+            return _lines(below)
+        parts = {
+            name: [s for s in recipe if _is_below(s, meant)] for name, recipe in recipes.items()
+        }
+        if pages := [f"recipe={name}\n{_lines(part)}" for name, part in parts.items() if part]:
+            return "\n".join(pages)
+    names |= {*found, *(each.key for recipe in recipes.values() for each in recipe)}
+    near = suggestion(key, names)
+    there = near if near.startswith("did") else f"there is: {', '.join(configs.groups())}"
     raise UserError(f"--help {topic}: there is no such group, option or key; {there}")
+
+
+def _is_below(setting: Setting, key: str) -> bool:
+    """Whether it is the key, a part of it, or a value {…} that has it."""
+    above, _, name = key.rpartition(".")
+    has_it = above == setting.key and re.search(rf"\b{name}:", setting.value) is not None
+    return has_it or f"{setting.key}.".startswith(f"{key}.")
 
 
 def _of_packages() -> Iterator[Setting]:

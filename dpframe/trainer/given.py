@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any
 
 from dpframe.data import DataModule
-from dpframe.errors import UserError, miscalled, nearest
+from dpframe.errors import UserError, miscalled, nearest, no_super
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -96,6 +96,9 @@ def check(
     for name, value, kind, example in parts:
         if not isinstance(value, kind):
             raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
+    for part, name in ((task, "_modules"), (data, "workers")):
+        if not hasattr(part, name):
+            raise no_super(type(part))
     for part, called in ((data, ()), (task, ("trainer",))):
         try:
             inspect.signature(part.setup).bind(*called)
