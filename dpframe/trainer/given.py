@@ -96,7 +96,7 @@ def check(
     for name, value, kind, example in parts:
         if not isinstance(value, kind):
             raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
-    for part, name in ((task, "_modules"), (data, "workers")):
+    for part, name in ((task, "training"), (data, "workers")):
         if not hasattr(part, name):
             raise no_super(type(part))
     for part, called in ((data, ()), (task, ("trainer",))):

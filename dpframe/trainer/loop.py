@@ -26,7 +26,7 @@ from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.choose import add_logical_shares, choose_strategy
 from dpframe.trainer.evaluation import Evaluations, restore_modes
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.hooks import Hooks, in_order
+from dpframe.trainer.hooks import Hooks, in_order, name_callback
 from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import Precision, explain, place
@@ -253,8 +253,12 @@ class Trainer(CallbackView):
     def _evaluating(self, mode: str, kind: str) -> Iterator[Evaluations]:
         self._refuse_closed()
         self.mode = mode
-        with restore_modes(self.task):
-            yield Evaluations(self.shared, kind, self.settings)
+        try:
+            with restore_modes(self.task):
+                yield Evaluations(self.shared, kind, self.settings)
+        except Exception as error:
+            name_callback(error)
+            raise
         self.recorder.close(self.metrics, succeeded=True)
 
     # ---- the heart
@@ -455,6 +459,7 @@ class Trainer(CallbackView):
             yield
         except BaseException as error:
             explain(error, self.layout)
+            name_callback(error)
             ends = [] if training.profile is None else [training.profile.stop]
             ends.append(partial(self.recorder.close, self.metrics, succeeded=False))
             ends.append(partial(self.hooks.call, "on_exception", self, error))
