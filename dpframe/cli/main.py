@@ -18,11 +18,14 @@ KEYS |= {"mode", "checkpoint", "resume", "seed"}
 
 
 class _Parser(argparse.ArgumentParser):
+    def options(self) -> list[str]:
+        return re.findall(r"--[a-z-]+", self.format_usage())
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
             given, _, value = unknown.split()[0].partition("=")
-            options = re.findall(r"--[a-z-]+", self.format_help())
+            options = self.options()
             if near := nearest(given, options, cutoff=0.85):
                 hint = f"did you mean {near}?"
             elif meant := _meant(given.lstrip("-").replace("-", "_"), value or "VALUE"):
@@ -59,7 +62,7 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> _Parser:
     """The command's arguments, which config/help.py explains."""
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
     add = parser.add_argument
@@ -97,7 +100,7 @@ def _command(given: Sequence[str]) -> int:
     elif arguments.shell_completion:
         from dpframe.cli.completion import complete
 
-        print(complete(arguments.overrides), end="")
+        print(complete(arguments.overrides, parser().options()), end="")
     elif arguments.help or arguments.cfg:
         from dpframe.config.help import shown_for
 

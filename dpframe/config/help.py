@@ -147,6 +147,14 @@ def top_level() -> list[Setting]:
     return list(_settings(text, ""))
 
 
+def topics(configs: Configs) -> list[str]:
+    """What may follow --help; there is more, e.g. a key of a callback."""
+    groups = configs.groups()
+    options = [option for group in groups for option in configs.options(group)]
+    settings = [*top_level(), *settings_of("trainer", "default", configs)]
+    return sorted({*groups, *options, *(setting.key for setting in settings)})
+
+
 def _topic(topic: str, configs: Configs) -> str:
     """The help of e.g. `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus` or `seed`."""
     groups = configs.groups()
