@@ -89,7 +89,7 @@ def check(
         ("task", task, Task, "an object of your Task"),
         ("strategy", strategy, Strategy | str | None, 'e.g. "ddp", or DataParallel(2)'),
         ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
-        ("run", run, RunInfo | None, "RunInfo(directory=…)"),
+        ("run", run, RunInfo | None, f"RunInfo(directory={run!r})"),
         *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
         *(("loggers", each, Logger, "a list of Loggers") for each in loggers),
     ]

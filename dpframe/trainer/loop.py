@@ -69,13 +69,15 @@ class Trainer(CallbackView):
         seed: int = 0,
         run: RunInfo | None = None,
         interruption: Interruption | None = None,
+        show_progress: bool | None = None,
         **more: Unpack[SettingsByName],
     ) -> None:
         """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
         settings by their names. `interruption` is by signals; without one the program handles them
-        itself."""
+        itself. `show_progress` is for a program's: see `display`."""
         callbacks, loggers = list(callbacks), list(loggers)
         given.check(task, data, strategy, settings, callbacks, loggers, run)
+        callbacks += self.display(callbacks, show_progress)
         self.task = task
         self.data = data
         self.settings = settings = changed(settings or TrainerSettings(), more, type(self))
@@ -142,6 +144,10 @@ class Trainer(CallbackView):
         atexit.unregister(self._opened.close)
         trace = None if error is None else error.__traceback__
         self._opened.__exit__(None if error is None else type(error), error, trace)
+
+    def display(self, callbacks: list[Callback], wanted: bool | None) -> list[Callback]:
+        """What is added to the callbacks; `dpframe.Trainer` has a bar."""
+        return []
 
     # ---- the four modes
 
