@@ -7,6 +7,7 @@ link works in a checkout, where the repository is hosted, and in the site, which
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -46,7 +47,11 @@ def build(folder: Path) -> int:
     for name in ("mkdocs.yml", "pages/site.css"):
         shutil.copy(ROOT / "docs" / Path(name).name, folder / name)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "-f", folder / "mkdocs.yml"]
-    return subprocess.run(command, cwd=ROOT).returncode
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code == 0:
+        site = relpath(folder / "site")
+        print(f"the site is in {site}; python -m http.server -d {shlex.quote(site)} shows it")
+    return code
 
 
 def write(path: str, page: Path) -> list[str]:

@@ -137,6 +137,11 @@ def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") ->
     )
 
 
+def no_super(kind: type) -> UserError:
+    """A class of the user's that is made without the part of it that is ours or torch's."""
+    return UserError(f"{kind.__name__}.__init__ has no super().__init__(); call it first")
+
+
 def nearest(given: str, names: Iterable[str], *, cutoff: float = 0.5) -> str:
     """In any case of letters, and a class before its module: `Sgd` is near `SGD`, not `sgd`."""
     names_by_letters = {name.lower(): name for name in sorted(names, reverse=True)}

@@ -36,6 +36,7 @@ TESTS = {
     "test_the_keys_that_the_page_names_are_there",
     "test_nobody_is_watched_while_data_are_prepared",
     "test_what_can_not_be_locked_is_one_line",
+    "test_an_error_that_dpframe_raises_keeps_all_its_frames",
     "test_what_can_not_be_kept_is_named_once",
     "test_a_measure_of_untrained_weights_is_refused_unless_it_is_meant",
     "test_mode_verify_takes_no_checkpoint",

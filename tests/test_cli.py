@@ -10,6 +10,7 @@ from contextlib import suppress
 from unittest.mock import patch
 
 import pytest
+from attempted import refusals
 from command import ROOT, attempts, cold_refusals, environment, write
 from forked import fresh
 
@@ -45,6 +46,14 @@ BEFORE_TORCH = {
     "trainer.gradient_clip_val=1": "did you mean trainer.clip_norm?",
     "trainer.fast_dev_run=true": "did you mean experiment=debug?",
     "ddp": "'ddp' is not an override; did you mean strategy=ddp?",
+    "test": "'test' is not an override; did you mean mode=test?",
+    "train": "'train' is not an override; did you mean mode=fit?",
+    "trainer/max_epochs=3": "no key trainer/max_epochs; did you mean trainer.max_epochs?",
+    "trainer/gpu=2": "no key trainer/gpu; did you mean trainer.gpus?",
+    "task/optimizer=sgd": "no key task/optimizer; did you mean task.optimizer?",
+    "trainer.strategy=ddp": "no key trainer.strategy; did you mean strategy?",
+    "trainer.callbacks=ema": "no key trainer.callbacks; did you mean callbacks?",
+    "+callbacks=ema": "callbacks has a value already; write callbacks=… without the +",
     "task.net.width=3": "there is no key task.net.width; its parts are the list task.net._args_",
     "tune.find=lr": "tune.find=lr is text; use a list of names, e.g. [lr]",
     "vars.mine=1": "+vars.mine=… adds it",
@@ -83,8 +92,19 @@ BEFORE_TORCH = {
 # What the command refuses before it composes.
 OPTIONS = {
     "--hlp": "there is no option --hlp; did you mean --help?",
-    "--strategy=ddp": "there is no option --strategy; write strategy=VALUE, without dashes",
+    "--strategy=ddp": "there is no option --strategy; write strategy=ddp, without dashes",
     "--trainer.gpus": "there is no option --trainer.gpus; write trainer.gpus=VALUE, without dashes",
+    "--gpus 2": "there is no option --gpus; write trainer.gpus=VALUE, without dashes",
+    "--max-epochs=3": "there is no option --max-epochs; write trainer.max_epochs=3, without dashes",
+    "--trainer.devices 2": "write trainer.gpus=VALUE, without dashes",
+    "--model.learning_rate 0.1": "write task.optimizer.lr=VALUE, without dashes",
+    "--precision bf16": "write trainer.precision=VALUE, without dashes",
+    "--fast-dev-run": "write experiment=debug, without dashes",
+    "--output-dir x": "write hydra.run.dir=VALUE, without dashes",
+    "--fp16": "write trainer.precision=fp16, without dashes",
+    "--test": "write mode=test, without dashes",
+    "--config mine": "there is no option --config; did you mean --config-dir?",
+    "--dropout 0.1": "there is no option --dropout; write KEY=VALUE, or see dpframe --help",
     "--resolve": "--resolve goes with --cfg",
     "--cfg=jub": "choose from",
     "--config-dir=. --config-dir=mine": "twice, . and mine; keep one, and add the other by hydra.",
@@ -109,12 +129,16 @@ REFUSED = {
     "trainer.max_epochs=null": "training would never end",
     "trainer.precision=16": "bf16, fp16, bf16-true, 16-true; did you mean fp16?",
     "trainer.precision=fp32": "did you mean 32?",
+    "trainer.precision=bf32": "is not one of 32, 64, bf16, fp16, bf16-true, 16-true",
+    "trainer.precision=fp8": "is not one of 32, 64, bf16, fp16, bf16-true, 16-true",
+    "trainer.accelerator=tpu": "is not one of auto, cpu, cuda, mps, xpu",
     "trainer.accelerator=gpu": "is not one of auto, cpu, cuda, mps, xpu; did you mean cuda?",
     "mode=train": "; did you mean fit?",
     "trainer.deterministic=maybe": "use true or false",
     "trainer.channels_last=auto": "trainer.channels_last=auto is text; use true or false",
     "trainer.gpus=[0,0]": "list of different ids",
-    "trainer.gpus=-1": "trainer.gpus=-1 is neither",
+    "trainer.gpus=-1": "trainer.gpus=-1 is no count; for all GPUs use trainer.gpus=all",
+    "trainer.gpus=[-1]": "trainer.gpus=[-1] is neither",
     "trainer.gpus=0": "leave it out, and use strategy=cpu",
     "trainer.gpus=1.5": "neither a count",
     "trainer.gpus=GPU-x": "use trainer.gpus=4, [0,1,3], or GPU-8f2a… as nvidia-smi -L shows it",
@@ -144,8 +168,13 @@ WITH_TORCH = {
     "+task.scheduler={_target_:torch.nn.ReLU}": "makes no LRScheduler; name one, e.g. torch.optim",
     "task.optimizer.lr=-1": "task.optimizer.lr=-1: Adam says: Invalid learning rate: -1",
     "task.optimizer._target_=torh.optim.Adam": "there is no module torh; did you mean torch?",
+    "task.optimizer._target_=Adam": "=Adam is no whole path; write task.optimizer._target_=torch",
+    "task.optimizer._target_=optim.sgd": "write task.optimizer._target_=torch.optim.SGD",
+    "task.net._target_=nn.Linear": "write task.net._target_=torch.nn.Linear",
+    "+callbacks.x._target_=EMA": "write callbacks.x._target_=dpframe.callbacks.EMA",
     "task.optimizer._target_=torch": "=torch is a module, which builds nothing; name a class",
-    "task.optimizer=sgd": "=sgd is text; name its class: task.optimizer={_target_:…}",
+    "task.optimizer=sgd": "=sgd is text; name its class: task.optimizer._target_=torch.optim.SGD",
+    "task.optimizer=mine": "=mine is text; name its class: task.optimizer={_target_:…}",
     "task.net=5": "task.net=5 is a whole number; name its class: task.net={_target_:…}",
     "task.optimizer._partial_=false": "makes its Adam later; add ++task.optimizer._partial_",
     "task.optimizer._target_=": "is not a dotted path",
@@ -184,6 +213,18 @@ RECIPES = {
     "parent": ("# @package _global_\ndefaults:\n  - bosten\n", "in recipe/parent.yaml, recipe=bos"),
     "circle": ("# @package _global_\ndefaults:\n  - circle\n", "name each other in a circle"),
     "lenet": (BOSTON, "both dpframe's and"),
+    "chosen": (
+        BOSTON.replace("- _", "- /callbacks: ema\n  - _"),
+        "chosen already; write override /callbacks: ema",
+    ),
+    "group": (
+        BOSTON.replace("- _", "- callbacks: ema\n  - _"),
+        "no group recipe/callbacks; write override /callbacks: ema",
+    ),
+    "inner": (
+        BOSTON.replace("- _", "- override callbacks: ema\n  - _"),
+        "write override /callbacks: OPTION",
+    ),
     "strategy": (BOSTON.replace("- _", "- override /strategy: dpp\n  - _"), "did you mean ddp?"),
 }
 
@@ -231,6 +272,11 @@ def test_a_mistake_is_one_line(light):
     composed |= {(name, says): light[1][f"recipe={name}",] for name, (_, says) in RECIPES.items()}
     wrong = {line: one for line, one in composed.items() if line[1] not in one or "\n" in one}
     assert wrong == {}
+
+
+def test_a_recipe_that_is_misspelt_alone_is_told_with_the_key():
+    (line,) = refusals([["recipie=boston"]], None)
+    assert line == "there is no key recipie; did you mean recipe?"
 
 
 def test_a_value_that_a_setting_does_not_take_is_told_with_what_it_takes():

@@ -25,6 +25,12 @@ TYPED = {
     "recipe=bosten trainer.max_": "",
     "recipe=boston 'x y": "",
     "--hlp": "",
+    "--ver": "--version",
+    "recipe=boston --cf": "--cfg",
+    "--help trainer.max_s": "trainer.max_seconds trainer.max_steps",
+    "recipe=boston logger=[tensorboard,c": "logger=[tensorboard,csv",
+    "recipe=boston task.optimizer.we": "task.optimizer.weight_decay=",
+    "recipe=shapes task.optimizer.we": "",
 }
 HERE = ("best", "dpframe", "last", "mine/", "none", "python")  # three words, and what is there
 CHOSEN = {

@@ -251,6 +251,7 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     lines[0].append("trainer.max_epochs=1")
     *done, swept = attempts(lines, directory)
     assert [one.code for one in done] == [0] * 4, [one.err for one in done]
+    assert "resume=last is outputs/boston/${now}~/checkpoints/last.ckpt\n" in done[2].out
     assert "epoch 3/3" in done[2].out and "test/loss" in done[3].out
     assert (run / "summary.json").is_file()
     assert (swept.code, swept.err.count("\n")) == (2, 1)

@@ -13,6 +13,7 @@ from forked import fresh
 from small import Rows, Small, heavy
 from torch.utils.data import random_split
 
+import dpframe.cli.trainer
 from dpframe import (
     Callback,
     RunInfo,
@@ -272,6 +273,29 @@ def test_what_writes_files_asks_for_a_directory(part, tmp_path, monkeypatch):
 def test_without_files_no_directory_is_needed_or_named(capsys):
     Trainer(Small(), Rows(), settings=ONCE, callbacks=[Progress()]).fit()
     assert not [line for line in capsys.readouterr().out.splitlines() if line.startswith("run ")]
+
+
+def test_a_program_shows_its_progress_on_a_terminal_and_in_a_notebook_alone(monkeypatch, capsys):
+    def shown(**options: Any) -> str:
+        Trainer(Small(), Rows(), settings=ONCE, **options).fit()
+        return capsys.readouterr().out
+
+    assert shown() == "", "over a pipe"
+    assert "task       Small, seed 0\n" in shown(show_progress=True)
+    monkeypatch.setattr(dpframe.cli.trainer, "can_redraw", lambda: True)
+    assert "samples/s" in shown() and shown(show_progress=False) == ""
+    assert shown(callbacks=[Progress()]).count("task  ") == 1, "one is enough"
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    line = shown()
+    assert "\repoch 1/1  step 5/5 " in line and line.count("\n") == 1
+
+
+def test_the_trainer_of_a_program_shows_it_in_the_first_of_its_ranks(monkeypatch):
+    monkeypatch.setattr(dpframe.cli.trainer, "can_redraw", lambda: True)
+    trainer = Trainer(Small(), Rows(), settings=ONCE, strategy=DDP(2, "cpu"))
+    trainer.fit()
+    (progress,) = trainer.callbacks
+    assert [epoch.number for epoch in progress.epochs] == [1]
 
 
 def test_a_dashboard_is_named_where_a_logger_has_one(tmp_path, capsys):

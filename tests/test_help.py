@@ -41,11 +41,16 @@ SHOWN = {
     "strategy.timeout_seconds": [r"^  strategy\.timeout_seconds=1800"],
     "tune": [r"^  tune +what mode=tune tries", r"^  tune\.memory=null +bytes a replica"],
     "data": [r"^  prepare_data\(\) +downloads", r"^  setup\(\) ", r"^  data\.drop_last=false "],
+    "task": [r"^  training_step\(batch\) +returns", r"^  task\.scale_lr=null "],
+    "task.optimizer": [r"^recipe=boston$", r"^  task\.optimizer\._target_=torch\.optim\.Adam$"],
+    "lr": [r"^recipe=lenet$", r"^  task\.optimizer\.lr=0\.2$", r"^recipe=ours$", r"lr: 0\.5"],
+    "devices": [r"^  trainer\.gpus=null"],
     "seed": [r"^  seed=0 +of weights, shuffling"],
 }
 REFUSED = {
     "trainr": "did you mean trainer?",
     "strategy=dpd": "did you mean ddp?",
+    "task.optimzer.lr": "did you mean task.optimizer.lr?",
     "trainer.max_epoch": "did you mean trainer.max_epochs?",
     "xyz": "there is: recipe, strategy, trainer",
 }

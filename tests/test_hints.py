@@ -36,6 +36,61 @@ class LinesData(Base):
         x = torch.linspace(-1, 1, self.rows).reshape(-1, 1)
         return TensorDataset(x, 3 * x)
 """
+MISTAKEN = """
+import dpframe
+from parts.lines import Lines, LinesData
+from torch import nn
+
+class Unannotated(Lines):
+    def __init__(self, net, optimizer):
+        super().__init__(net)
+        self.optimizer = optimizer
+    def configure_optimizer(self):
+        return self.optimizer(self.parameters())
+
+class Early(Lines):
+    def __init__(self, net, optimizer):
+        self.net = net
+
+class Without(Lines):
+    def __init__(self, net, optimizer):
+        self.rate = 0.1
+
+class Outer(nn.Module):
+    def __init__(self, in_features, out_features):
+        super().__init__()
+        self.inner = Inner()
+
+class Inner(nn.Module):
+    def __init__(self):
+        self.layer = nn.Linear(1, 1)
+
+class Several(LinesData):
+    def val_dataset(self):
+        return [self.train_dataset(), self.train_dataset()]
+
+class Both(LinesData):
+    def train_dataset(self):
+        return super().train_dataset(), super().train_dataset()
+
+class Bare(LinesData):
+    def __init__(self, batch_size):
+        self.batch_size = batch_size
+"""
+OF_PARTS = {  # what is typed after recipe=lines, and the line
+    "task._target_=parts.mistaken.Unannotated task.optimizer=sgd": "task.optimizer=sgd is text; "
+    "name its class: task.optimizer._target_=torch.optim.SGD",
+    "task._target_=parts.mistaken.Early": "Early.__init__ has no super().__init__(); call it first",
+    "task._target_=parts.mistaken.Without": "Without.__init__ has no super().__init__(); call it "
+    "first",
+    "task.net._target_=parts.mistaken.Outer": "Inner.__init__ has no super().__init__(); call it "
+    "first",
+    "data._target_=parts.mistaken.Bare": "Bare.__init__ has no super().__init__(); call it first",
+    "data._target_=parts.mistaken.Several": "Several.val_dataset() returned a list of 2 data sets; "
+    "return a dict of them by their names",
+    "data._target_=parts.mistaken.Both": "Both.train_dataset() returned a tuple of 2 data sets; "
+    "return one, e.g. a ConcatDataset",
+}
 # What is typed after a recipe, a part of the hint, and what one types then.
 HINTS = [
     ("boston lr=0.1", "did you mean task.optimizer.lr?", "task.optimizer.lr=0.1"),
@@ -119,6 +174,15 @@ def test_an_argument_that_a_class_lacks_names_the_nearest(tmp_path):
     done = attempts(mistaken(OF_CLASSES), own)
     for (typed, says, _), mistake in zip(OF_CLASSES, done, strict=True):
         assert (mistake.code, mistake.out) == (2, "") and says in mistake.err, (typed, mistake)
+
+
+def test_a_mistake_in_a_part_of_ones_own_is_one_line(tmp_path):
+    parts = {"own/parts/lines.py": PARTS, "own/parts/mistaken.py": MISTAKEN}
+    own = write(tmp_path, {"own/conf/recipe/lines.yaml": RECIPE, **parts})
+    lines = [["--config-dir=own/conf", "recipe=lines", *typed.split()] for typed in OF_PARTS]
+    for (typed, says), done in zip(OF_PARTS.items(), attempts(lines, own), strict=True):
+        assert (done.code, done.err) == (2, f"dpframe: {says}\n"), (typed, done)
+        assert done.files == ["own"], typed
 
 
 def mistaken(hints: list[tuple[str, str, str]]) -> list[list[str]]:

@@ -43,5 +43,19 @@ def trained_and_resumed(name):
     fitted(callbacks=[show], loggers=[MLflow()], resume=saved[1], max_epochs=3, **both)
 
 
+@pytest.mark.parametrize(
+    "store, command",
+    [
+        ("sqlite:///a b.db", "mlflow ui --backend-store-uri 'sqlite:///a b.db'"),
+        ("http://127.0.0.1:5000", "http://127.0.0.1:5000"),
+    ],
+)
+def test_the_dashboard_is_the_command_or_the_server_that_shows_the_store(store, command):
+    assert (
+        fresh(MLflow().dashboard, "", environment={**os.environ, "MLFLOW_TRACKING_URI": store})
+        == command
+    )
+
+
 def test_a_name_has_the_letters_that_are_allowed():
     assert key("val/f1@10 (top)") == "val/f1_10 _top_"

@@ -70,7 +70,7 @@ def test_it_maximises_the_best_score_and_the_study_goes_on(tmp_path):
     assert [trial.value for trial in found.trials] == pytest.approx([3 * rate for rate in rates])
     assert [run["value"] for run in runs(tmp_path / "scored")] == [t.value for t in found.trials]
     best = rates.index(max(rates)) + 1
-    assert f"best: run {best}, val/score {max(rates) * 3:.6g}, " in second.out
+    assert f"best: run {best}, val/score {max(rates) * 3:.4g}, " in second.out
     assert without.code == 2
     assert "that sweep was by hydra/sweeper=optuna; add this" in without.err
 

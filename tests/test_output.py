@@ -69,9 +69,10 @@ def test_a_run_that_failed_keeps_its_directory_with_the_reason_in_its_log(tmp_pa
     start = r"(?m)^\S+ \S+ \[rank 0\] ERROR dpframe: "
     for how in ("failure", "refusal"):
         assert re.split(start, ended[how])[1:] == ["it is over\n", "for good\n"]
-    *traceback, message, rest = re.split(start, ended["bug"])[1:]
+    *traceback, message, rest, of = re.split(start, ended["bug"])[1:]
     assert traceback[0] == "Traceback (most recent call last):\n"
     assert (message, rest) == ("ValueError: it is over\n", "for good\n")
+    assert re.fullmatch(r"ValueError in on_\w+ of the callback Ends\n", of)
     reasons = {how: json.loads((tmp_path / how / "summary.json").read_text()) for how in ended}
     assert {how: (it["status"], it["reason"]) for how, it in reasons.items()} == {
         "failure": ("failed", "it is over\nfor good"),

@@ -33,5 +33,11 @@ def test_hyperparameters_are_what_decides_the_curve() -> None:
     }
 
 
+def test_the_precision_is_text_whatever_its_value() -> None:
+    trainers = [{"precision": value} for value in (32, "bf16")]
+    found = [hyperparameters({"trainer": each})["trainer.precision"] for each in trainers]
+    assert found == ["32", "bf16"]
+
+
 def test_a_run_without_a_config_has_no_hyperparameters() -> None:
     assert hyperparameters({}) == {}

@@ -49,6 +49,13 @@ def test_runs_are_sorted_by_the_metric_and_the_best_is_one_that_has_finished(mod
     assert rows[order.index("3")].split() == ["3", "0", "0.01", "2", "1.2", "finished", "2_run"]
 
 
+def test_numbers_have_four_significant_digits():
+    made = results()
+    made.runs[2].value = 1.23456
+    assert "  1.235  " in made.table().splitlines()[3]
+    assert ", val/loss 1.235, " in made.summary()[0]
+
+
 def test_runs_that_differ_by_the_seed_alone_are_averaged_with_their_standard_deviation():
     (mean,) = results().seeds()
     assert mean.overrides == ["task.optimizer.lr=0.1"] and mean.runs == [1, 2]

@@ -4,6 +4,7 @@ import importlib.util
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import pytest
@@ -42,6 +43,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     assert site.build(folder) == 0
     files = (folder / "site").rglob("*.html")
     return {file: Page(file.read_text(encoding="utf-8")) for file in files if file.stem != "404"}
+
+
+def test_a_build_says_where_the_site_is(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(site.subprocess, "run", lambda command, cwd: SimpleNamespace(returncode=0))
+    assert site.build(tmp_path / "docs") == 0
+    assert capsys.readouterr().out.startswith("the site is in docs/site; python -m http.server -d ")
 
 
 def test_every_link_of_the_site_leads_to_a_page_and_a_place_in_it(pages):

@@ -1,6 +1,7 @@
 """Weights & Biases gets the curves and all else of a run and of its resume under one id."""
 
 import json
+import re
 from collections import defaultdict
 from copy import deepcopy
 from pathlib import Path
@@ -21,6 +22,8 @@ def test_a_run_and_its_resume_are_one_run_with_every_step(tmp_path):
     first, second = map(records, sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb")))
     assert first.run_id == second.run_id == (tmp_path / "wandb-id.txt").read_text()
     assert first.config["strategy"] == "CPU" and first.project == "dpframe"
+    assert (first.run.entity, first.run.run_group, first.run.notes) == ("us", "rates", "the first")
+    assert (list(first.run.tags), first.run.job_type) == (["baseline"], "sweep")
     assert set(range(1, 11)) == first.curves["step/loss"].keys()
     assert second.curves["train/loss"].keys() == {5, 10, 15}
     for name, values in second.curves.items():
@@ -44,7 +47,10 @@ def trained_and_resumed(directory):
     show = Hooks(on_step_end=show_all)
     keep = Hooks(on_epoch_end=lambda t: saved.update({t.epoch: deepcopy(t.state_dict())}))
     both = {"directory": directory, "log_every": 1}
-    fitted(callbacks=[show, keep], loggers=[WandB()], **both)
+    logger = WandB(
+        entity="us", group="rates", tags=["baseline"], notes="the first", job_type="sweep"
+    )
+    fitted(callbacks=[show, keep], loggers=[logger], **both)
     fitted(callbacks=[show], loggers=[WandB()], resume=saved[1], max_epochs=3, **both)
 
 
@@ -58,6 +64,7 @@ class records:
         for message in messages(path.read_bytes()):
             record = Record.FromString(message)
             if record.HasField("run"):
+                self.run = record.run
                 self.run_id, self.project = record.run.run_id, record.run.project
                 self.config = {i.key: json.loads(i.value_json) for i in record.run.config.update}
             if record.HasField("exit"):
@@ -92,3 +99,15 @@ def messages(data: bytes):
 def test_another_mode_of_wandb_is_refused():
     with pytest.raises(UserError, match=r"logger\.wandb\.mode=onlin .* did you mean online\?"):
         WandB(mode="onlin")
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("entitty", "entitty: wandb.init takes no such argument; did you mean entity?"),
+        ("resume", "resume is set by dpframe; leave it out"),
+    ],
+)
+def test_what_wandb_does_not_take_is_refused_before_a_run(name, says):
+    with pytest.raises(UserError, match=re.escape(f"logger.wandb.{says}")):
+        WandB(**{name: "x"})

@@ -14,8 +14,9 @@ def banner(trainer: "Trainer") -> str:
     strategy, run = trainer.strategy, trainer.run
     shares = strategy.logical_shares
     dashboards = (logger.dashboard(run.directory) for logger in trainer.loggers)
+    task = f"{type(trainer.task).__name__}, seed {trainer.seed}"
     rows = [
-        ("recipe", f"{run.recipe}  ({type(trainer.task).__name__}, seed {trainer.seed})"),
+        ("recipe", f"{run.recipe}  ({task})") if run.recipe else ("task", task),
         ("strategy", f"{strategy.name} on {_devices(strategy.devices)}{_nodes(trainer)}"),
         ("step", _step(trainer)),
         ("data", _data(trainer)),

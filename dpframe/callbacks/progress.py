@@ -41,7 +41,7 @@ class Progress(Callback):
     def __init__(self, bar: str | bool = "auto") -> None:
         if bar not in ("auto", True, False):
             raise not_one_of("callbacks.progress.bar", bar, ("auto", "true", "false"))
-        self.has_bar = _can_redraw() if bar == "auto" else bool(bar)
+        self.has_bar = can_redraw() if bar == "auto" else bool(bar)
         self.screen: Screen | None = None
         self.epochs: list[Epoch] = []  # the last ones
         self.with_line: set[int] = set()  # the steps of epochs that have one
@@ -252,7 +252,7 @@ def inline(metrics: dict[str, float]) -> str:
     return printable("  ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
 
-def _can_redraw() -> bool:
+def can_redraw() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 

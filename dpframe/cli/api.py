@@ -77,7 +77,7 @@ def _run(job: Composed) -> dict[str, Any]:
     from dpframe.strategies import Strategy
 
     job.history = History()
-    if _is_notebook():
+    if is_notebook():
         _draw_line(job.settings.callbacks)
     check_targets(job)
     strategy = build(job.config["strategy"], "strategy", Strategy)
@@ -106,7 +106,7 @@ def _text(value: Any) -> str:
     return shown(value) if is_plain else quoted(str(value))
 
 
-def _is_notebook() -> bool:
+def is_notebook() -> bool:
     """Whether a kernel runs this, and no terminal shows what it prints."""
     return "ipykernel" in sys.modules and not sys.stdout.isatty()
 

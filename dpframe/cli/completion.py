@@ -16,7 +16,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.completion_plugin import CompletionPlugin
 
 from dpframe.config import modes
-from dpframe.config.schema import CONFIG_NAME
+from dpframe.config.help import topics
+from dpframe.config.hints import has, may_take
+from dpframe.config.schema import CONFIG_NAME, PARTS, WHOLE
 from dpframe.config.search import Configs
 from dpframe.errors import UserError, suggestion
 from dpframe.trainer.settings import CHOICES as SETTINGS
@@ -31,7 +33,9 @@ CHOICES = {
     **{f"trainer.{f.name}": ("true", "false") for f in fields(TrainerSettings) if f.type is bool},
 }
 FILES = ("checkpoint", "resume", "sweep.resume")
-WORD = re.compile(r"[\w./:=+~@,%^-]+")
+WORD = re.compile(r"[\w./:=+~@,%^[\]-]+")
+LIST = re.compile(r"([\w/]+)=\[((?:[^,\]]*,)*)([^,\]]*)")  # one that is not closed
+KNOWN = [key for key in dict.fromkeys(WHOLE.values()) if key.partition(".")[0] in PARTS]
 
 # Python's -P: completion does not import what is in the current directory.
 # In zsh, a function for bash has neither bash's arrays nor its arithmetic in ${…:…}.
@@ -73,36 +77,68 @@ complete -c python3 -n _dpframe_is_called -f -a '(_dpframe_complete)'"""
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
-def complete(words: Sequence[str]) -> str:
-    """The script of `install=bash`; for `query=bash`, the words that may come next, a line each."""
+def complete(words: Sequence[str], options: Sequence[str] = ()) -> str:
+    """The script of `install=bash`; for `query=bash`, the words that may come next, a line each.
+    `options` are the command's, e.g. --help."""
     verb, _, shell = " ".join(words).partition("=")
     if verb == "query":
-        return _query()
+        return _query(options)
     if verb != "install" or shell not in SCRIPTS:
         near = suggestion(shell, SCRIPTS)
         raise UserError(f"--shell-completion {' '.join(words)}: use install=SHELL; {near}")
     return f"{SCRIPTS[shell]}\n"
 
 
-def _query() -> str:
+def _query(options: Sequence[str]) -> str:
     """No words, silently, if something is wrong with the line."""
-    output = io.StringIO()
-    with suppress(Exception, SystemExit), redirect_stdout(output), redirect_stderr(io.StringIO()):
+    found: list[str] = []
+    with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
         line = re.sub(r"^\s*\S+(\s+-m\s+dpframe\b)?", "dpframe", os.environ.get("COMP_LINE", ""))
         # The user's folder, which Hydra's query would not understand.
         option = re.search(r"\s(?:--config-dir|-cd)[ =](\S+)(?=\s)", line)
         config_dir = os.path.expanduser(option[1]) if option else None
         words = (line.replace(option[0], "", 1) if option else line).split(" ")
-        if not any(re.match(r"~?recipe\b", word) for word in words[1:-1]):
-            words.insert(1, "~recipe")  # else nothing composes before a recipe is chosen
-        if choices := _choices(words[-1]):
-            return "".join(f"{word}\n" for word in choices if WORD.fullmatch(word))
-        os.environ["COMP_LINE"] = " ".join(words)
-        configs = Configs(config_dir)
-        kinds: Any = Plugins.instance().discover(CompletionPlugin)
-        fish = next(kind for kind in kinds if kind.provides() == "fish")
+        found = _words(words[1:-1], words[-1], options, config_dir)
+    return "".join(f"{word}\n" for word in found if WORD.fullmatch(word))
+
+
+def _words(
+    before: list[str], typed: str, options: Sequence[str], config_dir: str | None
+) -> list[str]:
+    """What the word that is `typed` may become."""
+    if typed.startswith("--"):
+        return [option for option in options if option.startswith(typed)]
+    if choices := _choices(typed):
+        return choices
+    configs = Configs(config_dir)
+    if {"--help", "-h"} & {*before}:
+        return [topic for topic in topics(configs) if topic.startswith(typed)]
+    if part := LIST.fullmatch(typed):
+        group, chosen, begun = part.groups()
+        others = [option for option in configs.options(group) if option not in chosen.split(",")]
+        return [f"{group}=[{chosen}{option}" for option in others if option.startswith(begun)]
+    return sorted({*_of_hydra(before, typed, configs), *_of_classes(before, typed, configs)})
+
+
+def _of_hydra(before: list[str], typed: str, configs: Configs) -> list[str]:
+    if not any(re.match(r"~?recipe\b", word) for word in before):
+        before = ["~recipe", *before]  # else nothing composes before a recipe is chosen
+    os.environ["COMP_LINE"] = " ".join(["dpframe", *before, typed])
+    kinds: Any = Plugins.instance().discover(CompletionPlugin)
+    fish = next(kind for kind in kinds if kind.provides() == "fish")
+    with redirect_stdout(io.StringIO()) as output:
         fish(configs).query(CONFIG_NAME)  # a word a line
-    return "".join(f"{word}\n" for word in output.getvalue().splitlines() if WORD.fullmatch(word))
+    return output.getvalue().splitlines()
+
+
+def _of_classes(before: list[str], typed: str, configs: Configs) -> list[str]:
+    """Arguments that no file sets, but classes of such parts mostly take. To ask a class would be
+    to import it, and torch with it."""
+    known = [key for key in KNOWN if key.startswith(typed) and typed.count(".") == key.count(".")]
+    config: dict[str, Any] = {}
+    with suppress(UserError):  # without a recipe there are no classes
+        config = configs.base(before) if known else {}
+    return [f"{key}=" for key in known if not has(config, key) and may_take(config, key)]
 
 
 def _choices(typed: str) -> list[str]:

@@ -4,11 +4,11 @@ import gc
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from dpframe import traces
 from dpframe.errors import Interrupted, UserError, printable
 from dpframe.launch import environment
 from dpframe.launch.signals import Interruption, end_children
@@ -77,8 +77,7 @@ def _is_main() -> bool:
 
 
 def show_failure(error: Exception) -> None:
-    has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed
-    text = str(error) if has_traceback else "".join(traceback.format_exception(error)).rstrip("\n")
-    if has_traceback:
-        text = "\n".join([text.rstrip("\n"), *getattr(error, "__notes__", [])])
+    text = traces.shown(error)
+    if getattr(error, "has_traceback", False):  # of the rank that failed
+        text = "\n".join([str(error).rstrip("\n"), *getattr(error, "__notes__", [])])
     print(printable(text), file=sys.stderr)

@@ -19,6 +19,7 @@ from dpframe.cli.results import Outcome, outcome_of
 from dpframe.config.compose import Composed
 from dpframe.errors import DeviceLost, Interrupted, UserError, first_line
 from dpframe.launch import local, signals
+from dpframe.launch.faults import RankFailed
 from dpframe.launch.rank import SAFE_PATH, SIGNALED
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS, TICK_SECONDS
@@ -40,9 +41,8 @@ def run_here(job: Composed) -> tuple[Outcome, bool]:
         return Outcome("failed", reason=first_line(error)), not is_own
     except Exception as error:
         show_failure(error)
-        has_traceback = getattr(error, "has_traceback", False)  # of the rank that failed
-        last = str(error).rstrip().rpartition("\n")[2]
-        reason = last if has_traceback else f"{type(error).__name__}: {first_line(error)}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        reason = error.reason if isinstance(error, RankFailed) else reason
         return Outcome("failed", reason=reason), True
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from dpframe.cli.exit import collect_garbage, leave_after
-from dpframe.errors import UserError, suggestion
+from dpframe.errors import UserError, nearest
 from dpframe.launch.signals import raise_if_signaled
 from dpframe.modes import output
 
@@ -18,16 +18,35 @@ KEYS |= {"mode", "checkpoint", "resume", "seed"}
 
 
 class _Parser(argparse.ArgumentParser):
+    def options(self) -> list[str]:
+        return re.findall(r"--[a-z-]+", self.format_usage())
+
     def error(self, message: str) -> NoReturn:
         unknown = message.removeprefix("unrecognized arguments: ")
         if unknown != message:
-            options = re.findall(r"--[a-z-]+", self.format_help())
-            given = unknown.split()[0].split("=")[0]
-            near = suggestion(given, options)
-            if given[2:].split(".")[0] in KEYS:
-                near = f"write {given[2:]}=VALUE, without dashes"
-            message = f"there is no option {given}; {near}"
+            given, _, value = unknown.split()[0].partition("=")
+            options = self.options()
+            if near := nearest(given, options, cutoff=0.85):
+                hint = f"did you mean {near}?"
+            elif meant := _meant(given.lstrip("-").replace("-", "_"), value or "VALUE"):
+                hint = f"write {meant}, without dashes"
+            else:
+                near = nearest(given, options, cutoff=0.7)
+                hint = f"did you mean {near}?" if near else "write KEY=VALUE, or see dpframe --help"
+            message = f"there is no option {given}; {hint}"
         raise UserError(message)
+
+
+def _meant(flag: str, value: str) -> str:
+    """What to type for a flag of other programs, e.g. trainer.max_epochs=3 for `epochs`, or ''."""
+    from dpframe.config.schema import FLAGS, WHOLE
+
+    head, _, last = flag.rpartition(".")
+    if head.split(".")[0] in KEYS and last not in WHOLE:
+        key = flag
+    else:
+        key = FLAGS.get(flag) or WHOLE.get(last) or flag * (flag in KEYS)
+    return key if "=" in key else f"{key}={value}" * bool(key)
 
 
 class _Once(argparse.Action):
@@ -43,7 +62,7 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, value)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> _Parser:
     """The command's arguments, which config/help.py explains."""
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
     add = parser.add_argument
@@ -81,7 +100,7 @@ def _command(given: Sequence[str]) -> int:
     elif arguments.shell_completion:
         from dpframe.cli.completion import complete
 
-        print(complete(arguments.overrides), end="")
+        print(complete(arguments.overrides, parser().options()), end="")
     elif arguments.help or arguments.cfg:
         from dpframe.config.help import shown_for
 

@@ -255,7 +255,7 @@ def _of_seeds(overrides: Sequence[str], runs: list[Result]) -> Seeds:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.6g}"
+    return "" if value is None else f"{value:.4g}"
 
 
 def _write(path: Path, text: str) -> None:

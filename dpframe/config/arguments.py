@@ -14,8 +14,9 @@ from torch import nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
 from dpframe.callbacks import Callback
+from dpframe.config.hints import LATER
 from dpframe.config.schema import is_off, kind_of, shown, unfit
-from dpframe.config.target import find, taken_by
+from dpframe.config.target import find, in_full, taken_by
 from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of, suggestion
 from dpframe.scheduler_lengths import is_filled_in
@@ -167,8 +168,14 @@ def _check_type(value: Any, hint: Any, where: str) -> None:
     if any(option in SCALARS for option in options):
         raise unfit(where, value, hint)
     if all(map(_is_part, options)):
-        given = f"{where}={shown(value)} is {kind_of(value)}"
-        raise UserError(f"{given}; name its class: {where}={{_target_:…}}")
+        raise _no_part(where, value)
+
+
+def _no_part(where: str, value: Any) -> UserError:
+    """The line for a plain value where a part is wanted, e.g. task.optimizer=sgd."""
+    path = in_full(value) if isinstance(value, str) else ""
+    use = f"{where}._target_={path}" if path else f"{where}={{_target_:…}}"
+    return UserError(f"{where}={shown(value)} is {kind_of(value)}; name its class: {use}")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -214,6 +221,18 @@ def explain_call(
         return UserError(f"{where}.{meant[0]}={plain[meant[0]]}: {name} says: {said}")
     place = f" ({below[-1].filename}, line {below[-1].lineno})" if below else ""
     return UserError(f"{where}: {name} says: {said}{place}")
+
+
+def explain_text_called(error: Exception, task: Mapping[str, Any]) -> UserError | None:
+    """The line for a part that is text, where `configure_optimizer` of a task without annotations
+    calls it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    texts = {key: task[key] for key in LATER if isinstance(task.get(key), str)}
+    is_text = str(error) == "'str' object is not callable"
+    if not is_text or frames[-1].name != "configure_optimizer" or len(texts) != 1:
+        return None
+    (key, value), *_ = texts.items()
+    return _no_part(f"task.{key}", value)
 
 
 def _is_about_arguments(error: Exception, below: list[traceback.FrameSummary]) -> bool:

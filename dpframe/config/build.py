@@ -8,6 +8,7 @@ import functools
 import inspect
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from dpframe.config.compose import Composed
 from dpframe.config.schema import RunSettings, is_off, shown
 from dpframe.config.target import find, see_own_folders
 from dpframe.data import DataModule
-from dpframe.errors import UserError
+from dpframe.errors import UserError, no_super
 from dpframe.loggers import Logger
 from dpframe.schedules import LRSchedule, is_ours
 from dpframe.strategies import Strategy
@@ -167,6 +168,11 @@ class Later(functools.partial):
         except InstantiationException as error:
             target = self._target
             raise _policy(f"{target.__module__}.{target.__qualname__}", self.where, error) from None
+        except AttributeError as error:
+            if "before Module.__init__() call" not in str(error):
+                raise
+            *_, (frame, _line) = traceback.walk_tb(error.__traceback__)
+            raise no_super(type(frame.f_locals["self"])) from None  # of Module.__setattr__
         except (ValueError, RuntimeError, TypeError, KeyError) as error:
             if (line := explain_call(error, self.where, self._target, self.keywords)) is None:
                 raise

@@ -10,6 +10,7 @@ import yaml
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from dpframe.config import modes
 from dpframe.config.hints import hint
 from dpframe.config.schema import (
     CONFIG_NAME,
@@ -103,7 +104,10 @@ class _Mistake:
         key, equals, value = override.partition("=")
         if not equals:
             groups = self.menu.groups() if self.menu else []
-            meant = [f"did you mean {g}={override}?" for g in groups if override in self.options(g)]
+            keys = ["mode"] * (override in modes.MEANT or override in modes.names())
+            keys += [group for group in groups if override in self.options(group)]
+            word = modes.MEANT.get(override, override)
+            meant = [f"did you mean {key}={word}?" for key in keys]
             meant.append("write key=value, e.g. trainer.gpus=2, without spaces")
             return f"'{override}' is not an override; {meant[0]}"
         quote = f"if that is text, quote it: \"{key}='{value}'\""
@@ -116,6 +120,9 @@ class _Mistake:
         path = self.error.missing_cfg_file or (loaded[1] if loaded else "")
         group, _slash, option = path.rpartition("/")
         names = list(self.error.options or self.options(group))
+        inner = group.rpartition("/")[2]
+        if not names and self.options(inner):  # of defaults, which begin in the file's own group
+            return f"there is no group {group}; write override /{inner}: {option}"
         if not names or not group:
             return ""
         near = suggestion("data_parallel" if option == "dp" else option, names)
@@ -139,8 +146,20 @@ class _Mistake:
                 return f"{override}: name one {key}; there is: {', '.join(there)}"
         return ""
 
+    def chosen_twice(self, found: re.Match[str]) -> str:
+        """A group, which is chosen already, by a + or by the defaults of a file."""
+        group, option = found.groups()
+        if f"+{group}" in (override.partition("=")[0] for override in self.overrides):
+            return TAKEN.format(group)
+        names = [f"{key}/{value_of(key, self.overrides)}.yaml" for key in ("recipe", "experiment")]
+        files = " or ".join(name for name in names if not name.endswith("/None.yaml"))
+        return f"in {files}, {group} is chosen already; write override /{group}: {option}"
+
     def no_key(self, found: re.Match[str]) -> str:
         key = found[1]
+        inner = key.partition("@")[0].rpartition("/")[2]
+        if self.place and self.options(inner):
+            return f"there is no group {key.partition('@')[0]}; write override /{inner}: OPTION"
         if key in MACHINES:
             return str(several_machines(None, None))
         key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}
@@ -202,6 +221,7 @@ TEXTS: tuple[tuple[str, str | Callable[[_Mistake, re.Match[str]], str]], ...] = 
         "text \"{1}='{2}'\"",
     ),
     ("already at '([^']+)'", TAKEN),
+    (r"Multiple values for ([^.]+)\. .* 'override .*: (.*)'", _Mistake.chosen_twice),
     (r"Multiple values for ([^.]+)\.", TAKEN),
     (r"to string: '{}'\s+full_key: recipe", "there is no key in it"),
     (r"to string: '{.*\s+full_key: recipe", NO_PACKAGE),

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 
 from dpframe.config import modes, plugins
 from dpframe.config.compose import compose, from_hydra, without_hydra
-from dpframe.config.schema import defaults, groups, shown
+from dpframe.config.schema import WHOLE, defaults, groups, shown
 from dpframe.config.search import Configs
 from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, printable, suggestion
@@ -57,6 +57,18 @@ options
 """
 
 
+TASK = """\
+task: a recipe's nn.Module, with its loss and optimizer (docs/tasks.md has more)
+  Task(net, optimizer, scheduler)     a class with other arguments hands these on
+  training_step(batch)     returns {"loss": mean over rows, **metrics}
+  validation_step(batch), test_step(batch)     by default what training_step returns
+  predict_step(batch)      a tensor with a row for each, of mode=predict and mode=export
+  configure_optimizer()    by default from what the constructor got
+keys, beside those that its class takes
+  task.optimizer._target_=torch.optim.AdamW, task.optimizer.lr=0.001     and what else it takes
+  task/schedule=warmup_cosine     a learning rate that rises and falls; --help task/schedule
+"""
+
 DATA = """\
 data: a recipe's DataModule (docs/data.md has more)
   prepare_data()      downloads and converts files; once on each machine, before any process reads
@@ -69,6 +81,8 @@ keys, beside those that its class takes
   data.workers=0      processes that read for each rank; auto measures how many pay off
   data.shuffle=true   false: in order
 """
+
+ABOUT = {"task": TASK, "data": DATA}
 
 
 WIDEST = 44  # columns of a setting, for the comments to begin in one
@@ -167,6 +181,14 @@ def top_level() -> list[Setting]:
     return list(_settings(text, ""))
 
 
+def topics(configs: Configs) -> list[str]:
+    """What may follow --help; there is more, e.g. a key of a callback."""
+    groups = configs.groups()
+    options = [option for group in groups for option in configs.options(group)]
+    settings = [*top_level(), *settings_of("trainer", "default", configs)]
+    return sorted({*groups, *options, *(setting.key for setting in settings)})
+
+
 def _topic(topic: str, configs: Configs) -> str:
     """The help of e.g. `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus` or `seed`."""
     groups = configs.groups()
@@ -184,17 +206,38 @@ def _topic(topic: str, configs: Configs) -> str:
     of = {option: group for group in reversed(groups) for option in configs.options(group)}
     if topic in of:
         return _option(of[topic], topic, configs)
+    return _key(topic, configs, {*groups, *of})
+
+
+def _key(topic: str, configs: Configs, names: set[str]) -> str:
+    """The help of a key, by its whole name or as for a hint; that of each recipe if only recipes
+    have it. `names` are the groups and options."""
     settings = [*top_level(), *_of_packages()]
     for group in OF_KEYS:
         for option in configs.options(group):
             settings += settings_of(group, option, configs)
     found = {each.key: each for each in reversed(settings)}  # the first of a key
+    recipes = {o: list(settings_of("recipe", o, configs)) for o in configs.options("recipe")}
     key = key_of(topic)
-    if below := [each for each in reversed(found.values()) if f"{each.key}.".startswith(f"{key}.")]:
-        return DATA * (topic == "data") + _lines(below)
-    near = suggestion(key, {*groups, *of, *found})
-    there = near if near.startswith("did") else f"there is: {', '.join(groups)}"
+    for meant in dict.fromkeys((key, WHOLE.get(key, key))):
+        if below := [each for each in reversed(found.values()) if _is_below(each, meant)]:
+            return ABOUT.get(topic, "") + _lines(below)
+        parts = {
+            name: [s for s in recipe if _is_below(s, meant)] for name, recipe in recipes.items()
+        }
+        if pages := [f"recipe={name}\n{_lines(part)}" for name, part in parts.items() if part]:
+            return "\n".join(pages)
+    names |= {*found, *(each.key for recipe in recipes.values() for each in recipe)}
+    near = suggestion(key, names)
+    there = near if near.startswith("did") else f"there is: {', '.join(configs.groups())}"
     raise UserError(f"--help {topic}: there is no such group, option or key; {there}")
+
+
+def _is_below(setting: Setting, key: str) -> bool:
+    """Whether it is the key, a part of it, or a value {…} that has it."""
+    above, _, name = key.rpartition(".")
+    has_it = above == setting.key and re.search(rf"\b{name}:", setting.value) is not None
+    return has_it or f"{setting.key}.".startswith(f"{key}.")
 
 
 def _of_packages() -> Iterator[Setting]:

@@ -26,6 +26,9 @@ def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str
 
     `offers` are the options that bring a key so named, e.g. callbacks=early_stopping.
     """
+    if "/" in key:  # which is for groups
+        dotted = key.replace("/", ".")
+        return f"did you mean {dotted}?" if has(config, dotted) else hint(config, dotted, offers)
     known, node = _known(config, key)
     here, head, name = ".".join(known), key.split(".")[0], key.rpartition(".")[2]
     is_open = head in (*PARTS, *OPEN)  # where a user adds keys
@@ -41,6 +44,8 @@ def hint(config: Mapping[str, Any], key: str, offers: Sequence[str] = ()) -> str
         return f"{brings_it[0].split()[0]} has it"
     if meant := elsewhere(config, name) or ([] if known else elsewhere(config, head)):
         return f"did you mean {' or '.join(meant)}?"
+    if here == "trainer" and name in config:  # e.g. strategy, an argument of other Trainers
+        return f"did you mean {name}?"
     if offers:
         return " has ".join(offers[0].split())
     if not known:

@@ -21,6 +21,7 @@ from dpframe.config import plugins
 from dpframe.errors import UserError, first_line
 
 OWN = ("fit", "validate", "test", "predict", "export", "verify", "tune", "compare", "doctor")
+MEANT = {"train": "fit", "evaluate": "validate", "eval": "validate"}  # in other frameworks
 UNINSTALLED = {  # modes of packages that are in dpframe's repository
     "plan": "pip install examples/dpframe-plan, in dpframe's repository, adds it"
 }

@@ -67,8 +67,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.mode not in modes.names():
-            meant = "fit" if self.mode == "train" else None
-            raise not_one_of("mode", self.mode, modes.names(), meant=meant)
+            raise not_one_of("mode", self.mode, modes.names(), meant=modes.MEANT.get(self.mode))
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.resume is not None and self.mode != "fit":
@@ -103,6 +102,20 @@ WHOLE = {  # what to type for the last part of a key, or for its name in other f
     "fast_dev_run": "experiment=debug",
     "overfit_batches": "experiment=overfit",
     **{f"optimized_{name}": f"sweep.{name}" for name in ("metric", "mode")},  # theirs
+}
+FLAGS = {  # what to type for an option of other programs that has not the name of a key
+    **dict.fromkeys(("model", "dataset", "config_name"), "recipe"),
+    **dict.fromkeys(("output_dir", "out_dir", "log_dir", "logdir", "save_dir"), "hydra.run.dir"),
+    **dict.fromkeys(("nnodes", "num_nodes"), "trainer.nodes"),
+    **dict.fromkeys(("resume_from", "resume_from_checkpoint"), "resume"),
+    **dict.fromkeys(("opt", "optimizer"), "task.optimizer._target_"),
+    **dict.fromkeys(("fp16", "amp"), "trainer.precision=fp16"),
+    "bf16": "trainer.precision=bf16",
+    **dict.fromkeys(("cuda", "gpu"), "trainer.accelerator=cuda"),
+    **dict.fromkeys(("cpu", "no_cuda"), "strategy=cpu"),
+    **{name: f"mode={name}" for name in ("fit", "validate", "test", "predict")},
+    **{name: f"mode={meant}" for name, meant in modes.MEANT.items()},
+    "debug": "experiment=debug",
 }
 
 

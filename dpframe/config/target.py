@@ -17,6 +17,10 @@ from dpframe.config import plugins
 from dpframe.config.start import calls_in, run_directory
 from dpframe.errors import UserError, first_line, nearest
 
+HOMES = (  # of classes that are named without a path
+    *("torch.optim", "torch.optim.lr_scheduler", "torch.nn"),
+    *("dpframe.callbacks", "dpframe.loggers", "dpframe.strategies"),
+)
 UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -27,6 +31,8 @@ def find(path: str, where: str) -> Any:
         raise UserError(f"{given} is not a dotted path; write package.module.Class")
     target = _import(parts[0], given)
     if target is None:
+        if whole := in_full(path):
+            raise UserError(f"{given} is no whole path; write {where}={whole}")
         names = [*(module.name for module in pkgutil.iter_modules()), *sys.modules]
         raise _unknown(f"{given}: there is no module {parts[0]}", parts[0], names)
     for index, name in enumerate(parts[1:], 1):
@@ -77,6 +83,14 @@ def see_own_folders(config: Any, config_dir: Path | None, start: Path | None) ->
         folder = next(there, None)
         if folder is not None and folder not in sys.path:
             sys.path.append(folder)
+
+
+def in_full(name: str) -> str:
+    """The path of the class that `Adam`, `sgd` or `optim.Adam` stands for in torch or dpframe."""
+    above, _, last = f".{name}".rpartition(".")
+    homes = [importlib.import_module(home) for home in HOMES if f".{home}".endswith(above)]
+    names = [f"{home.__name__}.{each}" for home in homes for each in dir(home) if each[0].isupper()]
+    return next((path for path in names if path.lower().endswith(f".{last.lower()}")), "")
 
 
 def _is_importable(top: str) -> bool:

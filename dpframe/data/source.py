@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -46,6 +47,10 @@ class Source:
         if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face
             names = ", ".join(map(str, given))
             raise UserError(f"{method} returned a {type(given).__name__} of {names}; return one")
+        if isinstance(given, list | tuple) and given and isinstance(given[0], Dataset | DataLoader):
+            what = f"a {type(given).__name__} of {len(given)} data sets"
+            use = "one, e.g. a ConcatDataset" if trains else "a dict of them by their names"
+            raise UserError(f"{method} returned {what}; return {use}")
         sampler = data.train_sampler(given) if trains else None
         shuffle = trains and data.shuffle
         return cls(

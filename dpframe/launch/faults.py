@@ -2,10 +2,10 @@
 
 import os
 import time
-import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+from dpframe import traces
 from dpframe.errors import DeviceLost, Failure, OutOfMemory, UserError
 from dpframe.launch.watchdog import FRAME, HOUSE
 
@@ -18,7 +18,8 @@ class RankFailed(Exception):
 
     has_traceback = True  # in its message
     told: dict[str, Any] = {}  # what the ranks have told their parent
-    details = ""  # the message has the traceback
+    whole = ""  # the message, with all frames
+    reason = ""  # a line
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Fault:
 
     rank: int
     text: str  # a traceback, a stack, or a line
+    shown: str = ""  # the traceback as it is printed
+    reason: str = ""  # a line for it
     line: str | None = None  # a UserError's, which is shown alone
     kind: type[UserError] = UserError  # of the line
     details: str = ""
@@ -41,7 +44,9 @@ def describe(error: BaseException) -> Fault:
     """How this rank fails."""
     return Fault(
         rank=int(os.environ["RANK"]),
-        text="".join(traceback.format_exception(error)).rstrip(),
+        text=traces.whole(error),
+        shown=traces.shown(error),
+        reason=traces.last_lines(error).splitlines()[-1],
         line=str(error) if isinstance(error, UserError) else None,
         kind=next((kind for kind in KINDS if isinstance(error, kind)), UserError),
         details=getattr(error, "details", ""),
@@ -75,8 +80,14 @@ def explain(faults: list[Fault]) -> RankFailed | UserError:
     if first.is_consequence:
         lines.append("the ranks waited for each other in different collectives")
     heading = "hung; its stack:" if first.is_hang else "failed:"
-    lines += [f"rank {first.rank} {heading}", first.text, first.advice]
-    return RankFailed("\n".join(filter(None, lines)))
+    lines.append(f"rank {first.rank} {heading}")
+    shown, whole = (
+        "\n".join(filter(None, [*lines, text, first.advice]))
+        for text in (first.shown or first.text, first.text)
+    )
+    failed = RankFailed(shown)
+    failed.whole, failed.reason = whole, first.reason or shown.splitlines()[-1]
+    return failed
 
 
 def _explain_lone_gather(faults: list[Fault]) -> UserError | None:
@@ -107,7 +118,7 @@ def _find_gather(fault: Fault) -> str:
 def _describe_peer(fault: Fault) -> str:
     if fault.is_hang:
         return f"hung as well; its stack:\n{fault.text}"
-    return f"ended after it: {fault.text.splitlines()[-1]}"
+    return f"ended after it: {fault.reason or fault.text.splitlines()[-1]}"
 
 
 def _is_in_users_code(fault: Fault) -> bool:

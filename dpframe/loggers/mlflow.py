@@ -1,6 +1,7 @@
 """MLflow: the server or database of `MLFLOW_TRACKING_URI`, else MLflow's own choice."""
 
 import re
+import shlex
 import tempfile
 import time
 from collections.abc import Callable
@@ -56,6 +57,14 @@ class MLflow(Logger):
             path = Path(directory) / file_name(name, step, suffix)
             path.write_bytes(encode())
             self.client.log_artifact(self.run_id, str(path), kind)
+
+    def dashboard(self, run_dir: str) -> str:
+        from mlflow import get_tracking_uri
+
+        store = get_tracking_uri()
+        if store.startswith(("http:", "https:")):
+            return store  # a server, which has a page
+        return f"mlflow ui --backend-store-uri {shlex.quote(store)}"
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         self.flush()

@@ -1,17 +1,19 @@
 """Weights & Biases: in the run directory, or sent to its server with `mode: online`."""
 
+import inspect
 import secrets
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dpframe.errors import not_one_of
+from dpframe.errors import UserError, not_one_of, suggestion
 from dpframe.loggers.base import Logger, Scalar, read_id, require, write_id
 
 MODES = ("offline", "online")
 BINS = 64  # of a histogram
+OURS = ("dir", "id", "resume", "config", "reinit", "settings")  # arguments of wandb.init
 
 
 class WandB(Logger):
@@ -23,14 +25,26 @@ class WandB(Logger):
     needs_directory = True
 
     def __init__(
-        self, *, mode: str = "offline", project: str | None = None, name: str | None = None
+        self,
+        *,
+        mode: str = "offline",
+        project: str | None = None,
+        name: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        tags: Sequence[str] | None = None,
+        notes: str | None = None,
+        **options: Any,
     ) -> None:
+        """`options` are other arguments of `wandb.init`, e.g. job_type."""
         if mode not in MODES:
             raise not_one_of("logger.wandb.mode", mode, MODES)
         require("wandb")
+        _check(options)
         self.mode = mode
         self.project = project
         self.name = name
+        self.options = {"entity": entity, "group": group, "tags": tags, "notes": notes, **options}
         self.run: Any = None
 
     def open(
@@ -49,6 +63,7 @@ class WandB(Logger):
             config=hparams,
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off"),
+            **self.options,
         )
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
@@ -89,3 +104,18 @@ class WandB(Logger):
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         self.run.summary.update(metrics)
         self.run.finish(exit_code=0 if succeeded else 1)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Refuses what `wandb.init` does not take, before a run begins."""
+    if not options:
+        return
+    import wandb
+
+    known = inspect.signature(wandb.init).parameters
+    for name in options:
+        if name in OURS:
+            raise UserError(f"logger.wandb.{name} is set by dpframe; leave it out")
+        if name not in known:
+            near = suggestion(name, set(known) - {*OURS})
+            raise UserError(f"logger.wandb.{name}: wandb.init takes no such argument; {near}")

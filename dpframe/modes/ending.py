@@ -4,13 +4,12 @@ import json
 import os
 import shlex
 import sys
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dpframe import files
+from dpframe import files, traces
 from dpframe.checkpoint import seal
 from dpframe.config.compose import Composed
 from dpframe.config.start import must_be_typed
@@ -43,11 +42,10 @@ def note_failure(directory: Path, error: Exception, job: Composed) -> None:
     """In summary.json, for scripts and sweeps; run.log has it, too."""
     if isinstance(error, UserError):
         reason, details = str(error), error.details
-    elif isinstance(error, RankFailed):  # its text is the traceback of the rank
-        reason, details = str(error).splitlines()[-1], str(error)
+    elif isinstance(error, RankFailed):
+        reason, details = error.reason, error.whole
     else:
-        reason = "".join(traceback.format_exception_only(error)).rstrip()
-        details = "".join(traceback.format_exception(error)).rstrip()
+        reason, details = traces.last_lines(error), traces.whole(error)
     note_ending(directory, job, "failed", {"reason": reason, "traceback": details})
 
 

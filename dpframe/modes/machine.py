@@ -100,7 +100,8 @@ def _talk(problems: list[str]) -> str:
         count = len(strategy.choose_devices(default=None))
         total = strategy.launch(_add_up, strategy)
     except (UserError, RankFailed) as error:
-        problems.append(f"ranks can't work together: {str(error).splitlines()[-1]}")
+        reason = error.reason if isinstance(error, RankFailed) else str(error).splitlines()[-1]
+        problems.append(f"ranks can't work together: {reason}")
         return "failed"
     if total != count:
         problems.append(f"{count} ranks added up ones to {total:g}")

@@ -4,12 +4,12 @@ import io
 import logging
 import os
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from dpframe import traces
 from dpframe.errors import Failure, Interrupted, UserError, printable
 
 
@@ -94,7 +94,7 @@ def logging_to(directory: Path, *, rank: int, logs_error: bool = True) -> Iterat
     except BaseException as error:
         if logs_error:
             is_line = isinstance(error, (UserError, Interrupted))
-            reason = str(error) if is_line else "".join(traceback.format_exception(error)).rstrip()
+            reason = str(error) if is_line else traces.whole(error)
             reason = getattr(error, "details", "") + reason
             logging.getLogger("dpframe").error("%s", reason, extra={"on_screen": False})
         raise

@@ -13,6 +13,7 @@ from dpframe import checkpoint, memory, seeding
 from dpframe.callbacks.monitor import Best
 from dpframe.checkpoint import seal
 from dpframe.config import modes
+from dpframe.config.arguments import explain_text_called
 from dpframe.config.compose import Composed
 from dpframe.config.objective import CHOSEN
 from dpframe.config.origin import describe_differences
@@ -137,12 +138,19 @@ def _load_and_prepare(job: Composed, trainer: Trainer, state: dict[str, Any] | N
         step = seal.step_of(job.start)  # another framework's file has none
         notes = [f"checkpoint  {job.start}" + f", step {step}" * (step >= 0)]
         notes += describe_differences(job, state, task=trainer.task, data=trainer.data)
+    if settings.resume == "last":
+        notes = [f"resume=last is {job.start}"]
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
         checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)
         state = None
     if settings.mode == "fit":
-        trainer.prepare(state, resume_anyway=settings.resume_anyway)
+        try:
+            trainer.prepare(state, resume_anyway=settings.resume_anyway)
+        except TypeError as error:
+            if (line := explain_text_called(error, job.config["task"])) is None:
+                raise
+            raise line from None
     return notes
 
 

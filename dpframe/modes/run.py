@@ -80,7 +80,8 @@ def _launch_again_after_failures(job: Composed, work: Work) -> dict[str, Any]:
         except (RankFailed, UserError) as error:
             path = error.told.get("directory", "")
             if os.path.isdir(path):
-                output.append(Path(path), error.details + str(error))
+                log = error.details + str(error) if isinstance(error, UserError) else error.whole
+                output.append(Path(path), log)
                 note_failure(Path(path), error, job)
             is_final = isinstance(error, UserError) and not isinstance(error, DeviceLost)
             if number > allowed or is_final:

@@ -116,7 +116,7 @@ def _entry(variant: Variant, settings: TrainerSettings) -> Entry:
     try:
         return make_strategy().launch(train, *parts, settings, seed, name)
     except RankFailed as error:
-        return Entry(name, variant.replicas, failure=str(error).splitlines()[-1])
+        return Entry(name, variant.replicas, failure=error.reason)
     except UserError as error:
         return Entry(name, variant.replicas, failure=first_line(error))
 

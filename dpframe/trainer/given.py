@@ -7,7 +7,7 @@ from types import FunctionType
 from typing import Any
 
 from dpframe.data import DataModule
-from dpframe.errors import UserError, miscalled, nearest
+from dpframe.errors import UserError, miscalled, nearest, no_super
 from dpframe.loggers import Logger
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -88,13 +88,16 @@ def check(
         ("task", task, Task, "an object of your Task"),
         ("strategy", strategy, Strategy | str | None, 'e.g. "ddp", or DataParallel(2)'),
         ("settings", settings, TrainerSettings | None, "TrainerSettings(KEY=VALUE)"),
-        ("run", run, RunInfo | None, "RunInfo(directory=…)"),
+        ("run", run, RunInfo | None, f"RunInfo(directory={run!r})"),
         *(("callbacks", each, Callback, "a list of Callbacks") for each in callbacks),
         *(("loggers", each, Logger, "a list of Loggers") for each in loggers),
     ]
     for name, value, kind, example in parts:
         if not isinstance(value, kind):
             raise UserError(f"Trainer: {name}={str(value)[:80]}; pass {example}")
+    for part, name in ((task, "training"), (data, "workers")):
+        if not hasattr(part, name):
+            raise no_super(type(part))
     takes: list[tuple[Any, str, tuple[str, ...]]] = [
         (data, "prepare_data", ()),
         (data, "setup", ()),

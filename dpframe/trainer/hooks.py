@@ -1,6 +1,7 @@
 """The hooks of a task and of its callbacks, in the order in which they are called."""
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -112,6 +113,18 @@ class Hooks:
 def in_order(callbacks: Iterable[Callback]) -> list[Callback]:
     """Those that read metrics after those that add some, and then those that run last."""
     return sorted(callbacks, key=lambda callback: (callback.runs_last, callback.reads_metrics))
+
+
+def name_callback(error: BaseException) -> None:
+    """Adds to an error which callback it is of, and in which of its hooks."""
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        name, first = frame.f_code.co_name, frame.f_code.co_varnames[:1]
+        owner = frame.f_locals.get(first[0]) if first else None
+        if name in HOOKS and isinstance(owner, Callback):
+            found = f"{type(error).__name__} in {name} of the callback {type(owner).__name__}"
+    if found:
+        error.add_note(found)
 
 
 def is_own(hook: Hook) -> bool:

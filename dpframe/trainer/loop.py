@@ -27,7 +27,7 @@ from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.choose import add_logical_shares, choose_strategy
 from dpframe.trainer.evaluation import Evaluations, restore_modes
 from dpframe.trainer.feed import Feed
-from dpframe.trainer.hooks import Hooks, in_order
+from dpframe.trainer.hooks import Hooks, in_order, name_callback
 from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import Precision, explain, place
@@ -70,13 +70,15 @@ class Trainer(CallbackView):
         seed: int = 0,
         run: RunInfo | None = None,
         interruption: Interruption | None = None,
+        show_progress: bool | None = None,
         **more: Unpack[SettingsByName],
     ) -> None:
         """`strategy` may be a name, e.g. "ddp", which takes `gpus` and `accelerator`; `more` are
         settings by their names. `interruption` is by signals; without one the program handles them
-        itself."""
+        itself. `show_progress` is for a program's: see `display`."""
         callbacks, loggers = list(callbacks), list(loggers)
         given.check(task, data, strategy, settings, callbacks, loggers, run)
+        callbacks += self.display(callbacks, show_progress)
         self.task = task
         self.data = data
         self.settings = settings = changed(settings or TrainerSettings(), more, type(self))
@@ -145,6 +147,10 @@ class Trainer(CallbackView):
         atexit.unregister(self._opened.close)
         trace = None if error is None else error.__traceback__
         self._opened.__exit__(None if error is None else type(error), error, trace)
+
+    def display(self, callbacks: list[Callback], wanted: bool | None) -> list[Callback]:
+        """What is added to the callbacks; `dpframe.Trainer` has a bar."""
+        return []
 
     # ---- the four modes
 
@@ -256,8 +262,12 @@ class Trainer(CallbackView):
     def _evaluating(self, mode: str, kind: str) -> Iterator[Evaluations]:
         self._refuse_closed()
         self.mode = mode
-        with restore_modes(self.task):
-            yield Evaluations(self.shared, kind, self.settings)
+        try:
+            with restore_modes(self.task):
+                yield Evaluations(self.shared, kind, self.settings)
+        except Exception as error:
+            name_callback(error)
+            raise
         self.recorder.close(self.metrics, succeeded=True)
 
     # ---- the heart
@@ -458,6 +468,7 @@ class Trainer(CallbackView):
             yield
         except BaseException as error:
             explain(error, self.layout)
+            name_callback(error)
             ends = [] if training.profile is None else [training.profile.stop]
             ends.append(partial(self.recorder.close, self.metrics, succeeded=False))
             ends.append(partial(self.hooks.call, "on_exception", self, error))

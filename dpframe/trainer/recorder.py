@@ -129,6 +129,8 @@ def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:
     kept = {name: part for name in ("task", "data") if (part := config.get(name))}
     settings = config.get("trainer", {})
     kept["trainer"] = {name: settings[name] for name in TELLING if name in settings}
+    if "precision" in settings:  # 32 or bf16: a column of TensorBoard's has one type
+        kept["trainer"]["precision"] = str(settings["precision"])
     return flat(kept) | {name: config[name] for name in ("recipe", "seed") if name in config}
 
 

@@ -276,6 +276,8 @@ class TrainerSettings:
         ids = self.gpus if isinstance(self.gpus, list) else [self.gpus]
         are_different = bool(ids) and len(set(map(str, ids))) == len(ids)
         if not (are_different and all(map(_is_gpu, ids))):
+            if self.gpus in (-1, "-1"):
+                raise UserError("trainer.gpus=-1 is no count; for all GPUs use trainer.gpus=all")
             raise UserError(
                 f"trainer.gpus={self.gpus} is neither a count, a list of different ids, a UUID, "
                 "auto, all nor null; use trainer.gpus=4, [0,1,3], or GPU-8f2a… as nvidia-smi -L "
