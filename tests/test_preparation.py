@@ -17,7 +17,9 @@ from functools import partial
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import forked
 import pytest
@@ -34,6 +36,7 @@ from dpframe.data.preparation import prepare
 from dpframe.launch import signals, watchdog
 from dpframe.launch.rank import Parent
 from dpframe.modes.tuner import Tuner
+from dpframe.strategies import group
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -76,22 +79,11 @@ def test_each_trainer_has_it_called_once(tmp_path):
     assert len(prepared(tmp_path)) == 2
 
 
-class Arrives(Small):
-    """Each rank that is about to prepare or to wait says so."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__()
-        self.folder = folder
-
-    def setup(self, trainer: Any) -> None:
-        (self.folder / f"arrived-{trainer.strategy.rank}").touch()
-
-
 class Late(Prepared):
-    """Prepares when the other rank has come, and draws random numbers."""
+    """Prepares when the other rank waits for it, and draws random numbers."""
 
     def prepare_data(self) -> None:
-        while not (self.folder / "arrived-1").exists():
+        while not (self.folder / "waits-1").exists():
             time.sleep(0.001)
         random.random()
         torch.rand(3)
@@ -99,7 +91,12 @@ class Late(Prepared):
 
 
 def in_rank(strategy: Strategy, make: Callable[[Path], DataModule], folder: Path) -> list[Any]:
-    made = trainer(Arrives(folder), make(folder), strategy=strategy, max_epochs=1)
+    def pause(seconds: float) -> None:
+        (folder / f"waits-{os.environ['RANK']}").touch()
+        time.sleep(seconds)
+
+    with patch.object(group, "time", SimpleNamespace(sleep=pause)):
+        made = trainer(data=make(folder), strategy=strategy, max_epochs=1)
     drawn = random.random(), float(torch.rand(()))
     made.fit()
     return strategy.collectives.gather((os.getpid(), drawn, made.metrics["train/loss"]))
