@@ -47,7 +47,7 @@ TESTS = {
     "test_what_is_no_lightning_module_is_one_line",
     "test_all_gpus_are_tried_also_where_they_are_no_power_of_two",
     "test_what_another_process_can_not_have_stays_behind",
-    "test_the_picture_has_each_point_and_the_rate_that_is_found",
+    "test_the_chart_has_each_point_and_the_rate_that_is_found",
     "test_a_mistake_is_raised_and_changes_nothing",
     "test_a_run_without_weights_says_so",
     "test_the_other_ranks_of_torchrun_let_the_main_one_speak_first",

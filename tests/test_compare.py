@@ -4,7 +4,6 @@ import json
 import sys
 from functools import partial
 from types import SimpleNamespace
-from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -37,7 +36,7 @@ def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
         ),
         Entry("streamed", 1, ["cpu"], 50.0),
     ]
-    contest = Contest("lenet <b>", entries, "val/loss")
+    contest = Contest("lenet", entries, "val/loss")
     rows = [line.split() for line in str(contest).splitlines()[2:6]]
     assert rows == [
         ["odd", "2", "it", "has", "no", "such", "device"],
@@ -49,9 +48,6 @@ def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
         ["streamed", "1", "50", "0.50", "not", "counted", "not", "measured"],
     ]
     assert str(contest).endswith("\nfastest: strategy=ddp trainer.gpus=4, 250 samples/s")
-    picture = ElementTree.fromstring(contest.svg())
-    assert {"cpu", "ddp", "streamed", "lenet <b>"} <= {text.text for text in picture.iter()}
-    assert Contest("nothing", entries[:1]).svg() == ""
 
 
 def test_a_line_says_where_a_strategy_ends_elsewhere():
@@ -157,7 +153,8 @@ def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_
         assert entry["seconds"] == pytest.approx(404 / entry["rows_per_second"])
         assert len(entry["step_seconds"]) == entry["replicas"] and min(entry["step_seconds"]) > 0
     assert "999 replicas on" in found["ddp", 999]["failure"]
-    assert (tmp_path / "compared" / "compare.svg").exists()
+    files = {path.name for path in (tmp_path / "compared").iterdir()}
+    assert files == {".hydra", "compare.txt", "summary.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["compared"]
 
 

@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,9 +21,8 @@ from dpframe.config.compose import composed
 from dpframe.errors import Failure
 from dpframe.modes import tune
 from dpframe.modes.measure import devices_of
-from dpframe.modes.picture import svg
 from dpframe.modes.tuner import Point, Rates, Tuner, find_largest, find_steepest, smooth
-from dpframe.modes.tuning import Tuning, chart, panel
+from dpframe.modes.tuning import Tuning, chart
 from dpframe.schedules import WSD, WarmupCosine
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -246,14 +244,6 @@ def test_what_is_found_is_the_peak_of_a_schedule_which_is_drawn():
     assert found.startswith("task.optimizer.lr=0.5  ")
     assert told == "the peak of WSD(warmup=2, decay=4, final=0.0, shape=linear), over 8 steps:"
     assert bars.split() == ["▃▆███▆▅▃"]
-    root = ET.fromstring(tuning.pictures()["lr.svg"])
-    assert [len(line.attrib["points"].split()) for line in root.findall("{*}polyline")] == [
-        60,
-        60,
-        8,
-    ]
-    texts = {text.text for text in root.findall("{*}text")}
-    assert {"step", "learning rate", "0.5", "8"} <= texts
 
 
 def test_a_scheduler_that_overwrites_the_rate_is_what_to_set():
@@ -318,17 +308,12 @@ def test_replicas_are_counted_without_starting_any():
 # ---- what is printed and written
 
 
-def test_the_picture_has_each_point_and_the_rate_that_is_found():
+def test_the_chart_has_each_point_and_the_rate_that_is_found():
     points = falling(30)
-    root = ET.fromstring(svg(panel(points, points[30].rate, "a <b> & c")))
-    lines = [line.attrib["points"].split() for line in root.findall("{*}polyline")]
-    assert [len(line) for line in lines] == [60, 60]
-    texts = [text.text for text in root.findall("{*}text")]
-    assert {"a <b> & c", "learning rate", "loss", "1", "1e+03"} <= set(texts)
     drawn = chart(points, points[30].rate)
     assert sum(line.count("*") for line in drawn) >= 55 and max(map(len, drawn)) <= 80
     assert [line[10 + 32] for line in drawn[1:-1]].count("|") >= 7
-    assert chart(points[:1], None) and svg(panel([Point(1, 1.0), Point(2, 1.0)], None, ""))
+    assert chart(points[:1], None) and chart([Point(1, 1.0), Point(2, 1.0)], None)
 
 
 def test_a_setting_that_can_not_be_is_one_line():
@@ -359,7 +344,6 @@ def test_the_command_prints_what_to_type_and_writes_it_where_it_is_told(tmp_path
     summary = json.loads((kept / "summary.json").read_text())["tune"]
     assert summary["batch_size"] == 404 and f"task.optimizer.lr={summary['lr']:g}" == typed[2]
     assert (kept / "tune.txt").read_text() == done.out
-    assert ET.parse(kept / "lr.svg").getroot().tag.endswith("svg")
 
 
 def test_a_checkpoint_and_torchruns_ranks_are_refused(tmp_path, monkeypatch):

@@ -28,5 +28,5 @@ def run(job: Composed) -> dict[str, Any]:
     trained = train_all(job, list_variants(job, asked.strategies, asked.gpus), job.settings.trainer)
     trained.metric = job.objective.metric
     found = {"compare": [vars(entry) for entry in trained.entries]}
-    show(job, str(trained), found, {"compare.svg": trained.svg()})
+    show(job, str(trained), found)
     return {"metrics": {}, **found}

@@ -9,7 +9,6 @@ from dpframe import memory, seeding
 from dpframe.data import DataModule
 from dpframe.launch import signals
 from dpframe.modes.measure import WARM_UPS, now
-from dpframe.modes.picture import COLORS, Panel, Series, svg
 from dpframe.modes.report import size, time
 from dpframe.modes.step_times import StepTimes
 from dpframe.strategies.base import Strategy
@@ -90,28 +89,6 @@ class Contest:
                     f"{first.replicas}; in float32 rounding may grow so far, which "
                     "trainer.precision=64 tells, and mode=verify tells other reasons"
                 )
-
-    def svg(self) -> str:
-        """Samples a second over replicas, a line for each strategy; "" where none has finished."""
-        done = [entry for entry in self.entries if not entry.failure]
-        if not done:
-            return ""
-        most = max(entry.rows_per_second for entry in done)
-        series = []
-        for number, name in enumerate(dict.fromkeys(entry.strategy for entry in done)):
-            own = sorted((e.replicas, e.rows_per_second) for e in done if e.strategy == name)
-            color = COLORS[number % len(COLORS)]
-            series.append(Series(own, color, name, [(color, "")] * len(own)))
-        return svg(
-            Panel(
-                series,
-                title=self.title,
-                across="replicas",
-                up=f"{most:,.0f} samples/s",
-                ticks={entry.replicas: str(entry.replicas) for entry in done},
-                heights={0: "0"},
-            )
-        )
 
 
 def train(

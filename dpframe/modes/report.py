@@ -1,7 +1,6 @@
 """What modes share that keep nothing: what they refuse, and a report that is shown and written."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,15 @@ def refuse_ranks(mode: str) -> None:
         )
 
 
-def show(
-    job: Composed, text: str, found: dict[str, Any] | None, files: Mapping[str, str] | None = None
-) -> None:
-    """Prints a report. Into a directory that was given it also writes the report, `found` as
-    summary.json, and `files`: texts by their names."""
+def show(job: Composed, text: str, found: dict[str, Any] | None) -> None:
+    """Prints a report. Into a directory that was given it also writes the report, and `found` as
+    summary.json."""
     print(printable(text), flush=True)
     if not job.is_run_dir_given:
         return
     directory = Directory(Path(job.run_dir), is_given=True)
     path = Path(directory.make(job.notes))
-    texts = {f"{job.settings.mode}.txt": f"{text}\n", **(files or {})}
+    texts = {f"{job.settings.mode}.txt": f"{text}\n"}
     if found is not None:
         summary = {"recipe": job.settings.recipe} | found
         texts["summary.json"] = f"{json.dumps(summary, indent=2)}\n"

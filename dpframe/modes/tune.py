@@ -79,7 +79,7 @@ def run(job: Composed) -> dict[str, Any]:
         steps=tuner.total_steps,
     )
     found = {"tune": tuning.summary()}
-    show(job, str(tuning), found, tuning.pictures())
+    show(job, str(tuning), found)
     return {"metrics": {}, **found}
 
 

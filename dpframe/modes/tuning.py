@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from dpframe.modes.picture import Panel, Series, svg
 from dpframe.modes.report import size
 from dpframe.modes.tuner import FLAT, Point, Rates, Trial, smooth
 from dpframe.schedules import LRSchedule
@@ -43,25 +42,6 @@ class Tuning(NamedTuple):
             fresh = [point.loss for point in self.rates.fresh]
             found |= {"lr": best and _round(best), "losses": points, "fresh_losses": fresh}
         return found
-
-    def pictures(self) -> dict[str, str]:
-        """Files by their names."""
-        if self.rates is None or not self.rates.points:
-            return {}
-        panels = [panel(self.rates.points, self.rates.best, self.title)]
-        if curve := self._scheduled(self.rates.best or 1.0):
-            peak = max(rate for _, rate in curve)
-            panels.append(
-                Panel(
-                    title=str(self.schedule),
-                    across="step",
-                    up="learning rate",
-                    series=[Series(curve, "steelblue")],
-                    ticks={0: "0", self.steps: str(self.steps)},
-                    heights={0.0: "0", peak: f"{peak:.3g}"},
-                )
-            )
-        return {"lr.svg": svg(*panels)}
 
     def _scheduled(self, rate: float) -> list[tuple[float, float]]:
         """The learning rate at some steps of the training, if there is a schedule."""
@@ -142,27 +122,6 @@ def chart(points: Sequence[Point], marked: float | None) -> list[str]:
     lines = [f"{labels.get(n, ''):>9} {''.join(line)}".rstrip() for n, line in enumerate(grid)]
     start, end = f"{first:.3g}", f"{last:.3g}"
     return [f"{'loss':>9}", *lines, f"{'':10}{start}{end:>{COLUMNS - len(start)}}"]
-
-
-def panel(points: Sequence[Point], marked: float | None, title: str) -> Panel:
-    """The same for an SVG: the losses in grey, their means in blue."""
-    rates, losses = zip(*points, strict=True)
-    means = smooth(losses)
-    low, high = _range(means)
-
-    def cut(losses: Sequence[float]) -> list[tuple[float, float]]:
-        return [(at, min(max(y, low), high)) for at, y in zip(rates, losses, strict=True)]
-
-    return Panel(
-        title=title,
-        across="learning rate",
-        up="loss",
-        series=[Series(cut(losses), "silver"), Series(cut(means), "steelblue")],
-        ticks={rate: f"{rate:.3g}" for rate in (rates[0], rates[-1])},
-        heights={low: f"{low:.4g}", high: f"{high:.4g}"},
-        marked=marked,
-        logarithmic=["across"],
-    )
 
 
 def _range(losses: Sequence[float]) -> tuple[float, float]:
