@@ -85,7 +85,6 @@ TESTS = {
     "test_the_settings_for_several_machines_are_refused_from_python_too",
     "test_ranks_go_on_from_the_checkpoint_of_the_torchrun_that_started_them",
     "test_a_contest_is_a_table_with_the_speed_up_over_the_first",
-    "test_the_first_replica_of_a_process_is_seen_to_do_the_update",
     "test_what_is_wrong_with_a_machine_is_told_with_what_to_do",
     "test_operations_are_told_by_thousands",
     "test_the_table_of_shares_is_what_split_gives",

@@ -1,22 +1,19 @@
 """`mode=compare`: a recipe over strategies, each with the same curve."""
 
 import json
+import re
 import sys
-from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from command import attempts, dpframe
-from small import Hooks, Rows, Small, fitted
+from small import Rows, Small
 
 from dpframe import TrainerSettings
 from dpframe.config.compose import composed
-from dpframe.modes import step_times, variants
+from dpframe.modes import variants
 from dpframe.modes.contest import Contest, Entry, train
 from dpframe.modes.measure import WARM_UPS
-from dpframe.modes.step_times import StepTimes
-from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.single import CPU
 
 
@@ -30,31 +27,26 @@ def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
     entries = [
         Entry("odd", 2, failure="it has no such device"),
         Entry("cpu", 1, ["cpu"], 100.0, 2.0, None, {"val/loss": 0.5}),
-        Entry(
-            *("ddp", 4, ["cuda:0", "cuda:1"], 250.0, 0.8, [1 << 30, 1 << 20], {"val/loss": 0.5}),
-            step_seconds=[0.5, 0.25],
-        ),
+        Entry("ddp", 4, ["cuda:0", "cuda:1"], 250.0, 0.8, [1 << 30, 1 << 20], {"val/loss": 0.5}),
         Entry("streamed", 1, ["cpu"], 50.0),
     ]
     contest = Contest("lenet", entries, "val/loss")
-    rows = [line.split() for line in str(contest).splitlines()[2:6]]
-    assert rows == [
-        ["odd", "2", "it", "has", "no", "such", "device"],
-        ["cpu", "1", "2", "s", "100", "1.00", "not", "counted", "not", "measured", "0.5"],
-        [
-            *("ddp", "4", "800", "ms", "250", "2.50"),
-            *("1", "GiB", "+", "1", "MiB", "500", "ms", "+", "250", "ms", "0.5"),
-        ],
-        ["streamed", "1", "50", "0.50", "not", "counted", "not", "measured"],
+    title, _, _, *rows, failed, _, fastest = str(contest).splitlines()
+    assert title == "lenet"
+    assert [re.split(" {2,}", row) for row in rows] == [
+        ["cpu", "1", "2 s", "100", "1.00", "not counted", "0.5"],
+        ["ddp", "4", "800 ms", "250", "2.50", "1 GiB + 1 MiB", "0.5"],
+        ["streamed", "1", "50", "0.50", "not counted"],
     ]
-    assert str(contest).endswith("\nfastest: strategy=ddp trainer.gpus=4, 250 samples/s")
+    assert failed == "failed: strategy=odd trainer.gpus=2: it has no such device"
+    assert fastest == "fastest: strategy=ddp trainer.gpus=4, 250 samples/s"
 
 
 def test_a_line_says_where_a_strategy_ends_elsewhere():
     ends = [("ddp", 2, 0.256), ("cpu", 1, 0.165), ("data_parallel", 2, 0.16500001)]
     entries = [Entry(a, n, [], 9.0, metrics={"val/loss": value}) for a, n, value in ends]
     *_, line = str(Contest("summed", entries, "val/loss")).splitlines()
-    said = "another val/loss: 0.256 by strategy=ddp on 2, 0.165 by strategy=cpu on 1; in float32"
+    said = "another val/loss: 0.256 by strategy=ddp trainer.gpus=2, 0.165 by strategy=cpu; in float"
     assert line.startswith(said)
     assert "another val/loss" not in str(Contest("summed", entries[1:], "val/loss"))
 
@@ -70,65 +62,6 @@ def test_there_is_a_row_of_one_replica(names, expected):
     job = composed(["recipe=boston", "trainer.gpus=2"])
     found = [(variant.name, variant.replicas) for variant in variants.list_variants(job, names)]
     assert sorted(found) == sorted(expected)
-
-
-class Took(torch.autograd.Function):
-    """A forward of a second a row, and a backward of ten."""
-
-    @staticmethod
-    def forward(ctx, loss, rows, clock):
-        ctx.rows, ctx.clock = rows, clock
-        clock[0] += rows
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.clock[0] += 10 * ctx.rows
-        return gradient, None, None
-
-
-class Timed(Small):
-    """With an update of 100 seconds."""
-
-    def __init__(self, clock):
-        super().__init__()
-        self.clock = clock
-
-    def configure_optimizer(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
-        optimizer.register_step_pre_hook(lambda *_: self.clock.__setitem__(0, self.clock[0] + 100))
-        return optimizer
-
-    def training_step(self, batch):
-        output = super().training_step(batch)
-        return {"loss": Took.apply(output["loss"], len(batch[0]), self.clock)}
-
-
-@pytest.mark.parametrize(
-    "strategy, accumulate, took",
-    [
-        (CPU(), 1, [4 * 11 + 100]),
-        (CPU(), 2, [2 * 4 * 11 + 100]),
-        (DataParallel(2, "cpu"), 1, [2 * 11 + 100, 2 * 11]),
-        (DataParallel(3, "cpu"), 1, [2 * 11 + 100, 2 * 11, 0]),  # rows are cut 2 2 0
-    ],
-)
-def test_the_first_replica_of_a_process_is_seen_to_do_the_update(
-    monkeypatch, strategy, accumulate, took
-):
-    clock = [0.0]
-    monkeypatch.setattr(step_times, "time", SimpleNamespace(thread_time=lambda: clock[0]))
-    times = StepTimes()
-    waits = Hooks(on_step_end=lambda trainer: clock.__setitem__(0, clock[0] + 1000))
-    fitted(
-        make=partial(Timed, clock),
-        data=Rows(40),
-        strategy=strategy,
-        callbacks=[times, waits],
-        max_epochs=4,
-        accumulate=accumulate,
-    )
-    assert times.seconds() == took
 
 
 def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_other(tmp_path):
@@ -151,7 +84,6 @@ def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_
     for entry in whole:
         assert entry["metrics"] == pytest.approx(whole[0]["metrics"], rel=1e-12)
         assert entry["seconds"] == pytest.approx(404 / entry["rows_per_second"])
-        assert len(entry["step_seconds"]) == entry["replicas"] and min(entry["step_seconds"]) > 0
     assert "999 replicas on" in found["ddp", 999]["failure"]
     files = {path.name for path in (tmp_path / "compared").iterdir()}
     assert files == {".hydra", "compare.txt", "summary.json"}

@@ -49,7 +49,6 @@ from dpframe.data.loader import pinned
 from dpframe.data.module import leaves, tensors_in
 from dpframe.data.stream import ShardedStream
 from dpframe.errors import Failure
-from dpframe.modes.step_times import StepTimes
 from dpframe.recipes.boston import Boston, BostonData
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -793,13 +792,3 @@ def test_a_run_of_cuda_graphs_resumes(tmp_path):
         state = checkpoint.load(tmp_path / "begun.ckpt")
         resumed = one_gpu(**given, compile=mode, resume=state)
         torch.testing.assert_close(resumed.task.state_dict(), whole.task.state_dict())
-
-
-@pytest.mark.gpu(2)
-def test_the_time_of_each_gpu_is_told():
-    times = StepTimes()
-    made = fitted(strategy=DataParallel(2, "cuda"), callbacks=[times], max_epochs=2)
-    took = times.seconds()
-    assert took is not None and len(took) == 2 and min(took) >= 0
-    assert [replica for replica, *_ in sorted(times._steps[0])] == [0, 1]
-    assert not any(module._forward_hooks for module in made.update.module.modules())

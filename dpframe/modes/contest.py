@@ -1,16 +1,15 @@
 """A recipe trained by several strategies: what an epoch takes on each, and where it comes to."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from statistics import median
 
 from dpframe import memory, seeding
 from dpframe.data import DataModule
 from dpframe.launch import signals
+from dpframe.loggers.formats import ruled
 from dpframe.modes.measure import WARM_UPS, now
 from dpframe.modes.report import size, time
-from dpframe.modes.step_times import StepTimes
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
@@ -33,7 +32,6 @@ class Entry:
     memory: list[int] | None = None  # by device; None where nobody counts
     metrics: dict[str, float] = field(default_factory=dict)
     failure: str = ""
-    step_seconds: list[float] | None = None  # of computing, by replica; None where not measured
 
 
 @dataclass
@@ -42,41 +40,34 @@ class Contest:
     entries: list[Entry]
     metric: str = ""  # of which the last value is shown
 
-    @property
-    def fastest(self) -> Entry | None:
-        done = [entry for entry in self.entries if not entry.failure]
-        return max(done, key=lambda entry: entry.rows_per_second, default=None)
-
-    def speed_up(self, entry: Entry) -> float:
-        """Over the first one that has finished."""
-        first = next(each for each in self.entries if not each.failure)
-        return entry.rows_per_second / first.rows_per_second
-
     def __str__(self) -> str:
+        done = [entry for entry in self.entries if not entry.failure]
         head = ["strategy", "replicas", "an epoch", "samples/s", "speed-up", "memory by device"]
-        head += ["a step by device"]
-        rows = [[*head, self.metric] if self.metric else head]
-        for entry in self.entries:
-            cells = [entry.strategy, str(entry.replicas)]
-            if entry.failure:
-                rows.append([*cells, entry.failure])
-                continue
-            cells += ["" if entry.seconds is None else time(entry.seconds)]
-            cells += [f"{entry.rows_per_second:,.0f}", f"{self.speed_up(entry):.2f}"]
-            cells += [" + ".join(map(size, entry.memory)) if entry.memory else "not counted"]
-            cells += [" + ".join(map(time, entry.step_seconds or ())) or "not measured"]
-            value = entry.metrics.get(self.metric)
-            rows.append([*cells, f"{value:.6g}" if value is not None else ""][: len(rows[0])])
-        whole = [row for row in rows if len(row) == len(rows[0])]
-        widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        if self.fastest is not None:
-            lines += ["", f"fastest: {_named(self.fastest)}", *self._unlike()]
-        return "\n".join([self.title, *lines])
+        head += [self.metric] if self.metric else []
+        rows = [self._row(entry, over=done[0]) for entry in done]
+        lines = [self.title, ruled([tuple(head), *rows])]
+        lines += [f"failed: {_name(e)}: {e.failure}" for e in self.entries if e.failure]
+        if done:
+            fastest = max(done, key=lambda entry: entry.rows_per_second)
+            pace = f"{fastest.rows_per_second:,.0f} samples/s"
+            lines += ["", f"fastest: {_name(fastest)}, {pace}", *self._unlike(done)]
+        return "\n".join(lines)
 
-    def _unlike(self) -> Iterator[str]:
+    def _row(self, entry: Entry, *, over: Entry) -> tuple[str, ...]:
+        value = entry.metrics.get(self.metric)
+        cells = (
+            entry.strategy,
+            str(entry.replicas),
+            "" if entry.seconds is None else time(entry.seconds),
+            f"{entry.rows_per_second:,.0f}",
+            f"{entry.rows_per_second / over.rows_per_second:.2f}",
+            " + ".join(map(size, entry.memory)) if entry.memory else "not counted",
+        )
+        return (*cells, "" if value is None else f"{value:.6g}") if self.metric else cells
+
+    def _unlike(self, entries: Sequence[Entry]) -> Iterator[str]:
         """A line for each that ends with another value of the metric than the first one."""
-        done = [e for e in self.entries if not e.failure and self.metric in e.metrics]
+        done = [entry for entry in entries if self.metric in entry.metrics]
         if not done:
             return
         first = min(done, key=lambda entry: entry.replicas)
@@ -84,9 +75,8 @@ class Contest:
             one, other = first.metrics[self.metric], entry.metrics[self.metric]
             if abs(other - one) > UNLIKE * max(abs(one), abs(other)):
                 yield (
-                    f"another {self.metric}: {other:.6g} by strategy={entry.strategy} on "
-                    f"{entry.replicas}, {one:.6g} by strategy={first.strategy} on "
-                    f"{first.replicas}; in float32 rounding may grow so far, which "
+                    f"another {self.metric}: {other:.6g} by {_name(entry)}, {one:.6g} by "
+                    f"{_name(first)}; in float32 rounding may grow so far, which "
                     "trainer.precision=64 tells, and mode=verify tells other reasons"
                 )
 
@@ -109,19 +99,18 @@ def train(
         for device in strategy.local_devices:
             memory.begin_peak(device)
         seeding.seed_everything(seed)
-        pace, steps = Pace(), StepTimes()
+        pace = Pace()
         trainer = Trainer(
             make_task(),
             make_data(),
             strategy=strategy,
             settings=settings,
-            callbacks=[pace, steps],
+            callbacks=[pace],
             seed=seed,
             interruption=signals.current(),
         )
         trainer.fit()
         rate = median(pace.rates or pace.cold)
-        everywhere = strategy.collectives.gather(steps.seconds())
         rows = _rows_of_epoch(trainer)
         return Entry(
             name,
@@ -131,7 +120,6 @@ def train(
             None if rows is None else rows / rate,
             trainer.peak_memory(),
             dict(trainer.metrics),
-            step_seconds=None if None in everywhere else list(chain.from_iterable(everywhere)),
         )
 
 
@@ -173,6 +161,7 @@ class Pace(Callback):
         return now(trainer.strategy.device), trainer.progress.rows_seen
 
 
-def _named(entry: Entry) -> str:
+def _name(entry: Entry) -> str:
+    """What one types for it."""
     count = f" trainer.gpus={entry.replicas}" if entry.replicas > 1 else ""
-    return f"strategy={entry.strategy}{count}, {entry.rows_per_second:,.0f} samples/s"
+    return f"strategy={entry.strategy}{count}"
