@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from dpframe.loggers.formats import ruled
 from dpframe.modes.report import size
 from dpframe.modes.tuner import FLAT, Point, Rates, Trial, smooth
 from dpframe.schedules import LRSchedule
@@ -53,24 +54,21 @@ class Tuning(NamedTuple):
 
     def _trials(self, found: int, trials: list[Trial]) -> list[str]:
         bound = "" if self.limit is None else f" {size(self.limit)} (tune.memory)"
-        cells = [("rows a replica", "memory", "rows a second", "")]
+        cells = [("rows a replica", "memory", "rows a second", "fits")]
         for trial in trials:
             used = "out of memory" if trial.bytes is None else size(trial.bytes)
             speed = f"{trial.rows_per_second:,.0f}" if trial.rows_per_second else ""
-            cells.append((f"{trial.rows}", used, speed, "" if trial.fits else f"more than{bound}"))
-        rows = [
-            f"{rows:>14}  {used:>13}  {speed:>13}  {note}".rstrip()
-            for rows, used, speed, note in cells
-        ]
+            fits = "yes" if trial.fits else f"more than{bound}"
+            cells.append((str(trial.rows), used, speed, fits))
         if not found:
-            return [*rows, "not even one row fits"]
+            return [ruled(cells), "not even one row fits"]
         why = "the largest batch that fits"
         if found == self.max_batch_size:
             why = "fits; tune.max_batch_size is the largest that is tried"
         elif all(trial.fits for trial in trials):
             why = "fits: all rows to train on"
         key = "data.batch_size=" if self.takes_size else "batch size "
-        return [*rows, f"{key}{found}    {why}"]
+        return [ruled(cells), f"{key}{found}    {why}"]
 
     def _rates(self, rates: Rates) -> list[str]:
         if rates.best is None:
