@@ -38,37 +38,23 @@ _HOME = {
 if TYPE_CHECKING:
     __version__: str
 
-    from dpframe.callbacks import Callback
-    from dpframe.cli.api import Result, run
-    from dpframe.config.load import load
-    from dpframe.data import DataModule
-    from dpframe.data.stream import ShardedStream
-    from dpframe.errors import UserError
-    from dpframe.files import locked
-    from dpframe.loggers import Logger
-    from dpframe.schedules import LRSchedule
-    from dpframe.strategies import Strategy
-    from dpframe.task import Task
-    from dpframe.trainer import RunInfo, Trainer
-    from dpframe.trainer.settings import TrainerSettings
+    from dpframe.callbacks import Callback as Callback
+    from dpframe.cli.api import Result as Result
+    from dpframe.cli.api import run as run
+    from dpframe.config.load import load as load
+    from dpframe.data import DataModule as DataModule
+    from dpframe.data.stream import ShardedStream as ShardedStream
+    from dpframe.errors import UserError as UserError
+    from dpframe.files import locked as locked
+    from dpframe.loggers import Logger as Logger
+    from dpframe.schedules import LRSchedule as LRSchedule
+    from dpframe.strategies import Strategy as Strategy
+    from dpframe.task import Task as Task
+    from dpframe.trainer import RunInfo as RunInfo
+    from dpframe.trainer import Trainer as Trainer
+    from dpframe.trainer.settings import TrainerSettings as TrainerSettings
 
-__all__ = [
-    "Callback",
-    "DataModule",
-    "LRSchedule",
-    "Logger",
-    "Result",
-    "RunInfo",
-    "ShardedStream",
-    "Strategy",
-    "Task",
-    "Trainer",
-    "TrainerSettings",
-    "UserError",
-    "load",
-    "locked",
-    "run",
-]
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> object:

@@ -3,38 +3,22 @@
 from typing import TYPE_CHECKING
 
 from dpframe.lazy import lazy
-from dpframe.trainer.callback import Callback
+from dpframe.trainer.callback import Callback as Callback
 
 if TYPE_CHECKING:
-    from dpframe.callbacks.averages import EMA, SWA
-    from dpframe.callbacks.checkpoint import Checkpoint
-    from dpframe.callbacks.confusion_matrix import ConfusionMatrix
-    from dpframe.callbacks.early_stopping import EarlyStopping
-    from dpframe.callbacks.freeze import Freeze
-    from dpframe.callbacks.graph import Graph
-    from dpframe.callbacks.histograms import Histograms
-    from dpframe.callbacks.live import Live
-    from dpframe.callbacks.pr_curve import PRCurve
-    from dpframe.callbacks.progress import Progress
-    from dpframe.callbacks.prune import Prune
-    from dpframe.callbacks.sample_predictions import SamplePredictions
-
-__all__ = [
-    "EMA",
-    "SWA",
-    "Callback",
-    "Checkpoint",
-    "ConfusionMatrix",
-    "EarlyStopping",
-    "Freeze",
-    "Graph",
-    "Histograms",
-    "Live",
-    "PRCurve",
-    "Progress",
-    "Prune",
-    "SamplePredictions",
-]
+    from dpframe.callbacks.averages import EMA as EMA
+    from dpframe.callbacks.averages import SWA as SWA
+    from dpframe.callbacks.checkpoint import Checkpoint as Checkpoint
+    from dpframe.callbacks.confusion_matrix import ConfusionMatrix as ConfusionMatrix
+    from dpframe.callbacks.early_stopping import EarlyStopping as EarlyStopping
+    from dpframe.callbacks.freeze import Freeze as Freeze
+    from dpframe.callbacks.graph import Graph as Graph
+    from dpframe.callbacks.histograms import Histograms as Histograms
+    from dpframe.callbacks.live import Live as Live
+    from dpframe.callbacks.pr_curve import PRCurve as PRCurve
+    from dpframe.callbacks.progress import Progress as Progress
+    from dpframe.callbacks.prune import Prune as Prune
+    from dpframe.callbacks.sample_predictions import SamplePredictions as SamplePredictions
 
 _HOMES = {
     "EMA": "averages",
@@ -51,4 +35,5 @@ _HOMES = {
     "Prune": "prune",
     "SamplePredictions": "sample_predictions",
 }
+__all__ = ["Callback", *_HOMES]
 __getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

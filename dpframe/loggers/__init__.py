@@ -3,15 +3,14 @@
 from typing import TYPE_CHECKING
 
 from dpframe.lazy import lazy
-from dpframe.loggers.base import Logger
+from dpframe.loggers.base import Logger as Logger
 
 if TYPE_CHECKING:
-    from dpframe.loggers.csv import CSV
-    from dpframe.loggers.mlflow import MLflow
-    from dpframe.loggers.tensorboard import TensorBoard
-    from dpframe.loggers.wandb import WandB
-
-__all__ = ["CSV", "Logger", "MLflow", "TensorBoard", "WandB"]
+    from dpframe.loggers.csv import CSV as CSV
+    from dpframe.loggers.mlflow import MLflow as MLflow
+    from dpframe.loggers.tensorboard import TensorBoard as TensorBoard
+    from dpframe.loggers.wandb import WandB as WandB
 
 _HOMES = {"CSV": "csv", "MLflow": "mlflow", "TensorBoard": "tensorboard", "WandB": "wandb"}
+__all__ = ["Logger", *_HOMES]
 __getattr__, __dir__ = lazy(__name__, __all__, _HOMES)
