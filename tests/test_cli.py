@@ -164,8 +164,6 @@ WITH_TORCH = {
     "task._target_=dpframe.recipes.bostn.Boston": "dpframe.recipes has no bostn; did you mean b",
     "task.optimizer._target_=torch.optim.Adm": "torch.optim has no Adm; did you mean Adam?",
     "task.optimizer._target_=torch.optim.Sgd": "torch.optim has no Sgd; did you mean SGD?",
-    "task.optimizer._target_=torch.nn.ReLU": "ReLU makes no Optimizer; name one, e.g. torch.optim",
-    "+task.scheduler={_target_:torch.nn.ReLU}": "makes no LRScheduler; name one, e.g. torch.optim",
     "task.optimizer.lr=-1": "task.optimizer.lr=-1: Adam says: Invalid learning rate: -1",
     "task.optimizer._target_=torh.optim.Adam": "there is no module torh; did you mean torch?",
     "task.optimizer._target_=Adam": "=Adam is no whole path; write task.optimizer._target_=torch",

@@ -21,14 +21,14 @@ from dpframe.data import DataModule
 from dpframe.errors import UserError, first_line, not_one_of, suggestion
 from dpframe.scheduler_lengths import is_filled_in
 
-SPECIAL = {
+SPECIAL: dict[str, Any] = {  # the keys that are about the call itself
     "_target_": str,
     "_args_": list,
     "_partial_": bool,
     "_recursive_": bool,
     "_convert_": str,
 }
-CONVERSIONS = ("none", "partial", "object", "all")  # the last three are alike: there are no classes
+CONVERSIONS = ("partial", "object", "all")  # alike: a class gets plain lists and dicts
 TORCH, HYDRA = (str(Path(inspect.getfile(each)).parent) for each in (torch, hydra))
 SCALARS = (bool, int, float, str)
 GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
@@ -44,18 +44,12 @@ OF_TASK = {
 }
 MODULES = ("task.module", "data.module")  # of dpframe.lightning
 OF_ALL = {"data": OF_DATA, "task": OF_TASK}
-MADE_LATER = {  # by the Task, and an example of each
-    optim.Optimizer: "name one, e.g. torch.optim.Adam",
-    LRScheduler: "name one, e.g. torch.optim.lr_scheduler.StepLR",
-}
+MADE_LATER = (optim.Optimizer, LRScheduler)  # by the Task
 
 
-def check(node: Any, where: str, kind: type | None = None, *, hint: Any = None) -> None:
-    """Refuses a target or an argument that can't be right, before anything is called.
-
-    `kind` is a slot's, `hint` the annotation of a constructor's argument.
-    """
-    hints: dict[str, Any] = {}
+def check(node: Any, where: str, kind: type | None = None) -> None:
+    """Refuses a target or an argument that can't be right, before anything is called. `kind` is
+    what is wanted there."""
     if where in MODULES and is_off(node):
         return
     if isinstance(node, Mapping) and "_target_" in node:
@@ -63,16 +57,14 @@ def check(node: Any, where: str, kind: type | None = None, *, hint: Any = None) 
         target = find(node["_target_"], f"{where}._target_")
         if kind is not None:
             _check_kind(target, f"{where}._target_={node['_target_']}", kind)
-        _check_made(target, node["_target_"], where, hint)
-        hints = _hints(target)
-        _check_arguments(target, node, where, hints)
+        _check_arguments(target, node, where)
         if not node.get("_recursive_", True):
             return
     elif kind is not None:
         given = where if isinstance(node, Mapping) else f"{where}={shown(node)}"
         raise UserError(f"{given} has no _target_; name its class")
     for place, value in values_of(node, where):
-        check(value, place, hint=hints.get(place.rpartition(".")[2]))
+        check(value, place)
 
 
 def values_of(node: Any, where: str) -> Iterator[tuple[str, Any]]:
@@ -83,7 +75,6 @@ def values_of(node: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_special(node: Mapping[str, Any], where: str) -> None:
-    """The keys that are about the call itself."""
     for name, kind in SPECIAL.items():
         if name in node and type(node[name]) is not kind:
             raise unfit(f"{where}.{name}", node[name], kind)
@@ -105,20 +96,7 @@ def _check_kind(target: Any, given: str, kind: type) -> None:
     raise UserError(f"{given} is not a dpframe {name}; name a class or a function that makes one")
 
 
-def _check_made(target: Any, path: str, where: str, hint: Any) -> None:
-    """Where an optimizer or a scheduler is wanted, a network is none, and neither is the other."""
-    if not isinstance(target, type) or not issubclass(target, (nn.Module, *MADE_LATER)):
-        return
-    for option in _options(hint):
-        wanted = get_args(option)[-1] if get_origin(option) is Callable else None
-        if wanted in MADE_LATER and not issubclass(target, wanted):
-            name = wanted.__name__
-            raise UserError(f"{where}._target_={path} makes no {name}; {MADE_LATER[wanted]}")
-
-
-def _check_arguments(
-    target: Any, node: Mapping[str, Any], where: str, hints: Mapping[str, Any]
-) -> None:
+def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
     if not (parameters := _parameters(target)):
         return
     parameters = {**OF_ALL.get(where, {}), **parameters}
@@ -132,7 +110,7 @@ def _check_arguments(
                 f"{where}.{key}: {name} takes no such argument; {suggestion(key, parameters)}"
             )
     # The Task adds the first argument of these, and lengths.
-    is_later = isinstance(target, type) and issubclass(target, tuple(MADE_LATER))
+    is_later = isinstance(target, type) and issubclass(target, MADE_LATER)
     if is_later and not node.get("_partial_"):
         raise UserError(f"{where}: the Task makes its {name} later; add ++{where}._partial_=true")
     if is_later or not node.get("_partial_"):
@@ -142,6 +120,7 @@ def _check_arguments(
             is_needed = is_plain and parameter.default is parameter.empty and key not in given
             if is_needed and not (is_later and is_filled_in(target, key)):
                 raise UserError(f"{where}.{key} is missing; {name} needs it, add +{where}.{key}=…")
+    hints = _hints(target)
     for key, value in given.items():
         has_no_default = key not in parameters or parameters[key].default is not None
         is_auto = (where, key, value) == ("data", "workers", "auto")  # whatever a class's hint says

@@ -6,7 +6,6 @@ config, it would resolve text again, which could become a node there, and wrap e
 
 import functools
 import inspect
-import re
 import sys
 import traceback
 import warnings
@@ -15,7 +14,6 @@ from typing import Any
 
 import hydra
 from hydra.errors import InstantiationException
-from omegaconf import OmegaConf
 
 from dpframe.callbacks import Callback
 from dpframe.config.arguments import OF_ALL, SPECIAL, check, explain_call, values_of
@@ -110,9 +108,6 @@ def _build(node: Any, where: str) -> Any:
         positional = _build(positional, f"{where}._args_")
     if "_target_" not in node:
         return arguments
-    if node.get("_convert_") == "none":
-        arguments = {name: _as_config(value) for name, value in arguments.items()}
-        positional = map(_as_config, positional)
     path, is_later = node["_target_"], node.get("_partial_")
     target, call = find(path, f"{where}._target_"), _call_of(path, where)
     part = Later(target if is_later else call, *positional, **arguments)
@@ -140,21 +135,6 @@ def _allow(path: str) -> dict[str, Any]:
 def _policy(path: str, where: str, error: Exception) -> UserError:
     said = " ".join(str(error).split())
     return UserError(f"{where}._target_={path}: Hydra says: {said}")
-
-
-def _as_config(value: Any) -> Any:
-    if not isinstance(value, dict | list):
-        return value
-    return OmegaConf.create(_escape(value), flags={"allow_objects": True})
-
-
-def _escape(value: Any) -> Any:
-    """Text that OmegaConf reads back as it is."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {key: _escape(part) for key, part in value.items()}
-    return [_escape(part) for part in value] if isinstance(value, list) else value
 
 
 class Later(functools.partial):
