@@ -32,7 +32,7 @@ TYPED = {
     "recipe=boston task.optimizer.we": "task.optimizer.weight_decay=",
     "recipe=shapes task.optimizer.we": "",
 }
-HERE = ("best", "dpframe", "last", "mine/", "none", "python")  # three words, and what is there
+HERE = ("best", "dpframe", "last", "mine/", "none")  # three words, and what is there
 CHOSEN = {
     "recipe=boston mode=": " ".join(sorted(f"mode={mode}" for mode in names())),
     "mode=te": "mode=test",
@@ -48,7 +48,7 @@ OTHERWISE = ("recipe=bo", "recipe=boston task.optimizer.l", "mode=test checkpoin
 SHELLS = {
     "bash": """
 eval "$({command} -sc install=bash)"
-complete -p dpframe python > /dev/null || exit 1
+complete -p dpframe > /dev/null || exit 1
 complete_line() {{
     COMP_LINE="$1" COMP_POINT=${{#1}} COMP_WORDS=($1)
     COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)) COMPREPLY=()
@@ -58,7 +58,7 @@ complete_line() {{
 """,
     "zsh": """
 eval "$({command} -sc install=zsh)"
-[[ -n $_comps[dpframe] && -n $_comps[python] ]] || exit 1
+[[ -n $_comps[dpframe] ]] || exit 1
 complete_line() {{
     local -a words COMPREPLY; words=( ${{=1}} )
     local CURRENT=$#words COMP_LINE="$1" COMP_POINT=$(( 1 + $#1 ))
@@ -84,10 +84,8 @@ def test_each_shell_has_a_script_of_its_own_and_another_name_is_refused():
 def completed(shell: str, command: str, typed: list[str], place: Path) -> list[str]:
     if shutil.which(shell) is None:
         pytest.skip(f"needs {shell}")
-    script = f'#!/bin/sh\nexec {sys.executable} "$@"\n'
-    write(place, {"dpframe": script.replace('"$@"', '-m dpframe "$@"'), "python": script})
-    for name in ("dpframe", "python"):
-        (place / name).chmod(0o755)
+    write(place, {"dpframe": f'#!/bin/sh\nexec {sys.executable} -m dpframe "$@"\n'})
+    (place / "dpframe").chmod(0o755)
     lines = [f"complete_line {quoted(f'{command} {words}')}" for words in typed]
     text = "\n".join([SHELLS[shell].format(command=command), *lines])
     env = environment(PATH=f"{place}:{os.environ['PATH']}", HOME=str(place))
@@ -103,19 +101,19 @@ def quoted(line: str) -> str:
 
 @pytest.mark.parametrize(
     "shell, command",
-    [("bash", "python -m dpframe"), ("bash", "./dpframe"), ("zsh", "dpframe"), ("fish", "dpframe")],
+    [("bash", "dpframe"), ("bash", "./dpframe"), ("zsh", "dpframe"), ("fish", "dpframe")],
 )
 def test_a_shell_completes(shell, command, tmp_path):
     """All that is asked for in one of them; each press of a key starts an interpreter."""
     write(tmp_path / "mine", {"recipe/ours.yaml": BOSTON})
     typed = TYPED | CHOSEN
-    if not command.endswith(" dpframe"):
+    if (shell, command) != ("bash", "dpframe"):
         typed = {words: typed[words] for words in OTHERWISE}
     assert completed(shell, command, list(typed), tmp_path) == list(typed.values())
 
 
 @pytest.mark.parametrize(
-    "shell, command", [("bash", "dpframe"), ("zsh", "python -m dpframe"), ("fish", "./dpframe")]
+    "shell, command", [("bash", "dpframe"), ("zsh", "./dpframe"), ("fish", "./dpframe")]
 )
 def test_no_name_of_a_file_or_a_key_is_evaluated(shell, command, tmp_path):
     """Neither when the key is pressed, nor when the line that it has completed is entered."""

@@ -1,4 +1,4 @@
-"""Completes the command line in a shell: Hydra's words, for `dpframe` and `python -m dpframe`.
+"""Completes the command line of `dpframe` in a shell: Hydra's words.
 
 The words come from files that anybody may have written: the scripts never let a shell evaluate
 them, and a word that a shell would evaluate once it is in the command line is not offered.
@@ -37,43 +37,29 @@ WORD = re.compile(r"[\w./:=+~@,%^[\]-]+")
 LIST = re.compile(r"([\w/]+)=\[((?:[^,\]]*,)*)([^,\]]*)")  # one that is not closed
 KNOWN = [key for key in dict.fromkeys(WHOLE.values()) if key.partition(".")[0] in PARTS]
 
-# Python's -P: completion does not import what is in the current directory.
 # In zsh, a function for bash has neither bash's arrays nor its arithmetic in ${…:…}.
 BASH = """\
 _dpframe_complete()
 {
-    local call choice
-    call=("$1")
-    case "$1" in
-        dpframe|*/dpframe) ;;
-        *) [[ "$COMP_LINE" == *" -m dpframe "* ]] || return; call=("$1" -P -m dpframe) ;;
-    esac
+    local choice
     COMPREPLY=()
     while IFS= read -r choice; do
         [[ "$choice" == "$2"* ]] && COMPREPLY+=("$choice")
-    done < <(COMP_LINE="${COMP_LINE:0:$COMP_POINT}" "${call[@]}" -sc query=bash 2> /dev/null)
+    done < <(COMP_LINE="${COMP_LINE:0:$COMP_POINT}" "$1" -sc query=bash 2> /dev/null)
 }
 [ -n "$ZSH_VERSION" ] || COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
-complete -o nospace -o default -F _dpframe_complete dpframe python python3"""
+complete -o nospace -o default -F _dpframe_complete dpframe"""
 ZSH = f"""\
 (( $+functions[compdef] )) || {{ autoload -U compinit && compinit; }}
 autoload -U bashcompinit && bashcompinit
 {BASH}"""
 FISH = """\
-function _dpframe_is_called
-    set -l words (commandline -cpo)
-    test "$words[2..3]" = "-m dpframe"
-end
 function _dpframe_complete
     set -l words (commandline -cpo)
-    set -l call $words[1]
-    _dpframe_is_called; and set call $call -P -m dpframe
     set -lx COMP_LINE (commandline -cp)
-    $call -sc query=fish 2> /dev/null
+    $words[1] -sc query=fish 2> /dev/null
 end
-complete -c dpframe -f -a '(_dpframe_complete)'
-complete -c python -n _dpframe_is_called -f -a '(_dpframe_complete)'
-complete -c python3 -n _dpframe_is_called -f -a '(_dpframe_complete)'"""
+complete -c dpframe -f -a '(_dpframe_complete)'"""
 SCRIPTS = {"bash": BASH, "zsh": ZSH, "fish": FISH}
 
 
@@ -93,7 +79,7 @@ def _query(options: Sequence[str]) -> str:
     """No words, silently, if something is wrong with the line."""
     found: list[str] = []
     with suppress(Exception, SystemExit), redirect_stderr(io.StringIO()):
-        line = re.sub(r"^\s*\S+(\s+-m\s+dpframe\b)?", "dpframe", os.environ.get("COMP_LINE", ""))
+        line = re.sub(r"^\s*\S+", "dpframe", os.environ.get("COMP_LINE", ""))
         # The user's folder, which Hydra's query would not understand.
         option = re.search(r"\s(?:--config-dir|-cd)[ =](\S+)(?=\s)", line)
         config_dir = os.path.expanduser(option[1]) if option else None
