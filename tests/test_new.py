@@ -96,7 +96,7 @@ def test_what_can_not_be_a_project_is_refused_in_one_line(tmp_path):
     mistakes = {
         "there": "there is there already; name another",
         "my-project": "a project is a Python package; name it by letters, digits and _",
-        "a" * 300: "the name has 300 letters; use at most 64",
+        "a" * 300: "can't be written: File name too long; name another",
         f"{'a' * 300}/mine": "mine can't be written: File name too long; name another",
         "class": "a project is a Python package",
         "json": "there is another module json; use another name",

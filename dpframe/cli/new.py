@@ -16,7 +16,6 @@ HELP = """dpframe new NAME     or FOLDER/NAME
 Writes a small project: a package NAME with a recipe, a callback, a strategy and their options,
 its test and its pyproject.toml. Its options are there in its folder, and once it is installed in
 every directory."""
-LONGEST = 64  # letters: names of files are made of it
 NAME = "NAME"  # stands for the project's, in the names of files and in them
 
 
@@ -48,8 +47,6 @@ def _check(name: str, folder: Path) -> None:
         raise UserError(
             f"dpframe new {name}: a project is a Python package; name it by letters, digits and _"
         )
-    if len(name) > LONGEST:
-        raise UserError(f"the name has {len(name)} letters; use at most {LONGEST}")
     if files("dpframe.conf").joinpath(f"recipe/{name}.yaml").is_file():
         raise UserError(f"dpframe new {name}: recipe={name} is dpframe's own; use another name")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
