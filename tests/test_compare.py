@@ -7,20 +7,17 @@ import sys
 import pytest
 import torch
 from command import attempts, dpframe
-from small import Rows, Small
 
-from dpframe import TrainerSettings
 from dpframe.config.compose import composed
 from dpframe.modes import variants
 from dpframe.modes.contest import Contest, Entry, train
 from dpframe.modes.measure import WARM_UPS
-from dpframe.strategies.single import CPU
 
 
 @pytest.mark.parametrize("count", [1, WARM_UPS, WARM_UPS + 1])
 def test_a_training_that_ends_with_its_warm_up_has_a_rate(count):
-    settings = TrainerSettings(max_steps=count)
-    assert train(CPU, Small, Rows, settings, 0, "cpu").rows_per_second > 0
+    job = composed(["recipe=boston", "strategy=cpu", f"trainer.max_steps={count}"])
+    assert train(job, "cpu").rows_per_second > 0
 
 
 def test_a_contest_is_a_table_with_the_speed_up_over_the_first():

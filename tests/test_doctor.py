@@ -26,12 +26,9 @@ def test_without_a_recipe_it_tells_what_each_strategy_would_use(tmp_path):
     assert "fastest" not in done.stdout and list(tmp_path.iterdir()) == []
 
 
-def test_with_a_recipe_it_measures_a_few_steps_by_each_strategy(tmp_path):
-    done = dpframe("mode=doctor", "recipe=boston", "doctor.steps=2", cwd=tmp_path)
+def test_with_a_recipe_it_counts_what_a_step_computes(tmp_path):
+    done = dpframe("mode=doctor", "recipe=boston", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    table = done.stdout.partition("speed-up")[2]
-    assert all(re.search(rf"^{name} +\d", table, re.M) for name in ("cpu", "data_parallel", "ddp"))
-    assert re.search(r"^fastest: strategy=\w+", table, re.M)
     forward, backward = 2 * (13 * 16 + 16 * 32 + 32) * 128, 2 * (16 * 32 + 32) * 128  # to inputs
     assert f"step of 128 rows is {flop(2 * forward + backward)} of" in done.stdout
     assert re.search(r"^model +801 parameters; a step", done.stdout, re.M)

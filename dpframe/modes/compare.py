@@ -25,8 +25,7 @@ def run(job: Composed) -> dict[str, Any]:
     refuse_checkpoint(job, "begins each training with fresh weights")
     refuse_ranks("compare")
     asked = job.settings.modes["compare"]
-    trained = train_all(job, list_variants(job, asked.strategies, asked.gpus), job.settings.trainer)
-    trained.metric = job.objective.metric
+    trained = train_all(job, list_variants(job, asked.strategies, asked.gpus))
     found = {"compare": [vars(entry) for entry in trained.entries]}
     show(job, str(trained), found)
     return {"metrics": {}, **found}

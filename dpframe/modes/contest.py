@@ -1,21 +1,19 @@
 """A recipe trained by several strategies: what an epoch takes on each, and where it comes to."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 from dpframe import memory, seeding
-from dpframe.data import DataModule
+from dpframe.config.compose import Composed
+from dpframe.config.parts import data_of, strategy_of, task_of
 from dpframe.launch import signals
 from dpframe.loggers.formats import ruled
 from dpframe.modes.measure import WARM_UPS, now
 from dpframe.modes.report import size, time
-from dpframe.strategies.base import Strategy
-from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.placement import process_settings_restored
-from dpframe.trainer.settings import TrainerSettings
 
 UNLIKE = 1e-4  # relative; rounding in float32 may grow so far in a training
 
@@ -38,14 +36,13 @@ class Entry:
 class Contest:
     title: str
     entries: list[Entry]
-    metric: str = ""  # of which the last value is shown
+    metric: str  # of which the last value is shown
 
     def __str__(self) -> str:
         done = [entry for entry in self.entries if not entry.failure]
-        head = ["strategy", "replicas", "an epoch", "samples/s", "speed-up", "memory by device"]
-        head += [self.metric] if self.metric else []
+        head = ("strategy", "replicas", "an epoch", "samples/s", "speed-up", "memory by device")
         rows = [self._row(entry, over=done[0]) for entry in done]
-        lines = [self.title, ruled([tuple(head), *rows])]
+        lines = [self.title, ruled([(*head, self.metric), *rows])]
         lines += [f"failed: {_name(e)}: {e.failure}" for e in self.entries if e.failure]
         if done:
             fastest = max(done, key=lambda entry: entry.rows_per_second)
@@ -55,15 +52,15 @@ class Contest:
 
     def _row(self, entry: Entry, *, over: Entry) -> tuple[str, ...]:
         value = entry.metrics.get(self.metric)
-        cells = (
+        return (
             entry.strategy,
             str(entry.replicas),
             "" if entry.seconds is None else time(entry.seconds),
             f"{entry.rows_per_second:,.0f}",
             f"{entry.rows_per_second / over.rows_per_second:.2f}",
             " + ".join(map(size, entry.memory)) if entry.memory else "not counted",
+            "" if value is None else f"{value:.6g}",
         )
-        return (*cells, "" if value is None else f"{value:.6g}") if self.metric else cells
 
     def _unlike(self, entries: Sequence[Entry]) -> Iterator[str]:
         """A line for each that ends with another value of the metric than the first one."""
@@ -81,32 +78,26 @@ class Contest:
                 )
 
 
-def train(
-    make_strategy: Callable[[], Strategy],
-    make_task: Callable[[], Task],
-    make_data: Callable[[], DataModule],
-    settings: TrainerSettings,
-    seed: int,
-    name: str,
-) -> Entry:
-    """In each process of the strategy."""
+def train(job: Composed, name: str) -> Entry:
+    """In each process of the strategy, which is called so."""
+    settings = job.settings
     with (
-        signals.watched(settings.hang_seconds),
+        signals.watched(settings.trainer.hang_seconds),
         process_settings_restored(),
-        make_strategy() as strategy,
+        strategy_of(job)() as strategy,
         memory.explain(strategy.device, "training", "use a smaller data.batch_size"),
     ):
         for device in strategy.local_devices:
             memory.begin_peak(device)
-        seeding.seed_everything(seed)
+        seeding.seed_everything(settings.seed)
         pace = Pace()
         trainer = Trainer(
-            make_task(),
-            make_data(),
+            task_of(job)(),
+            data_of(job)(),
             strategy=strategy,
-            settings=settings,
+            settings=settings.trainer,
             callbacks=[pace],
-            seed=seed,
+            seed=settings.seed,
             interruption=signals.current(),
         )
         trainer.fit()

@@ -115,22 +115,6 @@ def short(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
     )
 
 
-def a_few_steps(settings: TrainerSettings, steps: int) -> TrainerSettings:
-    """Settings for some steps, with the same accumulation and one batch of validation."""
-    return replace(
-        settings,
-        max_epochs=1,
-        max_seconds=None,
-        max_steps=WARM_UPS + steps,
-        min_epochs=None,
-        min_steps=None,
-        limit_val_batches=1,
-        sanity_batches=0,
-        profile=False,
-        validate_every_steps=None,
-    )
-
-
 def refuse_by_hand(task: Task, mode: str) -> None:
     if task.optimizes_by_hand:
         name = (task.own_class or type(task)).__name__

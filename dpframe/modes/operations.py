@@ -8,14 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from dpframe import seeding
 from dpframe.data import DataModule
 from dpframe.errors import first_line
-from dpframe.modes.measure import a_few_steps
+from dpframe.modes.measure import short
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import Trainer
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.settings import TrainerSettings
-
-PREFIXES = ("", "k", "M", "G", "T", "P")
 
 
 def describe_operations(
@@ -26,7 +24,7 @@ def describe_operations(
     counter, task = Counter(), make_task()
     told = f"{sum(parameter.numel() for parameter in task.parameters()):,} parameters"
     strategy = Strategy(accelerator=settings.accelerator)
-    once = replace(a_few_steps(settings, 1), max_steps=1, compile=False)
+    once = replace(short(settings, steps=1), compile=False, limit_val_batches=1, sanity_batches=0)
     with Trainer(task, data, strategy=strategy, settings=once, callbacks=[counter]) as trainer:
         try:
             trainer.fit()
@@ -58,8 +56,7 @@ class Counter(Callback):
 
 def flop(count: float) -> str:
     """`524 kFLOP`."""
-    for prefix in PREFIXES:
-        if count < 1000 or prefix == PREFIXES[-1]:
-            return f"{count:.3g} {prefix}FLOP"
-        count /= 1000
-    raise AssertionError
+    prefixes = ["", "k", "M", "G", "T", "P"]
+    while count >= 1000 and len(prefixes) > 1:
+        count, prefixes = count / 1000, prefixes[1:]
+    return f"{count:.3g} {prefixes[0]}FLOP"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from dpframe.config.build import check_targets
 from dpframe.config.compose import Composed, composed
-from dpframe.config.parts import data_of, strategy_of, task_of
+from dpframe.config.parts import strategy_of
 from dpframe.config.search import Configs
 from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, not_one_of
@@ -16,7 +16,6 @@ from dpframe.launch.faults import RankFailed
 from dpframe.modes.contest import Contest, Entry, train
 from dpframe.modes.measure import devices_of
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present
-from dpframe.trainer.settings import TrainerSettings
 
 AUTO = "auto"  # is one of the others
 ALONE = ("cpu", "single_gpu")  # have one replica
@@ -33,7 +32,7 @@ class Variant(NamedTuple):
     failure: str = ""
 
 
-def train_all(job: Composed, variants: Sequence[Variant], settings: TrainerSettings) -> Contest:
+def train_all(job: Composed, variants: Sequence[Variant]) -> Contest:
     """Trains each variant. Those with ranks come first: after a training in this process, ranks
     can't be forked."""
     entries: dict[int, Entry] = {}
@@ -42,9 +41,9 @@ def train_all(job: Composed, variants: Sequence[Variant], settings: TrainerSetti
         signals.raise_if_signaled()
         variant = variants[at]
         print(f"{variant.name}, {variant.replicas} …", flush=True)
-        entries[at] = _entry(variant, settings)
+        entries[at] = _entry(variant)
     title = f"{job.settings.recipe}: batch {job.config['data'].get('batch_size', '')}".rstrip()
-    return Contest(title, [entries[at] for at in range(len(variants))])
+    return Contest(title, [entries[at] for at in range(len(variants))], job.objective.metric)
 
 
 def list_variants(
@@ -107,14 +106,12 @@ def _counts(job: Composed) -> list[int]:
     return sorted({*counts, most} - {0, 1})
 
 
-def _entry(variant: Variant, settings: TrainerSettings) -> Entry:
+def _entry(variant: Variant) -> Entry:
     name, job = variant.name, variant.job
     if job is None:
         return Entry(name, variant.replicas, failure=variant.failure)
-    make_strategy, seed = strategy_of(job), job.settings.seed
-    parts = make_strategy, task_of(job), data_of(job)
     try:
-        return make_strategy().launch(train, *parts, settings, seed, name)
+        return strategy_of(job)().launch(train, job, name)
     except RankFailed as error:
         return Entry(name, variant.replicas, failure=error.reason)
     except UserError as error:
