@@ -280,11 +280,11 @@ def test_a_resumed_table_drops_the_rows_that_are_written_anew(tmp_path):
 
 
 def test_csv_has_one_row_for_a_step_that_is_logged_twice(tmp_path):
-    logger = opened(tmp_path, CSV(file="table.csv"))
+    logger = opened(tmp_path, CSV())
     logger.log({"step/loss": 1.0}, step=4)
     logger.log({"train/loss": 2.0}, step=4)
     logger.close({}, succeeded=True)
-    assert (tmp_path / "table.csv").read_text() == "step,step/loss,train/loss\n4,1.0,2.0\n"
+    assert (tmp_path / "metrics.csv").read_text() == "step,step/loss,train/loss\n4,1.0,2.0\n"
 
 
 # Failure

@@ -5,30 +5,21 @@ A table or a text that is logged gets a file of its own, e.g. tables/val_worst-s
 
 import csv
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dpframe import files
-from dpframe.errors import UserError
 from dpframe.loggers.base import Logger, Scalar
 from dpframe.loggers.formats import file_name, table_text
 
 KEPT = ("tables", "texts")  # kinds of files
-NAME = r"[\w +=@,-][\w.+=@, -]*"  # nothing that leads to another folder
 
 
 class CSV(Logger):
     needs_directory = True
 
-    def __init__(self, *, file: str = "metrics.csv") -> None:
-        if not re.fullmatch(NAME, str(file)):
-            raise UserError(
-                f"logger.csv.file={file} is no plain file name; set one, e.g. metrics.csv: it is "
-                "written into the run directory"
-            )
-        self.file = str(file)
+    def __init__(self) -> None:
         self._columns = ["step"]
         self._rows: list[dict[str, Any]] = []
         self._logged: set[str] = set()
@@ -38,7 +29,7 @@ class CSV(Logger):
     def open(
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
     ) -> None:
-        self._path = Path(run_dir) / self.file
+        self._path = Path(run_dir) / "metrics.csv"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._last_step = purge_step or 0
         if purge_step is not None:
