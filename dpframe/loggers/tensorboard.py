@@ -13,7 +13,7 @@ import socket
 import struct
 import textwrap
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -310,19 +310,24 @@ def next_path(directory: Path) -> Path:
     return directory / name
 
 
+def records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Where each begins, and what it is; of a killed process the last one may be a half."""
+    data, start = path.read_bytes(), 0
+    while start + 12 <= len(data):
+        end = start + 12 + struct.unpack_from("<Q", data, start)[0]
+        if end <= len(data):
+            yield start + 12, data[start + 12 : end]
+        start = end + 4
+
+
 def replace(path: Path, old: bytes, new: bytes) -> None:
     """Writes `new`, which is as long, over `old` in each record that has it."""
-    assert len(old) == len(new)
-    with path.open("r+b") as file:
-        start = 0
-        while len(header := file.read(12)) == 12:
-            (length,) = struct.unpack("<Q", header[:8])
-            record = file.read(length)
-            if old in record and len(record) == length:
-                record = record.replace(old, new)
-                file.seek(start + 12)
+    for start, record in records(path):
+        if old in record:
+            record = record.replace(old, new)
+            with path.open("r+b") as file:
+                file.seek(start)
                 file.write(record + checksum(record))
-            start = file.seek(start + 12 + length + 4)
 
 
 def media_at(step: int, paths: Iterable[Path]) -> list[Summary.Value]:
@@ -330,14 +335,11 @@ def media_at(step: int, paths: Iterable[Path]) -> list[Summary.Value]:
     checkpoint, and are logged again; these are not."""
     values: dict[str, Summary.Value] = {}
     for path in paths:
-        data, start = path.read_bytes(), 0
-        while start + 12 <= len(data):
-            end = start + 12 + struct.unpack_from("<Q", data, start)[0]
-            with suppress(DecodeError):  # of a killed process there may be half a record
-                event = Event.FromString(data[start + 12 : end])
+        for _, record in records(path):
+            with suppress(DecodeError):  # another program's file
+                event = Event.FromString(record)
                 if event.step == step:
                     values |= {value.tag: value for value in event.summary.value}
-            start = end + 4
     return [value for value in values.values() if is_media(value)]
 
 
