@@ -150,15 +150,13 @@ class EMA(Average):
 
     key = "callbacks.ema"
 
-    def __init__(self, decay: float = 0.999, every_n_steps: int = 1) -> None:
+    def __init__(self, decay: float = 0.999) -> None:
         super().__init__()
         if not 0 <= decay < 1:
             raise UserError(
                 f"{self.key}.decay={decay} is out of range; use 0 or more, and less than 1"
             )
-        refuse_below(f"{self.key}.every_n_steps", every_n_steps)
         self.decay = decay
-        self.every_n_steps = every_n_steps
 
     def make_update(self) -> MultiAverage:
         return get_ema_multi_avg_fn(self.decay)
@@ -169,8 +167,7 @@ class EMA(Average):
             self.add()
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        if trainer.global_step % self.every_n_steps == 0:
-            self.add()
+        self.add()
 
 
 class SWA(Average):

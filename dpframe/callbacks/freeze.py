@@ -19,7 +19,7 @@ log = logging.getLogger("dpframe")
 class Freeze(Callback):
     """Freezes what `patterns` match until so many epochs or steps are done; null: to the end.
 
-    The running statistics of frozen norms stay as they are, unless `freeze_statistics` is false.
+    The running statistics of frozen norms stay as they are.
     Several of these callbacks thaw in stages: what two of them match is frozen until both thaw it.
     What the task has frozen by itself, or put into evaluation mode, is left so.
     """
@@ -29,14 +29,12 @@ class Freeze(Callback):
         patterns: Patterns | None = None,
         thaw_at_epoch: int | None = None,
         thaw_at_step: int | None = None,
-        freeze_statistics: bool = True,
     ) -> None:
         for key, value in (("thaw_at_epoch", thaw_at_epoch), ("thaw_at_step", thaw_at_step)):
             refuse_below(f"callbacks.freeze.{key}", value, use="1 or more, or null")
         self.patterns = patterns
         self.thaw_at_epoch = thaw_at_epoch
         self.thaw_at_step = thaw_at_step
-        self.freeze_statistics = freeze_statistics
         self.matched: list[Tensor] = []  # parameters and buffers
         self.is_over = False
         self.held: dict[int, Any] = {}  # what these callbacks have frozen, and will thaw
@@ -94,12 +92,11 @@ class Freeze(Callback):
             if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
                 holds = id(tensor) in frozen
                 self._hold(tensor, tensor.requires_grad_, holds, is_on=tensor.requires_grad)
-        still = {id(t) for f in others if f.freeze_statistics for t in f.matched}
         mine = {id(tensor) for tensor in self.matched}
         for module in trainer.task.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 if name == "running_mean" and id(buffer) in mine:
-                    self._hold(module, module.train, id(buffer) in still, is_on=module.training)
+                    self._hold(module, module.train, id(buffer) in frozen, is_on=module.training)
 
     def _hold(self, part: Any, turn: Callable[[bool], Any], holds: bool, *, is_on: bool) -> None:
         if holds and is_on:

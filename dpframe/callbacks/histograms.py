@@ -13,13 +13,9 @@ class Histograms(Callback):
     """Before every n-th update, of what it is about to change: `weights/net.0.weight` and
     `gradients/net.0.weight`."""
 
-    def __init__(
-        self, every_n_steps: int = 100, weights: bool = True, gradients: bool = True
-    ) -> None:
+    def __init__(self, every_n_steps: int = 100) -> None:
         refuse_below("callbacks.histograms.every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
-        self.weights = weights
-        self.gradients = gradients
 
     def on_before_step(self, trainer: "Trainer") -> None:
         sharding = trainer.strategy.sharding
@@ -31,9 +27,8 @@ class Histograms(Callback):
         trained = {id(parameter) for group in groups for parameter in group["params"]}
         for name, parameter in trainer.task.named_parameters():
             if id(parameter) in trained and parameter.requires_grad:
-                if self.weights:
-                    trainer.log_histogram(f"weights/{name}", whole(parameter))
-                if self.gradients and parameter.grad is not None:
+                trainer.log_histogram(f"weights/{name}", whole(parameter))
+                if parameter.grad is not None:
                     gradient = whole(parameter.grad)
                     if gradient is not None:  # sparse, perhaps
                         gradient = gradient.to_dense()

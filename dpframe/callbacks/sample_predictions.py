@@ -22,17 +22,13 @@ LONGEST = 8  # numbers of a row that are shown
 class SamplePredictions(Callback):
     """Pictures as `val/samples/<part>`, all else as the table `val/samples`."""
 
-    def __init__(self, rows: int = 8, every_n_validations: int = 1) -> None:
+    def __init__(self, rows: int = 8) -> None:
         refuse_below("callbacks.sample_predictions.rows", rows)
-        refuse_below("callbacks.sample_predictions.every_n_validations", every_n_validations)
         self.rows = rows
-        self.every_n_validations = every_n_validations
-        self.validations = 0
 
     def on_validation_start(self, trainer: "Trainer") -> None:
         self.batches: list[list[dict[str, Any]]] = []  # the parts of each share, by name
-        self.missing = 0 if self.validations % self.every_n_validations else self.rows
-        self.validations += 1
+        self.missing = self.rows
 
     def on_validation_batch_end(
         self, trainer: "Trainer", batch: Batch, outputs: list[dict[str, Any]]
@@ -59,13 +55,6 @@ class SamplePredictions(Callback):
         if columns:
             rows = list(zip(*columns.values(), strict=True))
             trainer.log_table("val/samples", list(columns), rows)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"validations": self.validations}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if type(validations := state.get("validations")) is int:
-            self.validations = validations
 
 
 def name_parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
