@@ -1,11 +1,12 @@
 """`mode=tune`: the largest batch that fits in memory, and a learning rate."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dpframe.config.compose import Composed
-from dpframe.errors import UserError, not_one_of
+from dpframe.errors import ABOVE_0, UserError, not_one_of, refuse_below
 
 FOUND = ("batch_size", "lr")
 
@@ -23,15 +24,12 @@ class Settings:
         for name in self.find:
             if name not in FOUND:
                 raise not_one_of("tune.find", name, FOUND)
-        for key, is_sane, wanted in (  # NaN is not sane
-            ("memory", self.memory is None or self.memory > 0, "more than 0 bytes, or null"),
-            ("max_batch_size", self.max_batch_size >= 1, "1 or more"),
-            ("steps", self.steps >= 10, "10 or more"),
-            ("min_lr", self.min_lr > 0, "more than 0"),
-            ("max_lr", self.max_lr > self.min_lr, "more than tune.min_lr"),
-        ):
-            if not is_sane:
-                raise UserError(f"tune.{key}={getattr(self, key)} is out of range; use {wanted}")
+        refuse_below("tune.memory", self.memory, ABOVE_0, "more than 0 bytes, or null")
+        refuse_below("tune.max_batch_size", self.max_batch_size)
+        refuse_below("tune.steps", self.steps, 10)
+        refuse_below("tune.min_lr", self.min_lr, ABOVE_0, "more than 0")
+        above = math.nextafter(self.min_lr, math.inf)
+        refuse_below("tune.max_lr", self.max_lr, above, "more than tune.min_lr")
 
 
 def run(job: Composed) -> dict[str, Any]:
