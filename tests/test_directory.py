@@ -1,13 +1,12 @@
 """A run's directory: one each, made when all is checked, unmade when nothing was trained."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from command import attempts, cold_dpframe, environment, write
+from command import attempts, cold_dpframe, write
 from disk import library
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
@@ -188,13 +187,6 @@ def taken_over(run: Path, saved: list[str], *given: str) -> list[str]:
     *taken, first = with_saved([resumed, *given], lambda: run)[: -len(given) or None]
     assert first == resumed
     return taken
-
-
-def test_a_current_directory_that_is_gone_is_one_line(tmp_path):
-    line = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m dpframe"
-    words = ["bash", "-c", line]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment())
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is the Linux linker's")

@@ -25,7 +25,6 @@ def leave_after(work: Callable[[], int]) -> NoReturn:
     interruption.open()  # before the imports, which take the longest of a start-up
     gc.disable()  # imports make a million objects and no garbage
     try:
-        _refuse_no_directory()
         code = work()
         sys.stdout.flush()  # a closed pipe is noticed here, not at exit
     except (UserError, Interrupted) as error:
@@ -50,13 +49,6 @@ def collect_garbage() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-
-
-def _refuse_no_directory() -> None:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise UserError("the current directory is gone; go to another one") from None
 
 
 def say(error: UserError | Interrupted) -> int:
