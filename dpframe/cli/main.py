@@ -5,7 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from dpframe.cli.exit import collect_garbage, leave_after
 from dpframe.errors import UserError, nearest
@@ -49,19 +49,6 @@ def _meant(flag: str, value: str) -> str:
     return key if "=" in key else f"{key}={value}" * bool(key)
 
 
-class _Once(argparse.Action):
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, value: Any, option: str | None = None
-    ) -> None:
-        if getattr(namespace, self.dest) is not None:
-            before = getattr(namespace, self.dest)
-            raise UserError(
-                f"{option} is there twice, {before} and {value}; keep one, and add the other by "
-                f"hydra.searchpath=[file://{os.path.abspath(value)}]"
-            )
-        setattr(namespace, self.dest, value)
-
-
 def parser() -> _Parser:
     """The command's arguments, which config/help.py explains."""
     parser = _Parser(prog="dpframe", add_help=False, allow_abbrev=False)
@@ -73,7 +60,7 @@ def parser() -> _Parser:
         add(f"--{option}", action="store_true")
     add("--shell-completion", "-sc", action="store_true")
     add("--cfg", "-c", choices=("job", "hydra", "all"))
-    add("--config-dir", "-cd", action=_Once)
+    add("--config-dir", "-cd", action="append")
     return parser
 
 
@@ -83,6 +70,7 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
 
 def _command(given: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(given)
+    arguments.config_dir = _only(arguments.config_dir)
     if arguments.resolve and not arguments.cfg:
         raise UserError("--resolve goes with --cfg")
     if arguments.version:
@@ -113,6 +101,17 @@ def _command(given: Sequence[str]) -> int:
     else:
         _run(arguments)
     return 0
+
+
+def _only(folders: Sequence[str] | None) -> str | None:
+    if folders is None:
+        return None
+    if len(folders) > 1:
+        raise UserError(
+            f"--config-dir is there twice, {' and '.join(folders)}; keep one, and add the other by "
+            f"hydra.searchpath=[file://{os.path.abspath(folders[-1])}]"
+        )
+    return folders[0]
 
 
 def _is_sweep(overrides: Sequence[str]) -> bool:
