@@ -10,7 +10,7 @@ from command import attempts, dpframe
 
 from dpframe.config.compose import composed
 from dpframe.modes import variants
-from dpframe.modes.contest import Contest, Entry, train
+from dpframe.modes.contest import Entry, describe, train
 from dpframe.modes.measure import WARM_UPS
 
 
@@ -27,8 +27,7 @@ def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
         Entry("ddp", 4, ["cuda:0", "cuda:1"], 250.0, 0.8, [1 << 30, 1 << 20], {"val/loss": 0.5}),
         Entry("streamed", 1, ["cpu"], 50.0),
     ]
-    contest = Contest("lenet", entries, "val/loss")
-    title, _, _, *rows, failed, _, fastest = str(contest).splitlines()
+    title, _, _, *rows, failed, _, fastest = describe("lenet", entries, "val/loss").splitlines()
     assert title == "lenet"
     assert [re.split(" {2,}", row) for row in rows] == [
         ["cpu", "1", "2 s", "100", "1.00", "not counted", "0.5"],
@@ -42,10 +41,10 @@ def test_a_contest_is_a_table_with_the_speed_up_over_the_first():
 def test_a_line_says_where_a_strategy_ends_elsewhere():
     ends = [("ddp", 2, 0.256), ("cpu", 1, 0.165), ("data_parallel", 2, 0.16500001)]
     entries = [Entry(a, n, [], 9.0, metrics={"val/loss": value}) for a, n, value in ends]
-    *_, line = str(Contest("summed", entries, "val/loss")).splitlines()
+    *_, line = describe("summed", entries, "val/loss").splitlines()
     said = "another val/loss: 0.256 by strategy=ddp trainer.gpus=2, 0.165 by strategy=cpu; in float"
     assert line.startswith(said)
-    assert "another val/loss" not in str(Contest("summed", entries[1:], "val/loss"))
+    assert "another val/loss" not in describe("summed", entries[1:], "val/loss")
 
 
 @pytest.mark.parametrize(

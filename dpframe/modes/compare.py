@@ -19,13 +19,15 @@ class Settings:
 
 def run(job: Composed) -> dict[str, Any]:
     """Prints what an epoch takes by each strategy and number of replicas."""
+    from dpframe.modes.contest import describe
     from dpframe.modes.report import refuse_checkpoint, refuse_ranks, show
     from dpframe.modes.variants import list_variants, train_all
 
     refuse_checkpoint(job, "begins each training with fresh weights")
     refuse_ranks("compare")
     asked = job.settings.modes["compare"]
-    trained = train_all(job, list_variants(job, asked.strategies, asked.gpus))
-    found = {"compare": [vars(entry) for entry in trained.entries]}
-    show(job, str(trained), found)
+    entries = train_all(list_variants(job, asked.strategies, asked.gpus))
+    found = {"compare": [vars(entry) for entry in entries]}
+    title = f"{job.settings.recipe}: batch {job.config['data'].get('batch_size', '')}".rstrip()
+    show(job, describe(title, entries, job.objective.metric), found)
     return {"metrics": {}, **found}

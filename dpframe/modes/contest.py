@@ -32,50 +32,47 @@ class Entry:
     failure: str = ""
 
 
-@dataclass
-class Contest:
-    title: str
-    entries: list[Entry]
-    metric: str  # of which the last value is shown
+def describe(title: str, entries: Sequence[Entry], metric: str) -> str:
+    """A table, what failed, and the fastest; of the metric the last value is shown."""
+    done = [entry for entry in entries if not entry.failure]
+    head = ("strategy", "replicas", "an epoch", "samples/s", "speed-up", "memory by device", metric)
+    rows = [_row(entry, metric, over=done[0]) for entry in done]
+    lines = [title, ruled([head, *rows])]
+    lines += [f"failed: {_name(entry)}: {entry.failure}" for entry in entries if entry.failure]
+    if done:
+        fastest = max(done, key=lambda entry: entry.rows_per_second)
+        pace = f"{fastest.rows_per_second:,.0f} samples/s"
+        lines += ["", f"fastest: {_name(fastest)}, {pace}", *_unlike(done, metric)]
+    return "\n".join(lines)
 
-    def __str__(self) -> str:
-        done = [entry for entry in self.entries if not entry.failure]
-        head = ("strategy", "replicas", "an epoch", "samples/s", "speed-up", "memory by device")
-        rows = [self._row(entry, over=done[0]) for entry in done]
-        lines = [self.title, ruled([(*head, self.metric), *rows])]
-        lines += [f"failed: {_name(e)}: {e.failure}" for e in self.entries if e.failure]
-        if done:
-            fastest = max(done, key=lambda entry: entry.rows_per_second)
-            pace = f"{fastest.rows_per_second:,.0f} samples/s"
-            lines += ["", f"fastest: {_name(fastest)}, {pace}", *self._unlike(done)]
-        return "\n".join(lines)
 
-    def _row(self, entry: Entry, *, over: Entry) -> tuple[str, ...]:
-        value = entry.metrics.get(self.metric)
-        return (
-            entry.strategy,
-            str(entry.replicas),
-            "" if entry.seconds is None else time(entry.seconds),
-            f"{entry.rows_per_second:,.0f}",
-            f"{entry.rows_per_second / over.rows_per_second:.2f}",
-            " + ".join(map(size, entry.memory)) if entry.memory else "not counted",
-            "" if value is None else f"{value:.6g}",
-        )
+def _row(entry: Entry, metric: str, *, over: Entry) -> tuple[str, ...]:
+    value = entry.metrics.get(metric)
+    return (
+        entry.strategy,
+        str(entry.replicas),
+        "" if entry.seconds is None else time(entry.seconds),
+        f"{entry.rows_per_second:,.0f}",
+        f"{entry.rows_per_second / over.rows_per_second:.2f}",
+        " + ".join(map(size, entry.memory)) if entry.memory else "not counted",
+        "" if value is None else f"{value:.6g}",
+    )
 
-    def _unlike(self, entries: Sequence[Entry]) -> Iterator[str]:
-        """A line for each that ends with another value of the metric than the first one."""
-        done = [entry for entry in entries if self.metric in entry.metrics]
-        if not done:
-            return
-        first = min(done, key=lambda entry: entry.replicas)
-        for entry in done:
-            one, other = first.metrics[self.metric], entry.metrics[self.metric]
-            if abs(other - one) > UNLIKE * max(abs(one), abs(other)):
-                yield (
-                    f"another {self.metric}: {other:.6g} by {_name(entry)}, {one:.6g} by "
-                    f"{_name(first)}; in float32 rounding may grow so far, which "
-                    "trainer.precision=64 tells, and mode=verify tells other reasons"
-                )
+
+def _unlike(entries: Sequence[Entry], metric: str) -> Iterator[str]:
+    """A line for each that ends with another value of the metric than the first one."""
+    measured = [entry for entry in entries if metric in entry.metrics]
+    if not measured:
+        return
+    first = min(measured, key=lambda entry: entry.replicas)
+    for entry in measured:
+        one, other = first.metrics[metric], entry.metrics[metric]
+        if abs(other - one) > UNLIKE * max(abs(one), abs(other)):
+            yield (
+                f"another {metric}: {other:.6g} by {_name(entry)}, {one:.6g} by {_name(first)}; in "
+                "float32 rounding may grow so far, which trainer.precision=64 tells, and "
+                "mode=verify tells other reasons"
+            )
 
 
 def train(job: Composed, name: str) -> Entry:

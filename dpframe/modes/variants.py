@@ -13,7 +13,7 @@ from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, not_one_of
 from dpframe.launch import signals
 from dpframe.launch.faults import RankFailed
-from dpframe.modes.contest import Contest, Entry, train
+from dpframe.modes.contest import Entry, train
 from dpframe.modes.measure import devices_of
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present
 
@@ -32,7 +32,7 @@ class Variant(NamedTuple):
     failure: str = ""
 
 
-def train_all(job: Composed, variants: Sequence[Variant]) -> Contest:
+def train_all(variants: Sequence[Variant]) -> list[Entry]:
     """Trains each variant. Those with ranks come first: after a training in this process, ranks
     can't be forked."""
     entries: dict[int, Entry] = {}
@@ -42,8 +42,7 @@ def train_all(job: Composed, variants: Sequence[Variant]) -> Contest:
         variant = variants[at]
         print(f"{variant.name}, {variant.replicas} …", flush=True)
         entries[at] = _entry(variant)
-    title = f"{job.settings.recipe}: batch {job.config['data'].get('batch_size', '')}".rstrip()
-    return Contest(title, [entries[at] for at in range(len(variants))], job.objective.metric)
+    return [entries[at] for at in range(len(variants))]
 
 
 def list_variants(
