@@ -99,6 +99,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
         _remove(part)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Whole or not at all; bytes that are not text stay what they are."""
+    with atomic_write(path) as part:
+        part.write_text(text, encoding="utf-8", errors="surrogateescape", newline="")
+
+
 def remove_leftovers(directory: Path) -> None:
     """Removes what killed processes left half-written."""
     for part in directory.glob(".*.[0-9]*.part"):

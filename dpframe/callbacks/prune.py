@@ -65,8 +65,8 @@ class Prune(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         is_whole = not trainer.stop_reason.startswith(PRUNED)
         if trainer.strategy.is_main and is_whole:
-            with files.atomic_write(Path(trainer.run.directory) / NAME) as part:
-                part.write_text(json.dumps({self._key: self.curve}), encoding="utf-8")
+            path = Path(trainer.run.directory) / NAME
+            files.write_text(path, json.dumps({self._key: self.curve}))
 
     @property
     def _key(self) -> str:

@@ -190,7 +190,7 @@ class Results:
             "seeds": [asdict(each) for each in self.seeds()],
             "runs": [asdict(run) for run in self.runs],
         }
-        _write(self.directory / NAME, json.dumps(content, indent=1) + "\n")
+        files.write_text(self.directory / NAME, json.dumps(content, indent=1) + "\n")
 
     def save_table(self) -> None:
         keys = self.keys()
@@ -200,7 +200,7 @@ class Results:
             + [run.value, run.seconds, run.status, run.directory, run.reason]
             for run in self.ranked()
         ]
-        _write(self.directory / "sweep.csv", table_text([head, *rows]))
+        files.write_text(self.directory / "sweep.csv", table_text([head, *rows]))
 
 
 @dataclass
@@ -256,8 +256,3 @@ def _of_seeds(overrides: Sequence[str], runs: list[Result]) -> Seeds:
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
-
-
-def _write(path: Path, text: str) -> None:
-    with files.atomic_write(path) as part:
-        part.write_text(text, encoding="utf-8")

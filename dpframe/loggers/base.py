@@ -106,6 +106,5 @@ def read_id(path: Path) -> str:
 
 
 def write_id(path: Path, text: str) -> str:
-    with files.atomic_write(path) as part:
-        part.write_text(text)
+    files.write_text(path, text)
     return text

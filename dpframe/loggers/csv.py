@@ -106,8 +106,7 @@ class CSV(Logger):
 
     def _replace(self, rows: list[list[str]]) -> None:
         """Leaves the new table or the old one, whenever the process dies."""
-        with files.atomic_write(self._path) as part:
-            part.write_text(table_text([self._columns, *rows]), encoding="utf-8", newline="")
+        files.write_text(self._path, table_text([self._columns, *rows]))
 
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:

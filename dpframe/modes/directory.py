@@ -41,7 +41,7 @@ class Directory:
             self.has_broken_run = (folder / "config.yaml").is_file() and not _is_finished(self.path)
             _keep_older(folder / "config.yaml", notes.get("config.yaml", ""))
             for name, text in notes.items():
-                _write(folder / name, text)
+                files.write_text(folder / name, text)
         except OSError as error:
             self.unmake()
             raise UserError(
@@ -148,11 +148,6 @@ def _remove_empty(directories: Iterable[Path]) -> None:
             return  # another run is in it
 
 
-def _write(path: Path, text: str) -> None:
-    with files.atomic_write(path) as part:
-        part.write_text(text, **UTF8)
-
-
 def _keep_older(path: Path, text: str) -> None:
     """A resumed run may have another config: the older one stays beside it."""
     if not path.is_file() or (before := path.read_text(**UTF8)) == text:
@@ -161,4 +156,4 @@ def _keep_older(path: Path, text: str) -> None:
     while (older := path.with_name(f"{path.stem}-{number + 1}{path.suffix}")).exists():
         number, newest = number + 1, older.read_text(**UTF8)
     if before != newest:  # equal if a resume was killed before it wrote its own
-        _write(older, before)
+        files.write_text(older, before)

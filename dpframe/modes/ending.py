@@ -58,8 +58,7 @@ def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     path = directory / "summary.json"
     try:
         directory.mkdir(parents=True, exist_ok=True)  # it may have been deleted since
-        with files.atomic_write(path) as part:
-            part.write_text(json.dumps(summary, indent=2) + "\n")
+        files.write_text(path, json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         raise Failure(f"the run is done, but {path} can't be written: {error.strerror}") from error
 
