@@ -129,6 +129,7 @@ HINTS = [
         "there is no key task.schedule.decay; task/schedule=wsd has it",
         "task/schedule=wsd task.schedule.decay=0.1",
     ),
+    ("boston task/schedule=linear task.schedule.decay=0.1", "task/schedule=wsd has it", ""),
     (
         "boston task/schedule=linear task.schedule.warmpu=0.1",
         "did you mean task.schedule.warmup?",

@@ -16,14 +16,14 @@ from small import SGD, Adam, Rows, Small, Streamed, fitted
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, SequentialLR
 
-from dpframe import Task, TrainerSettings, UserError
+from dpframe import LRSchedule, Task, TrainerSettings, UserError
 from dpframe.config.compose import composed
 from dpframe.errors import Failure
 from dpframe.modes import tune
 from dpframe.modes.measure import devices_of
 from dpframe.modes.tuner import Point, Rates, Tuner, find_largest, find_steepest, smooth
 from dpframe.modes.tuning import Tuning, chart
-from dpframe.schedules import WSD, WarmupCosine
+from dpframe.schedules import WSD
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 
@@ -215,6 +215,11 @@ def test_keys_that_the_data_or_the_task_lacks_are_not_printed():
     assert "\nbatch size 6  " in said and "\nlearning rate 0.5  " in said and "=" not in said
 
 
+class Untouched(LRSchedule):
+    def factor(self, step: int, steps: int) -> float:
+        raise AssertionError("mode=tune has stepped the schedule")
+
+
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -226,13 +231,13 @@ def test_keys_that_the_data_or_the_task_lacks_are_not_printed():
 def test_no_schedule_changes_the_rates_that_are_tried(scheduler):
     def make() -> Small:
         task = Small(Adam, scheduler)
-        task.lr_schedule = WarmupCosine() if scheduler is None else None
+        task.lr_schedule = schedule if scheduler is None else None
         return task
 
-    by_step = {"scheduler_every": "step"}
+    schedule, by_step = Untouched(), {"scheduler_every": "step"}
     found, plain = tuner(make, settings=by_step), tuner(partial(Small, Adam))
     assert found.learning_rate(*RATES) == plain.learning_rate(*RATES)
-    assert found.schedule == (WarmupCosine() if scheduler is None else None)
+    assert found.schedule is (schedule if scheduler is None else None)
     assert found.total_steps == 50
 
 
