@@ -66,12 +66,16 @@ def told(stderr: str) -> list[str]:
     return lines[:-1] if lines[-1].startswith("dpframe: the run is in run; ") else lines
 
 
+FOLD = r"  … \d+ frames of dpframe \(HYDRA_FULL_ERROR=1 shows them\)"
+
+
 @pytest.mark.parametrize("rank", [0, 1, "all"])
 def test_a_rank_that_raises_has_its_traceback_last_on_stderr(tmp_path, rank):
     lines, log = broken(tmp_path, rank=rank, kind="raise")
     (failed,) = [line for line in lines if re.fullmatch(r"rank \d failed:", line)]
     peer, _, traceback = log[:3]
-    assert lines == log == [peer, failed, *lines[2:]]
+    assert lines[:3] == log[:3] == [peer, failed, traceback]
+    assert re.fullmatch(FOLD, lines[3]) and lines[4:] == log[4 - len(lines) :]
     assert peer.startswith(f"rank {1 - int(failed[5])} ended after it: ")
     assert traceback == "Traceback (most recent call last):" and log.count(traceback) == 1
     assert lines[-1] == f"ValueError: broken in {failed.removesuffix(' failed:')}"

@@ -177,16 +177,18 @@ class _Process:
     def outcome(self) -> Outcome:
         code, last = self.process.exitcode, self.streams[1].last.removeprefix("dpframe: ")
         self.close()
+        path = Path(self.job.run_dir) / "summary.json"
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         if code == 0:
-            path = Path(self.job.run_dir) / "summary.json"
-            if path.exists():
-                summary = json.loads(path.read_text(encoding="utf-8"))
+            if summary:
                 return outcome_of(summary, self.job.objective.metric)
             return Outcome("failed", reason=last or "it has left no summary.json")
         if code - 128 in SIGNALS:
             return Outcome("interrupted", reason=last)
         if code < 0:
             return Outcome("failed", reason=f"killed by {signal.Signals(-code).name}")
+        if summary.get("status") == "failed":  # a note may be the last line
+            last = summary["reason"].partition("\n")[0]
         return Outcome("failed", reason=last or f"exit code {code}")
 
     def kill(self) -> None:
