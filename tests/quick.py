@@ -2,7 +2,7 @@
 
 FILES = {
     "absent",
-    "log_check",
+    "hooks",
     "peers",
     "runner",
     "schedules",

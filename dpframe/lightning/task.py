@@ -38,9 +38,9 @@ from dpframe.lightning.schedules import Schedule, ScheduledOptimizer, Schedules,
 from dpframe.lightning.trainer import Held, TheirTrainer
 from dpframe.metrics import is_number
 from dpframe.task import Task
-from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.in_place import InPlace
 from dpframe.trainer.outputs import Measured
+from dpframe.trainer.placement import default_dtype
 
 STAGES = ("validate", "test", "predict")  # modes of dpframe's; else it is "fit"
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks

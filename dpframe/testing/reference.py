@@ -30,12 +30,11 @@ from dpframe.testing.distance import (
     weights_apart,
 )
 from dpframe.trainer import dynamo
-from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
-from dpframe.trainer.losses import one_loss
 from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizers import optimizers_of
-from dpframe.trainer.outputs import detached, prefixed
+from dpframe.trainer.outputs import detached, one_loss, prefixed
+from dpframe.trainer.placement import with_default_dtype
 from dpframe.trainer.predictions import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep

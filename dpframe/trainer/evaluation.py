@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,23 @@ from typing import Any
 import torch
 
 from dpframe import seeding
-from dpframe.data import Batch, Loader, placed
+from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Interrupted, UserError
+from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.feed import evaluated
 from dpframe.trainer.outputs import Measured
-from dpframe.trainer.predictions import Predictions, by_rows, collected
+from dpframe.trainer.placement import Precision, with_default_dtype
+from dpframe.trainer.predictions import Predictions, Spool, by_rows, collected, fitting, size_of
 from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.schedule import StopPoll
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.shared import Shared
-from dpframe.trainer.spool import Spool, fitting, size_of
 from dpframe.trainer.step import EvalStep
-from dpframe.trainer.stop_poll import StopPoll
+from dpframe.trainer.task_metrics import TaskMetrics
 
 NO_ROWS = "the data set gave no rows; check its stream"
 
@@ -33,6 +34,24 @@ NO_ROWS = "the data set gave no rows; check its stream"
 AfterBatch = Callable[[Batch, list[Any]], None]
 """Called with each batch, placed, and what the steps returned."""
 STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every mode of a Trainer needs: a placed task, its data, and where and how they run."""
+
+    task: Task
+    data: DataModule
+    strategy: Strategy
+    seed: int
+    precision: Precision
+    task_metrics: TaskMetrics
+    interruption: Interruption | None
+
+    @property
+    def draws_as(self) -> int:
+        """Which process's random numbers this one draws; each logical share has its own."""
+        return 0 if self.strategy.logical_shares else self.strategy.rank
 
 
 class Evaluation:

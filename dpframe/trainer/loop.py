@@ -24,8 +24,7 @@ from dpframe.task import Task, TaskContext
 from dpframe.trainer import given
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
-from dpframe.trainer.choose import add_logical_shares, choose_strategy
-from dpframe.trainer.evaluation import Evaluations, restore_modes
+from dpframe.trainer.evaluation import Evaluations, Shared, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order, name_callback
 from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
@@ -35,11 +34,10 @@ from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.profile import timed, untimed
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.ranks import Ranks
+from dpframe.trainer.ranks import Ranks, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, refuse_nowhere
 from dpframe.trainer.schedule import EpochEnd
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
 

@@ -16,7 +16,7 @@ from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.attributes import Attributes
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.compiled import Compiled
-from dpframe.trainer.evaluation import Evaluations, means_over
+from dpframe.trainer.evaluation import Evaluations, Shared, means_over
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.fingerprint import fingerprint
 from dpframe.trainer.guard import LossGuard
@@ -26,13 +26,11 @@ from dpframe.trainer.profile import Profile, timed, untimed
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
-from dpframe.trainer.schedule import Schedule
+from dpframe.trainer.schedule import Schedule, StopPoll
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.share_check import check_shares
-from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Resumable
 from dpframe.trainer.step import Step, StepByHand, TrainStep
-from dpframe.trainer.stop_poll import StopPoll
 from dpframe.trainer.updates import Updates, updates_of
 
 

@@ -1,4 +1,4 @@
-"""A Trainer in a program of its own: its modes run in processes that its strategy launches."""
+"""Where a Trainer runs: its strategy, and the processes that this launches for a program."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -8,9 +8,47 @@ from typing import Any
 from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.launch import fresh, signals
+from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
+from dpframe.strategies.logical import Logical
+from dpframe.strategies.single import auto
 from dpframe.trainer.predictions import on_cpu
 from dpframe.trainer.progress import Progress
+from dpframe.trainer.settings import TrainerSettings
+
+
+def choose_strategy(strategy: Strategy | str | None, settings: TrainerSettings) -> Strategy:
+    if strategy is None:
+        return auto(settings.gpus, settings.accelerator)
+    if isinstance(strategy, str):
+        return by_name(strategy, settings.gpus, settings.accelerator)
+    if not strategy.is_set_up:
+        _refuse_other_devices(strategy, settings)
+    return strategy
+
+
+def add_logical_shares(strategy: Strategy, settings: TrainerSettings, seed: int) -> Strategy:
+    """The strategy itself, unless `trainer.logical_replicas` says how batches are computed."""
+    if settings.logical_replicas is not None:
+        strategy = Logical(strategy, settings.logical_replicas, seed)
+    is_logical = strategy.logical_shares and strategy.device.type != "cpu"
+    if settings.deterministic or is_logical:
+        seeding.refuse_nondeterminism(strategy.device)
+    return strategy
+
+
+def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None:
+    """In a config both have one value; from Python each is made with its own."""
+    for key, unset in (("gpus", None), ("accelerator", "auto")):
+        there, here = getattr(strategy, key, unset), getattr(settings, key)
+        if here not in (unset, there):
+            raise UserError(
+                f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
+                f"{there!r}); pass {key} to the strategy alone"
+            )
+
+
+# ---- processes of a Trainer in a program of its own
 
 
 @dataclass

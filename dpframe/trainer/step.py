@@ -19,9 +19,9 @@ from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.guard import LossGuard
-from dpframe.trainer.losses import ZeroLoss, one_loss
 from dpframe.trainer.outputs import (
     Measured,
+    ZeroLoss,
     check_evaluated,
     cloned,
     detached,
@@ -29,6 +29,7 @@ from dpframe.trainer.outputs import (
     is_nothing,
     is_trained,
     loss_of,
+    one_loss,
     refuse_frozen,
 )
 from dpframe.trainer.placement import Autocast

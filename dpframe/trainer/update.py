@@ -17,8 +17,6 @@ from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import dynamo
-from dpframe.trainer.default_dtype import with_default_dtype
-from dpframe.trainer.fused import fuse, unfuse_late
 from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizer_state import (
     Mismatch,
@@ -28,13 +26,12 @@ from dpframe.trainer.optimizer_state import (
     keeps_own_type,
     named_state,
 )
-from dpframe.trainer.optimizers import Made
-from dpframe.trainer.outputs import Measured
-from dpframe.trainer.placement import DTYPES, align
+from dpframe.trainer.optimizers import Made, fuse, unfuse_late
+from dpframe.trainer.outputs import IgnoredWeights, Measured, Weighting
+from dpframe.trainer.placement import DTYPES, align, with_default_dtype
 from dpframe.trainer.profile import Timed, untimed
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.weighting import IgnoredWeights, Weighting
 
 NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on parts of weights
 
@@ -81,7 +78,7 @@ class Update:
         kinds = None if sharding is None else sharding.fused_optimizers
         fuse(self.optimizer, task, kinds=kinds)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        # See `fused.unfuse_late`.
+        # See `unfuse_late`.
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.plateau_monitor = settings.plateau_monitor
