@@ -21,7 +21,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import BUFFERS, DDP
 from dpframe.strategies.processes import backend_of
 from dpframe.strategies.single import CPU, SingleGPU, auto
-from dpframe.trainer.placement import Precision, place
+from dpframe.trainer.placement import Precision
 
 # Devices, on a machine that has none
 
@@ -334,10 +334,6 @@ def test_float64_is_refused_where_the_device_has_none():
     line = "trainer.precision=64 but MPS has no floats of 64 bits; use trainer.precision=32, or tr"
     with pytest.raises(UserError, match=f"^{line}"):
         Precision("64", torch.device("mps", 0))
-    task = Plain().double()
-    line = "even.weight is float64 and MPS has no floats of 64 bits; make it float32, or use train"
-    with pytest.raises(UserError, match=f"^{line}"):
-        place(task, Strategy(), Precision("32", torch.device("mps", 0)), TrainerSettings())
 
 
 # What reaches torch's DDP

@@ -29,7 +29,7 @@ from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order, name_callback
 from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
 from dpframe.trainer.outputs import prefixed
-from dpframe.trainer.placement import Precision, explain, place
+from dpframe.trainer.placement import Precision, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.profile import timed, untimed
@@ -465,7 +465,6 @@ class Trainer(CallbackView):
         try:
             yield
         except BaseException as error:
-            explain(error, self.layout)
             name_callback(error)
             ends = [] if training.profile is None else [training.profile.stop]
             ends.append(partial(self.recorder.close, self.metrics, succeeded=False))
