@@ -742,8 +742,6 @@ def test_a_strategy_is_closed_by_the_trainer_that_has_set_it_up():
     with trainer(strategy=strategy, logical_replicas=2) as made:
         assert strategy.is_set_up and made.strategy.is_set_up
     assert not strategy.is_set_up
-    with pytest.raises(UserError, match="CPU is closed"):
-        made.fit()
 
 
 def test_negative_zero_is_zero_whether_others_give_nothing_or_zeros():

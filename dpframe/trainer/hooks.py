@@ -89,7 +89,7 @@ class Hooks:
         sharding = self._strategy.sharding
         if sharding is None or not sharding.whole_in_hooks or not may_run_task(name, hook):
             return nullcontext()
-        return self._strategy.whole_weights(self._task)
+        return sharding.whole_weights(self._task)
 
     def after_batch(self, name: str, trainer: Any) -> Callable[[Batch, list[Any]], None] | None:
         """What an evaluation calls after each batch; None where no hook does anything."""

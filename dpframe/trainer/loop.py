@@ -136,15 +136,14 @@ class Trainer(CallbackView):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
-
-    def close(self, error: BaseException | None = None) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Closes the strategy if this Trainer has set it up; after an error without waiting for
         other processes."""
         atexit.unregister(self._opened.close)
-        trace = None if error is None else error.__traceback__
-        self._opened.__exit__(None if error is None else type(error), error, trace)
+        self._opened.__exit__(*error)
+
+    def close(self) -> None:
+        self.__exit__(None, None, None)
 
     def display(self, callbacks: list[Callback], wanted: bool | None) -> list[Callback]:
         """What is added to the callbacks; `dpframe.Trainer` has a bar."""
@@ -158,7 +157,6 @@ class Trainer(CallbackView):
         `resume` is a checkpoint's file, its state, which training will change, or "last" for the
         newest one in the run directory; `resume_anyway` accepts one of a run with another config
         or code."""
-        self._refuse_closed()
         self.mode, self.is_validating, self._is_prepared = "fit", False, False
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
         if self._is_half_loaded and state is None:
@@ -202,7 +200,6 @@ class Trainer(CallbackView):
         """Trains; see `prepare`. `keep_loggers_open` is for a `test` that follows."""
         if self.ranks is not None:
             return self._take_over("fit", resume, resume_anyway=resume_anyway)
-        self._refuse_closed()
         if not self._is_prepared or self.mode != "fit" or resume is not None:
             own = deepcopy(resume) if isinstance(resume, dict) else resume
             self.prepare(own, resume_anyway=resume_anyway)
@@ -258,7 +255,6 @@ class Trainer(CallbackView):
 
     @contextmanager
     def _evaluating(self, mode: str, kind: str) -> Iterator[Evaluations]:
-        self._refuse_closed()
         self.mode = mode
         try:
             with restore_modes(self.task):
@@ -490,21 +486,12 @@ class Trainer(CallbackView):
 
     # ---- where it runs
 
-    def _refuse_closed(self) -> None:
-        if not self.strategy.is_set_up:
-            raise UserError(
-                f"{self.strategy.name} is closed, by Trainer.close() or the end of a with block; "
-                "call this before, or make another Trainer"
-            )
-
     def _take_over(self, mode: str, *args: Any, **options: Any) -> Any:
         """Has the ranks run the mode, and takes over what it came to in the main one."""
         assert self.ranks is not None
         ended = self.ranks.run(mode, *args, **options)
         self.mode = mode
         self.metrics.update(ended.metrics)
-        for callback, attributes in zip(self.ranks.callbacks, ended.callbacks, strict=True):
-            vars(callback).update(attributes)
         if ended.weights is not None:
             self.task.to(dtype=Precision(self.settings.precision, torch.device("cpu")).dtype)
             self.task.load_state_dict(ended.weights)

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpframe import seeding
 from dpframe.errors import UserError
-from dpframe.launch import fresh, signals
+from dpframe.launch import fresh, local, signals
 from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
@@ -72,24 +72,26 @@ class Ranks:
         self._make = make
         self._strategy = strategy
         self._parts = parts
-        self.callbacks: list[Any] = parts["callbacks"]
         self._random_state = seeding.random_state([])
 
     def run(self, mode: str, *args: Any, **options: Any) -> Ended:
+        """In processes that a new interpreter starts, which can fork them: see `fresh`."""
         work = self._make, self._strategy, self._parts, self._random_state, mode, args, options
-        return fresh.unpack(self._strategy.launch_apart(_run_mode, *work))
+        ended: Ended = fresh.unpack(fresh.call(_launch, self._strategy, fresh.pack(work)))
+        for callback, attributes in zip(self._parts["callbacks"], ended.callbacks, strict=True):
+            vars(callback).update(attributes)
+        return ended
 
 
-def _run_mode(
-    make: Callable[..., Any],
-    strategy: Strategy,
-    parts: dict[str, Any],
-    random_state: dict[str, Any],
-    mode: str,
-    args: tuple,
-    options: dict[str, Any],
-) -> bytes:
+def _launch(strategy: Strategy, work: bytes) -> bytes:
+    local.allow_fork()
+    packed: bytes = strategy.launch(_run_mode, work)
+    return packed
+
+
+def _run_mode(work: bytes) -> bytes:
     """In each of them; the main one packs what the mode has come to."""
+    make, strategy, parts, random_state, mode, args, options = fresh.unpack(work, owns_main=True)
     seeding.restore_random_state(random_state, [])
     with (
         signals.watched(parts["settings"].hang_seconds),
