@@ -2,14 +2,14 @@
 
 import inspect
 import json
-import logging
-import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import Share, split
@@ -24,9 +24,6 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broad
 
 Changes = dict[str, list[str]]
 """The names of the weights that were frozen, and of those that were thawed."""
-LATE_SECONDS = 10.0  # when ranks that have not frozen or thawed what others have are told
-
-log = logging.getLogger("dpframe")
 
 
 class DDP(Processes, takes_logical_shares=True):
@@ -122,20 +119,12 @@ class DDP(Processes, takes_logical_shares=True):
         self._agreed += 1
         self._store.set(keys[self.rank], json.dumps(mine))
         said = f"rank {self.rank} has {_in_words(mine)}, and rank %s has %s; {FREEZE_ALIKE}"
-        began, limit, is_told = time.monotonic(), self.timeout_seconds / 2, False
-        while not self._store.check(keys):
-            time.sleep(0.001)
-            seconds = time.monotonic() - began
-            if seconds < min(limit, LATE_SECONDS) or (is_told and seconds < limit):
-                continue
-            late = next((r for r, key in enumerate(keys) if not self._store.check([key])), None)
-            if late is not None and seconds >= limit:
-                raise UserError(said % (late, "not"))
-            if late is not None:
-                log.warning(f"waiting: {said}", late, "not")
-                is_told = True
-        for rank, theirs in enumerate(map(json.loads, self._store.multi_get(keys))):
-            if theirs != mine:
+        with suppress(DistError):  # one does not come, and is named below
+            self._store.wait(keys, timedelta(seconds=self.timeout_seconds / 2))
+        for rank, key in enumerate(keys):
+            if not self._store.check([key]):
+                raise UserError(said % (rank, "not"))
+            if (theirs := json.loads(self._store.get(key))) != mine:
                 raise UserError(said % (rank, _in_words(theirs)))
 
     def _settle(self, now: "Wrapped") -> None:
