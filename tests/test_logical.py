@@ -790,7 +790,7 @@ def test_verify_passes_a_recipe_of_the_same_bits_and_says_where_others_differ():
     said = "mine has other bits than on one process, first in the forward of net.0 (Linear) on sha"
     assert (finding.result, finding.cause[: len(said)]) == ("FAIL", said)
     assert finding.cause.endswith("on share 2")  # the first of rank 1
-    said = "mine has other bits each time, first in the gradient of net."
+    said = "mine has other bits than on one process, first in the gradient of net."
     assert verified(ByTime).cause.startswith(said)
 
 
