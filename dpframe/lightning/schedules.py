@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe.errors import UserError, suggestion
+from dpframe.lightning.numbers import find_number
 
 RETURNS = (
     "return an optimizer, a list of them, ([optimizers], [schedulers]), a dict with optimizer and "
@@ -63,6 +64,27 @@ class Schedules:
 class ScheduledOptimizer(NamedTuple):
     optimizer: Optimizer
     schedules: list[Schedule]
+
+
+def step_due(task: Any, interval: str, count: int, *, plateaus: bool = False) -> None:
+    """Steps the schedules of a Lightning task. As in Lightning, all but those that wait for a
+    metric come before the validation."""
+    measured = {**task.held.trainer.metrics, **task.known}
+    for schedule in task.schedules:
+        if schedule.reduce_on_plateau != plateaus or not schedule.is_due(interval, count):
+            continue
+        metric = None
+        if schedule.reduce_on_plateau:
+            metric = find_number(schedule.monitor, measured)
+            if metric is None and schedule.strict:
+                there = ", ".join(task.held.trainer.metrics) or "nothing"
+                raise UserError(
+                    f"{type(task.module).__name__}: a scheduler monitors {schedule.monitor}, "
+                    f"which is not measured; there is {there}"
+                )
+            if metric is None:
+                continue
+        task.module.lr_scheduler_step(schedule.scheduler, metric)
 
 
 def read_optimizers(returned: Any, label: str) -> list[ScheduledOptimizer]:
