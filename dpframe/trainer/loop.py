@@ -29,7 +29,7 @@ from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order, name_callback
 from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
 from dpframe.trainer.outputs import prefixed
-from dpframe.trainer.placement import Precision, place
+from dpframe.trainer.placement import DTYPES, Precision, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.profile import timed, untimed
@@ -86,7 +86,6 @@ class Trainer(CallbackView):
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
         self.step_metrics: dict[str, float] = {}  # step/…: means of this epoch's newest updates
-        self.is_extra_validation = False  # at the end of training: a longer run would not make it
         self.checkpoint: str | None = None
         self._opened = ExitStack()  # holds the strategy, if it was set up here
         self.strategy = choose_strategy(strategy, settings)
@@ -413,28 +412,6 @@ class Trainer(CallbackView):
         self.recorder.tend()
         return self.should_stop
 
-    def _read_losses(self, training: Training) -> None:
-        """Checks the losses that were not read at once; waits for the GPU if there are any."""
-        training.guard.read(self.global_step, self.checkpoint, self.run.directory)
-
-    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """All that decides the rest of training. Every process calls it, and the main one gets it.
-
-        If not `whole`, each process gets its own shards of the tensors that the strategy shards.
-        """
-        training, strategy, sharding = self.training, self.strategy, self.strategy.sharding
-        self._read_losses(training)
-        self.progress.read_clock()
-        strategy.sync_weights(for_reading=True)
-        logged_step, logged = self.recorder.last
-        logged = logged if logged_step == self.global_step else {}
-        state = training.state.capture(self.metrics, logged)
-        if self.is_extra_validation:
-            # Only as training ended here: a resumed, longer run must not count it.
-            state["progress"]["validated_step"] = -1
-        self.hooks.call("on_save", self, state)
-        return state if sharding is None or not whole else sharding.whole(state)
-
     # ---- what is recorded
 
     @contextmanager
@@ -493,7 +470,7 @@ class Trainer(CallbackView):
         self.mode = mode
         self.metrics.update(ended.metrics)
         if ended.weights is not None:
-            self.task.to(dtype=Precision(self.settings.precision, torch.device("cpu")).dtype)
+            self.task.to(dtype=DTYPES.get(self.settings.precision))
             self.task.load_state_dict(ended.weights)
             self.progress, self.checkpoint = ended.progress, ended.checkpoint
             self.stop_reason = ended.stop_reason

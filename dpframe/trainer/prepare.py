@@ -29,7 +29,7 @@ from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.schedule import Schedule, StopPoll
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.share_check import check_shares
-from dpframe.trainer.state import Resumable
+from dpframe.trainer.state import Resumable, changes_since
 from dpframe.trainer.step import Step, StepByHand, TrainStep
 from dpframe.trainer.updates import Updates, updates_of
 
@@ -128,7 +128,9 @@ def make_training(
         recipe=run.recipe,
         fingerprint=fingerprint(task, data, feed, updates, settings, run, shared.seed),
     )
-    changes = [] if resumed_from is None else state.check(resumed_from, anyway=resume_anyway)
+    changes = []
+    if resumed_from is not None:
+        changes = changes_since(resumed_from, state.fingerprint, anyway=resume_anyway)
     return Training(
         feed=feed,
         step=step,

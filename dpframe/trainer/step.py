@@ -249,11 +249,8 @@ class EvalStep(nn.Module):
             return []
         step = getattr(self.task, self.step)
         with current_share.of(share):
-            if self.autocast is None:
+            with self.autocast() if self.autocast else nullcontext():
                 output = step(share.batch, **self.named)
-            else:
-                with self.autocast():
-                    output = step(share.batch, **self.named)
             if self.step != "predict_step":  # whose output is checked where it is joined
                 output = one_loss(output, self.task, self.step)
                 check_evaluated(output, self.task, self.step)
