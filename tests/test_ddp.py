@@ -67,21 +67,14 @@ class Thawing(Small):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-LACKS = (
-    "no gradient in this step on rank {{rank}}: {names}; the ranks can't share theirs; set {static}"
-    "strategy.find_unused_parameters=true where a step may leave out parameters"
+UNUSED = (
+    "no gradient in this step on rank {rank}: net.3.weight, net.3.bias; the ranks can't share "
+    "theirs; set strategy.find_unused_parameters=true where a step may leave out parameters"
 )
-UNUSED = LACKS.format(names="net.3.weight, net.3.bias", static="")
 # A task, settings of the trainer, options of ddp, and what is said in the third step.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] = {
     "unused at the last step": (partly(3), {}, {}, UNUSED),
     "unused in an update's last batch": (partly(6), {"accumulate": 2}, {}, UNUSED),
-    "a graph that is not static": (
-        partly(3),
-        {},
-        {"static_graph": True},
-        LACKS.format(names="net.3.weight, net.3.bias", static="strategy.static_graph=false "),
-    ),
     "thawed within a step": (
         ThawingInItsStep,
         {},
@@ -155,23 +148,6 @@ def test_weights_that_are_thawed_or_frozen_in_between_are_trained_as_on_one_repl
     for weights in by_ranks()[0][name]:
         for mine, other in zip(weights, alone, strict=True):
             assert abs(mine - other).max() < 1e-12
-
-
-class Sparse(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("adjacency", torch.eye(3).to_sparse())
-
-
-def of_sparse(strategy: DDP) -> str:
-    with pytest.raises(UserError) as line:
-        fitted(Sparse(), Rows(30, 5, val=False), strategy=strategy, max_steps=1)
-    return str(line.value)
-
-
-def test_a_sparse_buffer_is_refused_in_one_line():
-    said = "adjacency is a sparse buffer, which ranks can't exchange; keep it "
-    assert on(DDP(2, "cpu"), of_sparse) == f"{said}as an attribute, or dense"
 
 
 def apart(strategy: DDP) -> None:

@@ -305,7 +305,7 @@ def test_float64_is_refused_where_the_device_has_none():
 # What reaches torch's DDP
 
 
-OPTIONS = ("find_unused_parameters", BUFFERS, "static_graph", "gradient_as_bucket_view")
+OPTIONS = ("find_unused_parameters", BUFFERS, "gradient_as_bucket_view")
 
 
 def test_the_options_of_ddp_reach_torch():
@@ -334,7 +334,7 @@ def test_sync_batchnorm_is_refused_on_the_cpu():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", ["routed", "bucket_copies", "static"])
+@pytest.mark.parametrize("name", ["routed", "bucket_copies"])
 def test_training_with_the_option_equals_one_process(name, accumulate):
     wanted = trained(CPU(), name, accumulate)["weights"]
     assert weights_apart(results()[name, accumulate]["weights"], wanted) <= 1e-12
@@ -441,7 +441,6 @@ class Table(DataModule):
 TRAINED: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "routed": (Routed, {"find_unused_parameters": True}),
     "bucket_copies": (Plain, {"gradient_as_bucket_view": False}),
-    "static": (Plain, {"static_graph": True}),
 }
 
 
