@@ -22,7 +22,7 @@ from dpframe.trainer.feed import evaluated
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import Precision, with_default_dtype
 from dpframe.trainer.predictions import Predictions, Spool, by_rows, collected, fitting, size_of
-from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.profile import timed
 from dpframe.trainer.schedule import StopPoll
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
@@ -165,7 +165,6 @@ class Evaluations:
         kind: str,
         settings: TrainerSettings,
         loaders: dict[str, Loader] | None = None,
-        timed: Timed = untimed,
     ) -> None:
         if loaders is None:
             loaders = evaluated(kind, shared.data, shared.strategy, settings, seed=shared.seed)
@@ -175,7 +174,7 @@ class Evaluations:
             name: Evaluation(shared, kind, name, loader, settings.limit(kind, loader.batches))
             for name, loader in loaders.items()
         }
-        self._timed = timed
+        self._is_profiled = settings.profile
 
     def __bool__(self) -> bool:
         return bool(self.by_name)
@@ -183,7 +182,8 @@ class Evaluations:
     def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
         """The means of each data set, and if there are several, also over the rows of all."""
         # Not kept: a cycle would keep the workers until Python looks for cycles.
-        return self._timed("validation", self._means)(*others, after_batch=after_batch)
+        measure = timed("validation", self._means, is_profiled=self._is_profiled)
+        return measure(*others, after_batch=after_batch)
 
     def _means(
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None

@@ -17,7 +17,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback
-from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.profile import timed
 
 Hook = Callable[..., None]
 AROUND_VALIDATION = (
@@ -40,7 +40,8 @@ class Hooks:
         task: Task,
         callbacks: Sequence[Callback],
         strategy: Strategy,
-        timed: Timed = untimed,
+        *,
+        is_profiled: bool = False,
     ) -> None:
         """`callbacks` are in their order: see `in_order`."""
         self._task = task
@@ -53,7 +54,9 @@ class Hooks:
             others = callbacks[: len(callbacks) - len(readers)]
             self._lists = overridden([task, *others, self.log_check, *readers])
         for name, hooks in self._lists.items():
-            self._lists[name] = [timed("callbacks", hook) for hook in hooks]
+            self._lists[name] = [
+                timed("callbacks", hook, is_profiled=is_profiled) for hook in hooks
+            ]
 
     def __getitem__(self, name: str) -> list[Hook]:
         """For the hot path, which calls these itself."""

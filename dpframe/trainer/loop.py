@@ -32,7 +32,6 @@ from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import DTYPES, Precision, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
-from dpframe.trainer.profile import timed, untimed
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, refuse_nowhere
@@ -119,9 +118,9 @@ class Trainer(CallbackView):
             is_compiled=settings.compile_mode is not None,
             end_share=self.task_metrics.end_share,
         )
-        times = timed if settings.profile else untimed
-        self.hooks = Hooks(task, self.callbacks, self.strategy, times)
-        self.recorder = Recorder(self.strategy.logger(loggers), self.run, times)
+        self.hooks = Hooks(task, self.callbacks, self.strategy, is_profiled=settings.profile)
+        loggers = self.strategy.logger(loggers)
+        self.recorder = Recorder(loggers, self.run, is_profiled=settings.profile)
         self.shared = Shared(
             task,
             data,

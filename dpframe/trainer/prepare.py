@@ -22,7 +22,7 @@ from dpframe.trainer.fingerprint import fingerprint
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.in_place import InPlace
 from dpframe.trainer.placement import Precision
-from dpframe.trainer.profile import Profile, timed, untimed
+from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
@@ -67,10 +67,9 @@ def make_training(
 ) -> Training:
     task, data, strategy = shared.task, shared.data, shared.strategy
     profile = Profile() if settings.profile else None
-    times = timed if settings.profile else untimed
     if settings.on_nonfinite == "skip":
         strategy.check_skips(settings.accumulate)
-    validation = Evaluations(shared, "val", settings, feed.validation, times)
+    validation = Evaluations(shared, "val", settings, feed.validation)
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
     task.scheduler_steps = feed.scheduler_steps(settings)
     task.schedules_turns = settings.scheduler_every == "step"
@@ -83,7 +82,6 @@ def make_training(
         settings,
         shared.precision.scaler,
         scaled_rates,
-        times,
     )
     if task.optimizer_names and validation and not task.has_own("validation_step"):
         raise UserError(
