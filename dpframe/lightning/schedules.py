@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe.errors import UserError, suggestion
 from dpframe.lightning.numbers import find_number
+from dpframe.trainer.optimizers import kind_of
 
 RETURNS = (
     "return an optimizer, a list of them, ([optimizers], [schedulers]), a dict with optimizer and "
@@ -100,7 +101,7 @@ def read_optimizers(returned: Any, label: str) -> list[ScheduledOptimizer]:
         optimizers, given = list(optimizers[0]), optimizers[1]
         schedulers = list(given) if isinstance(given, list | tuple) else [given]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise UserError(f"{label} returned {_kinds(returned)}; {RETURNS}")
+        raise UserError(f"{label} returned {kind_of(returned)}; {RETURNS}")
     schedules = [_schedule(each, monitor, label) for each in schedulers]
     groups: dict[int, list[Schedule]] = {id(optimizer): [] for optimizer in optimizers}
     for schedule in schedules:
@@ -141,12 +142,3 @@ def _schedule(given: Any, monitor: str | None, label: str) -> Schedule:
             f"monitor {str(schedule.monitor).removesuffix('_step')}, the epoch's mean"
         )
     return schedule
-
-
-def _kinds(returned: Any) -> str:
-    if isinstance(returned, list | tuple):
-        inner = ", ".join(_kinds(part) for part in returned)
-        return f"[{inner}]" if isinstance(returned, list) else f"({inner})"
-    if isinstance(returned, Mapping):
-        return f"a dict of {', '.join(map(str, returned)) or 'nothing'}"
-    return "None" if returned is None else type(returned).__name__

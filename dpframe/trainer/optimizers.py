@@ -65,7 +65,7 @@ def _made(name: str, part: Any, returned: Any, task: Task) -> Made:
         for method in ("step", "state_dict", "load_state_dict")
     )
     if not isinstance(optimizer, Optimizer) or is_other or not is_scheduler:
-        raise UserError(f"{_method(task)} returned {_kind(returned)}; {RETURNS_OPTIMIZER}")
+        raise UserError(f"{_method(task)} returned {kind_of(returned)}; {RETURNS_OPTIMIZER}")
     # Of the class: a scheduler has wrapped the optimizer's own step, which then shows its self.
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     required = [
@@ -100,7 +100,8 @@ def _method(task: Task) -> str:
     return f"{type(task).__name__}.configure_optimizer"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
+    """What was returned, in words."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, dict):
