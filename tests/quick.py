@@ -2,7 +2,7 @@
 
 FILES = {
     "absent",
-    "log_check",
+    "hooks",
     "peers",
     "runner",
     "schedules",
@@ -111,7 +111,6 @@ TESTS = {
     "test_mps_has_the_fused_kernels_of_three_optimizers",
     "test_devices_that_can_not_be_had_are_refused_in_one_line",
     "test_a_rehearsal_says_why_there_is_no_gpu",
-    "test_gpus_may_be_named_by_their_uuids",
     "test_ranks_talk_by_the_backend_of_their_devices",
     "test_answers_are_signed_where_they_are_wrong",
     "test_what_a_task_has_only_in_lightning_is_one_line_with_what_to_write",

@@ -141,7 +141,7 @@ REFUSED = {
     "trainer.gpus=[-1]": "trainer.gpus=[-1] is neither",
     "trainer.gpus=0": "leave it out, and use strategy=cpu",
     "trainer.gpus=1.5": "neither a count",
-    "trainer.gpus=GPU-x": "use trainer.gpus=4, [0,1,3], or GPU-8f2a… as nvidia-smi -L shows it",
+    "trainer.gpus=GPU-x": "use e.g. trainer.gpus=4, or trainer.gpus=[0,1,3]",
     "trainer.gpus=[0,four]": "trainer.gpus=[0, 'four'] is neither",
     "trainer.clip_norm=nan": "trainer.clip_norm=nan is out of range; use a number above 0",
     "data.batch_size=0": "data.batch_size=0 is out of range; use 1 or more",

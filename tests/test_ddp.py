@@ -1,6 +1,5 @@
 """Gradients that the ranks would not share: told before an update is made of them."""
 
-import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,6 @@ from small import Hooks, Rows, Small, fitted
 from torch import Tensor
 
 from dpframe import Trainer, UserError
-from dpframe.strategies import ddp
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 
@@ -69,21 +67,14 @@ class Thawing(Small):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
-LACKS = (
-    "no gradient in this step on rank {{rank}}: {names}; the ranks can't share theirs; set {static}"
-    "strategy.find_unused_parameters=true where a step may leave out parameters"
+UNUSED = (
+    "no gradient in this step on rank {rank}: net.3.weight, net.3.bias; the ranks can't share "
+    "theirs; set strategy.find_unused_parameters=true where a step may leave out parameters"
 )
-UNUSED = LACKS.format(names="net.3.weight, net.3.bias", static="")
 # A task, settings of the trainer, options of ddp, and what is said in the third step.
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], dict[str, Any], str]] = {
     "unused at the last step": (partly(3), {}, {}, UNUSED),
     "unused in an update's last batch": (partly(6), {"accumulate": 2}, {}, UNUSED),
-    "a graph that is not static": (
-        partly(3),
-        {},
-        {"static_graph": True},
-        LACKS.format(names="net.3.weight, net.3.bias", static="strategy.static_graph=false "),
-    ),
     "thawed within a step": (
         ThawingInItsStep,
         {},
@@ -159,23 +150,6 @@ def test_weights_that_are_thawed_or_frozen_in_between_are_trained_as_on_one_repl
             assert abs(mine - other).max() < 1e-12
 
 
-class Sparse(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("adjacency", torch.eye(3).to_sparse())
-
-
-def of_sparse(strategy: DDP) -> str:
-    with pytest.raises(UserError) as line:
-        fitted(Sparse(), Rows(30, 5, val=False), strategy=strategy, max_steps=1)
-    return str(line.value)
-
-
-def test_a_sparse_buffer_is_refused_in_one_line():
-    said = "adjacency is a sparse buffer, which ranks can't exchange; keep it "
-    assert on(DDP(2, "cpu"), of_sparse) == f"{said}as an attribute, or dense"
-
-
 def apart(strategy: DDP) -> None:
     fitted(partly(3, rank=1)(), Rows(30, 5, val=False), strategy=strategy, max_steps=3)
 
@@ -207,8 +181,6 @@ class GathersAlone(Small):
 
 
 def differently(strategy: DDP, make: Any, hook: Any, folder: Path) -> None:
-    ddp.LATE_SECONDS = 0.5
-    logging.getLogger("dpframe").addHandler(logging.FileHandler(folder / f"{strategy.rank}.log"))
     callbacks = [Hooks(on_step_end=hook)] if hook else []
     try:
         fitted(make(), Rows(30, 5, val=False), strategy=strategy, callbacks=callbacks)
@@ -227,9 +199,8 @@ THAWED = "rank 0 has thawed net.0.weight, net.0.bias, and rank 1 has not; "
 ALIKE = "set requires_grad on all ranks at the same step, e.g. by trainer.global_step"
 
 
-def test_a_rank_that_thaws_alone_is_told_while_it_waits_and_in_the_last_line(tmp_path):
+def test_a_rank_that_thaws_alone_is_told_in_the_last_line(tmp_path):
     assert refused(tmp_path, Thawing, thaw_later) == THAWED + ALIKE
-    assert (tmp_path / "0.log").read_text() == f"waiting: {THAWED}{ALIKE}\n"
 
 
 def test_ranks_that_thaw_other_weights_are_refused_at_once(tmp_path):

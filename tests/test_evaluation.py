@@ -23,7 +23,7 @@ from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
-from dpframe.trainer import spool
+from dpframe.trainer import predictions as spooled
 from dpframe.trainer.predictions import as_table, join
 
 # Up to two batches and a bit; rows that are read one by one are split as tensors are.
@@ -268,8 +268,8 @@ def saved(strategy: Strategy, folder: str) -> dict[str, list[str]]:
     """What mode=predict writes of each kind of outputs, in enough memory and in too little."""
     found: dict[str, list[str]] = {name: [] for name in OF_ROWS}
     for name, output in OF_ROWS.items():
-        for held in (spool.HELD, 100):
-            with patch.object(spool, "HELD", held):
+        for held in (spooled.HELD, 100):
+            with patch.object(spooled, "HELD", held):
                 path = Path(folder, name, str(held))
                 trainer = Trainer(Returns(output), Numbers("tensors", 100), strategy=strategy)
                 predictions = trainer.predict(spool=path)
@@ -297,7 +297,7 @@ def rows_of(pieces: list[Any]) -> Any:
 
 
 def test_large_predictions_are_read_again_in_order(tmp_path, monkeypatch):
-    monkeypatch.setattr(spool, "HELD", 100)
+    monkeypatch.setattr(spooled, "HELD", 100)
     kept = Trainer(Ids(), Numbers("rows", 200)).predict(spool=tmp_path)
     wanted = Trainer(Ids(), Numbers("rows", 200)).predict()
     assert kept.batches.is_on_disk and list(tmp_path.iterdir()) == []
@@ -311,7 +311,7 @@ def test_large_predictions_are_read_again_in_order(tmp_path, monkeypatch):
 
 
 def test_other_parts_in_a_later_piece_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(spool, "HELD", 100)
+    monkeypatch.setattr(spooled, "HELD", 100)
     odd = Returns(lambda ids: {"a": ids} if ids[0] < 150 else {"b": ids})
     kept = Trainer(odd, Numbers("rows", 200)).predict(spool=tmp_path)
     with pytest.raises(UserError, match=r"other parts for some batches \(a, b\)"):
@@ -328,7 +328,7 @@ class Wide(Numbers):
 
 def peak_of_wide(folder: str, rows: int) -> int:
     """The bytes that the largest memory of this process grew by."""
-    spool.HELD = 8 << 20
+    spooled.HELD = 8 << 20
     wide = Returns(lambda ids: ids[:, None, None].expand(-1, 128, 1024).contiguous())
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     predictions = Trainer(wide, Wide("rows", rows)).predict(spool=folder)
@@ -344,7 +344,7 @@ def test_a_prediction_larger_than_its_memory_is_written(tmp_path):
 
 
 def killed_at(folder: str, row: int) -> None:
-    spool.HELD = 100
+    spooled.HELD = 100
 
     def die(ids: Tensor) -> Tensor:
         if row in ids:

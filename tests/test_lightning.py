@@ -544,7 +544,7 @@ REFUSED = [
     (NoLoss, {}, "NoLoss.training_step returned no loss, which leaves out the batch"),
     (Skips, {}, "Skips.on_train_batch_start returned -1, which ends the epoch"),
     (OneOfTwo, {}, "OneOfTwo.configure_optimizers returned 2 optimizers, which takes manual"),
-    (NoOptimizer, {}, "NoOptimizer.configure_optimizers returned None; return an optimizer"),
+    (NoOptimizer, {}, "NoOptimizer.configure_optimizers returned a NoneType; return an opt"),
     (Zeros, {}, "Zeros.optimizer_zero_grad is never called here: "),
     (OfLightning1, {}, ".validation_epoch_end is never called here: it is Lightning 1's"),
     (Twice, {}, "Twice.optimizer_step calls its closure again in a step, and Twice's SGD takes"),

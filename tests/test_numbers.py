@@ -192,19 +192,6 @@ def test_float32_products_have_the_precision_that_is_set_and_a_sweeps_next_run_h
     assert torch.get_float32_matmul_precision() == before == "highest"
 
 
-@pytest.mark.parametrize("settings", [{}, {"matmul_precision": "highest"}])
-def test_a_program_that_has_set_the_precision_of_a_backend_has_it_again_after_a_run(settings):
-    backend, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
-    backend.fp32_precision = "tf32"  # torch gives it no name then
-    try:
-        with process_settings_restored():
-            trainer(**settings)
-            assert backend.fp32_precision == ("ieee" if settings else "tf32")
-        assert backend.fp32_precision == "tf32"
-    finally:
-        backend.fp32_precision = before
-
-
 def test_cudnn_looks_for_fast_kernels_where_that_is_set_and_not_in_a_sweeps_next_run():
     before = torch.backends.cudnn.benchmark
     with process_settings_restored():

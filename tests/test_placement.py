@@ -82,25 +82,6 @@ def test_what_a_convolution_makes_is_turned_though_its_weights_look_alike_either
     assert is_turned(task.net[0](rows)) and made.layout == CHANNELS_LAST
 
 
-class Flat(nn.Module):
-    def forward(self, images: Tensor) -> Tensor:
-        return images.view(len(images), -1)
-
-
-def flat(**settings: Any) -> Any:
-    """A task that calls view() as any file of a user's may: here not in the task's own."""
-    task = Net()
-    task.net = nn.Sequential(nn.Conv2d(3, 8, 3), Flat(), nn.Linear(288, 2))
-    return trainer(task, Images(), **settings)
-
-
-def test_a_task_that_calls_view_trains_by_default_and_is_told_what_channels_last_needs():
-    flat().fit()
-    with pytest.raises(RuntimeError) as caught:
-        flat(channels_last=True).fit()
-    assert "or trainer.channels_last=false" in caught.value.__notes__[0]
-
-
 @pytest.mark.parametrize("make", MOMENTUM)
 def test_either_layout_trains_and_predicts_alike(make):
     runs = [

@@ -536,10 +536,7 @@ def test_a_pipe_or_a_device_among_the_parts_is_not_waited_for(saved, name, kind)
 @pytest.mark.parametrize(
     ("listed", "said"),
     [
-        (
-            {"tensors": {}},
-            "is of an earlier dpframe, and this one does not read it: write it",
-        ),
+        ({"tensors": {}}, "is no list of files that dpframe writes"),
         ({"files": {"../last.ckpt": "0"}}, "is no list of files that dpframe writes"),
         ({"files": [1]}, "is no list of files that dpframe writes"),
         ([1], "is no list of files that dpframe writes"),

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import BUFFERS, DDP
 from dpframe.strategies.processes import backend_of
 from dpframe.strategies.single import CPU, SingleGPU, auto
-from dpframe.trainer.placement import Precision, place
+from dpframe.trainer.placement import Precision
 
 # Devices, on a machine that has none
 
@@ -126,7 +125,6 @@ def test_more_replicas_than_the_cpu_can_bear_are_refused(no_gpu):
         ("auto", "auto", ["cuda:0", "cuda:1"]),
         (3, "cpu", ["cpu", "cpu", "cpu"]),
         ("all", "cpu", ["cpu", "cpu"]),
-        ([0, "GPU-8f2a"], "cpu", ["cpu", "cpu"]),
     ],
 )
 def test_the_devices_are_those_that_were_asked_for(two_gpus, gpus, accelerator, devices):
@@ -153,7 +151,6 @@ def test_the_devices_are_those_that_were_asked_for(two_gpus, gpus, accelerator, 
         (1, "all", "auto", SingleGPU),
         (0, "all", "auto", DDP),  # it rehearses
         (2, "auto", "auto", SingleGPU),
-        (2, "GPU-8f2a", "auto", SingleGPU),
         (0, None, "cuda", SingleGPU),  # which refuses
     ],
 )
@@ -232,37 +229,6 @@ def test_gpus_that_the_driver_tells_of_and_torch_can_not_use_are_no_silent_cpu_r
     assert "too old (found version 11040), so 1 process" in capfd.readouterr().err
 
 
-UUIDS = ["8f2a0c11-1111-2222-3333-444444444444", "8f2a0c99-1111-2222-3333-444444444444"]
-
-
-@pytest.mark.parametrize(
-    "gpus, chosen",
-    [
-        ("GPU-8f2a0c99", ["cuda:1"]),
-        (["GPU-8F2A0C99", 0], ["cuda:1", "cuda:0"]),
-        (["MIG-8f2a0c99", "GPU-8f2a0c1"], ["cuda:1", "cuda:0"]),
-        ("GPU-77", "trainer.gpus: GPU-77 is no device's UUID here: there are GPU-8f2a0c11-"),
-        ("GPU-8f2a", "trainer.gpus: GPU-8f2a begins several UUIDs here: there are GPU-8f2a0c11-"),
-    ],
-)
-def test_gpus_may_be_named_by_their_uuids(monkeypatch, two_gpus, gpus, chosen):
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda one: SimpleNamespace(uuid=UUIDS[one.index])
-    )
-    choose = partial(DataParallel(gpus).choose_devices, default=None)
-    if isinstance(chosen, list):
-        assert [str(device) for device in choose()] == chosen
-    else:
-        with pytest.raises(UserError, match=chosen):
-            choose()
-
-
-def test_a_device_without_a_uuid_is_not_named_by_one(monkeypatch):
-    machine(monkeypatch, "mps", 1)
-    with pytest.raises(UserError, match="GPU-8f2a is no device's UUID here: none has any; or use"):
-        SingleGPU("GPU-8f2a").setup()
-
-
 @pytest.mark.parametrize(
     "kind, gpus, there",
     [("mps", 1, ["mps:0"]), ("xpu", 3, ["xpu:0", "xpu:1", "xpu:2"]), ("hpu", 1, ["hpu:0"])],
@@ -334,16 +300,12 @@ def test_float64_is_refused_where_the_device_has_none():
     line = "trainer.precision=64 but MPS has no floats of 64 bits; use trainer.precision=32, or tr"
     with pytest.raises(UserError, match=f"^{line}"):
         Precision("64", torch.device("mps", 0))
-    task = Plain().double()
-    line = "even.weight is float64 and MPS has no floats of 64 bits; make it float32, or use train"
-    with pytest.raises(UserError, match=f"^{line}"):
-        place(task, Strategy(), Precision("32", torch.device("mps", 0)), TrainerSettings())
 
 
 # What reaches torch's DDP
 
 
-OPTIONS = ("find_unused_parameters", BUFFERS, "static_graph", "gradient_as_bucket_view")
+OPTIONS = ("find_unused_parameters", BUFFERS, "gradient_as_bucket_view")
 
 
 def test_the_options_of_ddp_reach_torch():
@@ -372,7 +334,7 @@ def test_sync_batchnorm_is_refused_on_the_cpu():
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("name", ["routed", "bucket_copies", "static"])
+@pytest.mark.parametrize("name", ["routed", "bucket_copies"])
 def test_training_with_the_option_equals_one_process(name, accumulate):
     wanted = trained(CPU(), name, accumulate)["weights"]
     assert weights_apart(results()[name, accumulate]["weights"], wanted) <= 1e-12
@@ -479,7 +441,6 @@ class Table(DataModule):
 TRAINED: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "routed": (Routed, {"find_unused_parameters": True}),
     "bucket_copies": (Plain, {"gradient_as_bucket_view": False}),
-    "static": (Plain, {"static_graph": True}),
 }
 
 

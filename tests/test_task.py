@@ -166,7 +166,6 @@ TRAINED: dict[str, tuple[type[Task], dict[str, Any]]] = {
     "unused": (Together, FREE),
     "weights": (Masked, {}),
     "weights, found": (Masked, FREE),
-    "static": (Used, {"static_graph": True}),
     "bucket copies": (Used, {"gradient_as_bucket_view": False}),
 }
 WAYS = [("plain", size, accumulate) for size in (1, 3, 4) for accumulate in (1, 3)]
@@ -208,36 +207,21 @@ def test_ranks_without_a_row_train_as_one_process_does(name, size, accumulate):
         assert reported == pytest.approx(metrics, rel=EXACT)
 
 
-FEW = {  # a task, the size of its batches, whether statistics are shared, and what is said
-    "left out at first": (Together, 3, False, "static_graph=true with a batch of 3 rows"),
-    "left out later": (Together, 4, False, "static_graph=true with a batch of 1 rows"),
-    "statistics": (Used, 3, True, "sync_batchnorm=true with a batch of 3 rows"),
-}
+def refused_on(strategy: DDP) -> list[str]:
+    # As if the device were a GPU: torch has no SyncBatchNorm for the CPU.
+    def pretend(trainer: Trainer) -> None:
+        trainer.strategy.module.register_forward_pre_hook(strategy._refuse_few_rows)
+
+    with pytest.raises(UserError) as caught:
+        hooks = [Hooks(on_fit_start=pretend)]
+        fitted(Used(), Table(3, shuffle=False), strategy=strategy, callbacks=hooks, precision="64")
+    return strategy.collectives.gather(str(caught.value))
 
 
-def refused_on(strategy: DDP) -> list[dict[str, str]]:
-    said = {}
-    for name, (task, size, shares_statistics, _) in FEW.items():
-        strategy.options = DDP(static_graph=True).options
-        strategy.sync_batchnorm = False
-        # As if the device were a GPU: torch has no SyncBatchNorm for the CPU.
-        hooks = Hooks(
-            on_fit_start=lambda trainer, value=shares_statistics: setattr(
-                trainer.strategy, "sync_batchnorm", value
-            )
-        )
-        with pytest.raises(UserError) as caught:
-            data = Table(size, shuffle=False)
-            fitted(task(), data, strategy=strategy, callbacks=[hooks], precision="64")
-        said[name] = str(caught.value)
-    strategy.options, strategy.sync_batchnorm = DDP().options, False
-    return strategy.collectives.gather(said)
-
-
-def test_what_needs_a_row_of_every_rank_is_refused_by_all_ranks_where_one_has_none():
-    for said in on_four_ranks()["refused"]:
-        for name, (*_, line) in FEW.items():
-            assert said[name].startswith(f"strategy.{line} on 4 ranks, of which the last has none")
+def test_shared_statistics_are_refused_by_all_ranks_where_one_has_no_row():
+    line = "strategy.sync_batchnorm=true with a batch of 3 rows on 4 ranks, of which the last has n"
+    said = on_four_ranks()["refused"]
+    assert len(said) == 4 and all(each.startswith(line) for each in said)
 
 
 # Rows of other replicas

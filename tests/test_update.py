@@ -19,8 +19,8 @@ from dpframe.errors import Failure
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
-from dpframe.trainer import outputs, weighting
-from dpframe.trainer.fused import fuse
+from dpframe.trainer import outputs
+from dpframe.trainer.optimizers import fuse
 
 Make = Callable[..., torch.optim.Optimizer]
 SETTINGS: dict[str, Any] = {"max_epochs": 3, "precision": "64", "log_every": 1}
@@ -263,8 +263,7 @@ def test_weights_are_summed_in_64_bits_where_the_device_has_none(monkeypatch, ac
         return made.task.state_dict(), made.metrics
 
     expected = trained()
-    for module in (outputs, weighting):
-        monkeypatch.setattr(module, "has_float64", lambda device: False)  # as on Apple's MPS
+    monkeypatch.setattr(outputs, "has_float64", lambda device: False)  # as on Apple's MPS
     monkeypatch.setattr(torch.Tensor, "double", lambda tensor: pytest.fail("64 bits"))
     assert is_same(trained(), expected)
 

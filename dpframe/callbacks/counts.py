@@ -1,6 +1,7 @@
 """What is predicted in a validation, once more, and counts of it over all rows and replicas."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, tensor
@@ -8,7 +9,7 @@ from torch import Tensor, tensor
 from dpframe import seeding
 from dpframe.data import Batch, move
 from dpframe.trainer.callback import Callback
-from dpframe.trainer.default_dtype import default_dtype
+from dpframe.trainer.placement import default_dtype
 
 if TYPE_CHECKING:
     from dpframe.trainer import Trainer
@@ -46,7 +47,8 @@ class ValidationCounts(Callback):
 
 def predict_shares(trainer: "Trainer", batch: Batch) -> Iterator[tuple[Any, Any]]:
     """The shares of this process that have rows, each with what `predict_step` returns."""
-    with trainer.strategy.whole_weights(trainer.task):
+    sharding = trainer.strategy.sharding
+    with nullcontext() if sharding is None else sharding.whole_weights(trainer.task):
         for share in batch.shares:
             if share.rows:
                 inputs = move(share.batch, trainer.strategy.device)

@@ -17,9 +17,9 @@ run goes on from is always a file; fetch it, and give its name as `resume=FILE`.
 """
 
 # Each name is imported when first used: `seal` alone, which chooses a checkpoint, imports no torch.
-import importlib
+from typing import TYPE_CHECKING
 
-TYPE_CHECKING = False
+from dpframe.lazy import lazy
 
 if TYPE_CHECKING:
     from dpframe.checkpoint.file import copy, dump, join, load, load_task, save
@@ -27,9 +27,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Writer", "copy", "dump", "join", "load", "load_task", "save"]
 
-
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        home = "writer" if name == "Writer" else "file"
-        return getattr(importlib.import_module(f"dpframe.checkpoint.{home}"), name)
-    raise AttributeError(f"module 'dpframe.checkpoint' has no attribute '{name}'")
+_HOMES = dict.fromkeys(__all__, "file") | {"Writer": "writer"}
+__getattr__, __dir__ = lazy(__name__, __all__, _HOMES)

@@ -91,15 +91,9 @@ def hashes_of(folder: Path) -> dict[str, str]:
     """The files of a sharded checkpoint and their hashes, from its list."""
     name = f"{folder.name}/{MANIFEST}"
     try:
-        listed = json.loads((folder / MANIFEST).read_bytes())
-        hashes = listed.get("files")
+        hashes = json.loads((folder / MANIFEST).read_bytes()).get("files")
     except STRANGE:
-        listed = hashes = None
-    if isinstance(listed, dict) and "tensors" in listed:
-        raise Damaged(
-            f"{name} is of an earlier dpframe, and this one does not read it: write it as one file "
-            "there, by mode=export export.formats=[checkpoint]"
-        )
+        hashes = None
     if not isinstance(hashes, dict) or any(Path(part).name != part for part in hashes):
         raise Damaged(f"{name} is no list of files that dpframe writes")
     return hashes

@@ -24,7 +24,7 @@ from dpframe.launch.rank import SAFE_PATH, SIGNALED
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import SIGNALS, TICK_SECONDS
 from dpframe.modes.run import run
-from dpframe.strategies.devices import HIDES, WORDS, present, use_threads
+from dpframe.strategies.devices import HIDES, present, use_threads
 from dpframe.trainer.settings import TrainerSettings
 
 BLOCK = 1 << 16
@@ -148,8 +148,7 @@ class _Process:
         ]
         writers = [writer for _, writer in pairs]
         environment = {name: os.environ[name] for name in [SAFE_PATH] if name in os.environ}
-        gpus = _trainer(job).gpus
-        if gpus in (None, *WORDS) or isinstance(gpus, int):  # names no GPUs
+        if not isinstance(_trainer(job).gpus, list):  # it names no GPUs
             environment |= lane.environment
         args = (job, lane.cores, environment, *writers)
         self.process = context.Process(target=_live, args=args)

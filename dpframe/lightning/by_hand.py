@@ -79,7 +79,7 @@ class ByHand:
 
     @property
     def _strategy(self) -> Strategy:
-        return self.task.trainer_here.strategy
+        return self.task.held.trainer.strategy
 
     def _count(self, *_: Any) -> None:
         self.steps += 1

@@ -12,10 +12,13 @@ LEFT_OUT = object()
 log = logging.getLogger("dpframe")
 
 
-def of_lightning(task: Any, weights: dict[str, Tensor], counts: dict[str, int]) -> dict[str, Any]:
+def of_lightning(task: Any, weights: dict[str, Tensor]) -> dict[str, Any]:
     """A checkpoint with Lightning's keys."""
-    stripped = {key.removeprefix("module."): value for key, value in weights.items()}
-    theirs: dict[str, Any] = {**counts, "state_dict": stripped}
+    theirs: dict[str, Any] = {
+        "epoch": task.current_epoch,
+        "global_step": task.module.trainer.global_step,
+        "state_dict": {key.removeprefix("module."): value for key, value in weights.items()},
+    }
     if task.module.hparams:
         theirs[HYPER] = dict(task.module.hparams)
     return theirs

@@ -14,6 +14,7 @@ from dpframe.lightning.module import is_a, own_class, owns
 from dpframe.strategies.collectives import Collectives
 
 LOADER = "dataloader"
+TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STAGES = {"train": "fit", "val": "fit", "test": "test", "predict": "predict"}
 
 
@@ -126,3 +127,21 @@ def prepare(module: Any, collectives: Collectives) -> None:
     if owns(module, "prepare_data"):
         on_each = module.prepare_data_per_node
         run_once(module.prepare_data, partial(collectives.once, on_each_machine=on_each))
+
+
+def transfer(batch: Any, module: Any, data: Any, number: int = 0) -> Any:
+    """Through the hooks that Lightning has around the move to the device, which is done: of the
+    Trainer's data, or of the LightningModule. `number` is the data set's."""
+    theirs = getattr(data, "module", None)
+    for hook in TRANSFERS:
+        is_of_data = theirs is not None and hook in vars(type(theirs))
+        if is_of_data or owns(module, hook):
+            args = (module.device,) if hook == "transfer_batch_to_device" else ()
+            batch = getattr(theirs if is_of_data else module, hook)(batch, *args, number)
+    return batch
+
+
+def number_of(name: str, data: Any) -> int:
+    """The place of a data set among those that were asked for last."""
+    names = getattr(data, "names", [])
+    return names.index(name) if name in names else 0

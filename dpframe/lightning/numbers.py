@@ -2,8 +2,9 @@
 
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 from torch import Tensor
@@ -98,6 +99,20 @@ class Log:
                 yield numbers
         finally:
             self.kind, self.names, self._of_passes = before
+
+    @contextmanager
+    def hooks_of_step(self, trainer: Any) -> Iterator[None]:
+        """Within, `self.log` logs to this step, as often as the step's own numbers are logged."""
+
+        def log(numbers: Numbers) -> None:
+            if (trainer.progress.global_step + 1) % trainer.settings.log_every == 0:
+                trainer.log({f"step/{name}": value for name, value in numbers.items()})
+
+        self.per_step = log
+        try:
+            yield
+        finally:
+            self.per_step = None
 
     def name_of(self, kind: str, path: str) -> str:
         """Under which the metric at this path of the module is logged: the path is another."""
@@ -203,6 +218,50 @@ class Log:
     @property
     def _of_pass(self) -> dict[str, tuple[str, list[float]]]:
         return self._of_passes.setdefault(self.kind, {})
+
+
+class HookMetrics:
+    """Metrics that only hooks update. As in Lightning, one is reset where it is logged itself, and
+    else goes on from pass to pass, e.g. a MaxMetric."""
+
+    def __init__(self) -> None:
+        self.kept: set[str] = set()  # the names of those that go on
+        self._loaded: dict[str, Any] = {}  # states, until the sanity pass is over
+
+    @contextmanager
+    def noted(self, module: Any, named: Iterable[tuple[str, Any]], log: Log) -> Iterator[None]:
+        """Around hooks; `named` are the modules of the task."""
+        metrics = {
+            name: part
+            for name, part in named
+            if is_metric(part) and (name in self.kept or not part.update_called)
+        }
+        log.in_hooks.clear()
+        yield
+        updated = {name: metric for name, metric in metrics.items() if metric.update_called}
+        for name, logged in log.in_hooks:
+            if any(logged is metric for metric in updated.values()):
+                module.log(name, logged.compute())
+                logged.reset()
+        if not module.trainer.sanity_checking:
+            self.kept |= {name for name, metric in updated.items() if metric.update_called}
+
+    def state_dict(self, named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+        metrics = {name: metric for name, metric in named if name in self.kept}
+        return {name: deepcopy(metric.metric_state) for name, metric in metrics.items()}
+
+    def load_state_dict(self, states: dict[str, Any]) -> None:
+        self._loaded = states
+
+    def begin(self, named: Iterable[tuple[str, Any]]) -> None:
+        """After the sanity pass: gives the metrics what was loaded."""
+        loaded, self._loaded, there = self._loaded, {}, dict(named)
+        for name, state in loaded.items() if loaded.keys() <= there.keys() else ():
+            metric = there[name]
+            for key, value in state.items():
+                setattr(metric, key, value)
+            metric.to(metric.device)
+            self.kept.add(name)
 
 
 def training_outputs(loss: Any, numbers: Numbers, output: Any = None) -> Numbers:

@@ -1,5 +1,6 @@
-"""An optimizer whose step is the LightningModule's `optimizer_step`."""
+"""The optimizers of a LightningModule as the Trainer gets them; one may step by the module."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -7,8 +8,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpframe.accelerator import has_float64
+from dpframe.errors import UserError
+from dpframe.lightning.module import owns
+from dpframe.lightning.schedules import ScheduledOptimizer, Schedules
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.outputs import Measured
+
+
+def with_schedules(made: ScheduledOptimizer, task: Any) -> Any:
+    """What a Task's `configure_optimizer` returns of it."""
+    optimizer = made.optimizer
+    if not task.optimizes_by_hand and owns(task.module, "optimizer_step"):
+        closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+        needs_it = closure is not None and closure.default is closure.empty
+        # Errors show the optimizer's own name.
+        kind: Any = type(type(optimizer).__name__, (StepsAgain if needs_it else StepsByModule,), {})
+        optimizer = kind(optimizer, task)
+    if not made.schedules:
+        return optimizer
+    return optimizer, Schedules(made.schedules, list(task.module.trainer.lengths.values()))
 
 
 class StepsByModule(Optimizer):
@@ -21,10 +39,24 @@ class StepsByModule(Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         task = self.task
         at = task.current_epoch, task.run_context.batch_index
-        task.module.optimizer_step(*at, self.optimizer, closure or task.loss_of_step)
+        task.module.optimizer_step(*at, self.optimizer, closure or self._loss)
+
+    def _loss(self) -> Tensor:
+        """The closure that `optimizer_step` gets: the gradients are there already. It returns the
+        mean over all rows of the last batch, the same on every rank."""
+        task = self.task
+        outputs, task.outputs = task.outputs, None
+        if outputs is None:
+            name = type(task.module).__name__
+            raise UserError(
+                f"{name}.optimizer_step calls its closure again in a step, and {name}'s "
+                f"{type(self.optimizer).__name__} takes gradients that are computed once; "
+                "set self.automatic_optimization = False in __init__ and step it in training_step"
+            )
+        return mean_loss(outputs, task.held.trainer.strategy, task.device)
 
     def __getattribute__(self, name: str) -> Any:
-        own = ("optimizer", "task", "step", "__class__", "__dict__")
+        own = ("optimizer", "task", "step", "_loss", "__class__", "__dict__")
         if name in own:
             return object.__getattribute__(self, name)
         return getattr(object.__getattribute__(self, "optimizer"), name)

@@ -8,6 +8,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe.errors import UserError, suggestion
+from dpframe.lightning.numbers import find_number
+from dpframe.trainer.optimizers import kind_of
 
 RETURNS = (
     "return an optimizer, a list of them, ([optimizers], [schedulers]), a dict with optimizer and "
@@ -65,6 +67,27 @@ class ScheduledOptimizer(NamedTuple):
     schedules: list[Schedule]
 
 
+def step_due(task: Any, interval: str, count: int, *, plateaus: bool = False) -> None:
+    """Steps the schedules of a Lightning task. As in Lightning, all but those that wait for a
+    metric come before the validation."""
+    measured = {**task.held.trainer.metrics, **task.known}
+    for schedule in task.schedules:
+        if schedule.reduce_on_plateau != plateaus or not schedule.is_due(interval, count):
+            continue
+        metric = None
+        if schedule.reduce_on_plateau:
+            metric = find_number(schedule.monitor, measured)
+            if metric is None and schedule.strict:
+                there = ", ".join(task.held.trainer.metrics) or "nothing"
+                raise UserError(
+                    f"{type(task.module).__name__}: a scheduler monitors {schedule.monitor}, "
+                    f"which is not measured; there is {there}"
+                )
+            if metric is None:
+                continue
+        task.module.lr_scheduler_step(schedule.scheduler, metric)
+
+
 def read_optimizers(returned: Any, label: str) -> list[ScheduledOptimizer]:
     """Each optimizer with its schedules. `label` begins the errors."""
     optimizers = list(returned) if isinstance(returned, list | tuple) else [returned]
@@ -78,7 +101,7 @@ def read_optimizers(returned: Any, label: str) -> list[ScheduledOptimizer]:
         optimizers, given = list(optimizers[0]), optimizers[1]
         schedulers = list(given) if isinstance(given, list | tuple) else [given]
     if not optimizers or not all(isinstance(each, Optimizer) for each in optimizers):
-        raise UserError(f"{label} returned {_kinds(returned)}; {RETURNS}")
+        raise UserError(f"{label} returned {kind_of(returned)}; {RETURNS}")
     schedules = [_schedule(each, monitor, label) for each in schedulers]
     groups: dict[int, list[Schedule]] = {id(optimizer): [] for optimizer in optimizers}
     for schedule in schedules:
@@ -119,12 +142,3 @@ def _schedule(given: Any, monitor: str | None, label: str) -> Schedule:
             f"monitor {str(schedule.monitor).removesuffix('_step')}, the epoch's mean"
         )
     return schedule
-
-
-def _kinds(returned: Any) -> str:
-    if isinstance(returned, list | tuple):
-        inner = ", ".join(_kinds(part) for part in returned)
-        return f"[{inner}]" if isinstance(returned, list) else f"({inner})"
-    if isinstance(returned, Mapping):
-        return f"a dict of {', '.join(map(str, returned)) or 'nothing'}"
-    return "None" if returned is None else type(returned).__name__

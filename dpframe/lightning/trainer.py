@@ -129,7 +129,7 @@ class TheirTrainer:
 
     @property
     def ours(self) -> Any:
-        return self.task.trainer_here
+        return self.task.held.trainer
 
     @property
     def kind(self) -> str:

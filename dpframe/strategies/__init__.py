@@ -1,6 +1,6 @@
 """Strategies say where a recipe runs; each is one file, and conf/strategy/ is the list of them."""
 
-from importlib import import_module
+import sys
 from typing import TYPE_CHECKING
 
 from dpframe.errors import not_one_of
@@ -41,8 +41,7 @@ def by_name(name: str, gpus: "Gpus", accelerator: str) -> Strategy:
     """The strategy that a config has under this name."""
     if name not in NAMES:
         raise not_one_of("strategy", name, [*NAMES])
-    kind = NAMES[name]
-    made: Strategy = getattr(import_module(f"{__name__}.{_HOMES[kind]}"), kind)(gpus, accelerator)
+    made: Strategy = getattr(sys.modules[__name__], NAMES[name])(gpus, accelerator)
     return made
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -104,10 +104,6 @@ class Strategy:
             )
         return run(*args)
 
-    def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
-        """`launch` for a program that may have computed already, where `needs_launch`."""
-        return self.launch(run, *args)
-
     def __enter__(self) -> Self:
         """Calls `setup`: override that instead."""
         self.setup()
@@ -195,10 +191,6 @@ class Strategy:
                 f"self.all_gather: {NO_GATHER}; use strategy=ddp or strategy=data_parallel"
             )
         return x
-
-    def whole_weights(self, task: nn.Module) -> AbstractContextManager[None]:
-        """Within, this process may call the task by itself. Every process enters it."""
-        return nullcontext() if self.sharding is None else self.sharding.whole_weights(task)
 
     def logger(self, loggers: list[Logger]) -> list[Logger]:
         """The loggers that write in this process: the main one's, and nobody else's."""

@@ -2,14 +2,14 @@
 
 import inspect
 import json
-import logging
-import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DistError
 from torch.nn.parallel import DistributedDataParallel
 
 from dpframe.data import Share, split
@@ -24,9 +24,6 @@ BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _names else "broad
 
 Changes = dict[str, list[str]]
 """The names of the weights that were frozen, and of those that were thawed."""
-LATE_SECONDS = 10.0  # when ranks that have not frozen or thawed what others have are told
-
-log = logging.getLogger("dpframe")
 
 
 class DDP(Processes, takes_logical_shares=True):
@@ -37,7 +34,6 @@ class DDP(Processes, takes_logical_shares=True):
         *,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
-        static_graph: bool = False,
         gradient_as_bucket_view: bool = True,
         bucket_cap_mb: float | None = None,
         sync_batchnorm: bool = False,
@@ -48,7 +44,6 @@ class DDP(Processes, takes_logical_shares=True):
         self.options: dict[str, Any] = {
             "find_unused_parameters": find_unused_parameters,
             BUFFERS: broadcast_buffers,
-            "static_graph": static_graph,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "bucket_cap_mb": bucket_cap_mb,
         }
@@ -68,12 +63,6 @@ class DDP(Processes, takes_logical_shares=True):
         if not training:
             self.current = None  # a task that steps its optimizers itself has no other
             return module
-        for name, buffer in module.named_buffers():
-            if buffer.layout != torch.strided:
-                raise UserError(
-                    f"{name.removeprefix('task.')} is a sparse buffer, which ranks can't exchange; "
-                    "keep it as an attribute, or dense"
-                )
         if self.sync_batchnorm:
             if self.device.type == "cpu":
                 raise UserError(
@@ -88,8 +77,8 @@ class DDP(Processes, takes_logical_shares=True):
             self.wrapped[module] = None  # torch refuses it
             return module
         self.current = Wrapped(DistributedDataParallel(module, **self.options))
-        if self.sync_batchnorm or self.options["static_graph"]:
-            self.current.module.register_forward_pre_hook(self._look_at_rows)
+        if self.sync_batchnorm:
+            self.current.module.register_forward_pre_hook(self._refuse_few_rows)
         self.wrapped[module] = self.current
         return self.current.module
 
@@ -122,20 +111,12 @@ class DDP(Processes, takes_logical_shares=True):
         self._agreed += 1
         self._store.set(keys[self.rank], json.dumps(mine))
         said = f"rank {self.rank} has {_in_words(mine)}, and rank %s has %s; {FREEZE_ALIKE}"
-        began, limit, is_told = time.monotonic(), self.timeout_seconds / 2, False
-        while not self._store.check(keys):
-            time.sleep(0.001)
-            seconds = time.monotonic() - began
-            if seconds < min(limit, LATE_SECONDS) or (is_told and seconds < limit):
-                continue
-            late = next((r for r, key in enumerate(keys) if not self._store.check([key])), None)
-            if late is not None and seconds >= limit:
-                raise UserError(said % (late, "not"))
-            if late is not None:
-                log.warning(f"waiting: {said}", late, "not")
-                is_told = True
-        for rank, theirs in enumerate(map(json.loads, self._store.multi_get(keys))):
-            if theirs != mine:
+        with suppress(DistError):  # one does not come, and is named below
+            self._store.wait(keys, timedelta(seconds=self.timeout_seconds / 2))
+        for rank, key in enumerate(keys):
+            if not self._store.check([key]):
+                raise UserError(said % (rank, "not"))
+            if (theirs := json.loads(self._store.get(key))) != mine:
                 raise UserError(said % (rank, _in_words(theirs)))
 
     def _settle(self, now: "Wrapped") -> None:
@@ -143,9 +124,7 @@ class DDP(Processes, takes_logical_shares=True):
         which they came, and sums over four ranks then round in another way. A first backward of
         zeros gives a resumed run the buckets of the run that it continues."""
         now.is_settled = True
-        if self.world_size > 1 and not (
-            self.options["static_graph"] or self.options["find_unused_parameters"]
-        ):
+        if self.world_size > 1 and not self.options["find_unused_parameters"]:
             loss, _ = now.module(Share(None, 0, self.world_size), 1.0)
             loss.backward()
             for weight in now.shared.values():
@@ -154,8 +133,7 @@ class DDP(Processes, takes_logical_shares=True):
     def grad_sync(self, is_last: bool) -> None:
         assert self.current is not None
         self._unsynced.close()
-        if not is_last and not self.options["static_graph"]:
-            # Torch counts the backwards of a static graph: its gradients are shared each time.
+        if not is_last:
             self._unsynced.enter_context(self.current.module.no_sync())
         self.current.note_arrivals()
 
@@ -181,41 +159,24 @@ class DDP(Processes, takes_logical_shares=True):
             )
         if self.options["find_unused_parameters"]:
             return
-        lacking = now.lacking()
-        if lacking and now.is_first_update and self.options["static_graph"]:
-            now.left_out = lacking
-            self._refuse_few_rows(now)
-            for name in lacking:  # torch leaves them out from then on
-                del now.shared[name]
-        elif lacking:
-            static = "strategy.static_graph=false " * self.options["static_graph"]
+        if lacking := now.lacking():
             raise UserError(
                 f"no gradient in this step on rank {self.rank}: {_list(lacking)}; the ranks "
-                f"can't share theirs; set {static}strategy.find_unused_parameters=true where a "
-                "step may leave out parameters"
+                "can't share theirs; set strategy.find_unused_parameters=true where a step may "
+                "leave out parameters"
             )
-        now.is_first_update = False
 
-    def _look_at_rows(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        assert self.current is not None
-        self.current.rows = inputs[0].total
-        self._refuse_few_rows(self.current)
-
-    def _refuse_few_rows(self, now: "Wrapped") -> None:
-        """On all ranks, where one without a row can't do as the others: in a forward with
-        collectives, or in a static graph that leaves out parameters."""
-        if len(split(range(now.rows), self.world_size)[-1]):
+    def _refuse_few_rows(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """On all ranks, where one without a row takes no part in the collectives of a forward."""
+        total = inputs[0].total
+        if len(split(range(total), self.world_size)[-1]):
             return
-        if self.sync_batchnorm or now.left_out:
-            setting, why = "sync_batchnorm", ""
-            if not self.sync_batchnorm:
-                setting, why = "static_graph", f", and without a gradient {_list(now.left_out)}"
-            what = f"a batch of {now.rows} rows" if now.rows else "a divided stream's last batches"
-            raise UserError(
-                f"strategy.{setting}=true with {what} on {self.world_size} "
-                f"ranks, of which the last has none{why}; use strategy.{setting}=false, fewer "
-                "ranks, or a data.batch_size that leaves every rank a row of each batch"
-            )
+        what = f"a batch of {total} rows" if total else "a divided stream's last batches"
+        raise UserError(
+            f"strategy.sync_batchnorm=true with {what} on {self.world_size} ranks, of which the "
+            "last has none; use strategy.sync_batchnorm=false, fewer ranks, or a data.batch_size "
+            "that leaves every rank a row of each batch"
+        )
 
     @torch.no_grad()
     def sync_weights(self, for_reading: bool) -> None:
@@ -241,10 +202,7 @@ class Wrapped:
         named = list(module.module.named_parameters())
         self.shared = {name: weight for name, weight in named if weight.requires_grad}
         self.frozen = {name: weight for name, weight in named if not weight.requires_grad}
-        self.is_first_update = True
         self.is_settled = False  # whether its buckets are the last ones
-        self.left_out: list[str] = []  # weights, by a static graph
-        self.rows = 0  # of the last batch, where that matters
         self._trained = list(self.shared.values())
         self._hooks: list[Any] = []  # on weights, once there is accumulation
         self._arrived: set[str] = set()  # whose gradients came in the last backward

@@ -11,11 +11,10 @@ from dpframe.accelerator import cores
 from dpframe.errors import UserError, first_line
 from dpframe.launch import environment
 
-Gpus = int | str | list[int | str] | None
-"""A count, numbers and UUIDs of devices, `all`, or `auto` and None: as the strategy likes."""
+Gpus = int | str | list[int] | None
+"""A count, numbers of devices, `all`, or `auto` and None: as the strategy likes."""
 REPLICAS_PER_CORE = 8  # of a rehearsal; more are refused before any starts
 REHEARSED_REPLICAS = 2  # where neither a count nor a device says how many
-WORDS = ("auto", "all")
 HIDES = {  # the variables by which devices are kept from a process
     "cuda": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
     "xpu": ("ZE_AFFINITY_MASK", "ONEAPI_DEVICE_SELECTOR"),
@@ -34,7 +33,7 @@ def choose(gpus: Gpus, accelerator: str, *, default: int | None) -> list[torch.d
                 f"{limit} are sane; use fewer"
             )
         return [torch.device("cpu")] * count
-    numbers = [one for one in gpus if isinstance(one, int)] if isinstance(gpus, list) else []
+    numbers = gpus if isinstance(gpus, list) else []
     if asked is None and count > len(there) == 1 and _limits(there[0].type):
         return there * count  # each of torchrun's ranks sees a device of its own alone
     if count > len(there) or any(number >= len(there) for number in numbers):
@@ -47,11 +46,7 @@ def choose(gpus: Gpus, accelerator: str, *, default: int | None) -> list[torch.d
         raise UserError(
             f"{what} but {_count_devices(there)}; use {use}, or trainer.accelerator=cpu to rehearse"
         )
-    if isinstance(gpus, str) and gpus not in WORDS:
-        return [_by_uuid(gpus, there)]
-    if isinstance(gpus, list):
-        return [there[one] if isinstance(one, int) else _by_uuid(one, there) for one in gpus]
-    return there[:count]
+    return [there[number] for number in numbers] or there[:count]
 
 
 def count_of(gpus: Gpus, available: int) -> int | None:
@@ -60,9 +55,7 @@ def count_of(gpus: Gpus, available: int) -> int | None:
         return available or REHEARSED_REPLICAS
     if isinstance(gpus, list):
         return len(gpus)
-    if isinstance(gpus, str):
-        return None if gpus == "auto" else 1
-    return gpus
+    return None if isinstance(gpus, str) else gpus
 
 
 def present(accelerator: str) -> list[torch.device]:
@@ -127,31 +120,6 @@ def use_threads(count: int) -> None:
     e.g. those of attention, slower by a half, even with the number that there was."""
     if torch.get_num_threads() != count:
         torch.set_num_threads(count)
-
-
-def _by_uuid(start: str, there: list[torch.device]) -> torch.device:
-    """The beginning of a UUID is enough, as it is in CUDA_VISIBLE_DEVICES."""
-    uuids = [_uuid(device) for device in there]
-    pairs = zip(uuids, there, strict=True)
-    matches = [device for uuid, device in pairs if uuid.startswith(_bare(start))]
-    if len(matches) == 1:
-        return matches[0]
-    has = (
-        f"there are {', '.join(f'GPU-{uuid}' for uuid in uuids)}" if all(uuids) else "none has any"
-    )
-    what = "begins several UUIDs" if matches else "is no device's UUID"
-    raise UserError(f"trainer.gpus: {start} {what} here: {has}; or use numbers from 0 on")
-
-
-def _uuid(device: torch.device) -> str:
-    module = torch.get_device_module(device)
-    if not hasattr(module, "get_device_properties"):
-        return ""
-    return _bare(str(getattr(module.get_device_properties(device), "uuid", "")))
-
-
-def _bare(uuid: str) -> str:
-    return uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 def _count_devices(there: list[torch.device]) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dpframe.accelerator import cores
 from dpframe.data import split
 from dpframe.errors import ABOVE_0, Interrupted, UserError, refuse_below
-from dpframe.launch import environment, fresh, local
+from dpframe.launch import environment, local
 from dpframe.launch.peers import end_with_peers
 from dpframe.launch.rank import fail, has_parent
 from dpframe.strategies.base import Strategy
@@ -67,10 +67,6 @@ class Processes(Strategy):
             uses_gpus=devices[0].type != "cpu",
             timeout_seconds=self.timeout_seconds,
         )
-
-    def launch_apart(self, run: Callable[..., Any], *args: Any) -> Any:
-        """Launches from a new interpreter, which can fork its ranks."""
-        return fresh.call(_launch, self, run, fresh.pack(args))
 
     def setup(self) -> None:
         here = environment.read_rank()
@@ -217,15 +213,6 @@ def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
     with ThreadPoolExecutor(len(groups)) as threads:
         for aborted in [threads.submit(group.abort) for group in groups]:
             aborted.result()
-
-
-def _launch(strategy: Strategy, run: Callable[..., Any], args: bytes) -> Any:
-    local.allow_fork()
-    return strategy.launch(_run, run, args)
-
-
-def _run(run: Callable[..., Any], args: bytes) -> Any:
-    return run(*fresh.unpack(args, owns_main=True))
 
 
 @cache  # the other ranks may be there already for the next group

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from dpframe.testing import alone
 from dpframe.testing import reference as plain
 from dpframe.testing.course import Course, courses
@@ -125,17 +123,6 @@ class Evidence:
         """The shares of that many rows, in the order of the replicas."""
         notes = [self.main] if replicas else self.notes
         return [share for note in notes for share in note["shares"][replicas, kind, count]]
-
-    @property
-    def cuts(self) -> plain.Cuts:
-        def cut(shares: Shares, rows: Tensor) -> list[Tensor]:
-            return [rows[share] for share in shares if share]
-
-        return plain.Cuts(
-            lambda rows: cut(self.shares(len(rows)), rows),
-            lambda rows: cut(self.main["shares"][0, "tensor", len(rows)], rows),
-            self.replicas,
-        )
 
 
 def format_count(number: int, noun: str) -> str:

@@ -1,9 +1,9 @@
-"""What every strategy must equal, a loop in plain torch; and the wrong ways that one may go."""
+"""What every strategy must equal: a loop in plain torch."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,32 +30,19 @@ from dpframe.testing.distance import (
     weights_apart,
 )
 from dpframe.trainer import dynamo
-from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.evaluation import restore_modes
-from dpframe.trainer.losses import one_loss
 from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizers import optimizers_of
-from dpframe.trainer.outputs import detached, prefixed
+from dpframe.trainer.outputs import detached, one_loss, prefixed
+from dpframe.trainer.placement import with_default_dtype
 from dpframe.trainer.predictions import by_rows, join
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.update import of_turn
 
-MATCH = 1e-9  # a wrong way that comes this near is the one
 FARTHEST = 1e-9  # that rounding may move weights: a float32 moves them farther
 Cut = Callable[[Tensor], Sequence[Tensor]]
-"""From the rows of a batch to shares of them."""
-Way = Callable[[list[Tensor]], list[tuple[Tensor, Any]]]
-"""From an update's global batches to what it descends: the mean loss of these rows, by a factor;
-None: by their part of all rows, or of all that they weigh."""
-
-
-def exact_way(cut: Cut) -> Way:
-    """The mean over all rows, added up over the parts that `cut` makes of a batch."""
-    return lambda batches: [(part, None) for rows in batches for part in cut(rows)]
-
-
-WHOLE = exact_way(lambda rows: [rows])
+"""From the rows of a batch to the shares whose gradients are added up."""
 
 
 @lru_cache(maxsize=8)
@@ -64,8 +51,7 @@ def reference(course: Course) -> Curve:
     return train(course)
 
 
-def train(course: Course, way: Way = WHOLE) -> Curve:
-    """`way` is another one than `WHOLE` where a strategy may have gone it."""
+def train(course: Course, cut: Cut = lambda rows: [rows]) -> Curve:
     settings, (task, data) = course.settings, course.build()
     task.double()
     data.setup()
@@ -95,20 +81,19 @@ def train(course: Course, way: Way = WHOLE) -> Curve:
         whole: Outputs = []
         done = 0  # batches
         for batches in updates:
-            parts, outputs = way(batches), []
-            for rows, _ in parts:
-                index = next(i for i, batch in enumerate(batches) if rows[0] in batch)
-                context.batch_index, of = done + index, batches[index].tolist()
-                places = [of.index(row) if row in of else 0 for row in rows.tolist()]
-                outputs += [forward(Share(_batch(data, train, rows), len(rows), len(of), places))]
+            outputs: Outputs = []
+            for context.batch_index, batch in enumerate(batches, done):
+                of = batch.tolist()
+                for rows in cut(batch):
+                    places = [of.index(row) for row in rows.tolist()]
+                    share = Share(_batch(data, train, rows), len(rows), len(of), places)
+                    outputs.append((len(rows), forward(share)))
             done += len(batches)
-            measured = [
-                (len(rows), detached(o)) for (rows, _), o in zip(parts, outputs, strict=True)
-            ]
+            measured = [(rows, detached(output)) for rows, output in outputs]
             weights = [float(output.get("weight", rows)) for rows, output in measured]
             task.zero_grad()
-            for (_, factor), weight, output in zip(parts, weights, outputs, strict=True):
-                (output["loss"] * (weight / sum(weights) if factor is None else factor)).backward()
+            for weight, (_, output) in zip(weights, outputs, strict=True):
+                (output["loss"] * (weight / sum(weights))).backward()
             norm = _clip(optimizer, settings)
             update()
             if scheduler is not None and by_step and not is_plateau:
@@ -137,8 +122,8 @@ def sensitivity(course: Course, replicas: int) -> float:
     gradient almost cancel out, it makes steps of what is left, which is rounding. The reference
     itself then moves when it adds up the same gradients by the shares of the replicas, or by rows.
     """
-    ways = exact_way(lambda rows: rows.chunk(replicas)), exact_way(lambda rows: rows.split(1))
-    ends = [train(course, way).weights for way in ways]
+    cuts: list[Cut] = [lambda rows: rows.chunk(replicas), lambda rows: rows.split(1)]
+    ends = [train(course, cut).weights for cut in cuts]
     moved = max(weights_apart(end, reference(course).weights, 0.0).most for end in ends)
     # Farther than this it is no rounding, e.g. of a loss that gathers the rows of its batch.
     return ROUNDINGS * moved if ROUNDINGS * moved <= FARTHEST else 0.0
@@ -265,82 +250,3 @@ def unlike(whole: Outputs, parts: Outputs) -> frozenset[str]:
         if largest(relative(others.get(name, INFINITY), mean))
         > max(1e-9, ROUNDINGS * rounding[name])
     )
-
-
-# ---- the wrong ways that a strategy may go: what each of them descends, and its name
-
-
-class Cuts(NamedTuple):
-    """From the rows of a batch to the shares that have any, as the strategy cuts them."""
-
-    all: Cut  # of all replicas
-    main: Cut  # of the main process's
-    replicas: int
-
-
-def why_these_weights(course: Course, weights: Weights, cuts: Cuts) -> str:
-    """The wrong way that gives these weights, or an empty text."""
-    for words, way in _wrong_ways(cuts, course.accumulate):
-        if weights_apart(weights, train(course, way).weights, MATCH).most < MATCH:
-            return words
-    return ""
-
-
-def why_this_mean(mean: float, rows: int, batch_size: int, cuts: Cuts) -> str:
-    """The wrong way that gives this mean of 0², 1² … (rows - 1)², or an empty text."""
-    batches = list(torch.arange(rows).split(batch_size))
-    for words, way in _wrong_ways(cuts):
-        parts = way(batches)
-        whole = sum(factor for _, factor in parts)
-        value = sum(float(part.double().square().mean()) * factor / whole for part, factor in parts)
-        if abs(mean - value) <= MATCH * max(1.0, abs(mean)):
-            return words
-    return ""
-
-
-def _wrong_ways(cuts: Cuts, accumulate: int = 1) -> list[tuple[str, Way]]:
-    replicas = cuts.replicas
-    even = "the mean of the replicas' means,"
-    alone = "the main process's own rows alone: nothing is summed over the processes"
-    times = "the gradient: the replicas' gradients are"
-    says = "and gradient_divisor says that they are"
-    lost = "micro-batches: the others are lost"
-
-    def way(
-        cut: Cut = lambda batch: [batch],
-        counts: Callable[[Tensor, Tensor], float] = lambda part, batch: len(part),
-        kept: slice = slice(None),
-    ) -> Way:
-        """A part of a batch counts as that many rows of the update's."""
-        return lambda batches: [
-            (part, counts(part, batch) / sum(map(len, batches)))
-            for batch in batches[kept]
-            for part in cut(batch)
-        ]
-
-    ways = [
-        (
-            f"{replicas} times {times} summed, {says} averaged",
-            way(counts=lambda part, _: len(part) * replicas),
-        ),
-        (
-            f"1/{replicas} of {times} averaged, {says} summed",
-            way(counts=lambda part, _: len(part) / replicas),
-        ),
-        ("the rows of the shares, which are not the batch's: see rows_once", way(cuts.all)),
-        (
-            f"{even} not the mean over all rows",
-            way(cuts.all, lambda _, batch: len(batch) / len(cuts.all(batch))),
-        ),
-        (
-            f"{even} with 0 for a replica without a row",
-            way(cuts.all, lambda _, batch: len(batch) / replicas),
-        ),
-        (alone, way(cuts.main)),
-        (alone, way(cuts.main, lambda part, _: len(part) * replicas)),
-    ]
-    for n in range(1, accumulate):
-        ways.append((f"each update's first {n} {lost}", way(kept=slice(n))))
-    if accumulate > 1:
-        ways.append((f"each update's last of its {lost}", way(kept=slice(-1, None))))
-    return ways

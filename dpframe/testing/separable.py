@@ -14,10 +14,9 @@ from dpframe.strategies.single import CPU
 from dpframe.testing.course import Course, why_not
 from dpframe.testing.distance import ROUNDINGS, roundings
 from dpframe.trainer import Trainer
-from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.draws import NotCompared
-from dpframe.trainer.losses import one_loss
-from dpframe.trainer.outputs import Measured, detached
+from dpframe.trainer.outputs import Measured, detached, one_loss
+from dpframe.trainer.placement import default_dtype
 from dpframe.trainer.put_back import put_back
 from dpframe.trainer.share_check import CUT, ROWS, Trial, picked
 

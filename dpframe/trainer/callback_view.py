@@ -24,7 +24,7 @@ PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}  # 
 
 class CallbackView:
     """A Trainer inherits this. Hooks may also read its attributes `task`, `data`, `settings`,
-    `seed`, `callbacks`, `step_metrics` and `checkpoint`."""
+    `seed`, `callbacks` and `step_metrics`."""
 
     strategy: Strategy
     run: RunInfo
@@ -37,7 +37,9 @@ class CallbackView:
     mode = ""  # fit, validate, test or predict, once one of them runs
     has_begun = False  # training
     is_validating = False  # within a fit
+    is_extra_validation = False  # at the end of training: a longer run would not make it
     metrics: dict[str, float]
+    checkpoint: str | None  # the newest that this process has saved
     should_stop = False
     stop_reason = ""
 
@@ -118,6 +120,28 @@ class CallbackView:
         if None in here:
             return None
         return list(chain.from_iterable(self.strategy.collectives.gather(here)))
+
+    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
+        """All that decides the rest of training. Every process calls it, and the main one gets it.
+
+        If not `whole`, each process gets its own shards of the tensors that the strategy shards.
+        """
+        training, strategy, sharding = self.training, self.strategy, self.strategy.sharding
+        self._read_losses(training)
+        self.progress.read_clock()
+        strategy.sync_weights(for_reading=True)
+        logged_step, logged = self.recorder.last
+        logged = logged if logged_step == self.global_step else {}
+        state = training.state.capture(self.metrics, logged)
+        if self.is_extra_validation:
+            # Only as training ended here: a resumed, longer run must not count it.
+            state["progress"]["validated_step"] = -1
+        self.hooks.call("on_save", self, state)
+        return state if sharding is None or not whole else sharding.whole(state)
+
+    def _read_losses(self, training: Training) -> None:
+        """Checks the losses that were not read at once; waits for the GPU if there are any."""
+        training.guard.read(self.global_step, self.checkpoint, self.run.directory)
 
     # ---- media, for the loggers that show them; on processes but the main one nothing happens
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,23 +10,23 @@ from typing import Any
 import torch
 
 from dpframe import seeding
-from dpframe.data import Batch, Loader, placed
+from dpframe.data import Batch, DataModule, Loader, placed
 from dpframe.data.prefetch import prefetched
 from dpframe.errors import Interrupted, UserError
+from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.default_dtype import with_default_dtype
 from dpframe.trainer.feed import evaluated
 from dpframe.trainer.outputs import Measured
-from dpframe.trainer.predictions import Predictions, by_rows, collected
-from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.placement import Precision, with_default_dtype
+from dpframe.trainer.predictions import Predictions, Spool, by_rows, collected, fitting, size_of
+from dpframe.trainer.profile import timed
+from dpframe.trainer.schedule import StopPoll
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.shared import Shared
-from dpframe.trainer.spool import Spool, fitting, size_of
 from dpframe.trainer.step import EvalStep
-from dpframe.trainer.stop_poll import StopPoll
+from dpframe.trainer.task_metrics import TaskMetrics
 
 NO_ROWS = "the data set gave no rows; check its stream"
 
@@ -33,6 +34,24 @@ NO_ROWS = "the data set gave no rows; check its stream"
 AfterBatch = Callable[[Batch, list[Any]], None]
 """Called with each batch, placed, and what the steps returned."""
 STEPS = {"val": "validation_step", "test": "test_step", "predict": "predict_step"}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every mode of a Trainer needs: a placed task, its data, and where and how they run."""
+
+    task: Task
+    data: DataModule
+    strategy: Strategy
+    seed: int
+    precision: Precision
+    task_metrics: TaskMetrics
+    interruption: Interruption | None
+
+    @property
+    def draws_as(self) -> int:
+        """Which process's random numbers this one draws; each logical share has its own."""
+        return 0 if self.strategy.logical_shares else self.strategy.rank
 
 
 class Evaluation:
@@ -146,7 +165,6 @@ class Evaluations:
         kind: str,
         settings: TrainerSettings,
         loaders: dict[str, Loader] | None = None,
-        timed: Timed = untimed,
     ) -> None:
         if loaders is None:
             loaders = evaluated(kind, shared.data, shared.strategy, settings, seed=shared.seed)
@@ -156,7 +174,7 @@ class Evaluations:
             name: Evaluation(shared, kind, name, loader, settings.limit(kind, loader.batches))
             for name, loader in loaders.items()
         }
-        self._timed = timed
+        self._is_profiled = settings.profile
 
     def __bool__(self) -> bool:
         return bool(self.by_name)
@@ -164,7 +182,8 @@ class Evaluations:
     def means(self, *others: Means, after_batch: AfterBatch | None = None) -> dict[str, float]:
         """The means of each data set, and if there are several, also over the rows of all."""
         # Not kept: a cycle would keep the workers until Python looks for cycles.
-        return self._timed("validation", self._means)(*others, after_batch=after_batch)
+        measure = timed("validation", self._means, is_profiled=self._is_profiled)
+        return measure(*others, after_batch=after_batch)
 
     def _means(
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None

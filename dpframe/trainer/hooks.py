@@ -1,7 +1,9 @@
-"""The hooks of a task and of its callbacks, in the order in which they are called."""
+"""The hooks of a task and of its callbacks, in their order; and what they log, the same in all."""
 
 import inspect
+import math
 import traceback
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
@@ -9,13 +11,13 @@ from typing import Any
 from weakref import ref
 
 from dpframe.data import Batch
-from dpframe.errors import UserError, miscalled, refuse_unmeasured, suggestion
+from dpframe.errors import UserError, listed, miscalled, refuse_unmeasured, suggestion
 from dpframe.launch.watchdog import beat
 from dpframe.strategies.base import Strategy
+from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer.callback import HOOKS, Callback
-from dpframe.trainer.log_check import LogCheck
-from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.profile import timed
 
 Hook = Callable[..., None]
 AROUND_VALIDATION = (
@@ -26,6 +28,8 @@ AROUND_VALIDATION = (
 )
 ENDS = ("on_validation_end", "on_test_end", "on_predict_end", "on_epoch_end", "on_fit_end")
 """Where hooks may call the task, e.g. to draw samples, in one process alone."""
+TOLERANCE = 1e-6  # of what processes log: other devices may round otherwise
+SHOWN = 3  # numbers that were logged
 
 
 class Hooks:
@@ -36,7 +40,8 @@ class Hooks:
         task: Task,
         callbacks: Sequence[Callback],
         strategy: Strategy,
-        timed: Timed = untimed,
+        *,
+        is_profiled: bool = False,
     ) -> None:
         """`callbacks` are in their order: see `in_order`."""
         self._task = task
@@ -49,7 +54,9 @@ class Hooks:
             others = callbacks[: len(callbacks) - len(readers)]
             self._lists = overridden([task, *others, self.log_check, *readers])
         for name, hooks in self._lists.items():
-            self._lists[name] = [timed("callbacks", hook) for hook in hooks]
+            self._lists[name] = [
+                timed("callbacks", hook, is_profiled=is_profiled) for hook in hooks
+            ]
 
     def __getitem__(self, name: str) -> list[Hook]:
         """For the hot path, which calls these itself."""
@@ -85,7 +92,7 @@ class Hooks:
         sharding = self._strategy.sharding
         if sharding is None or not sharding.whole_in_hooks or not may_run_task(name, hook):
             return nullcontext()
-        return self._strategy.whole_weights(self._task)
+        return sharding.whole_weights(self._task)
 
     def after_batch(self, name: str, trainer: Any) -> Callable[[Batch, list[Any]], None] | None:
         """What an evaluation calls after each batch; None where no hook does anything."""
@@ -160,3 +167,37 @@ def overridden(parts: Iterable[object]) -> dict[str, list[Hook]]:
                     raise miscalled(part, name, called) from None
             hooks[name].append(getattr(part, name))
     return hooks
+
+
+class LogCheck:
+    """Runs after the hooks that may log and before early stopping and checkpoints, which would
+    decide differently in processes with other numbers."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._names = 0  # a checksum of all that were logged, in their order
+        self._sum = self._size = 0.0
+        self._newest: dict[str, float] = {}  # since all processes agreed
+
+    def add(self, numbers: dict[str, float]) -> None:
+        self._names = zlib.crc32(repr(list(numbers)).encode(), self._names)
+        for value in filter(math.isfinite, numbers.values()):
+            self._sum += value
+            self._size += abs(value)
+        self._newest.update(numbers)
+
+    def on_validation_end(self, *_: object) -> None:
+        collectives, processes = self._collectives, self._collectives.world_size
+        names, total = collectives.sum_numbers([float(self._names), self._sum])
+        differs = abs(total - processes * self._sum) > TOLERANCE * processes * self._size
+        if names != processes * self._names or differs:
+            pairs = [f"{name}={value:.6g}" for name, value in self._newest.items()]
+            raise UserError(
+                f"trainer.log got {listed(pairs, SHOWN) or 'nothing'} on rank {collectives.rank}, "
+                "and something else on another one; call it on all ranks with the same numbers, "
+                "e.g. those of one rank by trainer.strategy.collectives.broadcast"
+            )
+        self._sum = self._size = 0.0
+        self._newest.clear()
+
+    on_test_end = on_epoch_end = on_validation_end

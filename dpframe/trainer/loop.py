@@ -24,22 +24,19 @@ from dpframe.task import Task, TaskContext
 from dpframe.trainer import given
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
-from dpframe.trainer.choose import add_logical_shares, choose_strategy
-from dpframe.trainer.evaluation import Evaluations, restore_modes
+from dpframe.trainer.evaluation import Evaluations, Shared, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order, name_callback
 from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
 from dpframe.trainer.outputs import prefixed
-from dpframe.trainer.placement import Precision, explain, place
+from dpframe.trainer.placement import DTYPES, Precision, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
-from dpframe.trainer.profile import timed, untimed
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.ranks import Ranks
+from dpframe.trainer.ranks import Ranks, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, refuse_nowhere
 from dpframe.trainer.schedule import EpochEnd
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.shared import Shared
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
 
@@ -88,7 +85,6 @@ class Trainer(CallbackView):
         self.progress = Progress()
         self.metrics: dict[str, float] = {}
         self.step_metrics: dict[str, float] = {}  # step/…: means of this epoch's newest updates
-        self.is_extra_validation = False  # at the end of training: a longer run would not make it
         self.checkpoint: str | None = None
         self._opened = ExitStack()  # holds the strategy, if it was set up here
         self.strategy = choose_strategy(strategy, settings)
@@ -122,9 +118,9 @@ class Trainer(CallbackView):
             is_compiled=settings.compile_mode is not None,
             end_share=self.task_metrics.end_share,
         )
-        times = timed if settings.profile else untimed
-        self.hooks = Hooks(task, self.callbacks, self.strategy, times)
-        self.recorder = Recorder(self.strategy.logger(loggers), self.run, times)
+        self.hooks = Hooks(task, self.callbacks, self.strategy, is_profiled=settings.profile)
+        loggers = self.strategy.logger(loggers)
+        self.recorder = Recorder(loggers, self.run, is_profiled=settings.profile)
         self.shared = Shared(
             task,
             data,
@@ -138,15 +134,14 @@ class Trainer(CallbackView):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.close(error)
-
-    def close(self, error: BaseException | None = None) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Closes the strategy if this Trainer has set it up; after an error without waiting for
         other processes."""
         atexit.unregister(self._opened.close)
-        trace = None if error is None else error.__traceback__
-        self._opened.__exit__(None if error is None else type(error), error, trace)
+        self._opened.__exit__(*error)
+
+    def close(self) -> None:
+        self.__exit__(None, None, None)
 
     def display(self, callbacks: list[Callback], wanted: bool | None) -> list[Callback]:
         """What is added to the callbacks; `dpframe.Trainer` has a bar."""
@@ -160,7 +155,6 @@ class Trainer(CallbackView):
         `resume` is a checkpoint's file, its state, which training will change, or "last" for the
         newest one in the run directory; `resume_anyway` accepts one of a run with another config
         or code."""
-        self._refuse_closed()
         self.mode, self.is_validating, self._is_prepared = "fit", False, False
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
         if self._is_half_loaded and state is None:
@@ -204,7 +198,6 @@ class Trainer(CallbackView):
         """Trains; see `prepare`. `keep_loggers_open` is for a `test` that follows."""
         if self.ranks is not None:
             return self._take_over("fit", resume, resume_anyway=resume_anyway)
-        self._refuse_closed()
         if not self._is_prepared or self.mode != "fit" or resume is not None:
             own = deepcopy(resume) if isinstance(resume, dict) else resume
             self.prepare(own, resume_anyway=resume_anyway)
@@ -260,7 +253,6 @@ class Trainer(CallbackView):
 
     @contextmanager
     def _evaluating(self, mode: str, kind: str) -> Iterator[Evaluations]:
-        self._refuse_closed()
         self.mode = mode
         try:
             with restore_modes(self.task):
@@ -419,28 +411,6 @@ class Trainer(CallbackView):
         self.recorder.tend()
         return self.should_stop
 
-    def _read_losses(self, training: Training) -> None:
-        """Checks the losses that were not read at once; waits for the GPU if there are any."""
-        training.guard.read(self.global_step, self.checkpoint, self.run.directory)
-
-    def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
-        """All that decides the rest of training. Every process calls it, and the main one gets it.
-
-        If not `whole`, each process gets its own shards of the tensors that the strategy shards.
-        """
-        training, strategy, sharding = self.training, self.strategy, self.strategy.sharding
-        self._read_losses(training)
-        self.progress.read_clock()
-        strategy.sync_weights(for_reading=True)
-        logged_step, logged = self.recorder.last
-        logged = logged if logged_step == self.global_step else {}
-        state = training.state.capture(self.metrics, logged)
-        if self.is_extra_validation:
-            # Only as training ended here: a resumed, longer run must not count it.
-            state["progress"]["validated_step"] = -1
-        self.hooks.call("on_save", self, state)
-        return state if sharding is None or not whole else sharding.whole(state)
-
     # ---- what is recorded
 
     @contextmanager
@@ -467,7 +437,6 @@ class Trainer(CallbackView):
         try:
             yield
         except BaseException as error:
-            explain(error, self.layout)
             name_callback(error)
             ends = [] if training.profile is None else [training.profile.stop]
             ends.append(partial(self.recorder.close, self.metrics, succeeded=False))
@@ -493,23 +462,14 @@ class Trainer(CallbackView):
 
     # ---- where it runs
 
-    def _refuse_closed(self) -> None:
-        if not self.strategy.is_set_up:
-            raise UserError(
-                f"{self.strategy.name} is closed, by Trainer.close() or the end of a with block; "
-                "call this before, or make another Trainer"
-            )
-
     def _take_over(self, mode: str, *args: Any, **options: Any) -> Any:
         """Has the ranks run the mode, and takes over what it came to in the main one."""
         assert self.ranks is not None
         ended = self.ranks.run(mode, *args, **options)
         self.mode = mode
         self.metrics.update(ended.metrics)
-        for callback, attributes in zip(self.ranks.callbacks, ended.callbacks, strict=True):
-            vars(callback).update(attributes)
         if ended.weights is not None:
-            self.task.to(dtype=Precision(self.settings.precision, torch.device("cpu")).dtype)
+            self.task.to(dtype=DTYPES.get(self.settings.precision))
             self.task.load_state_dict(ended.weights)
             self.progress, self.checkpoint = ended.progress, ended.checkpoint
             self.stop_reason = ended.stop_reason

@@ -16,7 +16,6 @@ from dpframe.strategies.devices import use_threads
 from dpframe.trainer.settings import TrainerSettings
 
 SMALL_MODEL = 50_000  # parameters
-BACKENDS: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
 MEMORY_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 CHANNELS_LAST = "channels_last"
 
@@ -60,8 +59,6 @@ def place(
     A convolution with weights in channels_last memory returns its output so, whatever its input:
     all layers from the first convolution on are in that layout, and batches need no conversion.
     """
-    if precision.dtype is None and not has_float64(precision.device):
-        _refuse_float64(task, precision.device)
     if strategy.sharding is not None:  # it moves them part by part
         task.to(dtype=precision.dtype)
     else:
@@ -92,26 +89,47 @@ def place(
 @contextmanager
 def process_settings_restored() -> Iterator[None]:
     """What a run sets for all of its process is not the next run's in a sweep."""
-    threads, matmul = torch.get_num_threads(), _matmul_precision()
+    threads, matmul = torch.get_num_threads(), None
+    with suppress(RuntimeError):  # a program that has set it by backend has no name for it
+        matmul = torch.get_float32_matmul_precision()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
     try:
         yield
     finally:
         torch.backends.cudnn.benchmark = benchmark
-        _restore_matmul_precision(*matmul)
+        if matmul is not None:
+            torch.set_float32_matmul_precision(matmul)
         if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # its import is slow
             torch.use_deterministic_algorithms(is_deterministic)
         use_threads(threads)
 
 
-def explain(error: BaseException, layout: str) -> None:
-    """Adds a note to the error of a view() of a convolution's output."""
-    if layout == CHANNELS_LAST and "view size is not compatible" in str(error):
-        error.add_note(
-            "trainer.channels_last=true put the convolutions' outputs into memory that view() "
-            "can't take: use reshape(), or trainer.channels_last=false"
-        )
+@contextmanager
+def default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """Within, torch.zeros, torch.randn and the like make floats of this type; None: as before.
+
+    Torch has one such type for all threads of a process, so no data may be read within."""
+    if dtype is None:
+        yield
+        return
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def with_default_dtype(dtype: torch.dtype, step: Callable[..., Any]) -> Callable[..., Any]:
+    """The same step, which makes floats of this type. It is called for all replicas at once: in
+    each of several threads, one would end what another still needs."""
+
+    def typed(*args: Any) -> Any:
+        with default_dtype(dtype):
+            return step(*args)
+
+    return typed
 
 
 def align(optimizer: Optimizer) -> None:
@@ -121,34 +139,6 @@ def align(optimizer: Optimizer) -> None:
             is_strided = isinstance(value, torch.Tensor) and value.layout == torch.strided
             if is_strided and value.shape == weight.shape and value.stride() != weight.stride():
                 state[name] = torch.empty_like(weight, dtype=value.dtype).copy_(value)
-
-
-def _matmul_precision() -> tuple[str | None, list[str]]:
-    """Of float32 products: its name, None if the program has set it by backend, as torch then
-    refuses to name it; and that of each backend."""
-    name = None
-    with suppress(RuntimeError):
-        name = torch.get_float32_matmul_precision()
-    return name, [backend.fp32_precision for backend in BACKENDS]
-
-
-def _restore_matmul_precision(name: str | None, by_backend: list[str]) -> None:
-    """What a run has not changed is not set: it may follow a setting for all backends."""
-    if _matmul_precision() == (name, by_backend):
-        return
-    if name is not None:
-        torch.set_float32_matmul_precision(name)
-    for backend, precision in zip(BACKENDS, by_backend, strict=True):
-        backend.fp32_precision = precision
-
-
-def _refuse_float64(task: nn.Module, device: torch.device) -> None:
-    for name, tensor in (*task.named_parameters(), *task.named_buffers()):
-        if tensor.dtype == torch.float64:
-            raise UserError(
-                f"{name} is float64 and {device.type.upper()} has no floats of 64 bits; make it "
-                "float32, or use trainer.accelerator=cpu"
-            )
 
 
 def _convolutions(task: nn.Module) -> list[nn.Parameter]:

@@ -16,23 +16,21 @@ from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.attributes import Attributes
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.compiled import Compiled
-from dpframe.trainer.evaluation import Evaluations, means_over
+from dpframe.trainer.evaluation import Evaluations, Shared, means_over
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.fingerprint import fingerprint
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.in_place import InPlace
 from dpframe.trainer.placement import Precision
-from dpframe.trainer.profile import Profile, timed, untimed
+from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
-from dpframe.trainer.schedule import Schedule
+from dpframe.trainer.schedule import Schedule, StopPoll
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.share_check import check_shares
-from dpframe.trainer.shared import Shared
-from dpframe.trainer.state import Resumable
+from dpframe.trainer.state import Resumable, changes_since
 from dpframe.trainer.step import Step, StepByHand, TrainStep
-from dpframe.trainer.stop_poll import StopPoll
 from dpframe.trainer.updates import Updates, updates_of
 
 
@@ -69,10 +67,9 @@ def make_training(
 ) -> Training:
     task, data, strategy = shared.task, shared.data, shared.strategy
     profile = Profile() if settings.profile else None
-    times = timed if settings.profile else untimed
     if settings.on_nonfinite == "skip":
         strategy.check_skips(settings.accumulate)
-    validation = Evaluations(shared, "val", settings, feed.validation, times)
+    validation = Evaluations(shared, "val", settings, feed.validation)
     task.steps_per_epoch, task.total_steps = feed.steps_per_epoch, feed.total_steps
     task.scheduler_steps = feed.scheduler_steps(settings)
     task.schedules_turns = settings.scheduler_every == "step"
@@ -85,7 +82,6 @@ def make_training(
         settings,
         shared.precision.scaler,
         scaled_rates,
-        times,
     )
     if task.optimizer_names and validation and not task.has_own("validation_step"):
         raise UserError(
@@ -130,7 +126,9 @@ def make_training(
         recipe=run.recipe,
         fingerprint=fingerprint(task, data, feed, updates, settings, run, shared.seed),
     )
-    changes = [] if resumed_from is None else state.check(resumed_from, anyway=resume_anyway)
+    changes = []
+    if resumed_from is not None:
+        changes = changes_since(resumed_from, state.fingerprint, anyway=resume_anyway)
     return Training(
         feed=feed,
         step=step,

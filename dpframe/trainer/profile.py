@@ -15,18 +15,9 @@ PREFIX, STEPS = "dpframe: ", "ProfilerStep*"  # names of ranges: ours, and torch
 log = logging.getLogger("dpframe")
 
 
-Timed = Callable[[str, Callable[..., Any]], Callable[..., Any]]
-"""Makes a function one of the PARTS of a profile, where there is one."""
-
-
-def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a function a range of torch.profiler."""
-    return record_function(PREFIX + part)(function)
-
-
-def untimed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Where there is no profile."""
-    return function
+def timed(part: str, function: Callable[..., Any], *, is_profiled: bool) -> Callable[..., Any]:
+    """Makes a function one of the PARTS, a range of torch.profiler, where there is a profile."""
+    return record_function(PREFIX + part)(function) if is_profiled else function
 
 
 def timed_batches(read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
@@ -34,7 +25,7 @@ def timed_batches(read: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[
 
     def batches(*args: Any, **kwargs: Any) -> Iterator[Any]:
         reading = read(*args, **kwargs)
-        following = timed("data wait", lambda: next(reading, None))
+        following = timed("data wait", lambda: next(reading, None), is_profiled=True)
         while (batch := following()) is not None:
             yield batch
 

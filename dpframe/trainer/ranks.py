@@ -1,4 +1,4 @@
-"""A Trainer in a program of its own: its modes run in processes that its strategy launches."""
+"""Where a Trainer runs: its strategy, and the processes that this launches for a program."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -7,10 +7,48 @@ from typing import Any
 
 from dpframe import seeding
 from dpframe.errors import UserError
-from dpframe.launch import fresh, signals
+from dpframe.launch import fresh, local, signals
+from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
+from dpframe.strategies.logical import Logical
+from dpframe.strategies.single import auto
 from dpframe.trainer.predictions import on_cpu
 from dpframe.trainer.progress import Progress
+from dpframe.trainer.settings import TrainerSettings
+
+
+def choose_strategy(strategy: Strategy | str | None, settings: TrainerSettings) -> Strategy:
+    if strategy is None:
+        return auto(settings.gpus, settings.accelerator)
+    if isinstance(strategy, str):
+        return by_name(strategy, settings.gpus, settings.accelerator)
+    if not strategy.is_set_up:
+        _refuse_other_devices(strategy, settings)
+    return strategy
+
+
+def add_logical_shares(strategy: Strategy, settings: TrainerSettings, seed: int) -> Strategy:
+    """The strategy itself, unless `trainer.logical_replicas` says how batches are computed."""
+    if settings.logical_replicas is not None:
+        strategy = Logical(strategy, settings.logical_replicas, seed)
+    is_logical = strategy.logical_shares and strategy.device.type != "cpu"
+    if settings.deterministic or is_logical:
+        seeding.refuse_nondeterminism(strategy.device)
+    return strategy
+
+
+def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None:
+    """In a config both have one value; from Python each is made with its own."""
+    for key, unset in (("gpus", None), ("accelerator", "auto")):
+        there, here = getattr(strategy, key, unset), getattr(settings, key)
+        if here not in (unset, there):
+            raise UserError(
+                f"TrainerSettings({key}={here!r}) but the strategy is {strategy.name}({key}="
+                f"{there!r}); pass {key} to the strategy alone"
+            )
+
+
+# ---- processes of a Trainer in a program of its own
 
 
 @dataclass
@@ -34,24 +72,26 @@ class Ranks:
         self._make = make
         self._strategy = strategy
         self._parts = parts
-        self.callbacks: list[Any] = parts["callbacks"]
         self._random_state = seeding.random_state([])
 
     def run(self, mode: str, *args: Any, **options: Any) -> Ended:
+        """In processes that a new interpreter starts, which can fork them: see `fresh`."""
         work = self._make, self._strategy, self._parts, self._random_state, mode, args, options
-        return fresh.unpack(self._strategy.launch_apart(_run_mode, *work))
+        ended: Ended = fresh.unpack(fresh.call(_launch, self._strategy, fresh.pack(work)))
+        for callback, attributes in zip(self._parts["callbacks"], ended.callbacks, strict=True):
+            vars(callback).update(attributes)
+        return ended
 
 
-def _run_mode(
-    make: Callable[..., Any],
-    strategy: Strategy,
-    parts: dict[str, Any],
-    random_state: dict[str, Any],
-    mode: str,
-    args: tuple,
-    options: dict[str, Any],
-) -> bytes:
+def _launch(strategy: Strategy, work: bytes) -> bytes:
+    local.allow_fork()
+    packed: bytes = strategy.launch(_run_mode, work)
+    return packed
+
+
+def _run_mode(work: bytes) -> bytes:
     """In each of them; the main one packs what the mode has come to."""
+    make, strategy, parts, random_state, mode, args, options = fresh.unpack(work, owns_main=True)
     seeding.restore_random_state(random_state, [])
     with (
         signals.watched(parts["settings"].hang_seconds),

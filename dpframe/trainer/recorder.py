@@ -12,7 +12,7 @@ from dpframe.loggers import Logger
 from dpframe.loggers.base import Scalar
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.callback import Callback
-from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.profile import timed
 
 BETWEEN_FLUSHES = 0.2  # seconds
 log = logging.getLogger("dpframe")
@@ -42,13 +42,15 @@ class Recorder:
 
     log: Callable[..., None]  # numbers by name, and their `step`
 
-    def __init__(self, loggers: Iterable[Logger], run: RunInfo, timed: Timed = untimed) -> None:
+    def __init__(
+        self, loggers: Iterable[Logger], run: RunInfo, *, is_profiled: bool = False
+    ) -> None:
         self.loggers = list(loggers)
         self.run = run
         self.is_open = False
         self._flushed_at = 0.0
         self._forms: dict[str, str] = {}  # of what is shown, by its name
-        self.log = timed("logging", self._log)
+        self.log = timed("logging", self._log, is_profiled=is_profiled)
         self.last: tuple[int, dict[str, float]] = (-1, {})  # the newest step that has numbers
 
     def open(self, strategy: Strategy, *, purge_step: int | None = None) -> None:

@@ -1,11 +1,17 @@
-"""When to log, to validate, to look at clock and signals, and to stop."""
+"""When to log, to validate, and to stop, by the clock or a signal, alike in all processes."""
 
+import time
 from typing import NamedTuple
 
+from dpframe.errors import Interrupted
+from dpframe.launch.signals import SIGNALS, Interruption
+from dpframe.strategies.base import Strategy
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.stop_poll import StopPoll
+
+BETWEEN_SECONDS = 0.2
+LONGEST = 1000.0  # steps, or batches, between two polls
 
 
 class EpochEnd(NamedTuple):
@@ -21,7 +27,7 @@ class EpochEnd(NamedTuple):
 class Schedule:
     clock = 0.0  # seconds of training when it was last polled: the same in all processes
 
-    def __init__(self, settings: TrainerSettings, feed: Feed, stop_poll: StopPoll) -> None:
+    def __init__(self, settings: TrainerSettings, feed: Feed, stop_poll: "StopPoll") -> None:
         self._settings = settings
         self._stop_poll = stop_poll
         self._log_every = settings.log_every
@@ -70,3 +76,50 @@ class Schedule:
         if limit is not None and self.clock > limit:
             return f"trainer.max_seconds={limit:g} are over"
         return ""
+
+
+class StopPoll:
+    """Has all processes poll clock and signals after the same steps, so that they end together.
+
+    They also agree on the number of steps until the next poll, so that they wait for each other
+    a few times a second at most.
+    """
+
+    def __init__(self, strategy: Strategy, interruption: Interruption | None) -> None:
+        self._strategy = strategy
+        self._interruption = interruption
+        self.done = 0  # at the last poll
+        self._every = 1  # how many steps, or batches, are between two polls
+
+    def begin(self, done: int) -> int:
+        self.done, self._polled_at = done, time.perf_counter()
+        self._began = self._polled_at
+        if self._interruption is not None:
+            self._interruption.begin()
+        return done + self._every  # as last agreed: a short validation needs no poll
+
+    def poll(self, done: int) -> tuple[int, float]:
+        """After `done` steps or batches: when to poll again, and the main process's seconds.
+
+        A signal is raised in every process, whichever of them it was sent to.
+        """
+        now = time.perf_counter()
+        pace = (done - self.done) / (now - self._polled_at)
+        self.done, self._polled_at = done, now
+        seen = None if self._interruption is None else self._interruption.number
+        pauses = self._interruption is not None and self._interruption.is_to_pause
+        clock = now - self._began if self._strategy.is_main else 0.0
+        wanted = min(pace * BETWEEN_SECONDS, LONGEST)
+        steps, clock, pausing, *counts = self._strategy.collectives.sum_numbers(
+            [wanted, clock, float(pauses), *(float(seen == number) for number in SIGNALS)]
+        )
+        most = max(counts)
+        if most:
+            raise Interrupted(SIGNALS[counts.index(most)])
+        if pausing and self._interruption is not None:
+            self._interruption.pause()
+            paused = time.perf_counter() - now
+            self._began += paused
+            self._polled_at += paused
+        self._every = max(1, int(steps / self._strategy.world_size))
+        return done + self._every, clock

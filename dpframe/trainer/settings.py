@@ -1,7 +1,6 @@
 """What `trainer.*` may be; conf/trainer/default.yaml explains each key."""
 
 import math
-import re
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import InitVar, dataclass, fields
@@ -49,7 +48,6 @@ POSITIVE = (
     "grace_seconds",
     "data_timeout_seconds",
 )
-UUID = "(GPU|MIG)-[0-9A-Fa-f][0-9A-Fa-f-]*"  # as CUDA_VISIBLE_DEVICES takes them
 CUDA_GRAPH_MODES = ("reduce-overhead", "max-autotune")
 BY_SPEED = "kernels that are chosen by their speed differ from run to run"
 COMPILE_MODES = ("default", *CUDA_GRAPH_MODES, "max-autotune-no-cudagraphs")
@@ -71,7 +69,7 @@ class TrainerSettings:
     max_seconds: float | None = None
     min_epochs: int | None = None
     min_steps: int | None = None
-    gpus: Any = None  # a count, a list of ids, a UUID, all, or auto and None
+    gpus: Any = None  # a count, a list of ids, all, or auto and None
     accelerator: str = "auto"
     precision: str = "32"
     matmul_precision: str | None = None
@@ -274,14 +272,13 @@ class TrainerSettings:
         if self.gpus in (None, "auto", "all"):
             return
         ids = self.gpus if isinstance(self.gpus, list) else [self.gpus]
-        are_different = bool(ids) and len(set(map(str, ids))) == len(ids)
-        if not (are_different and all(map(_is_gpu, ids))):
+        are_numbers = all(type(one) is int and one >= 0 for one in ids)
+        if not (ids and are_numbers and len(set(ids)) == len(ids)):
             if self.gpus in (-1, "-1"):
                 raise UserError("trainer.gpus=-1 is no count; for all GPUs use trainer.gpus=all")
             raise UserError(
-                f"trainer.gpus={self.gpus} is neither a count, a list of different ids, a UUID, "
-                "auto, all nor null; use trainer.gpus=4, [0,1,3], or GPU-8f2a… as nvidia-smi -L "
-                "shows it"
+                f"trainer.gpus={self.gpus} is neither a count, a list of different ids, auto, all "
+                "nor null; use e.g. trainer.gpus=4, or trainer.gpus=[0,1,3]"
             )
 
 
@@ -328,10 +325,3 @@ def scale_settings(given: Any) -> ScaleSettings:
             "task.scale_lr={batch_size:128}"
         )
     return ScaleSettings(**given)
-
-
-def _is_gpu(one: Any) -> bool:
-    """A number, or a UUID or its beginning."""
-    if isinstance(one, str):
-        return re.fullmatch(UUID, one) is not None
-    return isinstance(one, int) and not isinstance(one, bool) and one >= 0

@@ -33,11 +33,10 @@ from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Output, Task, TaskContext
-from dpframe.trainer.default_dtype import default_dtype
 from dpframe.trainer.draws import AlikeDraws, NotCompared
 from dpframe.trainer.evaluation import restore_modes
-from dpframe.trainer.losses import one_loss
-from dpframe.trainer.outputs import Measured, detached
+from dpframe.trainer.outputs import Measured, detached, one_loss
+from dpframe.trainer.placement import default_dtype
 from dpframe.trainer.put_back import put_back, widened
 from dpframe.trainer.updates import Updates
 

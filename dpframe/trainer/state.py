@@ -92,10 +92,6 @@ class Resumable:
         names = dict.fromkeys(chain.from_iterable(everywhere))
         return {name: [each[name] for each in everywhere if name in each] for name in names}
 
-    def check(self, state: dict[str, Any], *, anyway: bool) -> list[str]:
-        """Refuses a state of another run unless `anyway`; returns what differs. Loads nothing."""
-        return changes_since(state, self.fingerprint, anyway=anyway)
-
     def restore(self, state: dict[str, Any]) -> list[str]:
         """Loads a checked state; returns what could not be as it was."""
         strategy, progress = self.strategy, self.progress

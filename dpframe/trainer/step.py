@@ -19,9 +19,9 @@ from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.guard import LossGuard
-from dpframe.trainer.losses import ZeroLoss, one_loss
 from dpframe.trainer.outputs import (
     Measured,
+    ZeroLoss,
     check_evaluated,
     cloned,
     detached,
@@ -29,6 +29,7 @@ from dpframe.trainer.outputs import (
     is_nothing,
     is_trained,
     loss_of,
+    one_loss,
     refuse_frozen,
 )
 from dpframe.trainer.placement import Autocast
@@ -248,11 +249,8 @@ class EvalStep(nn.Module):
             return []
         step = getattr(self.task, self.step)
         with current_share.of(share):
-            if self.autocast is None:
+            with self.autocast() if self.autocast else nullcontext():
                 output = step(share.batch, **self.named)
-            else:
-                with self.autocast():
-                    output = step(share.batch, **self.named)
             if self.step != "predict_step":  # whose output is checked where it is joined
                 output = one_loss(output, self.task, self.step)
                 check_evaluated(output, self.task, self.step)

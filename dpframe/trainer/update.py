@@ -17,8 +17,6 @@ from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import dynamo
-from dpframe.trainer.default_dtype import with_default_dtype
-from dpframe.trainer.fused import fuse, unfuse_late
 from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.optimizer_state import (
     Mismatch,
@@ -28,13 +26,12 @@ from dpframe.trainer.optimizer_state import (
     keeps_own_type,
     named_state,
 )
-from dpframe.trainer.optimizers import Made
-from dpframe.trainer.outputs import Measured
-from dpframe.trainer.placement import DTYPES, align
-from dpframe.trainer.profile import Timed, untimed
+from dpframe.trainer.optimizers import Made, fuse, unfuse_late
+from dpframe.trainer.outputs import IgnoredWeights, Measured, Weighting
+from dpframe.trainer.placement import DTYPES, align, with_default_dtype
+from dpframe.trainer.profile import timed
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.weighting import IgnoredWeights, Weighting
 
 NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on parts of weights
 
@@ -60,7 +57,6 @@ class Update:
         settings: TrainerSettings,
         scaler: torch.amp.GradScaler | None,
         scaled_rates: ScaledRates | None = None,
-        timed: Timed = untimed,
     ) -> None:
         self.name = name
         self.strategy = strategy
@@ -81,7 +77,7 @@ class Update:
         kinds = None if sharding is None else sharding.fused_optimizers
         fuse(self.optimizer, task, kinds=kinds)
         is_fused = all(group.get("fused") for group in self.optimizer.param_groups)
-        # See `fused.unfuse_late`.
+        # See `unfuse_late`.
         self._awaits_momenta = is_fused and isinstance(self.optimizer, torch.optim.SGD)
         self.is_plateau = isinstance(self.scheduler, ReduceLROnPlateau)
         self.plateau_monitor = settings.plateau_monitor
@@ -109,11 +105,9 @@ class Update:
         self._optimize = (
             dynamo.step_of(self.optimizer) if settings.skip_dynamo_import else self.optimizer.step
         )
-        self._timed = timed
-        self.backward = timed("backward", Tensor.backward)
-        if scaler is not None:
-            self.backward = timed("backward", lambda loss: scaler.scale(loss).backward())
-        self.step = timed("optimizer", self._clip_and_step)
+        backward = Tensor.backward if scaler is None else partial(_scaled_backward, scaler)
+        self.backward = timed("backward", backward, is_profiled=settings.profile)
+        self.step = timed("optimizer", self._clip_and_step, is_profiled=settings.profile)
         self.grad_norm: Tensor | float = float("nan")
 
     def learning_rates(self) -> dict[str, float]:
@@ -125,7 +119,8 @@ class Update:
 
     def use(self, module: nn.Module) -> None:
         """`module` computes the loss of this optimizer from now on."""
-        self.module, self.forward = module, self._timed("forward", module)
+        self.module = module
+        self.forward = timed("forward", module, is_profiled=self.settings.profile)
         if self.dtype is not None:
             self.forward = with_default_dtype(self.dtype, self.forward)
 
@@ -375,11 +370,9 @@ class ByHand(Update):
     needs_closure = False
     scaler = None
 
-    def __init__(
-        self, task: Task, strategy: Strategy, settings: TrainerSettings, timed: Timed = untimed
-    ) -> None:
-        self._timed = timed
-        self.step = timed("optimizer", lambda *_, **__: None)
+    def __init__(self, task: Task, strategy: Strategy, settings: TrainerSettings) -> None:
+        self.settings = settings
+        self.step = timed("optimizer", lambda *_, **__: None, is_profiled=settings.profile)
         self.weighting = IgnoredWeights(strategy.collectives, strategy.device, is_used=False)
         self.dtype = DTYPES.get(settings.precision)
         self.backward = lambda loss: None
@@ -413,6 +406,10 @@ class ByHand(Update):
             )
 
     def fill_gradients(self) -> None: ...
+
+
+def _scaled_backward(scaler: torch.amp.GradScaler, loss: Tensor) -> None:
+    scaler.scale(loss).backward()
 
 
 def _is_missing(gradient: Tensor | None) -> bool:

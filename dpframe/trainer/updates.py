@@ -12,7 +12,6 @@ from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer import dynamo
 from dpframe.trainer.optimizers import check_signature, optimizers_of
-from dpframe.trainer.profile import Timed, untimed
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import ByHand, Update
@@ -119,7 +118,6 @@ def updates_of(
     settings: TrainerSettings,
     scaler: torch.amp.GradScaler | None,
     scaled_rates: ScaledRates | None = None,
-    timed: Timed = untimed,
 ) -> Updates:
     """Makes the task's optimizers, and checks them."""
     if not any(parameter.requires_grad for parameter in task.parameters()):
@@ -141,8 +139,8 @@ def updates_of(
     check_signature(task, turns)
     task.optimizer_names = tuple(filter(None, turns))
     by_name = {
-        name: Update(name, made, task, strategy, settings, scaler, scaled_rates, timed)
+        name: Update(name, made, task, strategy, settings, scaler, scaled_rates)
         for name, made in optimizers.items()
     }
-    by_hand = ByHand(task, strategy, settings, timed) if task.optimizes_by_hand else None
+    by_hand = ByHand(task, strategy, settings) if task.optimizes_by_hand else None
     return Updates(by_name, task, strategy.collectives, by_hand)

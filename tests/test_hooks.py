@@ -4,7 +4,7 @@ import pytest
 
 from dpframe import UserError
 from dpframe.strategies.collectives import Collectives
-from dpframe.trainer.log_check import LogCheck
+from dpframe.trainer.hooks import LogCheck
 
 
 class Two(Collectives):
