@@ -37,9 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """A file or a test that is named runs in this process, the whole suite on all cores."""
-    is_named = any(".py" in argument for argument in config.args)
-    return 0 if is_named else None
+    """A file or a test that is named runs in this process, those of a marker on all cores; the
+    whole suite has a worker more: there is always a test that waits for its processes."""
+    if any(".py" in argument for argument in config.args):
+        return 0
+    return None if config.option.markexpr else len(os.sched_getaffinity(0)) + 1
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -42,6 +42,7 @@ SERVER.set_forkserver_preload(
         "dpframe.trainer.loop",
         "pytest",
         "torch._dynamo",  # which DistributedDataParallel imports, in every rank
+        "warmed",
     ]
 )
 

@@ -1,5 +1,6 @@
 """CONTRIBUTING.md, pre-commit and continuous integration say what the tests and pins say."""
 
+import os
 import re
 import tomllib
 from collections import Counter
@@ -67,9 +68,17 @@ def test_the_linter_reads_the_oldest_python():
     assert PROJECT["tool"]["ruff"]["target-version"] == "py" + oldest.replace(".", "")
 
 
-@pytest.mark.parametrize("arguments, workers", [(["tests"], None), (["tests/test_x.py::y"], 0)])
-def test_a_named_file_runs_in_one_process_and_the_suite_on_all_cores(arguments, workers):
-    assert pytest_xdist_auto_num_workers(SimpleNamespace(args=arguments)) is workers
+@pytest.mark.parametrize(
+    ("arguments", "marker", "workers"),
+    [
+        (["tests/test_x.py::y"], "", 0),
+        (["tests"], "quick", None),
+        (["tests"], "", len(os.sched_getaffinity(0)) + 1),
+    ],
+)
+def test_a_named_file_runs_in_one_process_and_the_suite_on_all_cores(arguments, marker, workers):
+    config = SimpleNamespace(args=arguments, option=SimpleNamespace(markexpr=marker))
+    assert pytest_xdist_auto_num_workers(config) == workers
 
 
 def test_the_quick_tests_are_there_and_cover_every_module():

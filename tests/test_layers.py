@@ -356,12 +356,14 @@ def private_names(path: Path) -> Iterator[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             whole = ast.unparse(node)
-            if node.attr not in (OURS if whole.startswith(("self.", "super()")) else ours):
+            if node.attr not in (
+                names_of_ours() if whole.startswith(("self.", "super()")) else ours
+            ):
                 is_chain = whole.replace(".", "").isidentifier() and whole.split(".")[0] in others
                 names = [whole if is_chain else node.attr]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             is_path = "." in node.value and node.value.split(".")[0] in libraries
-            if (is_path or node.value.isidentifier()) and node.value not in OURS | WORDS:
+            if (is_path or node.value.isidentifier()) and node.value not in names_of_ours() | WORDS:
                 names = [node.value]
         else:
             yield from changes(node, others)
@@ -407,7 +409,9 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield from [node.attr] if ast.unparse(node.value) == "self" else []
 
 
-OURS = {name for path in FILES for name in defined(tree_of(path))}
+@cache
+def names_of_ours() -> frozenset[str]:
+    return frozenset(name for path in FILES for name in defined(tree_of(path)))
 
 
 def test_hydra_imports_nothing_of_dpframe_with_the_launcher_of_sweeps():
