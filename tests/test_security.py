@@ -187,14 +187,15 @@ def _said_of(path: str) -> str:
 
 
 def test_what_a_run_directory_names_is_not_called_by_load(place):
-    paths = [f"a{number}" for number in range(len(ATTACKS) + len(OF_NOTES))]
-    told = fresh(loaded, paths, folder=place)
+    numbers = {name: number for number, name in enumerate([*ATTACKS, *OF_NOTES])}
+    told = fresh(loaded, [f"a{numbers[name]}" for name in (*OTHER_DOORS, *OF_NOTES)], folder=place)
     assert not (place / "canary").exists()
-    for (name, (words, says)), line in zip(ATTACKS.items(), told, strict=False):
+    for name, line in zip(OTHER_DOORS, told, strict=False):
+        words, says = ATTACKS[name]
         is_of_a_task = key_of(words[0]) not in ("callbacks", "logger")
         says = says if is_of_a_task else GONE  # what a load composes has none
         assert says in line and "\n" not in line, (name, line)
-    assert all("overrides.yaml" in line for line in told[len(ATTACKS) :])
+    assert all("overrides.yaml" in line for line in told[len(OTHER_DOORS) :])
 
 
 def test_an_own_run_is_resumed_with_what_is_typed_again(tmp_path):
