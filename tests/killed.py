@@ -10,7 +10,9 @@ import shutil
 import sys
 from pathlib import Path
 
-from dpframe.cli import main  # noqa: F401  imports torch
+import warmed  # noqa: F401
+
+from dpframe.cli import main
 from dpframe.modes import run  # noqa: F401  imports torch
 from dpframe.recipes import boston  # noqa: F401
 

@@ -135,9 +135,9 @@ def left(run: Path) -> dict[str, Any]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD is the Linux linker's")
 def test_a_resume_that_is_killed_at_a_change_to_its_files_is_resumed_from_there(tmp_path):
-    """At every ninth, two of them in a run; each of them takes three minutes."""
+    """At every thirteenth, two of them in a run; each of them takes three minutes."""
     done = subprocess.run(
-        [sys.executable, TESTS / "killed.py", json.dumps([str(tmp_path), 9])],
+        [sys.executable, TESTS / "killed.py", json.dumps([str(tmp_path), 13])],
         env=environment(LD_PRELOAD=library(tmp_path)),
         stdout=subprocess.PIPE,
         timeout=250,
