@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import forked
 import pytest
+import test_torchrun
 import torch
 from command import ROOT, cold_dpframe, environment, output, write
 from conftest import descendants, remaining
@@ -396,8 +397,16 @@ def torchrun(folder: Path, *words: str) -> subprocess.CompletedProcess:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=200,
     )
+
+
+def torchrun_forked(folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """Its agent and its ranks are forks."""
+    meets = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]  # as --standalone says
+    line = [*meets, "--nproc-per-node=2", "-m", "dpframe", *words]
+    with forked.started(line, folder, program=test_torchrun.torchrun, **environment()) as job:
+        return subprocess.CompletedProcess(line, job.wait(), job.printed(), job.said())
 
 
 def last_weights(folder: Path) -> dict[str, Any]:
@@ -405,15 +414,15 @@ def last_weights(folder: Path) -> dict[str, Any]:
     return checkpoint.load(run / "checkpoints" / "last.ckpt")["task"]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_torchrun_gives_the_weights_of_our_own_launch_in_one_directory(tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "start"), [("ddp", torchrun), ("fsdp", torchrun_forked)])
+def test_torchrun_gives_the_weights_of_our_own_launch_in_one_directory(tmp_path, strategy, start):
     folders = {name: tmp_path / name for name in ("ours", "torchrun", "cpu")}
     for folder in folders.values():
         folder.mkdir()
     given = [*BOSTON, "trainer.precision='64'"]
     done = [
         forked.run([*given, f"strategy={strategy}", "trainer.gpus=2"], folders["ours"]),
-        torchrun(folders["torchrun"], *given, f"strategy={strategy}"),
+        start(folders["torchrun"], *given, f"strategy={strategy}"),
         forked.run([*given, "strategy=cpu"], folders["cpu"]),
     ]
     assert [one.returncode for one in done] == [0, 0, 0], [one.stderr for one in done]
