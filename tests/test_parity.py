@@ -140,10 +140,10 @@ boston = partial(
 )
 pixels = partial(Case, Pixels, partial(Table, 40, 9), pixel_rows)
 CASES = {
-    "boston": boston(partial(Adam, lr=0.01), settings={"max_epochs": 12}),
+    "boston": boston(partial(Adam, lr=0.01), settings={"max_epochs": 5}),
     "accumulation_with_a_tail": boston(
         partial(Adam, lr=0.01),
-        settings={"max_epochs": 6, "accumulate": 3, "log_every": 2},
+        settings={"max_epochs": 3, "accumulate": 3, "log_every": 2},
     ),
     "decoupled_weight_decay": boston(
         partial(Adam, lr=0.01, weight_decay=0.3, decoupled_weight_decay=True),
@@ -151,15 +151,15 @@ CASES = {
     ),
     "clip_norm": boston(
         partial(SGD, lr=0.01, momentum=0.9),
-        settings={"max_epochs": 8, "clip_norm": 2.0, "accumulate": 2, "log_every": 3},
+        settings={"max_epochs": 4, "clip_norm": 2.0, "accumulate": 2, "log_every": 3},
     ),
     "clip_both": boston(
-        partial(Adam, lr=0.01), settings={"max_epochs": 5, "clip_norm": 3.0, "clip_value": 0.5}
+        partial(Adam, lr=0.01), settings={"max_epochs": 3, "clip_norm": 3.0, "clip_value": 0.5}
     ),
     "one_cycle": boston(
         partial(SGD, lr=1e-4),
         partial(OneCycleLR, max_lr=2e-4),
-        settings={"max_epochs": 6, "scheduler_every": "step", "log_every": 1},
+        settings={"max_epochs": 3, "scheduler_every": "step", "log_every": 1},
     ),
     "warmup_cosine": boston(
         partial(SGD, lr=1e-3, momentum=0.9),
@@ -167,7 +167,7 @@ CASES = {
         schedule=WarmupCosine(warmup=3, final=0.1),
     ),
     "step_schedule": boston(
-        partial(Adam, lr=0.02), partial(StepLR, step_size=2), settings={"max_epochs": 7}
+        partial(Adam, lr=0.02), partial(StepLR, step_size=2), settings={"max_epochs": 5}
     ),
     "plateau": boston(
         partial(SGD, lr=2e-3, momentum=0.5),
@@ -178,21 +178,21 @@ CASES = {
         partial(Adam, lr=0.01), settings={"max_epochs": 9, "max_steps": 14, "log_every": 5}
     ),
     "weights": pixels(
-        partial(Adam, lr=0.01), settings={"max_epochs": 6, "accumulate": 2, "log_every": 2}
+        partial(Adam, lr=0.01), settings={"max_epochs": 4, "accumulate": 2, "log_every": 2}
     ),
     "weights_that_are_numbers": Case(
         partial(Pixels, kind=float),
         partial(Table, 40, 9),
         pixel_rows,
         partial(SGD, lr=0.05, momentum=0.9),
-        settings={"max_epochs": 6, "clip_norm": 0.5, "log_every": 1},
+        settings={"max_epochs": 4, "clip_norm": 0.5, "log_every": 1},
     ),
     "fewer_rows_than_replicas": Case(
         Pixels,
         partial(Table, 17, 5),  # 5 5 5 2: on four replicas 2 2 1 0 and 1 1 0 0
         pixel_rows,
         partial(Adam, lr=0.01),
-        settings={"max_epochs": 8, "log_every": 3},
+        settings={"max_epochs": 4, "log_every": 3},
     ),
     "one_row_a_batch": Case(
         Pixels,
