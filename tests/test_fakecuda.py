@@ -435,10 +435,11 @@ MUTANTS = {
 }
 
 
-# Each in a fork of one process that has torch imported.
+# Each in a fork of one process, which has imported what they import, but for dpframe.
 MUTATED = """
 import json, os, sys
-import pytest, torch
+import hydra, pytest, torch, torch._dynamo, torch.distributed.checkpoint, torch.distributed.fsdp
+import torch.utils.tensorboard, torchmetrics
 done = {}
 for house, test in json.load(sys.stdin):
     pid = os.fork()
