@@ -213,7 +213,7 @@ def _key(topic: str, configs: Configs, names: set[str]) -> str:
     """The help of a key, by its whole name or as for a hint; that of each recipe if only recipes
     have it. `names` are the groups and options."""
     settings = [*top_level(), *_of_packages()]
-    for group in OF_KEYS:
+    for group in OF_KEYS if topic not in ABOUT else ():  # whose text names task/schedule
         for option in configs.options(group):
             settings += settings_of(group, option, configs)
     found = {each.key: each for each in reversed(settings)}  # the first of a key
