@@ -71,7 +71,7 @@ BEFORE_TORCH = {
     "task.scheduler._target_=x": "name it, too: +task.scheduler._target_=… +task",
     "task.net._args_.9.bias=1": "task.net._args_ is a list; set all of it, as task.net._args_",
     "callbacks.chekpoint.keep=1": "did you mean callbacks.checkpoint.keep?",
-    "~task": "task has no _target_",
+    "~task": "~task: every recipe has one; set its keys, as task.KEY=VALUE",
     "seed=${nosuch:1}": "seed: Unsupported interpolation type nosuch",
     "checkpoint=last": "there is no run with a checkpoint in outputs/boston",
     "checkpoint=missing.ckpt": "checkpoint=missing.ckpt: there is no such file",

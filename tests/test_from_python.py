@@ -3,7 +3,7 @@
 import random
 import sys
 import threading
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy
@@ -283,7 +283,8 @@ def test_a_program_shows_its_progress_on_a_terminal_and_in_a_notebook_alone(monk
     monkeypatch.setattr(dpframe.cli.trainer, "can_redraw", lambda: True)
     assert "samples/s" in shown() and shown(show_progress=False) == ""
     assert shown(callbacks=[Progress()]).count("task  ") == 1, "one is enough"
-    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    kernel = SimpleNamespace(initialized=lambda: True)
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", SimpleNamespace(IPKernelApp=kernel))
     line = shown()
     assert "\repoch 1/1  step 5/5 " in line and line.count("\n") == 1
 

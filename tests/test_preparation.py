@@ -302,7 +302,7 @@ def holds(path: Path, marker: Path) -> None:
         signal.pause()
 
 
-def test_a_lock_lets_in_one_process_and_is_free_when_that_is_killed(tmp_path, caplog):
+def test_a_lock_lets_in_one_process_and_is_free_when_that_is_killed(tmp_path, caplog, monkeypatch):
     path, marker = tmp_path / "new/lock", tmp_path / "held"
     holder = forked.SERVER.Process(target=holds, args=(path, marker))
     holder.start()
@@ -314,7 +314,7 @@ def test_a_lock_lets_in_one_process_and_is_free_when_that_is_killed(tmp_path, ca
         killed.append(True)
         holder.kill()
 
-    caplog.handler.emit = kill
+    monkeypatch.setattr(caplog.handler, "emit", kill)
     with dpframe.locked(path):
         assert killed
     holder.join()

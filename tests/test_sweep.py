@@ -384,7 +384,7 @@ def test_each_run_has_a_header_and_the_sweep_a_table_the_best_first(swept):
     for number, run in runs.items():
         summary = json.loads((directory / path / run["directory"] / "summary.json").read_text())
         assert run["value"] == summary["metrics"]["val/loss"]
-        assert run["value"] == pytest.approx(values[str(number)], rel=1e-5)
+        assert run["value"] == pytest.approx(values[str(number)], rel=1e-3)
         assert run["status"] == "finished" and run["seconds"] > 0
     best = runs[int(rows[0][0])]["directory"]
     assert f"best: run {rows[0][0]}, val/loss {rows[0][3]}, {path}/{best}\n" in out

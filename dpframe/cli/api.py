@@ -108,7 +108,8 @@ def _text(value: Any) -> str:
 
 def is_notebook() -> bool:
     """Whether a kernel runs this, and no terminal shows what it prints."""
-    return "ipykernel" in sys.modules and not sys.stdout.isatty()
+    kernel = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
+    return kernel is not None and kernel.initialized() and not sys.stdout.isatty()
 
 
 def _draw_line(callbacks: dict[str, Any]) -> None:

@@ -139,11 +139,14 @@ class _Mistake:
 
     def no_name(self, _: re.Match[str]) -> str:
         """Of `strategy=null`, which the error does not name."""
+        groups = self.menu.groups() if self.menu else ()
         for override in self.overrides:
             key, _equals, value = override.lstrip("+~").partition("=")
             is_name = re.search(r"[^\W\d]", value) and value not in ("null", "true", "false")
             if not is_name and (there := self.options(key)):
                 return f"{override}: name one {key}; there is: {', '.join(there)}"
+            if not is_name and key in (name.split("/")[0] for name in groups):
+                return f"{override} is one value; set its keys, as {key}.KEY=VALUE"
         return ""
 
     def chosen_twice(self, found: re.Match[str]) -> str:
@@ -215,6 +218,10 @@ TEXTS: tuple[tuple[str, str | Callable[[_Mistake, re.Match[str]], str]], ...] = 
     ("^MissingConfigException", _Mistake.no_option),
     (r"You must specify '([\w/@.]+)'", _Mistake.not_chosen),
     ("Config group override must be", _Mistake.no_name),
+    (
+        "Could not delete '(task|data)'",
+        "~{0}: every recipe has one; set its keys, as {0}.KEY=VALUE",
+    ),
     (
         "Ambiguous value for argument '(([^=]+)=(.+))'",
         "{0}: several values are a sweep, which needs -m; for one list write {1}=[{2}], for one "
