@@ -31,6 +31,12 @@ def words(command: str) -> list[str]:
     return shlex.split(command)[1:]
 
 
+def test_a_run_whose_time_was_over_goes_on_without_that_limit_with_a_schedule_too(tmp_path):
+    limits = ["trainer.max_epochs=100000", "trainer.max_seconds=0.1", "task/schedule=linear"]
+    (done,) = attempts([["recipe=boston", *limits, "hydra.run.dir=run"]], tmp_path)
+    assert words(ends(done.out)["resume"]) == ["resume=run", "trainer.max_seconds=null"], done.err
+
+
 def test_the_commands_that_a_run_ends_with_can_be_typed(tmp_path):
     first = attempts([[*BOSTON, "hydra.run.dir=a run"]], tmp_path)[0]
     said = ends(first.out)

@@ -230,3 +230,19 @@ def test_what_a_class_takes_is_known_through_those_that_it_is_built_on(path, fir
 
 def test_what_takes_any_keyword_is_not_known():
     assert taken_by(dict) == ([], False)
+
+
+def test_a_newcomers_mistakes_are_told_with_what_to_write(tmp_path):
+    grouped = "# @package _global_\ndefaults:\n  - boston\n  - task/schedule: wsd\n  - _self_\n"
+    closed = "import dpframe\nclass D(dpframe.DataModule):\n    def __init__(self):\n        pass\n"
+    write(tmp_path, {"mine/recipe/grouped.yaml": grouped, "own.py": closed})
+    mistakes = {
+        "--config-dir=mine recipe=grouped": "write override /task/schedule: wsd",
+        "resume=last": "resume=last: of which recipe? add recipe=NAME, or name a run: resume=DIR",
+        "recipe=boston data._target_=own.D data.batch_size=4": "data.batch_size: D takes no such "
+        "argument; let its __init__ take **options, and call super().__init__(**options)",
+    }
+    for done, told in zip(
+        attempts([line.split() for line in mistakes], tmp_path), mistakes.values(), strict=True
+    ):
+        assert done.code == 2 and told in done.err and done.err.count("\n") == 1, done.err

@@ -56,9 +56,9 @@ def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Resu
             )
     with hydra_kept():
         job = composed([*overrides, *typed(settings)], config_dir=config_dir)
-        summary = _run(job)
+        summary = _run(job) or {}  # of a package's mode that returns nothing
     return Result(
-        metrics=summary["metrics"],
+        metrics=summary.get("metrics", {}),
         history=summary.pop("history", []),
         directory=summary.get("directory", ""),
         checkpoint=summary.get("checkpoint"),

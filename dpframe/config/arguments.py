@@ -4,7 +4,7 @@ import inspect
 import re
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -106,9 +106,7 @@ def _check_arguments(target: Any, node: Mapping[str, Any], where: str) -> None:
     name = getattr(target, "__name__", str(target))
     for key in given:
         if key not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
-            raise UserError(
-                f"{where}.{key}: {name} takes no such argument; {suggestion(key, parameters)}"
-            )
+            raise _not_taken(f"{where}.{key}", target, parameters)
     # The Task adds the first argument of these, and lengths.
     is_later = isinstance(target, type) and issubclass(target, MADE_LATER)
     if is_later and not node.get("_partial_"):
@@ -173,6 +171,16 @@ def _hints(target: Any) -> dict[str, Any]:
         return {}  # annotations that don't resolve are no reason to refuse a run
 
 
+def _not_taken(where: str, target: Any, taken: Iterable[str]) -> UserError:
+    name, key = getattr(target, "__name__", str(target)), where.rpartition(".")[2]
+    bases = target.__mro__[1:] if isinstance(target, type) else ()
+    if any(key in _parameters(base) for base in bases if "__init__" in vars(base)):
+        use = "let its __init__ take **options, and call super().__init__(**options)"
+    else:
+        use = suggestion(key, taken)
+    return UserError(f"{where}: {name} takes no such argument; {use}")
+
+
 def explain_call(
     error: Exception, where: str, target: Any, keywords: Mapping[str, Any]
 ) -> UserError | None:
@@ -181,8 +189,8 @@ def explain_call(
     name = getattr(target, "__name__", str(target))
     unknown = re.search(r"\) got an unexpected keyword argument '(\w+)'", said)
     if unknown and (key := unknown[1]) in keywords and key not in _parameters(target):
-        near = suggestion(key, taken_by(target)[0])  # it went through a `**more`
-        return UserError(f"{where}.{key}: {name} takes no such argument; {near}")
+        taken = taken_by(target)[0]  # it went through a `**more`
+        return _not_taken(f"{where}.{key}", target, taken)
     frames = traceback.extract_tb(error.__traceback__)[1:]
     below = [frame for frame in frames if not frame.filename.startswith(HYDRA)]
     if not _is_about_arguments(error, below):

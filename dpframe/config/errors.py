@@ -120,7 +120,7 @@ class _Mistake:
         path = self.error.missing_cfg_file or (loaded[1] if loaded else "")
         group, _slash, option = path.rpartition("/")
         names = list(self.error.options or self.options(group))
-        inner = group.rpartition("/")[2]
+        inner = group.partition("/")[2]
         if not names and self.options(inner):  # of defaults, which begin in the file's own group
             return f"there is no group {group}; write override /{inner}: {option}"
         if not names or not group:
@@ -134,6 +134,8 @@ class _Mistake:
         group = found[1]
         if near := nearest(group, map(key_of, self.overrides), cutoff=0.8):
             return f"there is no key {near}; did you mean {group}?"
+        if "resume=last" in self.overrides:
+            return "resume=last: of which recipe? add recipe=NAME, or name a run: resume=DIR"
         there = ", ".join(self.options(group))
         return f"{group} is not set; set {group}=NAME, one of: {there} (see --help)"
 
@@ -160,9 +162,10 @@ class _Mistake:
 
     def no_key(self, found: re.Match[str]) -> str:
         key = found[1]
-        inner = key.partition("@")[0].rpartition("/")[2]
+        path = key.partition("@")[0]
+        inner = path.partition("/")[2]  # of defaults, which begin in the file's own group
         if self.place and self.options(inner):
-            return f"there is no group {key.partition('@')[0]}; write override /{inner}: OPTION"
+            return f"there is no group {path}; write override /{inner}: OPTION"
         if key in MACHINES:
             return str(several_machines(None, None))
         key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}

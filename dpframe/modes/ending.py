@@ -54,6 +54,9 @@ def note_ending(directory: Path, job: Composed, status: str, facts: Mapping[str,
         write_summary(directory, {"recipe": job.settings.recipe, "status": status, **facts})
 
 
+UNTIMED = ["trainer.max_seconds=null"]
+
+
 def write_summary(directory: Path, summary: Mapping[str, Any]) -> None:
     path = directory / "summary.json"
     try:
@@ -70,8 +73,8 @@ def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> s
     rows.append(("run", summary["directory"]))
     if summary["checkpoint"] is not None:
         rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
-        if not _ends_with_schedule(trainer):
-            longer = _longer(job, summary)
+        longer = _longer(job, summary)
+        if longer == UNTIMED or not _ends_with_schedule(trainer):
             rows.append(("resume", _command(job, f"resume={summary['directory']}", *longer)))
     dashboards = [logger.dashboard(summary["directory"]) for logger in trainer.loggers]
     rows += [("dashboard", command) for command in dashboards if command]
@@ -103,11 +106,16 @@ def _ends_with_schedule(trainer: Trainer) -> bool:
 def _longer(job: Composed, summary: Mapping[str, Any]) -> list[str]:
     """Twice as far: a run that is done has nothing left to resume. It may have come further than
     its limits, which a resume can lower."""
+    settings = job.settings.trainer
+    if settings.max_seconds is not None and not settings.reached(
+        summary["epochs"], summary["steps"]
+    ):
+        return UNTIMED
     limits = {f"max_{name}": summary[name] for name in ("epochs", "steps")}
     return [
         f"trainer.{name}={2 * max(limit, reached)}"
         for name, reached in limits.items()
-        if (limit := getattr(job.settings.trainer, name)) is not None
+        if (limit := getattr(settings, name)) is not None
     ]
 
 

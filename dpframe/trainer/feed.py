@@ -207,7 +207,8 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
                 f"{method} has a data set named {name!r}; use letters, digits, _ and -, e.g. clean"
             )
         if dataset is None:
-            raise UserError(f"{label} returned None; return a data set")
+            use = f", which mode={kind} reads" if kind in ("test", "predict") else ""
+            raise UserError(f"{label} returned None; return a data set{use}")
         sources[name] = source = Source.of(dataset, data, label, kind=kind)
         if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
             is_alone = kind == "val" and not is_dict

@@ -61,8 +61,9 @@ class TrainerSettings:
     # A config's types are checked by these annotations, values below. A new key is in
     # conf/trainer/default.yaml and `keywords.SettingsByName`, too. Who else may have to know it:
     # `fingerprint.DECIDING`, if a run can't go on with another value; `recorder.TELLING`, if runs
-    # are compared by it; `Course.settings` of the kit and `modes/measure.py`, if theirs do without
-    # it; `ByHand`, where it does nothing; and `keywords.ELSEWHERE_NAMES`.
+    # are compared by it; testing/course.py and modes/measure.py, if theirs do without it;
+    # `ByHand` of update.py, where it does nothing; `keywords.ELSEWHERE_NAMES`; and `FREE` of
+    # tests/test_prepare.py, if a run may go on with another value.
 
     max_epochs: int | None = 10
     max_steps: int | None = None
