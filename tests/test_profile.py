@@ -66,7 +66,8 @@ def test_each_part_gets_its_own_time():
     _, parts = profiled(make=Slow, callbacks=[sleeps])
     assert parts["forward"] >= 0.1
     assert parts["callbacks"] >= 0.2
-    assert min(parts.values()) > 0, parts
+    rest = parts.pop("rest")  # what the others leave, which may be nothing
+    assert rest >= 0 and min(parts.values()) > 0, (rest, parts)
 
 
 def test_a_profile_changes_nothing_that_is_computed():
