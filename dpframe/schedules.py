@@ -7,7 +7,7 @@ groups keep their proportions and a run that is resumed is where it was.
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from dpframe.errors import UserError, not_one_of, suggestion
 
@@ -33,44 +33,42 @@ class LRSchedule:
 
 
 @dataclass(frozen=True)
-class WarmupCosine(LRSchedule):
+class _Warmed(LRSchedule):
     warmup: float = 0.03
-    final: float = 0.0
 
     def __post_init__(self) -> None:
         _check(self)
 
-    def factor(self, step: int, steps: int) -> float:
-        start = count(self.warmup, steps)
-        fall = _fall("cosine", step, start, steps)
-        return min(_rise(step, start), _between(self.final, fall))
-
 
 @dataclass(frozen=True)
-class Linear(LRSchedule):
-    warmup: float = 0.03
+class _RisesAndFalls(_Warmed):
+    falls: ClassVar[str]
     final: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check(self)
-
     def factor(self, step: int, steps: int) -> float:
         start = count(self.warmup, steps)
-        fall = _fall("linear", step, start, steps)
+        fall = _fall(self.falls, step, start, steps)
         return min(_rise(step, start), _between(self.final, fall))
 
 
+class WarmupCosine(_RisesAndFalls):
+    falls = "cosine"
+
+
+class Linear(_RisesAndFalls):
+    falls = "linear"
+
+
 @dataclass(frozen=True)
-class WSD(LRSchedule):
+class WSD(_Warmed):
     """Warm-up, stable, decay."""
 
-    warmup: float = 0.03
     decay: float = 0.2
     final: float = 0.0
     shape: str = "linear"
 
     def __post_init__(self) -> None:
-        _check(self)
+        super().__post_init__()
         parts = (self.warmup, self.decay)
         if all(map(_is_share, parts)) and sum(parts) > 1:
             raise UserError(
@@ -84,12 +82,7 @@ class WSD(LRSchedule):
 
 
 @dataclass(frozen=True)
-class Constant(LRSchedule):
-    warmup: float = 0.03
-
-    def __post_init__(self) -> None:
-        _check(self)
-
+class Constant(_Warmed):
     def factor(self, step: int, steps: int) -> float:
         return _rise(step, count(self.warmup, steps))
 
@@ -99,12 +92,8 @@ class Constant(LRSchedule):
 
 
 @dataclass(frozen=True)
-class InverseSqrt(LRSchedule):
-    warmup: float = 0.03
+class InverseSqrt(_Warmed):
     timescale: int | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
 
     def factor(self, step: int, steps: int) -> float:
         start = count(self.warmup, steps)
