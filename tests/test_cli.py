@@ -51,6 +51,7 @@ BEFORE_TORCH = {
     "trainer/max_epochs=3": "no key trainer/max_epochs; did you mean trainer.max_epochs?",
     "trainer/gpu=2": "no key trainer/gpu; did you mean trainer.gpus?",
     "task/optimizer=sgd": "no key task/optimizer; did you mean task.optimizer?",
+    "task/schedul=linear": "no key task/schedul; did you mean task/schedule?",
     "trainer.strategy=ddp": "no key trainer.strategy; did you mean strategy?",
     "trainer.callbacks=ema": "no key trainer.callbacks; did you mean callbacks?",
     "+callbacks=ema": "callbacks has a value already; write callbacks=… without the +",
@@ -105,7 +106,8 @@ OPTIONS = {
     "--test": "write mode=test, without dashes",
     "--config mine": "there is no option --config; did you mean --config-dir?",
     "--dropout 0.1": "there is no option --dropout; write KEY=VALUE, or see dpframe --help",
-    "--resolve": "--resolve goes with --cfg",
+    "--resolve": "--resolve goes with --cfg job",
+    "--cfg=hydra --resolve": "--resolve goes with --cfg job",
     "--cfg=jub": "choose from",
     "--config-dir=. --config-dir=mine": "twice, . and mine; keep one, and add the other by hydra.",
     "--config-dir=missing": "--config-dir=missing can't be read: No such file",
@@ -223,6 +225,7 @@ RECIPES = {
         BOSTON.replace("- _", "- override callbacks: ema\n  - _"),
         "write override /callbacks: OPTION",
     ),
+    "half": (BOSTON.replace(" _global_", ""), "has the line '# @package'; write '# @package _gl"),
     "strategy": (BOSTON.replace("- _", "- override /strategy: dpp\n  - _"), "did you mean ddp?"),
 }
 
@@ -233,6 +236,7 @@ def light(tmp_path_factory):
     heavy modules that these lines have imported."""
     folder = tmp_path_factory.mktemp("light")
     files = {f"recipe/{name}.yaml": text for name, (text, _) in RECIPES.items()}
+    files["recipe/copied.yaml"] = (ROOT / "conf/recipe/boston.yaml").read_text(encoding="utf-8")
     write(folder / "mine", files | {"net/small.yaml": "# Few.\n"})
     lines = [*map(typed, [*OPTIONS, *TYPED]), of_recipe("broken"), *map(odd, ODD_OPTIONS)]
     lines += [line.split(" ") for line in SHOWN]
@@ -347,6 +351,7 @@ SHOWN = {  # the words that each line prints, and after a None those that it doe
     "-sc install=fish": ["complete -c dpframe", None, "COMPREPLY"],
     "-sc install=bsh": ["dpframe: --shell-completion install=bsh", "did you mean bash?"],
     "recipe=boston --cfg=job": ["recipe: boston\n", "gpus: ${trainer.gpus}", None, "hydra:"],
+    "--config-dir=mine recipe=copied -c job": ["recipe: copied\n"],
     "recipe=boston -c job --resolve trainer.gpus=3": ["  gpus: 3\n", None, "${trainer.gpus}"],
     "recipe=boston -c hydra": ["dir: multirun/${recipe}/", None, "gpus"],
     "-m recipe=boston seed=1,abc": ["dpframe: seed=abc is text"],

@@ -38,6 +38,7 @@ def refusal(base, *names):
         (DataModule, "valid_dataset", "val_dataset"),
         (DataModule, "train_samplers", "train_sampler"),
         (DataModule, "collate_fn", "collate"),
+        (DataModule, "train_dataloader", "train_dataset"),
         (DataModule, "set_up", "setup"),
         (DataModule, "prepare_dta", "prepare_data"),
         (Task, "validation_steps", "validation_step"),

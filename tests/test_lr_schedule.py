@@ -149,6 +149,13 @@ def test_a_rate_that_is_scaled_with_the_batch_is_scheduled_as_a_whole():
     assert made.training.notes[-1] == "task.schedule: Linear(warmup=2, final=0.0), 10 steps in all"
 
 
+def test_a_warm_up_that_training_does_not_get_through_is_said():
+    made = fitted(small(Linear(warmup=12)))
+    assert made.training.notes[-1] == (
+        "task.schedule: Linear(warmup=12, final=0.0), 10 steps in all, which end within its warm-up"
+    )
+
+
 def test_what_can_not_be_scheduled_is_refused_in_one_line():
     class ByHand(Small):
         optimizes_by_hand = True

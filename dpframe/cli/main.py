@@ -71,8 +71,8 @@ def main(given: Sequence[str] | None = None) -> NoReturn:
 def _command(given: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(given)
     arguments.config_dir = _only(arguments.config_dir)
-    if arguments.resolve and not arguments.cfg:
-        raise UserError("--resolve goes with --cfg")
+    if arguments.resolve and arguments.cfg != "job":  # hydra's own has what is set by a sweep alone
+        raise UserError("--resolve goes with --cfg job")
     if arguments.version:
         from dpframe import __version__
 

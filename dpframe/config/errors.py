@@ -166,6 +166,8 @@ class _Mistake:
         inner = path.partition("/")[2]  # of defaults, which begin in the file's own group
         if self.place and self.options(inner):
             return f"there is no group {path}; write override /{inner}: OPTION"
+        if self.menu and (near := nearest(path, self.menu.groups(), cutoff=0.9)):
+            return f"there is no key {path}; did you mean {near}?"
         if key in MACHINES:
             return str(several_machines(None, None))
         key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}
@@ -236,6 +238,10 @@ TEXTS: tuple[tuple[str, str | Callable[[_Mistake, re.Match[str]], str]], ...] = 
     (r"to string: '{}'\s+full_key: recipe", "there is no key in it"),
     (r"to string: '{.*\s+full_key: recipe", NO_PACKAGE),
     (r"In '(\w+)/.*\s+Key '\1' not in", NO_PACKAGE),
+    (
+        "Expected header format: .* got '@package'",
+        "a config file has the line '# @package'; write '# @package _global_'",
+    ),
     (r"(?:Could not (?:override|append to)|delete from config\.) '([^']+)'", _Mistake.no_key),
     (r"Key '.+' not in '\w+'\s+full_key: (\S+)", _Mistake.no_key),
     ("Interpolation key '([^']+)' not found", _Mistake.no_such_reference),

@@ -50,7 +50,7 @@ examples
 options
   -h, --help [TOPIC]      this page; the settings of trainer, strategy=ddp, boston, tune …
   -m, --multirun          one run for each combination of the values given, e.g. lr=1,2
-  -c, --cfg job|hydra|all print the config that would run (--resolve: with ${…} filled in)
+  -c, --cfg job|hydra|all print the config that would run (job --resolve: with ${…} filled in)
   --config-dir DIR        a folder of your own recipe/, strategy/ … files
   --shell-completion install=bash|zsh|fish      e.g. eval "$(dpframe -sc install=bash)"
   --version
