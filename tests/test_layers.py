@@ -14,12 +14,12 @@ import dpframe
 
 ROOT = Path(dpframe.__file__).parent
 FLOORS = {
-    "cli": 7,
-    "modes": 6,
-    "config": 5,
-    "trainer": 3,
-    "lightning": 4,
-    "callbacks": 4,
+    "cli": 6,
+    "modes": 5,
+    "config": 4,
+    "trainer": 2,
+    "lightning": 3,
+    "callbacks": 3,
     "task": 1,
     "rows": 1,
     "strategies": 1,
