@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dpframe import Callback, DataModule, Logger, Strategy, Task, Trainer, TrainerSettings, seeding
 from dpframe.callbacks import progress as bar
-from dpframe.trainer import RunInfo, feed, progress, recorder, schedule
+from dpframe.trainer import RunInfo, calendar, feed, progress, recorder
 from dpframe.trainer.callback import HOOKS
 
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -122,7 +122,7 @@ class Clock:
 
     def __init__(self, monkeypatch: Any) -> None:
         self.now = 0.0
-        for module in (progress, feed, schedule, recorder, bar):
+        for module in (progress, feed, calendar, recorder, bar):
             monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=self._read))
 
     def _read(self) -> float:

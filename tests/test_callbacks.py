@@ -18,7 +18,7 @@ from dpframe.callbacks import progress
 from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
-from dpframe.callbacks.monitor import Best
+from dpframe.callbacks.monitor import Best, Monitor
 from dpframe.callbacks.progress import Progress
 from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
@@ -495,3 +495,41 @@ def test_the_noise_of_the_docs_is_the_same_on_every_strategy(strategy):
     plain = weights(fitted(precision="64").task)
     assert weights_apart(with_noise_on_one(), plain) > 1e-3
     assert weights_apart(on(strategy(2, "cpu"), with_noise), with_noise_on_one()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "name, mode, warns",
+    [
+        ("val/accuracy", "min", True),
+        ("val/MulticlassF1Score", "min", True),
+        ("val_acc", "min", True),
+        ("val/accuracy", "max", False),
+        ("val/loss", "min", False),
+        ("val/layer2_norm", "min", False),
+        ("val/pace", "min", False),
+    ],
+)
+def test_a_metric_of_which_more_is_better_is_warned_of_where_less_is_kept(
+    name, mode, warns, caplog
+):
+    Monitor(name, mode, key="callbacks.checkpoint").warn_of_mode(trainer())
+    line = (
+        f"callbacks.checkpoint.monitor={name} is best where it is lowest, by callbacks.checkpoint."
+        "mode=min; where more is better, set callbacks.checkpoint.mode=max"
+    )
+    assert [each.message for each in caplog.records] == [line] * warns
+
+
+def test_early_stopping_and_checkpoints_warn_of_it(tmp_path, caplog):
+    class Scores(Small):
+        def validation_step(self, batch: Any) -> dict[str, Any]:
+            return {**self.training_step(batch), "auroc": 0.5}
+
+    kept = [EarlyStopping("val/auroc"), Checkpoint("val/auroc")]
+    fitted(Scores(), callbacks=kept, max_epochs=1, directory=tmp_path)
+    keys = [
+        each.message.partition(".monitor")[0]
+        for each in caplog.records
+        if each.levelname == "WARNING"
+    ]
+    assert sorted(keys) == ["callbacks.checkpoint", "callbacks.early_stopping"]

@@ -696,7 +696,7 @@ def test_last_is_written_every_n_steps_epochs_or_minutes_and_at_the_end(
 ):
     # A step takes 0.4 minutes by the clock that all processes share.
     def tick(trainer: Trainer) -> None:
-        trainer.training.schedule.clock = trainer.global_step * 0.4 * 60
+        trainer.training.calendar.clock = trainer.global_step * 0.4 * 60
 
     clock = Hooks(on_step_end=tick)
     saves = saved_steps(monkeypatch, Checkpoint(keep=0, **given), more=[clock], **settings)

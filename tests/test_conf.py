@@ -97,13 +97,15 @@ def test_trainer_default_equals_the_settings_defaults_key_by_key():
     written = yaml.safe_load((CONF / "trainer" / "default.yaml").read_text())
     compile_ = written.pop("compile")  # a group, or one value
     assert compile_ == COMPILE_OPTIONS
-    assert written == {k: v for k, v in asdict(TrainerSettings()).items() if k != "compile"}
+    wanted = {k: v for k, v in asdict(TrainerSettings()).items() if k != "compile"}
+    assert written == wanted, "a key belongs into conf/trainer/default.yaml, too"
 
 
 @pytest.mark.parametrize("mode", [name for name in modes.OWN if modes.settings(name)])
 def test_the_settings_of_a_mode_are_in_the_config_with_their_defaults(mode):
     """From there `--help` has them."""
-    assert OmegaConf.load(CONF / "config.yaml")[mode] == asdict(modes.settings(mode)())
+    written = OmegaConf.load(CONF / "config.yaml").get(mode)
+    assert written == asdict(modes.settings(mode)()), "a key belongs into conf/config.yaml, too"
 
 
 def test_every_trainer_key_has_its_comment():

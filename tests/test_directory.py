@@ -228,7 +228,7 @@ def test_text_in_quotes_is_read_back_letter_by_letter():
 def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     directory = tmp_path / "a${b}\\'~\\"
     write(directory, {"recipe/mine.yaml": "# @package _global_\ndefaults: [boston, _self_]\n"})
-    run = directory / "outputs/boston/${now}~"
+    run = directory / "outputs/mine/${now}~"
     lines = [
         ["recipe=mine", f"--config-dir={directory}", f"hydra.run.dir={quoted(str(run))}"],
         [f"resume={run}", "trainer.max_epochs=2", "--config-dir=."],
@@ -239,7 +239,7 @@ def test_a_directory_may_have_a_name_that_hydra_would_read_otherwise(tmp_path):
     lines[0].append("trainer.max_epochs=1")
     *done, swept = attempts(lines, directory)
     assert [one.code for one in done] == [0] * 4, [one.err for one in done]
-    assert "resume=last is outputs/boston/${now}~/checkpoints/last.ckpt\n" in done[2].out
+    assert "resume=last is outputs/mine/${now}~/checkpoints/last.ckpt\n" in done[2].out
     assert "epoch 3/3" in done[2].out and "test/loss" in done[3].out
     assert (run / "summary.json").is_file()
     assert (swept.code, swept.err.count("\n")) == (2, 1)

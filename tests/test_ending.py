@@ -68,6 +68,49 @@ def test_a_run_whose_schedule_ends_with_it_is_not_told_to_go_on(tmp_path):
     assert attempts([words(said["test"])], tmp_path)[0].code == 0
 
 
+NO_TEST = """\
+import torch
+from dpframe import DataModule
+
+class Rows(DataModule):
+    def train_dataset(self):
+        return torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 1))
+
+    val_dataset = train_dataset
+"""
+OF_ROWS = """\
+# @package _global_
+task:
+  _target_: dpframe.recipes.boston.Boston
+  net: {_target_: torch.nn.Linear, in_features: 3, out_features: 1}
+  optimizer: {_target_: torch.optim.SGD, _partial_: true, lr: 0.01}
+data: {_target_: rows.Rows, batch_size: 4}
+"""
+
+
+def test_data_without_a_test_set_is_not_told_to_be_tested_and_rows_of_another_size_are_named(
+    tmp_path,
+):
+    files = {"rows.py": NO_TEST, "own/recipe/rows.yaml": OF_ROWS, "table.csv": "a,b\n1,2\n"}
+    write(tmp_path, files)
+    start = ["--config-dir=own", "recipe=rows"]
+    best = [*start, "checkpoint=best"]
+    lines = [
+        [*start, "trainer.max_epochs=1"],
+        [*best, "mode=test"],
+        [*best, "mode=predict"],
+        [*best, "mode=predict", "data.input=table.csv"],
+    ]
+    trained, tested, predicted, of_others = attempts(lines, tmp_path)
+    assert trained.code == 0 and "test" not in ends(trained.out), trained.err
+    assert tested.err == "dpframe: Rows has no test_dataset; write one, or use mode=validate\n"
+    assert predicted.err == (
+        "dpframe: Rows has no predict_dataset; write one, or name a file by data.input=FILE\n"
+    )
+    assert of_others.code == 1
+    assert "these are rows of data.input=table.csv, as Rows.input_row makes" in of_others.err
+
+
 CYCLE = """\
 # @package _global_
 defaults:
@@ -103,7 +146,7 @@ def test_best_and_last_are_checkpoints_of_the_recipes_newest_run(tmp_path):
     folder = "outputs/boston/a/checkpoints"
     assert sorted(used) == [f"{folder}/best.ckpt", f"{folder}/last.ckpt"]
     assert (other.code, unnamed.code) == (2, 2)
-    assert unnamed.err.startswith("dpframe: recipe is not set; set recipe=NAME")
+    assert unnamed.err.startswith("dpframe: checkpoint=best: of which recipe? add recipe=NAME, or ")
     assert file.err == "dpframe: checkpoint=best: there is no such file\n"
 
 

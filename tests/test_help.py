@@ -39,7 +39,7 @@ SHOWN = {
     "recipe=ours": [r"one's own", r"lr: 0\.5", r"^  vars\.layers=\[…\] +from the first one$"],
     "trainer.max_epochs=3": [r"^  trainer\.max_epochs=10 +whichever"],
     "strategy.timeout_seconds": [r"^  strategy\.timeout_seconds=1800"],
-    "tune": [r"^  tune +what mode=tune tries", r"^  tune\.memory=null +bytes a replica"],
+    "tune": [r"^mode=tune +The largest batch", r"^  tune\.memory=null +bytes a replica"],
     "data": [r"^  prepare_data\(\) +downloads", r"^  setup\(\) ", r"^  data\.drop_last=false "],
     "task": [r"^  training_step\(batch\) +returns", r"^  task\.scale_lr=null "],
     "task.optimizer": [r"^recipe=boston$", r"^  task\.optimizer\._target_=torch\.optim\.Adam$"],

@@ -50,6 +50,14 @@ def grade(trainer, job, directory):
 '''
 
 
+QUIET = '''"""`mode=quiet`: returns nothing."""
+
+
+def run(job):
+    pass
+'''
+
+
 ODD = """from dataclasses import dataclass, field
 
 
@@ -76,13 +84,14 @@ def install(site, package, **points):
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     site = tmp_path_factory.mktemp("site")
-    install(site, "late", late="late", both="late", size="size", grade="grade")
+    install(site, "late", late="late", both="late", size="size", grade="grade", quiet="quiet")
     install(site, "rival", both="late", broken="broken", odd="odd", fit="late")
     size = re.search(r"^```python\n(\"{3}`mode=size`.*?)^```$", PAGE, re.M | re.S)[1]
     modules = {
         "late": LATE,
         "size": size,
         "grade": GRADE,
+        "quiet": QUIET,
         "odd": ODD,
         "broken": "import wishful_driver\n",
     }
@@ -117,6 +126,33 @@ def test_a_file_and_an_entry_point_are_a_mode_as_the_docs_have_one(site, tmp_pat
     assert odd.code == 2 and odd.err.startswith("dpframe: mode=odd of dpframe-rival 1.0: "), odd
 
 
+def test_a_sweep_compares_what_a_mode_returns_or_nothing(site, tmp_path):
+    by_size = ["sweep.metric=parameters", "sweep.mode=min"]
+    lines = [
+        ["-m", "recipe=boston", "mode=quiet", "seed=1,2"],
+        ["-m", "recipe=boston", "mode=size", "size.frozen=true,false", *by_size],
+    ]
+    quiet, sized = attempts(lines, tmp_path, **site)
+    assert quiet.code == 0 and "sweep: 2 of 2 runs finished; " in quiet.out, quiet.err
+    assert sized.code == 0 and "best: run 1, parameters 801, " in sized.out, sized.err
+
+
+def test_a_mode_that_is_unknown_is_told_before_its_keys_and_one_of_this_folder_with_what_to_do(
+    tmp_path,
+):
+    points = (
+        '[project]\nname = "mine"\n[project.entry-points."dpframe.modes"]\nhello = "mine.hello"\n'
+    )
+    write(tmp_path, {"pyproject.toml": points})
+    lines = [["recipe=boston", f"mode={name}", f"{name}.x=1"] for name in ("lat", "hello")]
+    unknown, here = attempts(lines, tmp_path)
+    assert unknown.err.startswith("dpframe: mode=lat is not one of fit, validate, "), unknown.err
+    assert here.err == (
+        "dpframe: mode=hello is the project's in this folder, whose modes need an installation; "
+        "pip install -e .\n"
+    )
+
+
 def test_a_mode_of_a_package_evaluates_a_checkpoint_with_the_config_of_its_run(site, tmp_path):
     train = ["recipe=boston", "trainer.max_epochs=1", "hydra.run.dir=run"]
     best = "checkpoint=run/checkpoints/last.ckpt"
@@ -134,20 +170,25 @@ def test_a_mode_of_a_package_is_in_the_help_and_its_settings_are_checked_before_
     lines = [
         ["--help"],
         ["--help", "late"],
+        ["--help", "mode=tune"],
+        ["--help", "mode"],
         ["recipe=boston", "mode=late", "late.hours=3"],
         ["recipe=boston", "mode=late", "late.hour=noon"],
         ["recipe=boston", "mode=lat"],
         ["recipe=boston", "late.hour=3", "-c", "job"],
         ["recipe=boston", "mode=tune", "tune.memry=1"],
     ]
-    (page, topic, misspelt, text, near, job, own), heavy = cold_attempts(lines, tmp_path, **site)
+    done, heavy = cold_attempts(lines, tmp_path, **site)
+    page, topic, tune, all_modes, misspelt, text, near, job, own = done
     assert heavy == []
     assert "\n  mode=late      Tells how late it is. (dpframe-late 1.0)\n" in page.out
     assert all(f"  mode={name} " in page.out for name in modes.OWN)
     assert topic.out.splitlines() == [
-        "  late          Tells how late it is. (dpframe-late 1.0)",
+        "mode=late  Tells how late it is. (dpframe-late 1.0)",
         "  late.hour=22  of the day",
     ]
+    assert tune.out.startswith("mode=tune  The largest batch") and "\n  tune.steps=100 " in tune.out
+    assert all(f"  mode={name} " in all_modes.out for name in (*modes.OWN, "late"))
     line = "late.hours=3: there is no key late.hours; did you mean late.hour?"
     assert misspelt.err == f"dpframe: {line}\n"
     assert text.err == "dpframe: late.hour=noon is text; use a whole number\n"

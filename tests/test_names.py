@@ -57,7 +57,8 @@ def test_a_trainer_takes_a_strategy_by_its_name():
 def test_the_settings_are_typed_keywords_of_a_trainer_and_in_its_signature():
     hints = get_type_hints(TrainerSettings)
     wanted = {each.name: hints[each.name] for each in fields(TrainerSettings)}
-    assert get_type_hints(SettingsByName) == wanted | {"precision": str | int}
+    wanted_here = wanted | {"precision": str | int}
+    assert get_type_hints(SettingsByName) == wanted_here, "a key belongs there, too"
     shown = inspect.signature(Trainer).parameters
     assert [*shown][-len(wanted) :] == [*wanted]
     assert shown["max_epochs"].default == TrainerSettings.max_epochs

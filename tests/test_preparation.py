@@ -32,7 +32,7 @@ from torch.distributed import DistStoreError, HashStore
 
 import dpframe
 from dpframe import DataModule, Strategy, TrainerSettings, UserError
-from dpframe.data.preparation import prepare
+from dpframe.data.preparation import call_prepare_data
 from dpframe.launch import signals, watchdog
 from dpframe.launch.rank import Parent
 from dpframe.modes.tuner import Tuner
@@ -255,7 +255,7 @@ def test_nobody_is_watched_while_data_are_prepared(kind, tmp_path, monkeypatch):
             events.append("prepares")
 
     monkeypatch.setattr(signals, "_current", Watched())
-    prepare(Data(), once)
+    call_prepare_data(Data(), once)
     within = ["prepares"] if once is None else ["waits", "prepares"]
     assert events == ["unwatched", *within, "watched"]
 

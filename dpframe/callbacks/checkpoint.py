@@ -86,6 +86,7 @@ class Checkpoint(Callback):
 
     def on_fit_start(self, trainer: "Trainer") -> None:
         self._refuse_same_names(trainer)
+        self.monitor.warn_of_mode(trainer)
         # What a checkpoint can't hold is told before the first step.
         state = trainer.state_dict(whole=_sharding(trainer) is None)
         if trainer.strategy.is_main:

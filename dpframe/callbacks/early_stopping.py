@@ -35,6 +35,7 @@ class EarlyStopping(Callback):
         return [(f"{self.monitor.key}.monitor", self.monitor.name)]
 
     def on_fit_start(self, trainer: "Trainer") -> None:
+        self.monitor.warn_of_mode(trainer)
         self._stop_if_due(trainer)  # a resumed run may have stopped already
 
     def on_validation_end(self, trainer: "Trainer") -> None:

@@ -1,6 +1,8 @@
 """A metric that is watched and its best value, which `Best` keeps for the summary."""
 
+import logging
 import math
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dpframe.errors import UserError, not_one_of, refuse_unmeasured
@@ -10,6 +12,11 @@ if TYPE_CHECKING:
     from dpframe.trainer import Trainer
 
 
+log = logging.getLogger("dpframe")
+GROW = {  # words of metrics of which more is better
+    *("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "iou", "miou", "precision"),
+    *("psnr", "r2", "recall", "ssim"),
+}
 PRUNED = "pruned: "  # begins why a run has stopped that a sweep takes for a pruned one
 
 
@@ -44,6 +51,15 @@ class Monitor:
         self.sign = 1 if mode == "min" else -1  # a smaller `sign * value` is better
         self.best: float | None = None
         self.is_of_validation = name.startswith("val/")
+
+    def warn_of_mode(self, trainer: "Trainer") -> None:
+        """Where the metric's name says that more is better, and the mode that less is."""
+        words = re.sub(r"([a-z0-9])([A-Z])", r"\1_\2", self.name).lower()
+        if self.mode == "min" and trainer.strategy.is_main and GROW & {*re.split(r"\W|_", words)}:
+            log.warning(
+                f"{self.key}.monitor={self.name} is best where it is lowest, by {self.key}.mode=min"
+                f"; where more is better, set {self.key}.mode=max"
+            )
 
     def value(self, metrics: dict[str, float]) -> float:
         refuse_unmeasured(f"{self.key}.monitor", self.name, metrics)

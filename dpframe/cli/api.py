@@ -56,7 +56,7 @@ def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Resu
             )
     with hydra_kept():
         job = composed([*overrides, *typed(settings)], config_dir=config_dir)
-        summary = _run(job) or {}  # of a package's mode that returns nothing
+        summary = _run(job)
     return Result(
         metrics=summary.get("metrics", {}),
         history=summary.pop("history", []),

@@ -132,6 +132,13 @@ def _modes() -> str:
     return "\n".join(["modes", *lines, ""])
 
 
+def _mode(name: str) -> str:
+    """A mode's line, and its keys: dpframe's own are in conf/config.yaml, with their comments."""
+    own = [each for each in top_level() if each.key.startswith(f"{name}.")]
+    lines = f"mode={name}  {modes.about(name)}", _lines(own or list(_settings_of_mode(name)))
+    return "\n".join(filter(None, lines))
+
+
 def _menu(group: str, configs: Configs) -> str:
     """A group's options, a line each."""
     options = configs.options(group)
@@ -193,6 +200,10 @@ def _topic(topic: str, configs: Configs) -> str:
     """The help of e.g. `trainer`, `strategy`, `strategy=ddp`, `ddp`, `trainer.gpus` or `seed`."""
     groups = configs.groups()
     group, _, option = topic.partition("=")
+    if topic == "mode":
+        return _modes().rstrip()
+    if (name := topic.removeprefix("mode=")) in modes.names():
+        return _mode(name)
     if group in groups and option:
         if option not in configs.options(group):
             near = suggestion(option, configs.options(group))
@@ -244,10 +255,14 @@ def _of_packages() -> Iterator[Setting]:
     """The settings of the modes of packages."""
     for mode in modes.of_packages():
         yield Setting(mode, "", modes.about(mode))
-        for each in fields(groups()[mode]) if mode in groups() else ():
-            default = defaults()[mode][each.name]
-            value = f"{default:g}" if isinstance(default, float) else shown(default)
-            yield Setting(f"{mode}.{each.name}", value, each.metadata.get("help", ""))
+        yield from _settings_of_mode(mode)
+
+
+def _settings_of_mode(mode: str) -> Iterator[Setting]:
+    for each in fields(groups()[mode]) if mode in groups() else ():
+        default = defaults()[mode][each.name]
+        value = f"{default:g}" if isinstance(default, float) else shown(default)
+        yield Setting(f"{mode}.{each.name}", value, each.metadata.get("help", ""))
 
 
 def _option(group: str, option: str, configs: Configs) -> str:

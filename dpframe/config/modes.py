@@ -18,7 +18,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from dpframe.config import plugins
-from dpframe.errors import UserError, first_line
+from dpframe.errors import UserError, first_line, not_one_of
 
 OWN = ("fit", "validate", "test", "predict", "export", "verify", "tune", "compare", "doctor")
 MEANT = {"train": "fit", "evaluate": "validate", "eval": "validate"}  # in other frameworks
@@ -77,6 +77,15 @@ def evaluates(name: str | None) -> bool:
 
 def needs_recipe(name: str | None) -> bool:
     return name is None or name not in names() or getattr(load(name), "NEEDS_RECIPE", True)
+
+
+def unknown(name: str) -> UserError:
+    if name in plugins.modes_here():
+        return UserError(
+            f"mode={name} is the project's in this folder, whose modes need an installation; "
+            "pip install -e ."
+        )
+    return not_one_of("mode", name, names(), meant=MEANT.get(name))
 
 
 def refuse_uninstalled(name: str | None) -> None:

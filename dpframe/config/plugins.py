@@ -32,9 +32,14 @@ class Plugin(NamedTuple):
 
 def installed() -> tuple[Plugin, ...]:
     """The plugins by package name, and the project in the current directory."""
-    packages, own = _packages(), _project(os.path.realpath(os.curdir))
+    packages, (own, _) = _packages(), _project(os.path.realpath(os.curdir))
     known = {_name(plugin.package) for plugin in packages}
     return (*packages, *(plugin for plugin in own if _name(plugin.package) not in known))
+
+
+def modes_here() -> list[str]:
+    """Those of the project in the current directory, installed or not."""
+    return _project(os.path.realpath(os.curdir))[1]
 
 
 @cache
@@ -49,20 +54,23 @@ def _packages() -> tuple[Plugin, ...]:
 
 
 @cache
-def _project(here: str) -> tuple[Plugin, ...]:
+def _project(here: str) -> tuple[tuple[Plugin, ...], list[str]]:
+    """The plugins, and the names of the modes, of the project in this folder."""
     try:
         text = Path(here, "pyproject.toml").read_text(encoding="utf-8")
-        if GROUP not in text:
-            return ()
+        if GROUP not in text and MODES not in text:
+            return (), []
         import tomllib  # which few starts need
 
         project = tomllib.loads(text)["project"]
         package = f"{project['name']} {project.get('version', 'in this folder')}"
-        modules = project["entry-points"][GROUP].values()
+        points = project["entry-points"]
+        modules = points.get(GROUP, {}).values()
         folders = [(module.split(".")[0], Path(here, *module.split("."))) for module in modules]
+        modes = list(points.get(MODES, {}))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return ()  # another program's, or half written
-    return tuple(Plugin(package, top, folder) for top, folder in folders if folder.is_dir())
+        return (), []  # another program's, or half written
+    return tuple(Plugin(package, top, folder) for top, folder in folders if folder.is_dir()), modes
 
 
 @cache

@@ -67,7 +67,7 @@ class RunSettings:
 
     def __post_init__(self) -> None:
         if self.mode not in modes.names():
-            raise not_one_of("mode", self.mode, modes.names(), meant=modes.MEANT.get(self.mode))
+            raise modes.unknown(self.mode)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.resume is not None and self.mode != "fit":

@@ -50,7 +50,12 @@ class DataModule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        cls.has_preparation = cls.prepare_data is not DataModule.prepare_data
+        cls.has_preparation = cls.has_own("prepare_data")
+
+    @classmethod
+    def has_own(cls, method: str) -> bool:
+        """Whether this kind of data has written the method itself."""
+        return getattr(cls, method) is not getattr(DataModule, method)
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ Once = Callable[[Callable[[], object]], None]
 """Calls a function once on each machine, as a strategy's `Collectives.once` does."""
 
 
-def prepare(data: DataModule, once: Once | None = None) -> None:
+def call_prepare_data(data: DataModule, once: Once | None = None) -> None:
     """Calls `prepare_data` of data that have one. Without `once` this process is alone."""
     check = partial(_refuse_changed, data, dict(vars(data)))
     run_once(data.prepare_data, once, check=check)

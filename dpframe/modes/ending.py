@@ -72,7 +72,8 @@ def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> s
     rows = [("best", f"{when}: {name} {value:.6g}") for name, value in summary["best"].items()]
     rows.append(("run", summary["directory"]))
     if summary["checkpoint"] is not None:
-        rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
+        if trainer.data.has_own("test_dataset"):
+            rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
         longer = _longer(job, summary)
         if longer == UNTIMED or not _ends_with_schedule(trainer):
             rows.append(("resume", _command(job, f"resume={summary['directory']}", *longer)))

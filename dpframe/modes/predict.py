@@ -1,10 +1,13 @@
 """`mode=predict`: a checkpoint's predictions for new rows, as predictions.csv."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpframe.config.compose import Composed
+from dpframe.errors import UserError
 from dpframe.modes.validate import warn_of_limits
 
 if TYPE_CHECKING:
@@ -22,7 +25,8 @@ def run(job: Composed) -> dict[str, Any]:
 def predict(trainer: "Trainer", job: Composed, directory: str) -> None:
     warn_of_limits(job, "predict")
     began = time.perf_counter()
-    predictions = trainer.predict(spool=directory)
+    with _naming_input(trainer):
+        predictions = trainer.predict(spool=directory)
     seconds = time.perf_counter() - began
     several = predictions if isinstance(predictions, dict) else {"": predictions}
     there = [each for each in several.values() if each is not None]  # of the main process
@@ -32,3 +36,20 @@ def predict(trainer: "Trainer", job: Composed, directory: str) -> None:
     if there:
         counted = f"{rows:,} row{'s' * (rows != 1)}"
         print(f"{counted} in {seconds:.2f} s, {rows / seconds:,.0f} samples/s")
+
+
+@contextmanager
+def _naming_input(trainer: "Trainer") -> Iterator[None]:
+    """Adds to an error of the task's whose rows it could not take, e.g. for their size."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        if (name := trainer.data.input) is not None:
+            kind = type(trainer.data).__name__
+            error.add_note(
+                f"dpframe: these are rows of data.input={name}, as {kind}.input_row makes them; "
+                "they have to be like those of training"
+            )
+        raise

@@ -38,7 +38,7 @@ Work = Callable[["Trainer", Composed, str], None]
 
 
 def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
-    """Returns the summary of the job's mode.
+    """Returns the summary of the job's mode; one that returns nothing has an empty one.
 
     One that does not own its process may have computed, so that it can't be forked."""
     if owns_process:
@@ -49,8 +49,8 @@ def run(job: Composed, *, owns_process: bool = True) -> dict[str, Any]:
     mode = job.settings.mode
     what, todo = f"mode={mode}", "take a smaller task, or a smaller batch"
     with memory.explain(torch.device("cpu"), what, todo):
-        summary: dict[str, Any] = modes.load(mode).run(job)
-    return summary
+        summary: dict[str, Any] | None = modes.load(mode).run(job)
+    return summary or {}
 
 
 def launch(job: Composed, work: Work) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from dpframe import memory, seeding
 from dpframe.data import DataModule
-from dpframe.data.preparation import prepare
+from dpframe.data.preparation import call_prepare_data
 from dpframe.errors import Failure, UserError
 from dpframe.modes.measure import Probe, Sampled, lasting_bytes, refuse_by_hand, short
 from dpframe.schedules import LRSchedule
@@ -77,7 +77,7 @@ class Tuner:
         probe.__enter__()
         self.device = probe.device
         if data.has_preparation:
-            prepare(data)
+            call_prepare_data(data)
         data.setup()
         feed = Feed.of(data, probe, settings, seed=seed)
         if feed.train.order is None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from dpframe import checkpoint, memory, seeding
 from dpframe.callbacks import Callback
 from dpframe.data.module import leaves
-from dpframe.data.preparation import prepare
+from dpframe.data.preparation import call_prepare_data
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
 from dpframe.strategies import Strategy
@@ -89,7 +89,7 @@ def _measure_all(strategy: Strategy, plan: Plan) -> None:
     data = None if plan.recipe is None else plan.recipe.data()
     if data is not None and data.has_preparation:
         _exit_after(PREPARING_SECONDS, plan)
-        prepare(data, strategy.collectives.once)
+        call_prepare_data(data, strategy.collectives.once)
         _exit_after(plan.give_up_seconds, plan)
     all_courses = courses(plan.recipe, strategy.replicas)
     for name in plan.measures:

@@ -24,7 +24,7 @@ class EpochEnd(NamedTuple):
     is_extra_validation: bool  # if any: a longer run would not validate here
 
 
-class Schedule:
+class Calendar:
     clock = 0.0  # seconds of training when it was last polled: the same in all processes
 
     def __init__(self, settings: TrainerSettings, feed: Feed, stop_poll: "StopPoll") -> None:

@@ -14,7 +14,7 @@ from dpframe.trainer.hooks import Hooks
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.prepare import Training
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.recorder import Recorder, RunInfo, refuse_nowhere
+from dpframe.trainer.recorder import Recorder, RunInfo, require_directory
 from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.update import Update
 from dpframe.trainer.updates import Updates
@@ -79,7 +79,7 @@ class CallbackView:
     @property
     def clock(self) -> float:
         """Seconds of training at the last look, the same in all processes."""
-        return self.training.schedule.clock
+        return self.training.calendar.clock
 
     @property
     def phase(self) -> str:
@@ -181,7 +181,7 @@ class CallbackView:
 
     def _show(self, form: str, name: str, *values: Any) -> None:
         if self.mode != "fit" and not self.recorder.is_open:  # fit has opened it
-            refuse_nowhere(self.recorder.loggers, self.run)
+            require_directory(self.recorder.loggers, self.run)
             self.recorder.open(self.strategy)
         self.recorder.show(form, name, *values, step=self.global_step)
 

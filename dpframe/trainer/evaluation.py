@@ -18,12 +18,12 @@ from dpframe.launch.watchdog import beat
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
+from dpframe.trainer.calendar import StopPoll
 from dpframe.trainer.feed import evaluated
 from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import Precision, with_default_dtype
 from dpframe.trainer.predictions import Predictions, Spool, by_rows, collected, fitting, size_of
 from dpframe.trainer.profile import timed
-from dpframe.trainer.schedule import StopPoll
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.task_metrics import TaskMetrics

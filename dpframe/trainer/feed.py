@@ -35,6 +35,7 @@ METHODS = {
     "test": "test_dataset",
     "predict": "predict_dataset",
 }
+INSTEAD = {"test": "or use mode=validate", "predict": "or name a file by data.input=FILE"}
 NAME = re.compile(r"[A-Za-z0-9_-]+")  # of a data set: it is part of metrics' and files' names
 
 
@@ -207,8 +208,11 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
                 f"{method} has a data set named {name!r}; use letters, digits, _ and -, e.g. clean"
             )
         if dataset is None:
-            use = f", which mode={kind} reads" if kind in ("test", "predict") else ""
-            raise UserError(f"{label} returned None; return a data set{use}")
+            use = f", which mode={kind} reads" if kind in INSTEAD else ""
+            said = f"{label} returned None; return a data set{use}"
+            if kind in INSTEAD and not any(map(data.has_own, ("test_dataset", METHODS[kind]))):
+                said = f"{type(data).__name__} has no {METHODS[kind]}; write one, {INSTEAD[kind]}"
+            raise UserError(said)
         sources[name] = source = Source.of(dataset, data, label, kind=kind)
         if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
             is_alone = kind == "val" and not is_dict

@@ -28,7 +28,10 @@ MEANT = {  # what is not spelt alike
     "validation_dataset": "val_dataset",
     "validate_dataset": "val_dataset",
     "collate_fn": "collate",
-    **{f"{kind}_dataloader": f"{kind}_dataset" for kind in ("train", "val", "test", "predict")},
+    "train_dataloader": "train_dataset",
+    "val_dataloader": "val_dataset",
+    "test_dataloader": "test_dataset",
+    "predict_dataloader": "predict_dataset",
 }
 MEANS = "the means over all rows are in trainer.metrics"
 DATA = "write it in a DataModule, whose methods are setup, train_dataset, val_dataset and the like"

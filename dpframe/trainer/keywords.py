@@ -65,7 +65,9 @@ class SettingsByName(TypedDict, total=False):
     grace_seconds: float
 
 
-def changed(settings: TrainerSettings, more: Mapping[str, Any], kind: type[Any]) -> TrainerSettings:
+def with_settings(
+    settings: TrainerSettings, more: Mapping[str, Any], kind: type[Any]
+) -> TrainerSettings:
     known = [field.name for field in fields(TrainerSettings)]
     for name in more:
         if name not in known:

@@ -13,7 +13,7 @@ import torch
 
 from dpframe import seeding
 from dpframe.data import DataModule
-from dpframe.data.preparation import prepare
+from dpframe.data.preparation import call_prepare_data
 from dpframe.errors import UserError
 from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
@@ -22,20 +22,20 @@ from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task, TaskContext
 from dpframe.trainer import given
+from dpframe.trainer.calendar import EpochEnd
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.callback_view import CallbackView
 from dpframe.trainer.evaluation import Evaluations, Shared, restore_modes
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks, in_order, name_callback
-from dpframe.trainer.keywords import SettingsByName, changed, signature_with_settings
+from dpframe.trainer.keywords import SettingsByName, signature_with_settings, with_settings
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import DTYPES, Precision, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, add_logical_shares, choose_strategy
-from dpframe.trainer.recorder import Recorder, RunInfo, refuse_nowhere
-from dpframe.trainer.schedule import EpochEnd
+from dpframe.trainer.recorder import Recorder, RunInfo, require_directory
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
@@ -78,7 +78,7 @@ class Trainer(CallbackView):
         callbacks += self.display(callbacks, show_progress)
         self.task = task
         self.data = data
-        self.settings = settings = changed(settings or TrainerSettings(), more, type(self))
+        self.settings = settings = with_settings(settings or TrainerSettings(), more, type(self))
         self.seed = seed
         self.callbacks = in_order(callbacks)
         self.run = run or RunInfo()
@@ -108,7 +108,7 @@ class Trainer(CallbackView):
         self.task_metrics = TaskMetrics(task, self.strategy)
         beat()
         if data.has_preparation:
-            prepare(data, self.strategy.collectives.once)
+            call_prepare_data(data, self.strategy.collectives.once)
         data.setup()
         beat()
         task.run_context = TaskContext(
@@ -197,7 +197,7 @@ class Trainer(CallbackView):
     ) -> dict[str, float]:
         """Trains; see `prepare`. `keep_loggers_open` is for a `test` that follows."""
         if self.ranks is not None:
-            return self._take_over("fit", resume, resume_anyway=resume_anyway)
+            return self._run_on_ranks("fit", resume, resume_anyway=resume_anyway)
         if not self._is_prepared or self.mode != "fit" or resume is not None:
             own = deepcopy(resume) if isinstance(resume, dict) else resume
             self.prepare(own, resume_anyway=resume_anyway)
@@ -227,7 +227,7 @@ class Trainer(CallbackView):
         """Returns Predictions, or several by the names of the data sets; None on all processes but
         the main one. Large predictions are kept on disk, in the directory `spool`, if it is set."""
         if self.ranks is not None:
-            return self._take_over("predict")
+            return self._run_on_ranks("predict")
         by_name: dict[str, Predictions] = {}
         after_batch = self.hooks.after_batch("on_predict_batch_end", self)
         with self._evaluating("predict", "predict") as evaluations:
@@ -243,7 +243,7 @@ class Trainer(CallbackView):
 
     def _evaluate(self, mode: str, kind: str, hook: str) -> dict[str, float]:
         if self.ranks is not None:
-            return self._take_over(mode)
+            return self._run_on_ranks(mode)
         with self._evaluating(mode, kind) as evaluations:
             self.hooks.call(f"{hook}_start", self)
             after_batch = self.hooks.after_batch(f"{hook}_batch_end", self)
@@ -262,10 +262,11 @@ class Trainer(CallbackView):
             raise
         self.recorder.close(self.metrics, succeeded=True)
 
-    # ---- the heart
+    # ---- the heart: `Step` has forward and backward, `Update` the optimizer, `Calendar` says when
+    # to log, validate and stop
 
     def _train_epoch(self, training: Training) -> None:
-        progress, hooks, schedule = self.progress, self.hooks, training.schedule
+        progress, hooks, calendar = self.progress, self.hooks, training.calendar
         updates, profile = training.updates, training.profile
         # Each process draws its own, e.g. for dropout. They follow from the epoch, so that a
         # checkpoint between two epochs needs no random state.
@@ -276,7 +277,7 @@ class Trainer(CallbackView):
             self.task.train()
         hooks.call("on_epoch_start", self)
         for batches in training.feed.steps(progress):  # those of one update
-            is_logged = schedule.logs(progress.global_step + 1)
+            is_logged = calendar.logs(progress.global_step + 1)
             for update in updates.taking_turns():
                 measured = training.step.gradients(batches, update)
                 if measured is None:  # the loss was not finite
@@ -296,12 +297,12 @@ class Trainer(CallbackView):
                 hook(self)
             if profile is not None:
                 profile.end_step()
-            if schedule.validates(progress):
+            if calendar.validates(progress):
                 self._validate(training)
             if self.should_stop or progress.global_step == self.settings.max_steps:
                 self.should_stop = True
                 break
-            if schedule.polls(progress.global_step) and self._poll(training):
+            if calendar.polls(progress.global_step) and self._poll(training):
                 break
         self._end_epoch(training)
 
@@ -318,14 +319,14 @@ class Trainer(CallbackView):
     def _end_epoch(self, training: Training) -> None:
         """Changes no state before the validation is over: a run that is interrupted there
         validates again when it is resumed."""
-        progress, schedule = self.progress, training.schedule
+        progress, calendar = self.progress, training.calendar
         self._read_losses(training)
         rates = training.updates.learning_rates()
         batches = training.feed.batches_in(progress.epoch)
         is_whole = not self.should_stop or progress.batches_done == batches
-        if not schedule.has_polled(progress.global_step):
+        if not calendar.has_polled(progress.global_step):
             self._poll(training)
-        end = schedule.end_epoch(progress, is_whole=is_whole, should_stop=self.should_stop)
+        end = calendar.end_epoch(progress, is_whole=is_whole, should_stop=self.should_stop)
         self.is_extra_validation = end.is_extra_validation
         validated = self._validate_epoch(training, end)
         measured = self._measure_epoch(training)
@@ -347,7 +348,7 @@ class Trainer(CallbackView):
         progress.read_clock()
         progress.ended_step = progress.global_step
         self.hooks.call("on_epoch_end", self)
-        self.recorder.tend()
+        self.recorder.flush_if_due()
 
     def _validate_epoch(self, training: Training, end: EpochEnd) -> dict[str, float]:
         """The new metrics of the validation after an epoch, or at the end of training."""
@@ -374,7 +375,7 @@ class Trainer(CallbackView):
     def _finish_resumed_step(self, training: Training) -> None:
         """The validation and the end of the epoch that the checkpoint's step has still to come
         to."""
-        if training.schedule.validates(self.progress):
+        if training.calendar.validates(self.progress):
             self._validate(training)
         if self.should_stop and self.progress.ended_step != self.progress.global_step:
             self._end_epoch(training)
@@ -406,9 +407,9 @@ class Trainer(CallbackView):
 
     def _poll(self, training: Training) -> bool:
         """Whether to stop: by the clock or a signal. Asked a few times a second and each epoch."""
-        if reason := training.schedule.poll(self.progress.global_step):
+        if reason := training.calendar.poll(self.progress.global_step):
             self.stop(reason)
-        self.recorder.tend()
+        self.recorder.flush_if_due()
         return self.should_stop
 
     # ---- what is recorded
@@ -416,7 +417,7 @@ class Trainer(CallbackView):
     @contextmanager
     def _recorded(self, training: Training, *, keep_loggers_open: bool) -> Iterator[None]:
         """Opens the loggers, seeds this process and says what is about to run."""
-        refuse_nowhere([*self.callbacks, *self.recorder.loggers], self.run)
+        require_directory([*self.callbacks, *self.recorder.loggers], self.run)
         if training.resumed_from is not None:
             self._reopen(training)
         else:
@@ -432,7 +433,7 @@ class Trainer(CallbackView):
         if training.profile is not None:
             training.profile.start()
         self.progress.start_clock()
-        training.schedule.begin(self.global_step)
+        training.calendar.begin(self.global_step)
         self.has_begun = True
         try:
             yield
@@ -462,7 +463,7 @@ class Trainer(CallbackView):
 
     # ---- where it runs
 
-    def _take_over(self, mode: str, *args: Any, **options: Any) -> Any:
+    def _run_on_ranks(self, mode: str, *args: Any, **options: Any) -> Any:
         """Has the ranks run the mode, and takes over what it came to in the main one."""
         assert self.ranks is not None
         ended = self.ranks.run(mode, *args, **options)

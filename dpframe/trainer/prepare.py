@@ -15,6 +15,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.activations import drop_activations
 from dpframe.trainer.attributes import Attributes
+from dpframe.trainer.calendar import Calendar, StopPoll
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.compiled import Compiled
 from dpframe.trainer.evaluation import Evaluations, Shared, means_over
@@ -27,7 +28,6 @@ from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
-from dpframe.trainer.schedule import Schedule, StopPoll
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
 from dpframe.trainer.share_check import check_shares
 from dpframe.trainer.state import Resumable, changes_since
@@ -43,7 +43,7 @@ class Training:
     step: Step
     updates: Updates
     means: Means
-    schedule: Schedule
+    calendar: Calendar
     validation: Evaluations
     guard: LossGuard
     state: Resumable
@@ -135,7 +135,7 @@ def make_training(
         step=step,
         updates=updates,
         means=means,
-        schedule=Schedule(settings, feed, StopPoll(strategy, shared.interruption)),
+        calendar=Calendar(settings, feed, StopPoll(strategy, shared.interruption)),
         validation=validation,
         guard=guard,
         state=state,

@@ -88,7 +88,7 @@ class Recorder:
         if form == "figure":
             media.close(values[0])
 
-    def tend(self) -> None:
+    def flush_if_due(self) -> None:
         """Flushes a few times a second: what was logged before survives the process."""
         if time.perf_counter() - self._flushed_at > BETWEEN_FLUSHES:
             self.flush()
@@ -117,7 +117,7 @@ class Recorder:
                 )
 
 
-def refuse_nowhere(parts: Iterable[Callback | Logger], run: RunInfo) -> None:
+def require_directory(parts: Iterable[Callback | Logger], run: RunInfo) -> None:
     for part in parts:
         if part.needs_directory and not run.directory:
             raise UserError(
