@@ -49,6 +49,7 @@ register_resolver: Any = (
     else OmegaConf.register_resolver
 )
 LONGEST_NAME = 200  # bytes of a sweep's directory name; file systems end at 255
+OF_ITS_FILE = "${hydra:runtime.choices.recipe}"
 # A recipe's name is also the name of a folder. A recipe in a folder of others has a slash.
 NAME = r"\w[\w .,+=@-]*(/\w[\w .,+=@-]*)*"
 TYPED: dict[str, Any] = {
@@ -100,8 +101,8 @@ class Configs:
         choices = config.hydra.runtime.choices
         for group, option in choices.items():
             plugins.refuse_shadowed(str(group), option, self.folder)
-        if "recipe" in choices and OmegaConf.is_missing(config, "recipe"):
-            config.recipe = choices["recipe"]  # a recipe is called as its file
+        if "recipe" in choices and OmegaConf.is_interpolation(config, "recipe"):
+            config.recipe = choices["recipe"]  # what conf/config.yaml refers to
         return config
 
     @contextmanager
@@ -346,7 +347,7 @@ def _refuse(config: DictConfig, overrides: Sequence[str], typed: Sequence[str]) 
 def _refuse_recipe(plain: Mapping[str, Any]) -> None:
     """A recipe's name is a folder of its runs wherever Hydra looks it up, so it is plain text."""
     name = plain.get("recipe", "???")
-    if name != "???" and not re.fullmatch(NAME, name):
+    if name not in ("???", OF_ITS_FILE) and not re.fullmatch(NAME, name):
         raise UserError(
             f"recipe={name} is not a plain name, but it names the folder of its runs; "
             "use letters, digits, - and _"
