@@ -214,6 +214,10 @@ class _Mistake:
 
 
 NO_PACKAGE = "its first line must be '# @package _global_'"
+OUTSIDE = (
+    "{0} is outside of the config folders; put it into one of them, or name its folder by "
+    "--config-dir=DIR"
+)
 SET = "{0} is not set; set {0}=VALUE"
 TAKEN = "{0} has a value already; write {0}=… without the +"
 # What Hydra, OmegaConf or YAML says, after the type of the error, and what we say.
@@ -247,7 +251,9 @@ TEXTS: tuple[tuple[str, str | Callable[[_Mistake, re.Match[str]], str]], ...] = 
         "a config file has the line '# @package'; write '# @package _global_'",
     ),
     (r"(?:Could not (?:override|append to)|delete from config\.) '([^']+)'", _Mistake.no_key),
-    (r"Key '.+' not in '\w+'\s+full_key: (\S+)", _Mistake.no_key),
+    (r"Key '.+' not in '\w+'.*\s+full_key: (\S+)", _Mistake.no_key),
+    ("No earlier Group Default for '([^']+)'", _Mistake.no_key),
+    (r"Parent traversal .* \('([^']+)'\)", OUTSIDE),
     ("Interpolation key '([^']+)' not found", _Mistake.no_such_reference),
     (r"while resolving.* Missing mandatory value: (\S+)", SET),
     (r"Missing mandatory value: .*\s+full_key: (\S+)", SET),

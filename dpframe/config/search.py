@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ValidationError
 
 from dpframe.config import plugins
-from dpframe.config.errors import explain
+from dpframe.config.errors import OUTSIDE, explain
 from dpframe.config.hints import has, may_take
 from dpframe.config.schema import CONFIG_NAME, register
 from dpframe.config.start import key_of, parsed_value
@@ -274,10 +274,7 @@ class Inside(ConfigSource):
     def is_config(self, config_path: str) -> bool:
         path = os.path.normpath(config_path)
         if os.path.isabs(path) or path.split(os.sep)[0] == os.pardir:
-            raise UserError(
-                f"{config_path} is outside of the config folders; put it into one of them, or name "
-                "its folder by --config-dir=DIR"
-            )
+            raise UserError(OUTSIDE.format(config_path))
         return False
 
     def is_group(self, config_path: str) -> bool:
