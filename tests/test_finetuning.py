@@ -315,6 +315,15 @@ def test_running_statistics_are_those_of_training_or_averaged_with_the_weights(a
     torch.testing.assert_close(mean, whole[-1] if isinstance(average, EMA) else sum(whole) / 2)
 
 
+@pytest.mark.parametrize("average", [EMA(0.9), SWA(0, every_n_steps=2)])
+def test_a_trainer_whose_task_has_the_average_resumes_with_the_weights(average):
+    saved = Saved(7)
+    one = fitted(Tuned(SGD), ROWS(), callbacks=[average, saved])
+    ended = {name: value.clone() for name, value in one.task.state_dict().items()}
+    one.fit(saved.states[7])
+    assert is_same(dict(one.task.state_dict()), ended)
+
+
 def test_a_validation_that_fails_leaves_the_weights_of_training():
     def fail(trainer, *_):
         raise KeyboardInterrupt

@@ -23,6 +23,7 @@ from dpframe import (
     UserError,
     seeding,
 )
+from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.progress import Progress
 from dpframe.launch.faults import RankFailed
@@ -134,11 +135,11 @@ class Drawn(Rows):
 def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_they_came_to(
     strategy,
 ):
-    """They draw what one process draws, in the setup of the data too. Each mode starts a new
-    interpreter: one strategy predicts as well."""
+    """They draw what one process draws, in the setup of the data too, and the task gets the average
+    of the weights. Each mode starts a new interpreter: one strategy predicts as well."""
     made = []
     for given in ({}, {"strategy": strategy}):
-        given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses()]}
+        given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses(), EMA(0.5)]}
         with seeding.seeded(3):
             trainer = Trainer(heavy(Small()), Drawn(), **given)
         returned = trainer.fit()

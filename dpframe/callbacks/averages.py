@@ -39,6 +39,10 @@ class Average(Callback):
     def make_update(self) -> MultiAverage:
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Another process has other weights."""
+        return {**vars(self), "known": [], "tensors": [], "averages": [], "is_in": False}
+
     def on_fit_start(self, trainer: "Trainer") -> None:
         kinds = [type(c).__name__ for c in trainer.callbacks if isinstance(c, Average)]
         if len(kinds) > 1:
@@ -78,6 +82,7 @@ class Average(Callback):
 
     def on_load(self, trainer: "Trainer", state: dict[str, Any]) -> None:
         self._find(trainer)
+        self.is_in = False  # a fit before has left the average there, and its weights are replaced
         if "averaged" not in state:
             self.count = 0
         if not self.count:  # the run, or its callback of this kind, had averaged nothing

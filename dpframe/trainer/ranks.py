@@ -12,6 +12,7 @@ from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
+from dpframe.trainer.callback import Callback
 from dpframe.trainer.predictions import on_cpu
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
@@ -100,7 +101,8 @@ def _run_mode(work: bytes) -> bytes:
         value = getattr(made, mode)(*args, **options)
         weights = None
         if mode == "fit":  # a program that has no GPU open gets no tensor of one
-            weights = on_cpu(made.state_dict()["task"])
+            state = made.state_dict()
+            weights = on_cpu(state.get("averaged", state["task"]))
         ended = Ended(
             value,
             made.metrics,
@@ -108,9 +110,15 @@ def _run_mode(work: bytes) -> bytes:
             made.checkpoint,
             made.stop_reason,
             weights,
-            [sendable(vars(callback)) for callback in parts["callbacks"]],
+            [sendable(attributes_of(callback)) for callback in parts["callbacks"]],
         )
         return fresh.pack(ended) if strategy.is_main else b""
+
+
+def attributes_of(callback: Callback) -> dict[str, Any]:
+    """What it lets be pickled of them."""
+    state = callback.__getstate__()
+    return state if isinstance(state, dict) else vars(callback)
 
 
 def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
