@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from forked import on
+from recorded import Recorder
 from small import Hooks, Rows, Small, fitted, is_same
 from torch.utils.data import TensorDataset
 
@@ -154,6 +155,14 @@ def test_an_epoch_of_steps_that_are_all_left_out_has_no_numbers_of_its_own():
 def test_a_step_that_is_left_out_can_be_logged():
     one = fitted(Rooted(), data=Bad(), on_nonfinite="skip", log_every=1)
     assert one.progress.skipped_steps == 2 and math.isfinite(one.metrics["train/rmse"])
+
+
+def test_a_logged_step_that_is_left_out_has_no_norm_of_an_earlier_gradient():
+    recorder = Recorder()
+    fitted(data=Bad(), on_nonfinite="skip", log_every=1, clip_norm=1.0, loggers=[recorder])
+    left_out = {met_in(0, shuffle=True)[0], 5 + met_in(1, shuffle=True)[0]}
+    steps = {at for at, numbers in recorder.log_ if "step/grad_norm" in numbers}
+    assert steps == {*range(1, 11)} - left_out
 
 
 def fit_in_ranks(strategy: DDP, folder: str, on_nonfinite: str) -> tuple[int, int]:

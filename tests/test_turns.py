@@ -150,6 +150,15 @@ def test_each_turn_is_logged_by_its_name(name):
     assert rates == [0.05, 0.05, 0.025]
 
 
+def test_a_logged_step_has_the_norms_of_its_own_turns_alone():
+    recorder, critic = Recorder(), "step/grad_norm/critic"
+    settings = {"log_every": 1, "max_epochs": 1, "clip_norm": 1.0, "precision": "64"}
+    fitted(pair(), Rows(22, 4), loggers=[recorder], **settings)
+    normed = [[n for n in numbers if "grad_norm" in n] for _, numbers in recorder.log_]
+    both = [critic, "step/grad_norm/generator"]
+    assert [names for names in normed if names] == [[critic], both, [critic], both, [critic], both]
+
+
 def test_a_run_with_turns_is_resumed_to_the_bit():
     states: list[dict[str, Any]] = []
     hooks = Hooks(

@@ -108,7 +108,7 @@ class Update:
         backward = Tensor.backward if scaler is None else partial(_scaled_backward, scaler)
         self.backward = timed("backward", backward, is_profiled=settings.profile)
         self.step = timed("optimizer", self._clip_and_step, is_profiled=settings.profile)
-        self.grad_norm: Tensor | float = float("nan")
+        self.grad_norm: Tensor | None = None  # of the step that is logged next, if it had a turn
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rates by the names of their groups; the first group's also by ""."""
@@ -168,11 +168,12 @@ class Update:
         self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool
     ) -> None:
         """`closure` computes the gradients again, for an optimizer that needs that."""
-        if self.clip_norm is not None:
-            self.grad_norm = self._total_norm()
-            clip_grads_with_norm_(self._parts(), self.clip_norm, self.grad_norm)
-        elif wants_norm:
-            self.grad_norm = self._total_norm()
+        if self.clip_norm is not None or wants_norm:
+            norm = self._total_norm()
+            if self.clip_norm is not None:
+                clip_grads_with_norm_(self._parts(), self.clip_norm, norm)
+            if wants_norm:
+                self.grad_norm = norm
         if self.clip_value is not None:
             clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:

@@ -87,13 +87,14 @@ class Updates(dict[str, Update]):
         }
 
     def gradient_norms(self) -> dict[str, float]:
-        """Of the newest steps: `grad_norm`, or by the names of optimizers."""
-        if self.by_hand is not None:
-            return {}
-        return {
-            "/".join(filter(None, ("grad_norm", name))): float(update.grad_norm)
-            for name, update in self.items()
-        }
+        """Of a step that is logged: `grad_norm`, or by the names of the optimizers that have made
+        it."""
+        norms = {}
+        for name, update in self.items():
+            if update.grad_norm is not None:
+                norms["/".join(filter(None, ("grad_norm", name)))] = float(update.grad_norm)
+                update.grad_norm = None
+        return norms
 
     def monitored(self) -> list[tuple[str, str]]:
         """The metric that a schedule waits for, by its key."""
