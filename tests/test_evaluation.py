@@ -24,6 +24,7 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 from dpframe.trainer import predictions as spooled
+from dpframe.trainer.evaluation import means_over
 from dpframe.trainer.predictions import as_table, join
 
 # Up to two batches and a bit; rows that are read one by one are split as tensors are.
@@ -66,6 +67,20 @@ class Numbers(DataModule):
 
 def numbers(batch: Any) -> Tensor:
     return batch if isinstance(batch, Tensor) else batch[0]
+
+
+def means_of_different_sets(strategy: Strategy) -> set[float]:
+    """Of what each rank measures alike under one name alone, and under many."""
+    found = set()
+    for count in (1, 7, 100):
+        means = means_over(strategy)
+        means.add([(1, {f"{number:03}": 0.1 * (strategy.rank + 1) for number in range(count)})])
+        found |= set(means.total().values())
+    return found
+
+
+def test_a_mean_over_ranks_has_the_same_bits_whatever_is_measured_beside_it():
+    assert on(DDP(3, "cpu"), means_of_different_sets) == {(0.1 + 0.2 + 0.1 * 3) / 3}
 
 
 def results_on(strategy: Strategy) -> dict[tuple[str, int], Any]:

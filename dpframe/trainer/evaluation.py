@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dpframe import seeding
 from dpframe.data import Batch, DataModule, Loader, placed
@@ -17,6 +19,7 @@ from dpframe.launch.signals import Interruption
 from dpframe.launch.watchdog import beat
 from dpframe.metrics import Means, pooled
 from dpframe.strategies.base import Strategy
+from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer.calendar import StopPoll
 from dpframe.trainer.feed import evaluated
@@ -240,5 +243,18 @@ def means_over(strategy: Strategy) -> Means:
             sorted(set().union(*strategy.collectives.gather(names)))
         )
 
-    reduce = strategy.collectives.sum if strategy.world_size > 1 else None
-    return Means(reduce, agree, is_exact=strategy.logical_shares > 0)
+    is_exact = strategy.logical_shares > 0
+    in_order = partial(_sum_in_order, strategy.collectives)
+    reduce = strategy.collectives.sum if is_exact else in_order
+    return Means(reduce if strategy.world_size > 1 else None, agree, is_exact=is_exact)
+
+
+def _sum_in_order(collectives: Collectives, numbers: Tensor) -> Tensor:
+    """Over the processes, in the order of their ranks. In what order an all-reduce adds a number
+    depends on its place among the others, and these are others after a resume."""
+    of_ranks = numbers.new_zeros(collectives.world_size, len(numbers))
+    of_ranks[collectives.rank] = numbers
+    total = torch.zeros_like(numbers)
+    for of_rank in collectives.sum(of_ranks).to(total.device):
+        total += of_rank
+    return total
