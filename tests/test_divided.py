@@ -11,7 +11,7 @@ from small import SGD, Small, fitted, trainer
 from torch import Tensor, distributed
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from dpframe import DataModule, Strategy, UserError
+from dpframe import DataModule, ShardedStream, Strategy, UserError
 from dpframe.strategies.ddp import DDP
 
 ROWS, BATCH = 22, 8
@@ -146,3 +146,30 @@ def test_parts_train_as_a_loop_by_hand_over_what_meets_in_a_batch(make):
 def test_another_value_is_one_line():
     with pytest.raises(UserError, match="data.divided=rank is not known; set by_rank, or null"):
         fitted(Small(), Data(Noisy, divided="rank"))
+
+
+class Sharded(ShardedStream):
+    def shards(self) -> range:
+        return range(6)
+
+    def read(self, shard: int) -> Iterator[Any]:
+        return zip(*table(), strict=True)
+
+
+def refusal(strategy: Strategy) -> list[str]:
+    said = []
+    for data in (Data(Sharded, divide_streams=True), Data(Part, divided="by_rank")):
+        data.batch_size = 4
+        with pytest.raises(UserError) as caught:
+            trainer(data=data, strategy=strategy, share_check="off").fit()
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_batch_that_leaves_a_rank_without_a_row_of_its_own_is_refused_in_one_line():
+    """4 rows are 2, 2 and 0: the third rank would never come to the end of its rows."""
+    line = (
+        "a batch of 4 rows leaves one of 3 ranks without a row, and each reads rows of its own; "
+        "use data.batch_size=6"
+    )
+    assert on(DDP(3, "cpu", timeout_seconds=15), refusal) == [line, line]

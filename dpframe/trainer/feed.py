@@ -256,6 +256,8 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
                 "batch would depend on the number of ranks; use data.divide_streams=false"
             )
         division = Division(source.dataset, strategy.world_size, workers.processes)
+    if division is not None:
+        _refuse_idle_ranks(source.batch_size, strategy)
     loader = Loader(
         division.part(source.dataset, strategy.rank) if division else source.dataset,
         batch_size=source.batch_size,
@@ -292,6 +294,17 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         )
         raise UserError(f"trainer.data_on_device=true but {why}; use trainer.data_on_device=auto")
     return loader
+
+
+def _refuse_idle_ranks(batch_size: int, strategy: Strategy) -> None:
+    """A rank that has no row of a whole batch would never come to the end of its rows."""
+    here = sum(map(len, strategy.split_rows(range(batch_size))))
+    if strategy.collectives.sum_numbers([float(not here)])[0]:
+        each = -(-batch_size // strategy.world_size)
+        raise UserError(
+            f"a batch of {batch_size} rows leaves one of {strategy.world_size} ranks without a "
+            f"row, and each reads rows of its own; use data.batch_size={each * strategy.world_size}"
+        )
 
 
 def _measured_workers(source: Source, strategy: Strategy, seed: int) -> Workers:
