@@ -1,5 +1,6 @@
 """Streams that are divided over ranks and workers, and streams that go on where they were."""
 
+import pickle
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -27,7 +28,8 @@ from dpframe import (
     seeding,
 )
 from dpframe.data import split
-from dpframe.data.stream import Division
+from dpframe.data.module import Rows
+from dpframe.data.stream import Division, Reader
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
@@ -385,3 +387,17 @@ def test_only_as_many_workers_read_as_there_are_shards_and_one_of_a_stream_that_
 
     assert [Division(Shards(), 2, workers).workers for workers in (0, 2, 9)] == [0, 2, 3]
     assert Division(Ignores(), 2, 4).workers == 1
+
+
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_a_worker_that_is_not_forked_reads_the_shares_of_a_strategy_that_can_not_be_sent(
+    is_divided,
+):
+    """As those of ranks on GPUs are, whose strategy holds their process group."""
+    rows = Rows(Shards(), torch.utils.data.default_collate)
+    reader = Reader(rows, 8, lambda rows: split(rows, 3)[1:], is_divided=is_divided, rank=1)
+    reader.begin(SEED, 0, reader.place(0, 1)["workers"])
+    sent = pickle.loads(pickle.dumps(reader))
+    batches = list(reader.batches())
+    torch.testing.assert_close(list(sent.batches()), batches, rtol=0, atol=0)
+    assert sum(n for shares, _ in batches for _, n in shares) == (ROWS if is_divided else 23)

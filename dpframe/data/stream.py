@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from functools import partial
 from itertools import islice
 from typing import Any, Self
 
@@ -170,6 +171,12 @@ class Reader:
         self._seen, self._is_over = 0, False
         self._opened: Iterator[Any] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a worker that is not forked, to which a strategy with its process group can't be
+        sent: it gets the shares of a batch of each size."""
+        shares = [self._shares(range(rows)) for rows in range(self.batch_size + 1)]
+        return vars(self) | {"_shares": partial(_shares_of, shares)}
+
     def place(self, batches: int, workers: int) -> Place:
         """After so many batches, as far as their number tells."""
         rows = [self.batch_size * len(range(worker, batches, workers)) for worker in range(workers)]
@@ -243,3 +250,8 @@ class Reader:
     def _cut(self, rows: Sequence) -> list[Sequence]:
         """The rows that this process has read, for its replicas."""
         return split(rows, len(self._shares(rows)))
+
+
+def _shares_of(numbers: list[list[Sequence]], rows: Sequence) -> list[Sequence]:
+    """`numbers` has the places of each share's rows, by the size of the batch."""
+    return [[rows[place] for place in share] for share in numbers[len(rows)]]
