@@ -4,6 +4,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any
@@ -484,6 +485,43 @@ def test_callbacks_see_whole_weights():
     assert shown["val/samples"] == known["val/samples"]
 
 
+class Unmeasured(Rows):
+    """Without a validation, which would run the task before a hook does."""
+
+    def val_dataset(self) -> None:
+        return None
+
+
+class DrawsAtEnds(Draws):
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        self.on_validation_end(trainer)
+
+
+def resumed_at_an_end(strategy: Strategy) -> list[Any]:
+    """A whole run, and one that goes on from the last step of its first epoch."""
+    states: dict[int, Any] = {}  # after the last step of each epoch
+    keeps = Hooks(on_step_end=lambda t: states.update({t.epoch: deepcopy(t.state_dict())}))
+    runs: list[Any] = []
+    for resume in (False, True):
+        draws = DrawsAtEnds()
+        made = trainer(
+            data=Unmeasured(),
+            make=Deep,
+            strategy=strategy,
+            precision="64",
+            share_check="off",  # which runs the task, too
+            callbacks=[draws, keeps],
+        )
+        made.fit(strategy.collectives.broadcast(states[0]) if resume else None)
+        runs.append((draws.drawn, made.metrics))
+    return runs
+
+
+def test_a_run_that_is_resumed_at_an_epochs_end_gives_its_hooks_whole_weights():
+    whole, resumed = of_ranks(2)["resumed at an end"]
+    assert resumed == whole and whole[0] is not None
+
+
 # Half precision
 
 
@@ -685,6 +723,7 @@ OF_RANKS: dict[int, dict[Any, tuple[Any, ...]]] = {
             for kind in (FSDP, DDP)
             for count in (3, 10)
         },
+        "resumed at an end": (FSDP(2, "cpu"), resumed_at_an_end),
         "halves of ddp": (DDP(2, "cpu"), halves),
         "halves": (FSDP(2, "cpu", param_dtype="bf16", reduce_dtype="32"), halves),
     },

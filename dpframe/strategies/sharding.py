@@ -193,6 +193,7 @@ class Sharding:
     @contextmanager
     def whole_weights(self, task: Any) -> Iterator[None]:
         """Within, each process has the whole weights and may call the task by itself."""
+        self.run_alone(task, lambda: None)  # torch knows the root by its first forward
         modules = sharded_in(task)
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
