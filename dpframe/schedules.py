@@ -33,7 +33,7 @@ class LRSchedule:
 
 
 @dataclass(frozen=True)
-class _Warmed(LRSchedule):
+class Warmed(LRSchedule):
     warmup: float = 0.03
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class _Warmed(LRSchedule):
 
 
 @dataclass(frozen=True)
-class _RisesAndFalls(_Warmed):
+class _RisesAndFalls(Warmed):
     falls: ClassVar[str]
     final: float = 0.0
 
@@ -60,7 +60,7 @@ class Linear(_RisesAndFalls):
 
 
 @dataclass(frozen=True)
-class WSD(_Warmed):
+class WSD(Warmed):
     """Warm-up, stable, decay."""
 
     decay: float = 0.2
@@ -82,7 +82,7 @@ class WSD(_Warmed):
 
 
 @dataclass(frozen=True)
-class Constant(_Warmed):
+class Constant(Warmed):
     def factor(self, step: int, steps: int) -> float:
         return _rise(step, count(self.warmup, steps))
 
@@ -92,7 +92,7 @@ class Constant(_Warmed):
 
 
 @dataclass(frozen=True)
-class InverseSqrt(_Warmed):
+class InverseSqrt(Warmed):
     timescale: int | None = None
 
     def factor(self, step: int, steps: int) -> float:

@@ -156,6 +156,16 @@ def test_a_warm_up_that_training_does_not_get_through_is_said():
     )
 
 
+def test_a_schedule_of_ones_own_may_call_anything_its_warm_up():
+    class Own(LRSchedule):
+        warmup = None
+
+        def factor(self, step: int, steps: int) -> float:
+            return 1.0
+
+    assert fitted(small(Own())).training.notes[-1] == "task.schedule: Own(), 10 steps in all"
+
+
 def test_what_can_not_be_scheduled_is_refused_in_one_line():
     class ByHand(Small):
         optimizes_by_hand = True

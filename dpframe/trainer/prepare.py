@@ -10,7 +10,7 @@ from typing import Any
 
 from dpframe.errors import UserError
 from dpframe.metrics import Means
-from dpframe.schedules import count
+from dpframe.schedules import Warmed, count
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.activations import drop_activations
@@ -199,9 +199,10 @@ def notes_of(
     if scaled_rates is not None:
         yield str(scaled_rates)
     if task.lr_schedule is not None:
-        steps, warmup = task.total_steps, getattr(task.lr_schedule, "warmup", 0)
-        end = ", which end within its warm-up" if 0 < steps <= count(warmup, steps) else ""
-        yield f"task.schedule: {task.lr_schedule}, {steps or 'unknown'} steps in all{end}"
+        schedule, steps = task.lr_schedule, task.total_steps
+        rises = count(schedule.warmup, steps) if isinstance(schedule, Warmed) else 0
+        end = ", which end within its warm-up" if 0 < steps <= rises else ""
+        yield f"task.schedule: {schedule}, {steps or 'unknown'} steps in all{end}"
 
 
 def modules_in_eval_mode(task: Task) -> list[str]:
