@@ -165,3 +165,9 @@ def output_of(cell) -> list[str]:
         shown.append(text)
     lines = "".join(shown).rpartition("\r")[2]
     return [re.sub(r"\d+", "#", line).rstrip() for line in lines.splitlines()]
+
+
+def test_a_mode_of_a_package_may_return_nothing(monkeypatch):
+    monkeypatch.setattr("dpframe.modes.fit.run", lambda job: None)
+    result = dpframe.run("recipe=boston")
+    assert (result.metrics, result.summary, result.checkpoint) == ({}, {}, None)

@@ -1,5 +1,6 @@
 """A run's config: composed and checked before torch is imported."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,7 +82,9 @@ def compose(configs: Configs, typed: Sequence[str]) -> DictConfig:
         return Path(str(config.hydra.run.dir)).parent
 
     _refuse_several_machines(typed)
-    modes.refuse_uninstalled(value_of("mode", typed))
+    mode = value_of("mode", typed) or ""
+    if re.fullmatch(r"\w+", mode):  # not a reference or a list: a mode's keys are there with it
+        modes.refuse_unknown(mode)
     overrides = list(typed)
     if value_of("recipe", typed) is None and not modes.needs_recipe(value_of("mode", typed)):
         overrides.append("recipe=boston")  # which is not run

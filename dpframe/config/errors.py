@@ -134,9 +134,8 @@ class _Mistake:
         group = found[1]
         if near := nearest(group, map(key_of, self.overrides), cutoff=0.8):
             return f"there is no key {near}; did you mean {group}?"
-        for newest in {"resume=last", "checkpoint=best", "checkpoint=last"} & {*self.overrides}:
-            where = "a run: resume=DIR" if newest == "resume=last" else "a file: checkpoint=FILE"
-            return f"{newest}: of which recipe? add recipe=NAME, or name {where}"
+        if newest := next((each for each in self.overrides if each in OF_A_RECIPE), None):
+            return f"{newest}: of which recipe? add recipe=NAME, or name {OF_A_RECIPE[newest]}"
         there = ", ".join(self.options(group))
         return f"{group} is not set; set {group}=NAME, one of: {there} (see --help)"
 
@@ -171,9 +170,6 @@ class _Mistake:
             return f"there is no key {path}; did you mean {near}?"
         if key in MACHINES:
             return str(several_machines(None, None))
-        mode = value_of("mode", self.overrides)
-        if mode is not None and mode not in modes.names() and key.split(".")[0] == mode:
-            return str(modes.unknown(mode))
         key = self.key if self.key.startswith(f"{key}.") else key  # in a value, e.g. in {lr:0.1}
         typed = [f"{o}: " for o in self.overrides if f"{key}.".startswith(f"{key_of(o)}.")]
         return max(typed, default="", key=key_of) + f"there is no key {key}; {self.hint(key)}"
@@ -213,6 +209,11 @@ class _Mistake:
         return self.menu.options(group) if self.menu and re.fullmatch(r"[\w/]+", group) else []
 
 
+OF_A_RECIPE = {  # of its newest run; what else one may type
+    "resume=last": "a run: resume=DIR",
+    "checkpoint=best": "a file: checkpoint=FILE",
+    "checkpoint=last": "a file: checkpoint=FILE",
+}
 NO_PACKAGE = "its first line must be '# @package _global_'"
 OUTSIDE = (
     "{0} is outside of the config folders; put it into one of them, or name its folder by "

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from importlib.resources import files
+from itertools import chain
 from typing import Any, NamedTuple
 
 import yaml
@@ -217,13 +218,13 @@ def _topic(topic: str, configs: Configs) -> str:
     of = {option: group for group in reversed(groups) for option in configs.options(group)}
     if topic in of:
         return _option(of[topic], topic, configs)
-    return _key(topic, configs, {*groups, *of})
+    return _key(topic, configs, {*groups, *of, *modes.of_packages()})
 
 
 def _key(topic: str, configs: Configs, names: set[str]) -> str:
     """The help of a key, by its whole name or as for a hint; that of each recipe if only recipes
-    have it. `names` are the groups and options."""
-    settings = [*top_level(), *_of_packages()]
+    have it. `names` are the groups, options and modes of packages."""
+    settings = [*top_level(), *chain(*map(_settings_of_mode, modes.of_packages()))]
     for group in OF_KEYS if topic not in ABOUT else ():  # whose text names task/schedule
         for option in configs.options(group):
             settings += settings_of(group, option, configs)
@@ -249,13 +250,6 @@ def _is_below(setting: Setting, key: str) -> bool:
     above, _, name = key.rpartition(".")
     has_it = above == setting.key and re.search(rf"\b{name}:", setting.value) is not None
     return has_it or f"{setting.key}.".startswith(f"{key}.")
-
-
-def _of_packages() -> Iterator[Setting]:
-    """The settings of the modes of packages."""
-    for mode in modes.of_packages():
-        yield Setting(mode, "", modes.about(mode))
-        yield from _settings_of_mode(mode)
 
 
 def _settings_of_mode(mode: str) -> Iterator[Setting]:

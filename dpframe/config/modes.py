@@ -79,15 +79,14 @@ def needs_recipe(name: str | None) -> bool:
     return name is None or name not in names() or getattr(load(name), "NEEDS_RECIPE", True)
 
 
-def unknown(name: str) -> UserError:
+def refuse_unknown(name: str) -> None:
+    if name in names():
+        return
+    if name in UNINSTALLED:
+        raise UserError(f"mode={name} is a package of its own; {UNINSTALLED[name]}")
     if name in plugins.modes_here():
-        return UserError(
+        raise UserError(
             f"mode={name} is the project's in this folder, whose modes need an installation; "
             "pip install -e ."
         )
-    return not_one_of("mode", name, names(), meant=MEANT.get(name))
-
-
-def refuse_uninstalled(name: str | None) -> None:
-    if name in UNINSTALLED and name not in names():
-        raise UserError(f"mode={name} is a package of its own; {UNINSTALLED[name]}")
+    raise not_one_of("mode", name, names(), meant=MEANT.get(name))

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 
 from dpframe.config import modes
 from dpframe.errors import UserError, not_one_of, refuse_below, suggestion
@@ -66,8 +66,7 @@ class RunSettings:
     )
 
     def __post_init__(self) -> None:
-        if self.mode not in modes.names():
-            raise modes.unknown(self.mode)
+        modes.refuse_unknown(self.mode)
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed={self.seed} is out of range; use 0 to 2**63 - 1")
         if self.resume is not None and self.mode != "fit":
@@ -134,7 +133,6 @@ def groups() -> dict[str, type[Any]]:
 def register() -> None:
     """Tells Hydra what to compose: these types first, then conf/config.yaml with its groups."""
     more: list[Any] = [(name, kind, field(default_factory=kind)) for name, kind in groups().items()]
-    more += [("recipe", str, MISSING)]  # the ??? of conf/config.yaml would not replace a value
     more += [("defaults", list[Any], field(default_factory=lambda: ["_self_", "config"]))]
     schema = make_dataclass("Schema", more, bases=(RunSettings,))
     ConfigStore.instance().store(name=CONFIG_NAME, node=schema)

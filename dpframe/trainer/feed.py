@@ -208,17 +208,21 @@ def _sources(kind: str, data: DataModule) -> dict[str, Source]:
                 f"{method} has a data set named {name!r}; use letters, digits, _ and -, e.g. clean"
             )
         if dataset is None:
-            use = f", which mode={kind} reads" if kind in INSTEAD else ""
-            said = f"{label} returned None; return a data set{use}"
-            if kind in INSTEAD and not any(map(data.has_own, ("test_dataset", METHODS[kind]))):
-                said = f"{type(data).__name__} has no {METHODS[kind]}; write one, {INSTEAD[kind]}"
-            raise UserError(said)
+            raise _no_dataset(kind, data, label)
         sources[name] = source = Source.of(dataset, data, label, kind=kind)
         if not isinstance(source.dataset, IterableDataset) and len(source.dataset) == 0:
             is_alone = kind == "val" and not is_dict
             hint = "return None for no validation" if is_alone else "it needs at least one"
             raise UserError(f"{label} has no rows; {hint}")
     return sources
+
+
+def _no_dataset(kind: str, data: DataModule, label: str) -> UserError:
+    if kind not in INSTEAD:
+        return UserError(f"{label} returned None; return a data set")
+    if any(map(data.has_own, ("test_dataset", METHODS[kind]))):
+        return UserError(f"{label} returned None; return a data set, which mode={kind} reads")
+    return UserError(f"{type(data).__name__} has no {METHODS[kind]}; write one, {INSTEAD[kind]}")
 
 
 def _returned(kind: str, data: DataModule) -> Any:

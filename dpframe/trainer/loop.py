@@ -312,7 +312,7 @@ class Trainer(CallbackView):
         means = self.task.summarize(window) if window else {}
         self.step_metrics = {f"step/{name}": value for name, value in means.items()}
         rate, updates = self.progress.rows_per_second(), training.updates
-        scalars = {**means, **updates.learning_rates(), **updates.gradient_norms()}
+        scalars = {**means, **updates.learning_rates(), **updates.pop_gradient_norms()}
         scalars["samples_per_second"] = rate
         self._record({f"step/{name}": value for name, value in scalars.items()})
 

@@ -86,9 +86,9 @@ class Updates(dict[str, Update]):
             for group, rate in update.learning_rates().items()
         }
 
-    def gradient_norms(self) -> dict[str, float]:
+    def pop_gradient_norms(self) -> dict[str, float]:
         """Of a step that is logged: `grad_norm`, or by the names of the optimizers that have made
-        it."""
+        it. They are told once."""
         norms = {}
         for name, update in self.items():
             if update.grad_norm is not None:
