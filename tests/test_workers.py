@@ -1,6 +1,7 @@
 """Data workers: how many are chosen, what they draw, and one line for one that dies or hangs."""
 
 import logging
+import multiprocessing.synchronize
 import os
 import random
 import re
@@ -231,6 +232,19 @@ def failure(dataset: Dataset, **given: Any) -> str:
 )
 def test_a_lost_worker_is_one_line(dataset, line):
     assert re.match(rf"data worker 0 \(pid \d+\) {line}", failure(dataset))
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_while_it_looks_whether_to_end_locks_nothing(monkeypatch):
+    def is_set(event: Any) -> bool:
+        with event._cond:  # as Event itself
+            if os.getpid() != here:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return bool(event._flag.get_value())
+
+    here = os.getpid()
+    monkeypatch.setattr(multiprocessing.synchronize.Event, "is_set", is_set)
+    assert " was killed by SIGKILL; " in failure(Dies("killed"))
 
 
 def test_a_hung_worker_is_told_by_where_it_is():

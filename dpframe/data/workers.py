@@ -1,5 +1,6 @@
 """Data workers: how many pay off, and one line for a worker that dies or hangs."""
 
+import copy
 import faulthandler
 import logging
 import multiprocessing
@@ -182,7 +183,7 @@ class Processes:
         handler = signal.getsignal(signal.SIGCHLD)
         self._others = {child.pid for child in multiprocessing.active_children()}
         if self._loader is None:
-            self._loader = self._new_loader()
+            self._loader = self._new_loader(multiprocessing_context=_context())
         if not self._loader.persistent_workers:
             self._pids.zero_()
         # Not for longer: a cycle would keep the workers until Python looks for cycles.
@@ -203,8 +204,8 @@ class Processes:
     def _wait_for_begin(self) -> None:
         """When all workers were started, and none was asked for anything yet."""
         assert self._loader is not None
-        context: Any = self._loader.multiprocessing_context or multiprocessing
-        if self._begin_seconds is None or context.get_start_method() != "fork":
+        method = self._loader.multiprocessing_context.get_start_method()
+        if self._begin_seconds is None or method != "fork":
             return  # a new interpreter takes seconds
         self._find_processes()
         sentinels = [process.sentinel for process in self._processes]
@@ -278,6 +279,25 @@ class Processes:
                 how, fix = f"was killed by {name}", MEANING.get(name, "look for who sent it")
             return Failure(f"data worker {number} (pid {pid}) {how}; {fix}")
         return None
+
+
+def _context() -> Any:
+    """As multiprocessing has it, with events that a killed worker can't keep locked: the DataLoader
+    sets one when it ends its workers, and would wait for ever."""
+    context: Any = copy.copy(multiprocessing.get_context())
+    context.Event = _Event
+    return context
+
+
+class _Event:
+    def __init__(self) -> None:
+        self._is_set = torch.zeros(1, dtype=torch.bool).share_memory_()
+
+    def set(self) -> None:
+        self._is_set[0] = True
+
+    def is_set(self) -> bool:
+        return bool(self._is_set)
 
 
 class _NotBegun(Exception):
