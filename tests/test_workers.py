@@ -1,10 +1,12 @@
 """Data workers: how many are chosen, what they draw, and one line for one that dies or hangs."""
 
 import logging
+import multiprocessing.connection
 import multiprocessing.synchronize
 import os
 import random
 import re
+import select
 import signal
 import sys
 import time
@@ -16,7 +18,7 @@ import torch
 from conftest import descendants
 from forked import fresh, stop_forks
 from small import Stream, fitted, is_same, trainer
-from test_data import Bad, BadStream
+from test_data import Bad, BadStream, loader_of
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -245,6 +247,42 @@ def test_a_worker_that_is_killed_while_it_looks_whether_to_end_locks_nothing(mon
     here = os.getpid()
     monkeypatch.setattr(multiprocessing.synchronize.Event, "is_set", is_set)
     assert " was killed by SIGKILL; " in failure(Dies("killed"))
+
+
+class Long(Dies):
+    """What a row holds does not fit into a pipe at once."""
+
+    def __getitem__(self, row: int) -> Any:
+        return super().__getitem__(row), "x" * 100_000
+
+
+@pytest.mark.timeout(60)
+def test_nobody_waits_for_the_rest_of_what_a_killed_worker_sends(monkeypatch):
+    def send(pipe: Any, data: Any, write: Any = os.write) -> None:
+        if len(data) > select.PIPE_BUF and os.getpid() != here:
+            write(pipe.fileno(), data[:100])
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(pipe, data)
+
+    here, real = os.getpid(), multiprocessing.connection.Connection._send
+    monkeypatch.setattr(multiprocessing.connection.Connection, "_send", send)
+    assert " was killed by SIGKILL; " in failure(Long("killed"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_worker_can_not_send_is_one_line(stream):
+    class Unsent(Bad):
+        def unsent(self) -> Any:
+            return lambda: None
+
+    rows = BadStream(Unsent("unsent")) if stream else Unsent("unsent")
+    with pytest.raises(UserError) as caught:
+        list(loader_of(rows, 4, workers=1, collate=list).epoch())
+    assert re.fullmatch(
+        r"a data worker can't send what it read: \w+: Can't .* local object .*<lambda>.*; leave it "
+        r"out of the rows, or set data\.workers=0",
+        str(caught.value),
+    )
 
 
 def test_a_hung_worker_is_told_by_where_it_is():

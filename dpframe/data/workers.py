@@ -5,12 +5,14 @@ import faulthandler
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing import connection
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from dpframe.launch import signals, watchdog
 SLOW_SECONDS = 0.005  # to read a batch; a worker takes about 0.002 to hand one over
 MAX_WORKERS = 8
 END = object()  # of an epoch
+SHORT_BYTES = 2048  # of a message; a pipe takes 4096 at once, and torch adds some hundred
 LOOK_SECONDS = 0.001  # between two looks at whether all workers have begun
 MEANING = {
     "SIGKILL": "perhaps for memory: try a smaller data.workers or data.batch_size",
@@ -327,13 +330,38 @@ class _Answers(Dataset):
         assert info is not None
         self._is_reading[info.id] = True
         try:
-            return self._answer(*request)
+            return _Packed(self._answer(*request))
         except UserError as error:
-            return error
+            return _Packed(error)
         except SystemExit as error:
-            return exited(error, who=f"data worker {info.id}: ")
+            return _Packed(exited(error, who=f"data worker {info.id}: "))
         finally:
             self._is_reading[info.id] = False
+
+
+class _Packed:
+    """An answer, pickled where an error of it can be told. It arrives whole or not at all: a long
+    one is in shared memory, as a pipe takes it in parts, and who reads them waits for ever for
+    those that a killed worker did not write. Unpickled, it is the answer itself."""
+
+    def __init__(self, answer: Any) -> None:
+        try:
+            data = ForkingPickler.dumps(answer)
+        except Exception as error:
+            raise UserError(
+                f"a data worker can't send what it read: {type(error).__name__}: {error}; leave it "
+                "out of the rows, or set data.workers=0"
+            ) from error
+        self._data: bytes | Tensor = bytes(data)
+        if len(data) > SHORT_BYTES:
+            self._data = torch.frombuffer(data, dtype=torch.uint8).share_memory_()
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
+        return _unpacked, (self._data,)
+
+
+def _unpacked(data: bytes | Tensor) -> Any:
+    return pickle.loads(data.numpy().data if isinstance(data, Tensor) else data)
 
 
 def _begin(
