@@ -3,6 +3,7 @@
 import random
 import sys
 import threading
+from copy import deepcopy
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy
 import pytest
 import torch
 from forked import fresh
-from small import Rows, Small, heavy
+from small import Rows, Small, heavy, is_same
 from torch.utils.data import random_split
 
 import dpframe.cli.trainer
@@ -200,6 +201,31 @@ def test_a_trainer_that_has_trained_resumes_from_the_checkpoint_that_fit_is_give
     assert trainer.global_step == longer.global_step
     for here, there in zip(trainer.task.parameters(), longer.task.parameters(), strict=True):
         assert torch.equal(here, there)
+
+
+class Stops(Callback):
+    def on_step_end(self, trainer: Any) -> None:
+        if trainer.global_step == 2:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("given", [{}, {"callbacks": [Stops()]}, {"strategy": DDP(2, "cpu")}])
+def test_a_trainer_trains_once_unless_it_resumes(given):
+    trainer = Trainer(heavy(Small()), Rows(), max_epochs=1, **given)
+    if "callbacks" in given:
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit()
+    else:
+        trainer.fit()
+    step, weights = trainer.global_step, deepcopy(trainer.task.state_dict())
+    for between in (lambda: None, trainer.validate):
+        between()
+        with pytest.raises(
+            UserError, match="has trained already; make another one, .* or pass resume"
+        ):
+            trainer.fit()
+    assert trainer.global_step == step
+    assert is_same(trainer.task.state_dict(), weights)
 
 
 def test_settings_may_be_given_one_by_one():

@@ -40,6 +40,12 @@ from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
 
+HAS_TRAINED = "this Trainer has trained already; make another one, with a new task, or pass resume"
+HALF_LOADED = (
+    "a resume has failed when it had loaded a part of its checkpoint; pass resume again, or make "
+    "another Trainer"
+)
+
 log = logging.getLogger("dpframe")
 
 
@@ -157,11 +163,8 @@ class Trainer(CallbackView):
         or code."""
         self.mode, self.is_validating, self._is_prepared = "fit", False, False
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
-        if self._is_half_loaded and state is None:
-            raise UserError(
-                "a resume has failed when it had loaded a part of its checkpoint; pass resume "
-                "again, or make another Trainer"
-            )
+        if state is None and (self._is_half_loaded or self.has_begun):
+            raise UserError(HALF_LOADED if self._is_half_loaded else HAS_TRAINED)
         # The task may ask for its lengths while its parts are made.
         self.feed = Feed.of(self.data, self.strategy, self.settings, seed=self.seed)
         self.training = training = make_training(
@@ -201,7 +204,7 @@ class Trainer(CallbackView):
         if not self._is_prepared or self.mode != "fit" or resume is not None:
             own = deepcopy(resume) if isinstance(resume, dict) else resume
             self.prepare(own, resume_anyway=resume_anyway)
-        training = self.training
+        self._is_prepared, training = False, self.training
         with self._recorded(training, keep_loggers_open=keep_loggers_open):
             self.hooks.call("on_fit_start", self)
             if training.resumed_from is not None:
@@ -466,12 +469,15 @@ class Trainer(CallbackView):
     def _run_on_ranks(self, mode: str, *args: Any, **options: Any) -> Any:
         """Has the ranks run the mode, and takes over what it came to in the main one."""
         assert self.ranks is not None
+        if mode == "fit" and self.has_begun and args == (None,):
+            raise UserError(HAS_TRAINED)
         ended = self.ranks.run(mode, *args, **options)
         self.mode = mode
         self.metrics.update(ended.metrics)
         if ended.weights is not None:
             self.task.to(dtype=DTYPES.get(self.settings.precision))
             self.task.load_state_dict(ended.weights)
+            self.has_begun = True
             self.progress, self.checkpoint = ended.progress, ended.checkpoint
             self.stop_reason = ended.stop_reason
         return ended.value if mode == "predict" else self.metrics
