@@ -20,6 +20,7 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.callbacks.monitor import Best, Monitor
 from dpframe.callbacks.progress import Progress
+from dpframe.callbacks.prune import Prune
 from dpframe.loggers.csv import CSV
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -520,16 +521,24 @@ def test_a_metric_of_which_more_is_better_is_warned_of_where_less_is_kept(
     assert [each.message for each in caplog.records] == [line] * warns
 
 
-def test_early_stopping_and_checkpoints_warn_of_it(tmp_path, caplog):
+def test_early_stopping_checkpoints_and_pruning_warn_of_it(tmp_path, caplog):
     class Scores(Small):
         def validation_step(self, batch: Any) -> dict[str, Any]:
             return {**self.training_step(batch), "auroc": 0.5}
 
-    kept = [EarlyStopping("val/auroc"), Checkpoint("val/auroc")]
+    kept = [EarlyStopping("val/auroc"), Checkpoint("val/auroc"), Prune("val/auroc")]
     fitted(Scores(), callbacks=kept, max_epochs=1, directory=tmp_path)
     keys = [
         each.message.partition(".monitor")[0]
         for each in caplog.records
         if each.levelname == "WARNING"
     ]
-    assert sorted(keys) == ["callbacks.checkpoint", "callbacks.early_stopping"]
+    assert sorted(keys) == [
+        f"callbacks.{name}" for name in ("checkpoint", "early_stopping", "prune")
+    ]
+
+
+def test_a_monitor_that_is_no_name_is_one_line():
+    line = r"^callbacks\.checkpoint\.monitor=None is not the name of a metric; use e\.g\. val/loss"
+    with pytest.raises(UserError, match=line):
+        Checkpoint(monitor=None)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from dpframe import checkpoint
 from dpframe.callbacks.checkpoint import Checkpoint
+from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.data import permutation
 from dpframe.errors import Failure, UserError
 from dpframe.strategies.data_parallel import DataParallel
@@ -147,8 +148,10 @@ def test_an_epoch_of_steps_that_are_all_left_out_has_no_numbers_of_its_own():
     data = Bad()
     x, y = data.train.tensors
     data.train = TensorDataset(x, torch.full_like(y, math.nan))
-    one = fitted(Rooted(), data=data, on_nonfinite="skip", log_every=1)
+    kept = [EarlyStopping("train/loss", patience=2)]
+    one = fitted(Rooted(), data=data, on_nonfinite="skip", log_every=1, callbacks=kept)
     assert one.progress.skipped_steps == one.global_step == 10
+    assert one.stop_reason == "train/loss has not got better than NaN for 2 epochs"
     assert not [name for name in one.metrics if name.startswith("train/")]
 
 

@@ -51,7 +51,8 @@ def test_a_resumed_run_has_its_curve():
     assert other.curve == []
 
 
-@pytest.mark.parametrize("key", ["warmup_epochs", "startup_runs"])
-def test_a_number_that_is_none_is_one_line(key):
-    with pytest.raises(UserError, match=rf"^callbacks\.prune\.{key}=0 is out of range; use 1"):
-        Prune(**{key: 0})
+@pytest.mark.parametrize("key, value, least", [("warmup_epochs", -1, 0), ("startup_runs", 0, 1)])
+def test_a_number_that_is_none_is_one_line(key, value, least):
+    line = rf"^callbacks\.prune\.{key}={value} is out of range; use {least}"
+    with pytest.raises(UserError, match=line):
+        Prune(**{key: value})

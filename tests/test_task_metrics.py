@@ -434,6 +434,19 @@ def test_what_is_no_number_and_no_matrix_is_one_warning(caplog):
     ]
 
 
+def test_an_error_of_a_metric_names_it():
+    class Broken(aggregation.MeanMetric):
+        def compute(self) -> Any:
+            raise ValueError("a bug")
+
+    def update(task: Any, batch: list[Tensor]) -> None:
+        task.score.update(1.0)
+
+    with pytest.raises(ValueError, match="a bug") as caught:
+        fit(Holds(update, score=Broken()))
+    assert caught.value.__notes__ == ["while computing the metric score of Holds"]
+
+
 def test_sixteen_bits_do_not_count():
     made = trainer(Holds(print, mean=aggregation.MeanMetric()), precision="bf16-true")
     assert made.task.mean.metric_state["mean_value"].dtype == torch.float32

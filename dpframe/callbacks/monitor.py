@@ -44,6 +44,8 @@ class Monitor:
     def __init__(self, name: str, mode: str, *, key: str, min_delta: float = 0.0) -> None:
         if mode not in ("min", "max"):
             raise not_one_of(f"{key}.mode", mode, ("min", "max"))
+        if not isinstance(name, str):
+            raise UserError(f"{key}.monitor={name} is not the name of a metric; use e.g. val/loss")
         self.name = name
         self.mode = mode
         self.key = key
@@ -62,6 +64,9 @@ class Monitor:
             )
 
     def value(self, metrics: dict[str, float]) -> float:
+        """NaN after an epoch whose steps were all left out: it has no metrics of its own."""
+        if self.name.startswith("train/") and not any(n.startswith("train/") for n in metrics):
+            return math.nan
         refuse_unmeasured(f"{self.key}.monitor", self.name, metrics)
         return metrics[self.name]
 

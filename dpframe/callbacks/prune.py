@@ -34,7 +34,7 @@ class Prune(Callback):
         warmup_epochs: int = 5,
         startup_runs: int = 3,
     ) -> None:
-        refuse_below("callbacks.prune.warmup_epochs", warmup_epochs)
+        refuse_below("callbacks.prune.warmup_epochs", warmup_epochs, 0)
         refuse_below("callbacks.prune.startup_runs", startup_runs)
         self.monitor = Monitor(monitor, mode, key="callbacks.prune")
         self.warmup_epochs = warmup_epochs
@@ -43,6 +43,9 @@ class Prune(Callback):
 
     def monitored(self) -> list[tuple[str, str]]:
         return [(f"{self.monitor.key}.monitor", self.monitor.name)]
+
+    def on_fit_start(self, trainer: "Trainer") -> None:
+        self.monitor.warn_of_mode(trainer)
 
     def on_epoch_end(self, trainer: "Trainer") -> None:
         if trainer.progress.batches_done or len(self.curve) >= trainer.epoch:

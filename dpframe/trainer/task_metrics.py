@@ -5,13 +5,14 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpframe.data.module import mapped
+from dpframe.data.module import mapped, noted
 from dpframe.errors import UserError
 from dpframe.metrics import is_number
 from dpframe.strategies.base import Strategy
@@ -239,15 +240,16 @@ class TaskMetrics:
 
     def _computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
         """Each result by its name: a float where it is a number."""
-        names = set(updated)
+        names, results = set(updated), list[tuple[str, Any]]()
         with warnings.catch_warnings():  # of metrics that only other processes have updated
             warnings.filterwarnings("ignore", "The ``compute`` method of metric")
-            return [
-                result
-                for name, module in self._outermost.items()
-                if names & self._within[name]
-                for result in _flat("" if name in self._collections else name, module.compute())
-            ]
+            for name, module in self._outermost.items():
+                if names & self._within[name]:
+                    note = f"while computing the metric {name} of {self._task}"
+                    with noted(partial(str, note)):
+                        value = module.compute()
+                    results += _flat("" if name in self._collections else name, value)
+        return results
 
     def _everywhere(self) -> list[States]:
         """The states of all processes, on the main one."""
