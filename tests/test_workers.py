@@ -279,8 +279,8 @@ def test_what_a_worker_can_not_send_is_one_line(stream):
     with pytest.raises(UserError) as caught:
         list(loader_of(rows, 4, workers=1, collate=list).epoch())
     assert re.fullmatch(
-        r"a data worker can't send what it read: \w+: Can't .* local object .*<lambda>.*; leave it "
-        r"out of the rows, or set data\.workers=0",
+        r"a data worker can't send what it read: \w+: Can't .* local object .*<lambda>.*; "
+        r"return rows that can be pickled, or set data\.workers=0",
         str(caught.value),
     )
 

@@ -349,8 +349,8 @@ class _Packed:
             data = ForkingPickler.dumps(answer)
         except Exception as error:
             raise UserError(
-                f"a data worker can't send what it read: {type(error).__name__}: {error}; leave it "
-                "out of the rows, or set data.workers=0"
+                f"a data worker can't send what it read: {type(error).__name__}: {error}; "
+                "return rows that can be pickled, or set data.workers=0"
             ) from error
         self._data: bytes | Tensor = bytes(data)
         if len(data) > SHORT_BYTES:
