@@ -14,7 +14,7 @@ from forked import fresh
 from small import Rows, Small, heavy, is_same
 from torch.utils.data import random_split
 
-import dpframe.cli.trainer
+import dpframe.modes.trainer
 from dpframe import (
     Callback,
     RunInfo,
@@ -307,7 +307,7 @@ def test_a_program_shows_its_progress_on_a_terminal_and_in_a_notebook_alone(monk
 
     assert shown() == "", "over a pipe"
     assert "task       Small, seed 0\n" in shown(show_progress=True)
-    monkeypatch.setattr(dpframe.cli.trainer, "can_redraw", lambda: True)
+    monkeypatch.setattr(dpframe.modes.trainer, "can_redraw", lambda: True)
     assert "samples/s" in shown() and shown(show_progress=False) == ""
     assert shown(callbacks=[Progress()]).count("task  ") == 1, "one is enough"
     kernel = SimpleNamespace(initialized=lambda: True)
@@ -317,11 +317,27 @@ def test_a_program_shows_its_progress_on_a_terminal_and_in_a_notebook_alone(monk
 
 
 def test_the_trainer_of_a_program_shows_it_in_the_first_of_its_ranks(monkeypatch):
-    monkeypatch.setattr(dpframe.cli.trainer, "can_redraw", lambda: True)
+    monkeypatch.setattr(dpframe.modes.trainer, "can_redraw", lambda: True)
     trainer = Trainer(Small(), Rows(), settings=ONCE, strategy=DDP(2, "cpu"))
     trainer.fit()
     (progress,) = trainer.callbacks
     assert [epoch.number for epoch in progress.epochs] == [1]
+
+
+class Typed(Callback):
+    """Of which type its Trainer is."""
+
+    found: type | None = None
+
+    def on_fit_start(self, trainer: Any) -> None:
+        self.found = type(trainer)
+
+
+@pytest.mark.parametrize("strategy", [CPU(), DDP(2, "cpu")])
+def test_hooks_have_the_trainer_that_a_program_makes(strategy):
+    trainer = Trainer(heavy(Small()), Rows(), settings=ONCE, strategy=strategy, callbacks=[Typed()])
+    trainer.fit()
+    assert trainer.callbacks[0].found is Trainer
 
 
 def test_a_dashboard_is_named_where_a_logger_has_one(tmp_path, capsys):

@@ -236,6 +236,10 @@ class Deletes(dpframe.Callback):
         if trainer.epoch == 1:
             shutil.rmtree(trainer.run.directory)
 
+class Asks(dpframe.Callback):
+    def on_fit_start(self, trainer):
+        assert type(trainer) is dpframe.Trainer
+
 class Moves(dpframe.Callback):
     def on_epoch_end(self, trainer):
         checkpoints = os.path.join(trainer.run.directory, "checkpoints")
@@ -266,6 +270,10 @@ def test_a_run_that_is_moved_or_loses_its_checkpoints_meanwhile_ends_with_them(t
     done, summary = after_five_epochs_with("Moves", tmp_path)
     assert "run was moved or deleted; what is saved goes on there" in done.out
     assert (tmp_path / summary["checkpoint"]).is_file()
+
+
+def test_hooks_have_the_trainer_that_programs_make(tmp_path):
+    after_five_epochs_with("Asks", tmp_path)
 
 
 def on_small_disk(bytes_left, call, *args):

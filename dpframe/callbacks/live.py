@@ -1,5 +1,6 @@
 """One line that is drawn over itself, e.g. for a cell of a notebook."""
 
+import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -43,3 +44,9 @@ class Live(Callback):
         line = "  ".join([current_epoch(trainer), step, numbers])
         print(f"\r{line:<{self.width}}", end="", flush=True)
         self.width = len(line)
+
+
+def is_notebook() -> bool:
+    """Whether a kernel runs this, and no terminal shows what it prints."""
+    kernel = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
+    return kernel is not None and kernel.initialized() and not sys.stdout.isatty()

@@ -1,12 +1,12 @@
 """`dpframe.run`: what the command does, from Python; in a notebook with one live line."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dpframe.callbacks.live import is_notebook
 from dpframe.config import modes
 from dpframe.config.compose import Composed, composed, hydra_kept
 from dpframe.config.schema import is_off, shown
@@ -104,12 +104,6 @@ def _text(value: Any) -> str:
         return f"[{','.join(map(_text, value))}]"
     is_plain = value is None or isinstance(value, bool | int | float)
     return shown(value) if is_plain else quoted(str(value))
-
-
-def is_notebook() -> bool:
-    """Whether a kernel runs this, and no terminal shows what it prints."""
-    kernel = getattr(sys.modules.get("ipykernel.kernelapp"), "IPKernelApp", None)
-    return kernel is not None and kernel.initialized() and not sys.stdout.isatty()
 
 
 def _draw_line(callbacks: dict[str, Any]) -> None:

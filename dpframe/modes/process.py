@@ -35,9 +35,10 @@ from dpframe.modes.ending import (
     note_failure,
     write_summary,
 )
+from dpframe.modes.trainer import Trainer
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
-from dpframe.trainer import RunInfo, Trainer
+from dpframe.trainer import RunInfo
 
 log = logging.getLogger("dpframe")
 
@@ -117,6 +118,7 @@ def _build_trainer(job: Composed, strategy: Strategy, best: Best) -> Trainer:
             is_repeated=job.is_repeated,
         ),
         interruption=signals.current(),
+        show_progress=False,  # the config says what does
     )
 
 

@@ -96,8 +96,8 @@ class Trainer(CallbackView):
         self.strategy = choose_strategy(strategy, settings)
         if self.strategy.needs_launch:
             parts = {"task": task, "data": data, "settings": settings, "callbacks": callbacks}
-            parts |= {"loggers": loggers, "seed": seed, "run": self.run}
-            self.ranks = Ranks(Trainer, self.strategy, parts)
+            parts |= {"loggers": loggers, "seed": seed, "run": self.run, "show_progress": False}
+            self.ranks = Ranks(type(self), self.strategy, parts)
             return
         if not self.strategy.is_set_up:
             self._opened.enter_context(self.strategy)

@@ -1,9 +1,8 @@
-"""`dpframe.Trainer`: a program's, which shows how far it is as the command does."""
+"""`dpframe.Trainer`: in a program it shows how far it is, as the command does."""
 
 from dpframe import trainer
-from dpframe.callbacks.live import Live
+from dpframe.callbacks.live import Live, is_notebook
 from dpframe.callbacks.progress import Progress, can_redraw
-from dpframe.cli.api import is_notebook
 from dpframe.trainer.callback import Callback
 
 
