@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -168,12 +169,41 @@ def test_what_a_failed_resume_has_loaded_in_part_is_not_trained():
     trainer = trainer_of(callbacks=[hooks], max_epochs=3)
     with pytest.raises(ValueError, match="a bug"):
         trainer.fit(state)
-    with pytest.raises(UserError, match="^a resume has failed .* make another Trainer$"):
+    with pytest.raises(UserError, match="^this Trainer has loaded .* or make another one$"):
         trainer.fit()
     del hooks.at["on_load"]
     trainer.fit(state)
     wanted = fitted(callbacks=[Hooks()], max_epochs=3, resume=state)
     assert is_same(trainer.task.state_dict(), wanted.task.state_dict())
+
+
+@pytest.mark.parametrize("between", [Trainer.validate, Trainer.test, Trainer.predict])
+def test_a_fit_goes_on_from_what_prepare_has_loaded_whatever_is_evaluated_in_between(between):
+    class Ends(Callback):
+        def on_step_end(self, trainer: Trainer) -> None:
+            if trainer.global_step == 3:  # within an epoch, where random numbers are kept
+                self.state = deepcopy(trainer.state_dict())
+
+    make, ends = partial(Small, Adam, dropout=0.5), Ends()
+    fitted(make=make, callbacks=[ends])
+    wanted = fitted(make=make, callbacks=[Ends()], resume=ends.state)
+    trainer = trainer_of(make=make, callbacks=[Ends()])
+    trainer.prepare(deepcopy(ends.state))
+    between(trainer)
+    trainer.fit()
+    assert trainer.global_step == wanted.global_step == 10
+    assert is_same(trainer.task.state_dict(), wanted.task.state_dict())
+    assert trainer.metrics["train/loss"] == wanted.metrics["train/loss"]
+
+
+def test_what_prepare_has_loaded_is_not_trained_as_a_new_run():
+    trainer = trainer_of(max_epochs=3)
+    trainer.prepare(fitted().state_dict())
+    with pytest.raises(UserError, match="nowhere.ckpt"):
+        trainer.prepare("nowhere.ckpt")
+    for begins in (trainer.fit, trainer.prepare):
+        with pytest.raises(UserError, match="^this Trainer has loaded .* pass resume again"):
+            begins()
 
 
 def test_a_resume_that_is_refused_has_loaded_nothing_and_a_plain_fit_trains():

@@ -41,9 +41,8 @@ from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
 
 HAS_TRAINED = "this Trainer has trained already; make another one, with a new task, or pass resume"
-HALF_LOADED = (
-    "a resume has failed when it had loaded a part of its checkpoint; pass resume again, or make "
-    "another Trainer"
+HAS_LOADED = (
+    "this Trainer has loaded a checkpoint, or a part of one; pass resume again, or make another one"
 )
 
 log = logging.getLogger("dpframe")
@@ -59,7 +58,7 @@ class Trainer(CallbackView):
 
     ranks: Ranks | None = None  # None: this process computes
     _is_prepared = False
-    _is_half_loaded = False  # from a checkpoint, by a resume that failed
+    _has_loaded = False  # a checkpoint, or a part of one
 
     def __init__(
         self,
@@ -163,8 +162,8 @@ class Trainer(CallbackView):
         or code."""
         self.mode, self.is_validating, self._is_prepared = "fit", False, False
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
-        if state is None and (self._is_half_loaded or self.has_begun):
-            raise UserError(HALF_LOADED if self._is_half_loaded else HAS_TRAINED)
+        if state is None and (self._has_loaded or self.has_begun):
+            raise UserError(HAS_TRAINED if self.has_begun else HAS_LOADED)
         # The task may ask for its lengths while its parts are made.
         self.feed = Feed.of(self.data, self.strategy, self.settings, seed=self.seed)
         self.training = training = make_training(
@@ -180,7 +179,7 @@ class Trainer(CallbackView):
             resume_anyway=resume_anyway,
         )
         if state is not None:
-            self._is_half_loaded = True
+            self._has_loaded = True
             training.changes.extend(training.state.restore(state))
             self.metrics = dict(state["metrics"])
             self.hooks.call("on_load", self, state)
@@ -192,7 +191,7 @@ class Trainer(CallbackView):
             monitored = [pair for callback in self.callbacks for pair in callback.monitored()]
             monitored += training.updates.monitored()
             self.hooks.refuse_misspelt(monitored, measured)
-        self._is_prepared, self._is_half_loaded = True, False
+        self._is_prepared = True
         return training
 
     def fit(
@@ -201,9 +200,11 @@ class Trainer(CallbackView):
         """Trains; see `prepare`. `keep_loggers_open` is for a `test` that follows."""
         if self.ranks is not None:
             return self._run_on_ranks("fit", resume, resume_anyway=resume_anyway)
-        if not self._is_prepared or self.mode != "fit" or resume is not None:
+        if not self._is_prepared or resume is not None:
             own = deepcopy(resume) if isinstance(resume, dict) else resume
             self.prepare(own, resume_anyway=resume_anyway)
+        elif self.mode != "fit":  # since then something else has drawn and measured
+            self.prepare(self.training.resumed_from, resume_anyway=True)
         self._is_prepared, training = False, self.training
         with self._recorded(training, keep_loggers_open=keep_loggers_open):
             self.hooks.call("on_fit_start", self)
