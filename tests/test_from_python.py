@@ -122,6 +122,9 @@ class Losses(Callback):
     def on_epoch_end(self, trainer):
         self.losses.append(trainer.metrics["val/loss"])
 
+    def on_predict_end(self, trainer, predictions):
+        self.known = {"step": trainer.global_step, "epoch": trainer.epoch, **trainer.metrics}
+
 
 class Drawn(Rows):
     """Its setup draws rows by all three generators."""
@@ -137,7 +140,8 @@ def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_
     strategy,
 ):
     """They draw what one process draws, in the setup of the data too, and the task gets the average
-    of the weights. Each mode starts a new interpreter: one strategy predicts as well."""
+    of the weights. Each mode starts a new interpreter: one strategy predicts as well, and knows
+    what the fit has come to."""
     made = []
     for given in ({}, {"strategy": strategy}):
         given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses(), EMA(0.5)]}
@@ -153,6 +157,8 @@ def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_
     assert several.metrics == pytest.approx(one.metrics, rel=1e-12)
     assert several.callbacks[0].losses == pytest.approx(one.callbacks[0].losses, rel=1e-12)
     assert (several.global_step, several.epoch) == (one.global_step, one.epoch) == (10, 2)
+    if isinstance(strategy, DDP):
+        assert several.callbacks[0].known == pytest.approx(one.callbacks[0].known, rel=1e-12)
     for there, here in zip(same, tensors, strict=True):
         torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-14)
 

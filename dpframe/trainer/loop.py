@@ -34,7 +34,7 @@ from dpframe.trainer.placement import DTYPES, Precision, place
 from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.progress import Progress
-from dpframe.trainer.ranks import Ranks, add_logical_shares, choose_strategy
+from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, require_directory
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.state import Start, start_state
@@ -472,14 +472,16 @@ class Trainer(CallbackView):
         assert self.ranks is not None
         if mode == "fit" and self.has_begun and args == (None,):
             raise UserError(HAS_TRAINED)
-        ended = self.ranks.run(mode, *args, **options)
+        so_far = SoFar(self.metrics, self.progress, self.checkpoint)
+        ended = self.ranks.run(so_far, mode, *args, **options)
         self.mode = mode
         self.metrics.update(ended.metrics)
         if ended.weights is not None:
             self.task.to(dtype=DTYPES.get(self.settings.precision))
             self.task.load_state_dict(ended.weights)
             self.has_begun = True
-            self.progress, self.checkpoint = ended.progress, ended.checkpoint
+            self.metrics, self.progress = ended.metrics, ended.progress
+            self.checkpoint = ended.checkpoint
             self.stop_reason = ended.stop_reason
         return ended.value if mode == "predict" else self.metrics
 

@@ -53,13 +53,19 @@ def _refuse_other_devices(strategy: Strategy, settings: TrainerSettings) -> None
 
 
 @dataclass
-class Ended:
-    """What a mode has come to in the main process."""
+class SoFar:
+    """What a Trainer has come to, which its hooks and steps may read."""
 
-    value: Any  # that it returned
     metrics: dict[str, float]
     progress: Progress
     checkpoint: str | None
+
+
+@dataclass
+class Ended(SoFar):
+    """What a mode has come to in the main process."""
+
+    value: Any  # that it returned
     stop_reason: str
     weights: dict[str, Any] | None  # after a fit
     callbacks: list[dict[str, Any]]  # the attributes of each that can be sent
@@ -75,9 +81,10 @@ class Ranks:
         self._parts = parts
         self._random_state = seeding.random_state([])
 
-    def run(self, mode: str, *args: Any, **options: Any) -> Ended:
+    def run(self, so_far: SoFar, mode: str, *args: Any, **options: Any) -> Ended:
         """In processes that a new interpreter starts, which can fork them: see `fresh`."""
-        work = self._make, self._strategy, self._parts, self._random_state, mode, args, options
+        call = so_far, mode, args, options
+        work = self._make, self._strategy, self._parts, self._random_state, *call
         ended: Ended = fresh.unpack(fresh.call(_launch, self._strategy, fresh.pack(work)))
         for callback, attributes in zip(self._parts["callbacks"], ended.callbacks, strict=True):
             vars(callback).update(attributes)
@@ -92,22 +99,25 @@ def _launch(strategy: Strategy, work: bytes) -> bytes:
 
 def _run_mode(work: bytes) -> bytes:
     """In each of them; the main one packs what the mode has come to."""
-    make, strategy, parts, random_state, mode, args, options = fresh.unpack(work, owns_main=True)
+    make, strategy, parts, random_state, *call = fresh.unpack(work, owns_main=True)
+    so_far, mode, args, options = call
     seeding.restore_random_state(random_state, [])
     with (
         signals.watched(parts["settings"].hang_seconds),
         make(**parts, strategy=strategy, interruption=signals.current()) as made,
     ):
+        made.metrics, made.checkpoint = so_far.metrics, so_far.checkpoint
+        made.progress.load_state_dict(so_far.progress.state_dict())
         value = getattr(made, mode)(*args, **options)
         weights = None
         if mode == "fit":  # a program that has no GPU open gets no tensor of one
             state = made.state_dict()
             weights = on_cpu(state.get("averaged", state["task"]))
         ended = Ended(
-            value,
             made.metrics,
             made.progress,
             made.checkpoint,
+            value,
             made.stop_reason,
             weights,
             [sendable(attributes_of(callback)) for callback in parts["callbacks"]],
