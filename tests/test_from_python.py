@@ -35,6 +35,11 @@ from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
+from dpframe.trainer.placement import (
+    default_dtype,
+    process_settings,
+    process_settings_restored,
+)
 from dpframe.trainer.ranks import sendable
 
 ONCE = TrainerSettings(max_epochs=1)
@@ -344,6 +349,21 @@ def test_hooks_have_the_trainer_that_a_program_makes(strategy):
     trainer = Trainer(heavy(Small()), Rows(), settings=ONCE, strategy=strategy, callbacks=[Typed()])
     trainer.fit()
     assert trainer.callbacks[0].found is Trainer
+
+
+class Settings(Callback):
+    def on_fit_start(self, trainer: Any) -> None:
+        self.found = torch.get_default_dtype(), process_settings()
+
+
+def test_the_ranks_of_a_trainer_have_the_torch_settings_of_the_program():
+    note = Settings()
+    with process_settings_restored(), default_dtype(torch.float64):
+        torch.set_float32_matmul_precision("medium")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        Trainer(Small(), Rows(), settings=ONCE, strategy=DDP(2, "cpu"), callbacks=[note]).fit()
+        assert note.found == (torch.float64, process_settings())
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_dashboard_is_named_where_a_logger_has_one(tmp_path, capsys):

@@ -86,22 +86,34 @@ def place(
     return CHANNELS_LAST if weights else ""
 
 
+def process_settings() -> dict[str, Any]:
+    """What a program, or a run, may set for all of its process; the number of threads apart."""
+    matmul = None
+    with suppress(RuntimeError):  # a program that has set it by backend has no name for it
+        matmul = torch.get_float32_matmul_precision()
+    return {
+        "matmul": matmul,
+        "deterministic": torch.get_deterministic_debug_mode(),
+        "benchmark": torch.backends.cudnn.benchmark,
+    }
+
+
+def use_process_settings(settings: dict[str, Any]) -> None:
+    torch.backends.cudnn.benchmark = settings["benchmark"]
+    if settings["matmul"] is not None:
+        torch.set_float32_matmul_precision(settings["matmul"])
+    if torch.get_deterministic_debug_mode() != settings["deterministic"]:  # its import is slow
+        torch.set_deterministic_debug_mode(settings["deterministic"])
+
+
 @contextmanager
 def process_settings_restored() -> Iterator[None]:
     """What a run sets for all of its process is not the next run's in a sweep."""
-    threads, matmul = torch.get_num_threads(), None
-    with suppress(RuntimeError):  # a program that has set it by backend has no name for it
-        matmul = torch.get_float32_matmul_precision()
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    benchmark = torch.backends.cudnn.benchmark
+    threads, settings = torch.get_num_threads(), process_settings()
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = benchmark
-        if matmul is not None:
-            torch.set_float32_matmul_precision(matmul)
-        if torch.are_deterministic_algorithms_enabled() != is_deterministic:  # its import is slow
-            torch.use_deterministic_algorithms(is_deterministic)
+        use_process_settings(settings)
         use_threads(threads)
 
 

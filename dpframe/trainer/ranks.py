@@ -5,6 +5,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.launch import fresh, local, signals
@@ -13,6 +15,7 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
 from dpframe.strategies.single import auto
 from dpframe.trainer.callback import Callback
+from dpframe.trainer.placement import process_settings, use_process_settings
 from dpframe.trainer.predictions import on_cpu
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.settings import TrainerSettings
@@ -83,8 +86,9 @@ class Ranks:
 
     def run(self, so_far: SoFar, mode: str, *args: Any, **options: Any) -> Ended:
         """In processes that a new interpreter starts, which can fork them: see `fresh`."""
+        set_here = self._random_state, process_settings(), torch.get_default_dtype()
         call = so_far, mode, args, options
-        work = self._make, self._strategy, self._parts, self._random_state, *call
+        work = self._make, self._strategy, self._parts, set_here, call
         ended: Ended = fresh.unpack(fresh.call(_launch, self._strategy, fresh.pack(work)))
         for callback, attributes in zip(self._parts["callbacks"], ended.callbacks, strict=True):
             vars(callback).update(attributes)
@@ -99,9 +103,12 @@ def _launch(strategy: Strategy, work: bytes) -> bytes:
 
 def _run_mode(work: bytes) -> bytes:
     """In each of them; the main one packs what the mode has come to."""
-    make, strategy, parts, random_state, *call = fresh.unpack(work, owns_main=True)
+    make, strategy, parts, set_there, call = fresh.unpack(work, owns_main=True)
+    random_state, settings, dtype = set_there
     so_far, mode, args, options = call
     seeding.restore_random_state(random_state, [])
+    use_process_settings(settings)
+    torch.set_default_dtype(dtype)
     with (
         signals.watched(parts["settings"].hang_seconds),
         make(**parts, strategy=strategy, interruption=signals.current()) as made,
