@@ -10,6 +10,7 @@ import pytest
 import torch
 from forked import on
 from small import Hooks, Rows, Small, fitted, is_same
+from small import trainer as trainer_of
 from torch import Tensor
 
 from dpframe import Strategy
@@ -98,6 +99,33 @@ class Replayed(Small):
 
 class Keeping(Replayed):
     def on_save(self, trainer: Any, state: dict[str, Any]) -> None: ...
+
+
+class Scaled(Small):
+    """The first batch decides the rest."""
+
+    scale: float | None = None
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        if self.scale is None:
+            self.scale = float(x.std()) + self.global_step
+        return super().training_step([x / self.scale, y])
+
+
+@pytest.mark.parametrize("is_same_trainer", [True, False])
+def test_what_a_resume_loads_is_in_its_checkpoints_too_where_the_task_has_it_already(
+    is_same_trainer,
+):
+    """In a notebook a fit that was stopped goes on with the same task."""
+    stopped = fitted(Scaled(), max_steps=3)
+    state = copied(stopped)
+    if not is_same_trainer:
+        stopped = trainer_of(stopped.task, max_steps=3)
+    stopped.fit(state)
+    for start in (state, copied(stopped)):
+        again = fitted(Scaled(), resume=start)
+        assert again.task.scale == stopped.task.scale
 
 
 def test_what_can_not_be_kept_is_named_once(caplog):

@@ -83,6 +83,7 @@ class Attributes:
             for name, content in its.items() if module in modules else ():
                 own: Any = vars(modules[module])
                 own[name] = self._loaded(own.get(name), content)
+                self._before.pop((module, name), None)  # else a task that had it already saves none
 
     def _loaded(self, now: Any, content: Any) -> Any:
         value = unpacked(content, self._task.device)
