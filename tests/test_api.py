@@ -5,6 +5,7 @@ import re
 import runpy
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -101,6 +102,17 @@ def test_a_sweep_of_a_hydra_program_keeps_the_programs_name(monkeypatch):
     with pytest.raises(UserError):
         dpframe.run("recipe=boston", "trainer.max_epoch=2")
     assert runtime.get("name") == "mine"
+
+
+def test_runs_of_several_threads_have_the_numbers_of_one(result, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(directory: str) -> dict[str, float]:
+        words = "recipe=boston", "strategy=cpu", f"hydra.run.dir={directory}"
+        return dpframe.run(*words, trainer=SHORT).metrics
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(run, "abcd")] == [result.metrics] * 4
 
 
 def test_a_run_without_weights_says_so(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """`dpframe.run`: what the command does, from Python; in a notebook with one live line."""
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from dpframe.errors import UserError
 if TYPE_CHECKING:
     from dpframe.task import Task
 
+ALONE = threading.RLock()  # Hydra's config and torch's random numbers are all threads' own
 BAR, LINE = "dpframe.callbacks.progress.Progress", "dpframe.callbacks.live.Live"
 
 
@@ -47,14 +49,15 @@ class Result:
 def run(*overrides: str, config_dir: str | None = None, **settings: Any) -> Result:
     """One run, as the command makes it: `dpframe.run("recipe=boston", "trainer.gpus=2")`, or
     `dpframe.run(recipe="boston", trainer={"gpus": 2})`. What the command prints as an error is
-    raised as a UserError. Ranks have processes of their own."""
+    raised as a UserError. Ranks have processes of their own. Runs of several threads come one after
+    another."""
     for word in overrides:
         if not isinstance(word, str) or word.startswith("-"):
             raise UserError(
                 f"dpframe.run: {word!r} is not an override; pass key=value texts, config_dir=DIR, "
                 "and several values by several calls"
             )
-    with hydra_kept():
+    with ALONE, hydra_kept():
         job = composed([*overrides, *typed(settings)], config_dir=config_dir)
         summary = _run(job)
     return Result(
