@@ -334,6 +334,20 @@ def test_best_and_last_share_parts_and_what_nobody_needs_is_removed(tmp_path):
     assert not list(folder.glob(".*"))
 
 
+def test_several_checkpoints_write_their_shards_one_after_another(tmp_path):
+    """Each has a thread, and all threads of a rank meet those of the others in one group."""
+    savers = [
+        Checkpoint(keep=2, every_n_steps=1, seconds_between=0),
+        Checkpoint(keep=2, file="mae-{epoch}", monitor="val/mae", seconds_between=0),
+        Checkpoint(keep=2, file="loss-{epoch}", monitor="train/loss", seconds_between=0),
+    ]
+    on(FSDP(2, "cpu"), ended, tmp_path, None, *savers)
+    paths = sorted((tmp_path / "checkpoints").glob("*-step*.ckpt"))
+    assert [path.name[:3] for path in paths] == ["epo", "epo", "los", "los", "mae", "mae"]
+    for path in paths:
+        assert path.name.endswith(f"-step{checkpoint.load(path)['progress']['global_step']}.ckpt")
+
+
 # Faults
 
 

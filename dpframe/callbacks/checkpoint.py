@@ -218,6 +218,10 @@ class Checkpoint(Callback):
         if LAST in names:
             self.saved_step, self.saved_clock = trainer.global_step, trainer.clock
         folder, sharding = _directory(trainer), _sharding(trainer)
+        if sharding is not None:  # all processes write a state together: one after another
+            for each in trainer.callbacks:
+                if isinstance(each, Checkpoint):
+                    each.writer.wait()
         is_main = trainer.strategy.is_main
         # In every process: each contributes its random state, and its shards.
         state = trainer.state_dict(whole=sharding is None)
