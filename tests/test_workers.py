@@ -20,7 +20,7 @@ from forked import fresh, stop_forks
 from small import Stream, fitted, is_same, trainer
 from test_data import Bad, BadStream, loader_of
 from torch import Tensor
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dpframe import DataModule, Strategy, UserError, seeding
@@ -283,6 +283,90 @@ def test_what_a_worker_can_not_send_is_one_line(stream):
         r"return rows that can be pickled, or set data\.workers=0",
         str(caught.value),
     )
+
+
+class Refused(UserError):
+    """It can't be unpickled: it takes more than its text."""
+
+    exit_code = 3
+
+    def __init__(self, row: int, what: str) -> None:
+        super().__init__(f"row {row} has {what}")
+
+
+class Raises(Bad):
+    def local(self) -> None:
+        class Local(Exception):
+            """No pickle can name it."""
+
+        raise Local("a fault of its own")
+
+    def refuses(self) -> None:
+        raise Refused(9, "no label")
+
+    def stops(self) -> None:
+        next(iter(()))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("fault, said", [("local", "a fault of its own"), ("stops", "in stops")])
+def test_an_error_that_can_not_be_sent_as_it_is_ends_the_run_with_its_traceback(fault, said):
+    before = set(descendants())
+    with pytest.raises(RuntimeError) as caught:
+        list(loader_of(Raises(fault), 4, workers=2).epoch())
+    assert said in str(caught.value) and "while reading row 9 of Raises" in str(caught.value)
+    assert not set(descendants()) - before
+
+
+def test_a_line_of_the_users_own_class_is_that_line():
+    with pytest.raises(UserError, match="^row 9 has no label$") as caught:
+        list(loader_of(Raises("refuses"), 4, workers=2).epoch())
+    assert caught.value.exit_code == 3
+
+
+def refuses(number: int) -> None:
+    raise UserError("labels.csv is not there")
+
+
+def hangs(number: int) -> None:
+    time.sleep(60)
+
+
+def test_a_fault_of_worker_init_fn_is_told_as_one_of_a_row():
+    def read(begin: Any, seconds: float) -> None:
+        options = {"worker_init_fn": begin}
+        given = {"workers": 2, "timeout_seconds": seconds, "options": options}
+        list(loader_of(Rows(), 4, **given).epoch())
+
+    with pytest.raises(UserError, match=r"^labels\.csv is not there$"):
+        read(refuses, 0.0)
+    with pytest.raises(Failure, match=r"nothing for 1 s, in hangs \(test_workers\.py, line "):
+        read(hangs, 1.0)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_worker_init_fn_gets_the_data_set_that_the_worker_reads(is_stream):
+    def begin(number: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        info.dataset.scale = 10.0  # type: ignore[attr-defined]
+
+    class Scaled(Rows):
+        scale = 1.0
+
+        def __getitem__(self, row: int) -> Any:
+            return torch.tensor([row * self.scale])
+
+    class ScaledStream(IterableDataset):
+        scale = 1.0
+
+        def __iter__(self) -> Any:
+            return (torch.tensor([row * self.scale]) for row in range(40))
+
+    dataset = ScaledStream() if is_stream else Scaled()
+    loader = loader_of(dataset, 20, workers=2, options={"worker_init_fn": begin})
+    read = torch.cat([batch.shares[0].batch for batch in loader.epoch()])
+    assert read[:, 0].tolist() == [10.0 * row for row in range(40)]
 
 
 def test_a_hung_worker_is_told_by_where_it_is():

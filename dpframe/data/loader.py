@@ -110,6 +110,7 @@ class Loader:
             self._processes = Processes(
                 self._reader.answer if self._reader else partial(_answer, rows),
                 self.workers.processes,
+                dataset=dataset,
                 timeout_seconds=timeout_seconds,
                 pin_memory=pin_memory,
                 **{"persistent_workers": True} | dict(options or {}) | starts_afresh,

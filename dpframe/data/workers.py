@@ -113,11 +113,12 @@ class Processes:
         answer: Callable[..., Any],
         count: int,
         *,
+        dataset: Any,
         timeout_seconds: float = 0.0,
         worker_init_fn: Callable[[int], Any] | None = None,
         **options: Any,
     ) -> None:
-        """No timeout is 0; `options` are those of a DataLoader."""
+        """`answer` reads `dataset`. No timeout is 0; `options` are those of a DataLoader."""
         signals.share_sockets()
         self._timeout_seconds = timeout_seconds
         self._pids = torch.zeros(count, dtype=torch.int64).share_memory_()
@@ -131,13 +132,13 @@ class Processes:
         self._loader: DataLoader | None = None  # its workers begin with the first epoch
         self._new_loader = partial(
             DataLoader,
-            _Answers(answer, self._is_reading),
+            _Answers(answer, dataset, self._is_reading, worker_init_fn),
             sampler=self._requests,
             batch_size=None,
             num_workers=count,
             collate_fn=unchanged,
             generator=self._generator,
-            worker_init_fn=partial(_begin, self._pids, stacks, worker_init_fn),
+            worker_init_fn=partial(_begin, self._pids, stacks),
             **options,
         )
 
@@ -320,9 +321,17 @@ class _Requests:
 
 
 class _Answers(Dataset):
-    def __init__(self, answer: Callable[..., Any], is_reading: Tensor) -> None:
+    def __init__(
+        self,
+        answer: Callable[..., Any],
+        dataset: Any,
+        is_reading: Tensor,
+        worker_init_fn: Callable[[int], Any] | None,
+    ) -> None:
         self._answer = answer
+        self._dataset = dataset
         self._is_reading = is_reading
+        self._worker_init_fn = worker_init_fn
 
     def __getitem__(self, request: tuple) -> Any:
         """In a worker. An error that is one line is an answer: torch makes a traceback of it."""
@@ -330,13 +339,42 @@ class _Answers(Dataset):
         assert info is not None
         self._is_reading[info.id] = True
         try:
+            self._set_up(info)
             return _Packed(self._answer(*request))
         except UserError as error:
-            return _Packed(error)
+            return _Packed(_plain(error))
         except SystemExit as error:
             return _Packed(exited(error, who=f"data worker {info.id}: "))
+        except Exception as error:
+            if _arrives(type(error)):
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
             self._is_reading[info.id] = False
+
+    def _set_up(self, info: Any) -> None:
+        """With the first request, so that its faults are told as those of rows."""
+        object.__setattr__(info, "dataset", self._dataset)  # not these answers; torch freezes it
+        if self._worker_init_fn is not None:
+            self._worker_init_fn(info.id)
+            self._worker_init_fn = None
+
+
+def _plain(error: UserError) -> UserError:
+    """The same line: a class of the user's may take more than its text, or have no name."""
+    kind = next(kind for kind in type(error).__mro__ if kind.__module__ == UserError.__module__)
+    plain = kind(str(error))
+    plain.exit_code = error.exit_code
+    return plain
+
+
+def _arrives(kind: type[Exception]) -> bool:
+    """Torch loses an error whose class no pickle can name; a StopIteration is the end to it."""
+    try:
+        pickle.dumps(kind)
+    except Exception:
+        return False
+    return not issubclass(kind, StopIteration)
 
 
 class _Packed:
@@ -364,18 +402,11 @@ def _unpacked(data: bytes | Tensor) -> Any:
     return pickle.loads(data.numpy().data if isinstance(data, Tensor) else data)
 
 
-def _begin(
-    pids: Tensor,
-    stacks: connection.Connection,
-    worker_init_fn: Callable[[int], Any] | None,
-    number: int,
-) -> None:
+def _begin(pids: Tensor, stacks: connection.Connection, number: int) -> None:
     """In a worker, first. faulthandler's handler is C: it works wherever the worker hangs."""
     signals.leave_to_parent()
     pids[number] = os.getpid()
     faulthandler.register(watchdog.STACK, file=stacks, all_threads=False)  # type: ignore[arg-type]
-    if worker_init_fn is not None:
-        worker_init_fn(number)
 
 
 def unchanged(value: Any) -> Any:
