@@ -249,6 +249,21 @@ def test_a_worker_that_is_killed_while_it_looks_whether_to_end_locks_nothing(mon
     assert " was killed by SIGKILL; " in failure(Dies("killed"))
 
 
+def test_workers_that_are_killed_before_they_have_begun_are_told(monkeypatch):
+    def killed() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait(sentinels: Any, seconds: float) -> Any:
+        while {child.sentinel for child in multiprocessing.active_children()} & {*sentinels}:
+            real(sentinels, 10.0)  # each is a child until it is looked for
+        return sentinels
+
+    real = multiprocessing.connection.wait
+    monkeypatch.setattr(workers.signals, "leave_to_parent", killed)
+    monkeypatch.setattr(workers.connection, "wait", wait)
+    assert " was killed by SIGKILL; " in failure(Rows())
+
+
 class Long(Dies):
     """What a row holds does not fit into a pipe at once."""
 

@@ -121,14 +121,13 @@ class Processes:
         """`answer` reads `dataset`. No timeout is 0; `options` are those of a DataLoader."""
         signals.share_sockets()
         self._timeout_seconds = timeout_seconds
-        self._pids = torch.zeros(count, dtype=torch.int64).share_memory_()
+        self._has_begun = torch.zeros(count, dtype=torch.bool).share_memory_()
         self._is_reading = torch.zeros(count, dtype=torch.bool).share_memory_()
         self._stacks, stacks = multiprocessing.Pipe(duplex=False)
         self._requests = _Requests()
         self._generator = torch.Generator()
-        self._others: set[int | None] = set()  # this process's other children
         self._begin_seconds: float | None = None  # None: they get as long as an answer
-        self._processes: list[Any] = []
+        self._made: list[Any] = []  # the workers, in their order, and those that can't be started
         self._loader: DataLoader | None = None  # its workers begin with the first epoch
         self._new_loader = partial(
             DataLoader,
@@ -138,7 +137,7 @@ class Processes:
             num_workers=count,
             collate_fn=unchanged,
             generator=self._generator,
-            worker_init_fn=partial(_begin, self._pids, stacks),
+            worker_init_fn=partial(_begin, self._has_begun, stacks),
             **options,
         )
 
@@ -185,11 +184,10 @@ class Processes:
         """Puts torch's handler of SIGCHLD away: it raises wherever the main thread is, e.g. in a
         step. The wait for an answer ends without it, too, when a worker has died."""
         handler = signal.getsignal(signal.SIGCHLD)
-        self._others = {child.pid for child in multiprocessing.active_children()}
         if self._loader is None:
-            self._loader = self._new_loader(multiprocessing_context=_context())
+            self._loader = self._new_loader(multiprocessing_context=_context(self._made))
         if not self._loader.persistent_workers:
-            self._pids.zero_()
+            self._forget()
         # Not for longer: a cycle would keep the workers until Python looks for cycles.
         self._requests.wait_for_begin = self._wait_for_begin
         try:
@@ -198,12 +196,14 @@ class Processes:
             self._requests.wait_for_begin = None
             if handler is not None and signal.getsignal(signal.SIGCHLD) is not handler:
                 signal.signal(signal.SIGCHLD, handler)
-            self._find_processes()
 
-    def _find_processes(self) -> None:
-        children = multiprocessing.active_children()
-        started = [child for child in children if child.pid not in self._others]
-        self._processes = started or self._processes  # persistent workers go on
+    @property
+    def _processes(self) -> list[Any]:
+        return [process for process in self._made if process.pid is not None]
+
+    def _forget(self) -> None:
+        self._made.clear()
+        self._has_begun.zero_()
 
     def _wait_for_begin(self) -> None:
         """When all workers were started, and none was asked for anything yet."""
@@ -211,22 +211,19 @@ class Processes:
         method = self._loader.multiprocessing_context.get_start_method()
         if self._begin_seconds is None or method != "fork":
             return  # a new interpreter takes seconds
-        self._find_processes()
         sentinels = [process.sentinel for process in self._processes]
         clock = watchdog.Clock()
         # A worker that has died is told by the wait for its answer.
-        while sentinels and not self._pids.all() and not connection.wait(sentinels, LOOK_SECONDS):
+        while not self._has_begun.all() and not connection.wait(sentinels, LOOK_SECONDS):
             late = [(number, pid) for number, pid, has_begun in self._numbered() if not has_begun]
             if late and clock.seconds() >= self._begin_seconds:
                 who = "data worker {} (pid {})".format(*late[0])
                 raise _NotBegun(f"{who} has not begun in {self._begin_seconds:g} s")
 
     def _numbered(self) -> list[tuple[int, int, bool]]:
-        """The number and pid of each worker, and whether it has begun. Those that have not are
-        numbered in the order of their start."""
-        begun = self._pids.tolist()
-        others = iter(sorted({process.pid for process in self._processes} - {*begun}))
-        return [(number, pid or next(others, 0), pid > 0) for number, pid in enumerate(begun)]
+        """The number and pid of each worker, and whether it has begun."""
+        pairs = zip(self._processes, self._has_begun.tolist(), strict=False)
+        return [(number, process.pid, begun) for number, (process, begun) in enumerate(pairs)]
 
     def _ended(self, error: BaseException) -> BaseException:
         """Ends the workers; what to raise. Torch's frames would keep the workers' queues, and
@@ -245,8 +242,7 @@ class Processes:
             process.kill()  # SIGTERM does not reach one that is stopped, or that keeps its GIL
         for process in self._processes:
             process.join()
-        self._processes = []
-        self._pids.zero_()
+        self._forget()
 
     def _hang(self) -> Failure:
         """Which worker hangs, and where."""
@@ -271,9 +267,8 @@ class Processes:
         sentinels = {process.sentinel: process for process in self._processes}
         for sentinel in connection.wait(sentinels, wait_seconds):
             sentinels[sentinel].join()
-        codes = {process.pid: process.exitcode for process in self._processes}
-        for number, pid, _ in self._numbered():
-            code = codes.get(pid)
+        for number, process in enumerate(self._processes):
+            code = process.exitcode
             if code is None:
                 continue
             if code >= 0:
@@ -281,16 +276,23 @@ class Processes:
             else:
                 name = signal.Signals(-code).name
                 how, fix = f"was killed by {name}", MEANING.get(name, "look for who sent it")
-            return Failure(f"data worker {number} (pid {pid}) {how}; {fix}")
+            return Failure(f"data worker {number} (pid {process.pid}) {how}; {fix}")
         return None
 
 
-def _context() -> Any:
+def _context(made: list[Any]) -> Any:
     """As multiprocessing has it, with events that a killed worker can't keep locked: the DataLoader
-    sets one when it ends its workers, and would wait for ever."""
+    sets one when it ends its workers, and would wait for ever. The processes are `made`: those that
+    have died are no active children of multiprocessing's."""
     context: Any = copy.copy(multiprocessing.get_context())
     context.Event = _Event
+    context.Process = partial(_process, context.Process, made)
     return context
+
+
+def _process(kind: Callable[..., Any], made: list[Any], **options: Any) -> Any:
+    made.append(kind(**options))
+    return made[-1]
 
 
 class _Event:
@@ -362,8 +364,7 @@ class _Answers(Dataset):
 
 def _plain(error: UserError) -> UserError:
     """The same line: a class of the user's may take more than its text, or have no name."""
-    kind = next(kind for kind in type(error).__mro__ if kind.__module__ == UserError.__module__)
-    plain = kind(str(error))
+    plain = Failure(str(error)) if isinstance(error, Failure) else UserError(str(error))
     plain.exit_code = error.exit_code
     return plain
 
@@ -402,10 +403,10 @@ def _unpacked(data: bytes | Tensor) -> Any:
     return pickle.loads(data.numpy().data if isinstance(data, Tensor) else data)
 
 
-def _begin(pids: Tensor, stacks: connection.Connection, number: int) -> None:
+def _begin(has_begun: Tensor, stacks: connection.Connection, number: int) -> None:
     """In a worker, first. faulthandler's handler is C: it works wherever the worker hangs."""
     signals.leave_to_parent()
-    pids[number] = os.getpid()
+    has_begun[number] = True
     faulthandler.register(watchdog.STACK, file=stacks, all_threads=False)  # type: ignore[arg-type]
 
 
