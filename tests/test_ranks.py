@@ -191,6 +191,32 @@ def test_the_rank_that_did_not_come_is_named_where_a_watchdog_ends_those_that_wa
     assert any(line.endswith("in never_comes") for line in stack)
 
 
+def ended_unread(number: int) -> Any:
+    """What a job is whose ranks end after the parent has read them, before it looks again."""
+    begin, begun = os.pipe()
+
+    def end_all(job: Any) -> bool:
+        os.write(begun, b"12")
+        for rank in job.ranks:
+            rank.process.join()
+        return False
+
+    def rank() -> int:
+        os.read(begin, 1)
+        if number:
+            os.kill(os.getpid(), number)
+        return 3
+
+    with patch.object(local._Job, "_hangs", end_all):
+        return local.launch(rank, (), count=2, uses_gpus=False, timeout_seconds=60.0)
+
+
+def test_what_ranks_say_is_read_when_all_of_them_end_at_once():
+    assert forked.fresh(ended_unread, 0) == 3
+    with pytest.raises(RankFailed, match="rank 0 failed:\nkilled by SIGKILL"):
+        forked.fresh(ended_unread, signal.SIGKILL)
+
+
 def test_nccls_watchdog_ends_a_rank_soon_after_its_timeout(monkeypatch):
     assert local.make_environment(0, 2, 1)[local.DUMP_WAIT] == "500"
     monkeypatch.setenv(local.DUMP_WAIT, "15000")

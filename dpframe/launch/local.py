@@ -250,6 +250,8 @@ class _Job:
             self._pause()
             if self._hangs() or self._is_late():
                 return
+        for rank in self.ranks:  # the last ones may have ended since
+            self._read(rank)
 
     def result(self) -> Any:
         """What the main rank has returned, or the error of the job."""
