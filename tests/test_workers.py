@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -249,19 +250,24 @@ def test_a_worker_that_is_killed_while_it_looks_whether_to_end_locks_nothing(mon
     assert " was killed by SIGKILL; " in failure(Dies("killed"))
 
 
-def test_workers_that_are_killed_before_they_have_begun_are_told(monkeypatch):
+@pytest.mark.timeout(60)
+def test_a_worker_that_is_killed_before_all_have_begun_is_told(monkeypatch):
     def killed() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+        info = get_worker_info()
+        if info is not None and info.id == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        leave()
 
     def wait(sentinels: Any, seconds: float) -> Any:
-        while {child.sentinel for child in multiprocessing.active_children()} & {*sentinels}:
-            real(sentinels, 10.0)  # each is a child until it is looked for
-        return sentinels
+        dead = real(sentinels, seconds)
+        while {child.sentinel for child in multiprocessing.active_children()} & {*dead}:
+            pass  # it is a child until it is looked for
+        return dead
 
-    real = multiprocessing.connection.wait
+    leave, real = workers.signals.leave_to_parent, multiprocessing.connection.wait
     monkeypatch.setattr(workers.signals, "leave_to_parent", killed)
-    monkeypatch.setattr(workers.connection, "wait", wait)
-    assert " was killed by SIGKILL; " in failure(Rows())
+    monkeypatch.setattr(workers, "connection", SimpleNamespace(wait=wait))
+    assert re.match(r"data worker 0 \(pid \d+\) was killed by SIGKILL; ", failure(Rows()))
 
 
 class Long(Dies):
