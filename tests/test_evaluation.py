@@ -311,6 +311,32 @@ def rows_of(pieces: list[Any]) -> Any:
     return [row for piece in pieces for row in piece] if has_rows else join(pieces)
 
 
+class Returned(Small):
+    def predict_step(self, batch: Any) -> Tensor:
+        return batch["x"]
+
+
+class Dicts(Dataset):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor([float(row)])}
+
+
+class ReadByWorkers(DataModule):
+    def predict_dataset(self) -> Dataset:
+        return Dicts()
+
+
+def test_predictions_keep_no_file_open_of_the_batches_that_a_worker_has_read():
+    made = small.trainer(Returned(), ReadByWorkers(batch_size=1, workers=1))
+    before = len(os.listdir("/proc/self/fd"))
+    kept = made.predict()
+    assert kept.joined().flatten().tolist() == [*range(40)]
+    assert len(os.listdir("/proc/self/fd")) < before + 40
+
+
 def test_large_predictions_are_read_again_in_order(tmp_path, monkeypatch):
     monkeypatch.setattr(spooled, "HELD", 100)
     kept = Trainer(Ids(), Numbers("rows", 200)).predict(spool=tmp_path)

@@ -139,7 +139,10 @@ def _at(label: str, name: Any) -> str:
 
 def on_cpu(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return value.cpu()
+        value = value.cpu()
+        # What a data worker has read is an open file, of which a process may have about 1000.
+        is_file = value.layout is torch.strided and value.is_shared()
+        return value.clone() if is_file else value
     if isinstance(value, dict):
         return {name: on_cpu(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
