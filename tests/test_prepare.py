@@ -21,6 +21,7 @@ from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
 from dpframe.loggers.csv import CSV
 from dpframe.loggers.tensorboard import TensorBoard
+from dpframe.strategies.ddp import DDP
 from dpframe.trainer.callback import HOOKS
 from dpframe.trainer.fingerprint import DECIDING
 
@@ -126,6 +127,7 @@ def test_what_is_prepared_has_written_nothing_and_fit_goes_on_from_it(tmp_path, 
     monkeypatch.chdir(tmp_path)
     trainer, _ = made(tmp_path, Small, Rows)
     training = trainer.prepare()
+    assert "Training" in repr(training)  # as a notebook shows it
     assert list(tmp_path.iterdir()) == [] and trainer.global_step == 0
     trainer.fit()
     assert trainer.training is training and trainer.global_step == 5
@@ -194,6 +196,12 @@ def test_a_fit_goes_on_from_what_prepare_has_loaded_whatever_is_evaluated_in_bet
     assert trainer.global_step == wanted.global_step == 10
     assert is_same(trainer.task.state_dict(), wanted.task.state_dict())
     assert trainer.metrics["train/loss"] == wanted.metrics["train/loss"]
+
+
+def test_a_trainer_with_ranks_of_its_own_prepares_in_them_alone():
+    trainer = trainer_of(strategy=DDP(2, "cpu"))
+    with pytest.raises(UserError, match=r"^Trainer.prepare: the ranks of DDP do it; call fit$"):
+        trainer.prepare()
 
 
 def test_what_prepare_has_loaded_is_not_trained_as_a_new_run():

@@ -160,6 +160,8 @@ class Trainer(CallbackView):
         `resume` is a checkpoint's file, its state, which training will change, or "last" for the
         newest one in the run directory; `resume_anyway` accepts one of a run with another config
         or code."""
+        if self.ranks is not None:
+            raise UserError(f"Trainer.prepare: the ranks of {self.strategy.name} do it; call fit")
         self.mode, self.is_validating, self._is_prepared = "fit", False, False
         state = start_state(resume, self.run.directory, whole=self.strategy.sharding is None)
         if state is None and (self._has_loaded or self.has_begun):

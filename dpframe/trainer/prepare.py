@@ -35,7 +35,7 @@ from dpframe.trainer.step import Step, StepByHand, TrainStep
 from dpframe.trainer.updates import Updates, updates_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Training:
     """The parts of a training run."""
 
