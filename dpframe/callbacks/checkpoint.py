@@ -166,8 +166,9 @@ class Checkpoint(Callback):
         return self.pattern.fits(str(pair[1]))
 
     def _refuse_same_names(self, trainer: "Trainer") -> None:
-        others = [c for c in trainer.callbacks if isinstance(c, Checkpoint) and c is not self]
-        for other in others:
+        for other in _checkpoints(trainer):
+            if other is self:
+                continue
             if self.file is None and other.file is None:
                 raise UserError("two Checkpoints would write best.ckpt; give one of them a file")
             names = sorted([self.pattern.prefix, other.pattern.prefix])
@@ -180,8 +181,8 @@ class Checkpoint(Callback):
     def _judge_all(self, trainer: "Trainer", judges: Callable[["Checkpoint"], bool]) -> list[str]:
         """The files that this step's state belongs in. All of these callbacks judge before one of
         them saves, so that its file holds what all of them keep."""
-        for each in trainer.callbacks:
-            if isinstance(each, Checkpoint) and judges(each):
+        for each in _checkpoints(trainer):
+            if judges(each):
                 each.due += each._judge(trainer)
         names, self.due = self.due, []
         return names
@@ -219,9 +220,8 @@ class Checkpoint(Callback):
             self.saved_step, self.saved_clock = trainer.global_step, trainer.clock
         folder, sharding = _directory(trainer), _sharding(trainer)
         if sharding is not None:  # all processes write a state together: one after another
-            for each in trainer.callbacks:
-                if isinstance(each, Checkpoint):
-                    each.writer.wait()
+            for each in _checkpoints(trainer):
+                each.writer.wait()
         is_main = trainer.strategy.is_main
         # In every process: each contributes its random state, and its shards.
         state = trainer.state_dict(whole=sharding is None)
@@ -293,6 +293,10 @@ def _sharding(trainer: "Trainer") -> "Sharding | None":
     """If each process writes its own shards."""
     sharding = trainer.strategy.sharding
     return sharding if sharding is not None and sharding.saves_shards else None
+
+
+def _checkpoints(trainer: "Trainer") -> list[Checkpoint]:
+    return [each for each in trainer.callbacks if isinstance(each, Checkpoint)]
 
 
 def _directory(trainer: "Trainer") -> Path:

@@ -5,7 +5,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -245,11 +244,13 @@ class TaskMetrics:
             warnings.filterwarnings("ignore", "The ``compute`` method of metric")
             for name, module in self._outermost.items():
                 if names & self._within[name]:
-                    note = f"while computing the metric {name} of {self._task}"
-                    with noted(partial(str, note)):
-                        value = module.compute()
+                    value = self._value_of(name, module)
                     results += _flat("" if name in self._collections else name, value)
         return results
+
+    def _value_of(self, name: str, module: Any) -> Any:
+        with noted(lambda: f"while computing the metric {name} of {self._task}"):
+            return module.compute()
 
     def _everywhere(self) -> list[States]:
         """The states of all processes, on the main one."""
