@@ -14,8 +14,10 @@ from dpframe.config.search import quoted
 from dpframe.config.start import run_directory, saved_overrides
 from dpframe.config.target import see_own_folders
 from dpframe.errors import UserError
+from dpframe.strategies import Strategy
 from dpframe.task import Task
 from dpframe.trainer.placement import Precision
+from dpframe.trainer.state import load_attributes
 
 BEST = ("best.ckpt", "last.ckpt")
 
@@ -49,11 +51,12 @@ def load(
 
 
 def trained(job: Composed, state: dict[str, Any], *, device: str | torch.device = "cpu") -> Task:
-    """The task of a config with a checkpoint's weights."""
+    """The task of a config with a checkpoint's weights and attributes."""
     task: Task = build(job.config["task"], "task", Task)
     precision = Precision(job.settings.trainer.precision, torch.device("cpu"))
     task.to(device, precision.dtype)
     checkpoint.load_task(task, state)
+    load_attributes(task, state, Strategy())
     return task.eval()
 
 

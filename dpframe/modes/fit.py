@@ -25,6 +25,7 @@ def train(trainer: "Trainer", job: Composed, directory: str) -> None:
 def _test_best(trainer: "Trainer") -> None:
     """Tests the weights of the run's best checkpoint, or of its last one."""
     from dpframe import checkpoint
+    from dpframe.trainer.state import load_attributes
 
     strategy = trainer.strategy
     path = strategy.collectives.broadcast(trainer.checkpoint)  # which the main process alone knows
@@ -36,6 +37,7 @@ def _test_best(trainer: "Trainer") -> None:
                 checkpoint.load(path) if strategy.is_main else None
             )
         checkpoint.load_task(trainer.task, state, sharding=strategy.sharding)
+        load_attributes(trainer.task, state, strategy)
     try:
         trainer.test()
     except BaseException:

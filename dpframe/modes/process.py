@@ -39,6 +39,7 @@ from dpframe.modes.trainer import Trainer
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
 from dpframe.trainer import RunInfo
+from dpframe.trainer.state import load_attributes
 
 log = logging.getLogger("dpframe")
 
@@ -145,6 +146,8 @@ def _load_and_prepare(job: Composed, trainer: Trainer, state: dict[str, Any] | N
     if state is not None and settings.resume is None:
         # The Trainer has converted it to trainer.precision.
         checkpoint.load_task(trainer.task, state, sharding=trainer.strategy.sharding)
+        if modes.evaluates(settings.mode):
+            notes += load_attributes(trainer.task, state, trainer.strategy)
         state = None
     if settings.mode == "fit":
         try:

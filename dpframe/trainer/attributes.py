@@ -7,7 +7,7 @@ import logging
 import random
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from dpframe.parameters import version_of
 from dpframe.task import Task
 from dpframe.trainer.put_back import OF_MODULES
 
-DEQUE, ON_DEVICE, ARRAY, GENERATOR = "deque", "on_device", "array", "generator"
-log = logging.getLogger("dpframe")
 WRAPPED = "dpframe.kept"  # the key of what is kept as something else
+DEQUE, SET, ON_DEVICE, ARRAY = "deque", "set", "on_device", "array"
 OF_TASKS = OF_MODULES | {*vars(Task()), *vars(Task)}
 Path = tuple[str, str]  # a module's name, and its attribute's
+log = logging.getLogger("dpframe")
 
 
 class NotPlain(Exception):
@@ -39,25 +39,32 @@ class Attributes:
 
     def __init__(self, task: Task) -> None:
         self._task = task
+        self._package = _package(task.own_class or type(task))
         self._held: list[Any] = []  # what is known by its identity has to stay alive
-        self._before = {path: _mark(value, self._held) for path, value in _attributes(task)}
+        self._before = {
+            (name, key): self._mark(value)
+            for name, module in _own_modules(task)
+            for key, value in _attributes(module)
+        }
         self.unkept: dict[str, str] = {}  # what else has changed, and what it is
         self._has_warned = False
 
     def state_dict(self) -> dict[str, Any]:
         """By module and attribute. Fills `unkept`."""
         kept: dict[str, dict[str, Any]] = {}
-        for (module, name), value in _attributes(self._task):
-            if self._before.get((module, name)) == _mark(value, []):
-                continue
-            try:
-                content = packed(value)
-            except NotPlain as what:
-                self.unkept[f"{module}.{name}".lstrip(".")] = str(what)
-            except OfAStep:
-                continue
-            else:
-                kept.setdefault(module, {})[name] = content
+        count = len(self._held)
+        for name, module in _own_modules(self._task):
+            for key, value in _attributes(module):
+                if self._before.get((name, key)) == self._mark(value):
+                    continue
+                try:
+                    kept.setdefault(name, {})[key] = packed(value)
+                except NotPlain as what:
+                    if _package(type(module)) == self._package:  # others keep theirs on purpose
+                        self.unkept[f"{name}.{key}".lstrip(".")] = str(what)
+                except OfAStep:
+                    continue
+        del self._held[count:]
         return kept
 
     def warn_once(self, is_main: bool) -> None:
@@ -77,85 +84,87 @@ class Attributes:
             "on_save and on_load"
         )
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        modules = dict(self._task.named_modules())
-        for module, its in state.items():
-            for name, content in its.items() if module in modules else ():
-                own: Any = vars(modules[module])
-                own[name] = self._loaded(own.get(name), content)
-                self._before.pop((module, name), None)  # else a task that had it already saves none
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        load(self._task, state)
+        for name, own in state.items():
+            for key in own:  # else a task that had it already saves none
+                self._before.pop((name, key), None)
 
-    def _loaded(self, now: Any, content: Any) -> Any:
-        value = unpacked(content, self._task.device)
-        if isinstance(now, torch.Generator):
-            now.set_state(value.get_state())
+    def _mark(self, value: Any, depth: int = 0) -> Any:
+        """Equal to the mark of another moment if nothing has changed, as far as that can be told:
+        within an object of the user's own package it is looked for one level deep."""
+        kind = type(value)
+        if kind in PLAIN or _is_scalar(value):
+            return kind, value if kind is int else repr(value)  # a NaN equals no other
+        if kind in (list, tuple, deque, set):
+            return kind, [self._mark(each, depth) for each in value]
+        if isinstance(value, dict):
+            self._held += value  # its keys
+            return kind, [(id(key), self._mark(each, depth)) for key, each in value.items()]
+        self._held.append(value)
+        if isinstance(value, Tensor):
+            return id(value), None if isinstance(value, nn.Parameter) else version_of(value)
+        if _is_array(value):
+            return id(value), hash(value.tobytes()) if value.nbytes <= LARGE_BYTES else None
+        if isinstance(value, torch.Generator):
+            return id(value), value.get_state().numpy().tobytes()
+        if isinstance(value, random.Random):
+            return id(value), hash(value.getstate())
+        if hasattr(value, "bit_generator"):  # NumPy's
+            return id(value), repr(value.bit_generator.state)
+        is_own = _package(kind) in (self._package, "types") and hasattr(value, "__dict__")
+        if depth or not is_own or callable(value):
+            return id(value)
+        return id(value), [(key, self._mark(each, 1)) for key, each in vars(value).items()]
+
+
+def load(task: Task, state: Mapping[str, Mapping[str, Any]]) -> None:
+    """Sets the attributes as `Attributes.state_dict` has them. A file may be a stranger's: what
+    torch, dpframe or a method of the task has as its own is refused."""
+    modules = dict(_own_modules(task))
+    for name in state.keys() & modules.keys():
+        module: Any = modules[name]
+        for key, content in state[name].items():
+            now, of_class = getattr(module, key, None), getattr(type(module), key, None)
+            is_computed = hasattr(type(of_class), "__set__")  # e.g. a property
+            if key in OF_TASKS or not key.isidentifier() or callable(now) or is_computed:
+                raise ValueError(f"{name}.{key}".lstrip(".") + " is no attribute that changes")
+            vars(module)[key] = _loaded(now, unpacked(content, task.device))
+
+
+def _loaded(now: Any, value: Any) -> Any:
+    """What another has too, e.g. the same list or a view of the tensor, stays the same object."""
+    if isinstance(now, Tensor) and isinstance(value, Tensor):
+        if now.is_leaf and (now.shape, now.dtype) == (value.shape, value.dtype):
+            now.detach().copy_(value)
             return now
-        if isinstance(now, Tensor) and isinstance(value, Tensor) and _fits(now, value):
-            now.detach().copy_(value)  # others may have the same one, or a view of it
-            return now
-        is_alike = isinstance(value, type(now)) or (
-            isinstance(now, dict) and isinstance(value, dict)  # whose kind the file does not know
-        )
-        return _refilled(now, value) if is_alike else value
-
-
-def _refilled(value: Any, content: Any) -> Any:
-    """With what it had before; somebody else may hold the same list, dict or deque."""
-    if isinstance(value, dict | set):
-        value.clear()
-        value.update(content)
-    elif isinstance(value, list | deque):
-        value.clear()
-        value.extend(content)
-    else:
-        return content
+    elif isinstance(now, set | dict) and isinstance(value, set if isinstance(now, set) else dict):
+        now.clear()
+        now.update(value)
+        return now
+    elif isinstance(now, list | deque) and isinstance(value, type(now)):
+        now.clear()
+        now.extend(value)
+        return now
     return value
 
 
-def _fits(now: Tensor, value: Tensor) -> bool:
-    return now.is_leaf and (now.shape, now.dtype) == (value.shape, value.dtype)
-
-
-def _attributes(task: Task) -> Iterator[tuple[Path, Any]]:
-    """Of the user's own modules: torch's, Lightning's and metrics keep theirs by themselves."""
+def _own_modules(task: Task) -> Iterator[tuple[str, nn.Module]]:
+    """The user's: torch's, Lightning's and metrics keep theirs by themselves."""
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for name, module in task.named_modules():
         is_wrapper = module is task and task.own_class is not None
-        package = type(module).__module__.partition(".")[0]
-        if is_wrapper or package == "torch" or isinstance(module, metric):
-            continue
-        for key, value in vars(module).items():
-            if key not in OF_TASKS:
-                yield (name, key), value
+        is_theirs = _package(type(module)) == "torch" or isinstance(module, metric)
+        if not (is_wrapper or is_theirs):
+            yield name, module
 
 
-def _mark(value: Any, held: list[Any], depth: int = 0) -> Any:
-    """Equal to the mark of another moment if nothing has changed, as far as that can be told."""
-    kind = type(value)
-    if kind in PLAIN or _is_scalar(value):
-        return kind, value if kind is int else repr(value)
-    if kind in (list, tuple, deque, set):
-        return kind, [_mark(each, held, depth) for each in value]
-    if isinstance(value, dict):
-        held += value  # its keys
-        return kind, [(id(key), _mark(each, held, depth)) for key, each in value.items()]
-    held.append(value)
-    if isinstance(value, nn.Parameter):
-        return id(value)
-    if isinstance(value, Tensor):
-        return id(value), version_of(value)
-    if isinstance(value, torch.Generator):
-        return id(value), value.get_state().numpy().tobytes()
-    if isinstance(value, random.Random):
-        return id(value), hash(value.getstate())
-    if hasattr(value, "bit_generator"):  # NumPy's
-        return id(value), repr(value.bit_generator.state)
-    if _is_array(value):
-        return id(value), hash(value.tobytes()) if value.nbytes <= LARGE_BYTES else None
-    is_theirs = kind.__module__.partition(".")[0] in ("torch", "dpframe")
-    if depth or is_theirs or callable(value) or not hasattr(value, "__dict__"):
-        return id(value)
-    return id(value), [(key, _mark(each, held, 1)) for key, each in vars(value).items()]
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((key, value) for key, value in vars(module).items() if key not in OF_TASKS)
+
+
+def _package(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def packed(value: Any) -> Any:
@@ -163,8 +172,10 @@ def packed(value: Any) -> Any:
     kind = type(value)
     if kind in PLAIN and value != b"":
         return value
-    if kind in (list, tuple, set):
+    if kind in (list, tuple):
         return kind(packed(each) for each in value)
+    if kind is set:  # in which a dict could not be
+        return {WRAPPED: SET, "of": [packed(each) for each in value]}
     if kind is deque:
         return {WRAPPED: DEQUE, "of": [packed(each) for each in value], "length": value.maxlen}
     if isinstance(value, dict):
@@ -174,8 +185,6 @@ def packed(value: Any) -> Any:
             raise OfAStep
         own = value.detach()
         return own.clone() if own.device.type == "cpu" else {WRAPPED: ON_DEVICE, "of": own.cpu()}
-    if kind is torch.Generator:
-        return {WRAPPED: GENERATOR, "of": value.get_state()}
     if _is_array(value) or _is_scalar(value):
         try:
             return {WRAPPED: ARRAY, "of": torch.tensor(value.copy())}
@@ -194,12 +203,10 @@ def unpacked(content: Any, device: torch.device) -> Any:
     inner = content["of"]
     if kind == DEQUE:
         return deque((unpacked(each, device) for each in inner), content["length"])
+    if kind == SET:
+        return {unpacked(each, device) for each in inner}
     if kind == ON_DEVICE:
         return inner.to(device)
-    if kind == GENERATOR:
-        drawer = torch.Generator()
-        drawer.set_state(inner)
-        return drawer
     return inner.numpy()[()] if kind == ARRAY else inner
 
 

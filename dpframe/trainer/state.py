@@ -17,7 +17,7 @@ from dpframe.errors import UserError
 from dpframe.metrics import Means
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-from dpframe.trainer.attributes import Attributes, of_process
+from dpframe.trainer.attributes import Attributes, load, of_process
 from dpframe.trainer.callback import Callback
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.fingerprint import Fingerprint, differences
@@ -117,8 +117,7 @@ class Resumable:
             if of_callback := state["callbacks"].get(name):
                 callback.load_state_dict(of_callback)
         with refusing(state):
-            of_ranks = state.get("attributes", [])  # none in an earlier version's
-            own, changes = of_process(of_ranks, rank, world_size)
+            own, changes = of_process(state.get("attributes", []), rank, world_size)
             self.attributes.load_state_dict(own)
             return changes + self._restore_place(state, int(before["data.batch_size"]))
 
@@ -158,6 +157,15 @@ def start_state(resume: Start, directory: str, *, whole: bool = True) -> dict[st
     return checkpoint.load(newest, key="resume", whole=whole)
 
 
+def load_attributes(task: Task, state: Mapping[str, Any], strategy: Strategy) -> list[str]:
+    """Those that steps had changed, of a task to evaluate; returns what is not as it was there."""
+    with refusing(state, key="checkpoint"):
+        states = state.get("attributes", [])
+        own, changes = of_process(states, strategy.rank, strategy.world_size)
+        load(task, own)
+    return changes
+
+
 def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -> list[str]:
     """What has changed since the checkpoint; refused unless `anyway`."""
     missing = [name for name in NEEDED if name not in state]
@@ -181,7 +189,7 @@ def changes_since(state: Mapping[str, Any], now: Fingerprint, *, anyway: bool) -
 
 
 @contextmanager
-def refusing(state: Mapping[str, Any]) -> Iterator[None]:
+def refusing(state: Mapping[str, Any], *, key: str = "resume") -> Iterator[None]:
     """A file that is whole may still hold anything: what can't be restored from it is one line."""
     try:
         yield
@@ -192,7 +200,7 @@ def refusing(state: Mapping[str, Any]) -> Iterator[None]:
         ) from e
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
         raise UserError(
-            f"resume={state.get('file', '')} has what this run would not have written: "
+            f"{key}={state.get('file', '')} has what this run would not have written: "
             f"{type(e).__name__}: {e}; use another checkpoint"
         ) from e
 
