@@ -25,7 +25,7 @@ from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 from dpframe.trainer import predictions as spooled
 from dpframe.trainer.evaluation import means_over
-from dpframe.trainer.predictions import as_table, join
+from dpframe.trainer.predictions import Predictions, as_table, join
 
 # Up to two batches and a bit; rows that are read one by one are split as tensors are.
 SIZES = {"tensors": range(1, 12), "rows": (1, 4, 11), "stream": (1, 4, 5, 6, 10, 11)}
@@ -180,6 +180,14 @@ def test_predictions_of_any_kind_have_an_entry_a_row_on_any_number_of_replicas(n
         ids, pairs = alone
         assert is_same(pairs, torch.stack([torch.arange(12.0), -torch.arange(12.0)], 1).double())
         assert as_table(alone).keys() == {"output_0", "output_1_0", "output_1_1"}
+
+
+def test_parts_whose_columns_share_a_name_are_all_written(tmp_path, caplog):
+    parts = {"a": torch.zeros(3, 2), "a_0": torch.ones(3, 1)}
+    path = Predictions([[parts]]).save(tmp_path)
+    assert path.name == "predictions.pt" and is_same(torch.load(path), parts)
+    (record,) = caplog.records
+    assert record.message.startswith("predictions.csv would have two columns a_0;")
 
 
 def shape_of(value: Any) -> Any:

@@ -387,6 +387,55 @@ def test_a_metric_is_logged_for_the_passes_that_update_it():
     }
 
 
+@pytest.mark.parametrize("is_called", [False, True], ids=["updated", "called"])
+@pytest.mark.parametrize(
+    "where", [CPU(), DataParallel(2, "cpu"), DDP(2, "cpu")], ids=["cpu", "data_parallel", "ddp"]
+)
+def test_extremes_are_those_of_the_pass_alone(where, is_called):
+    assert on(where, has_own_extremes, is_called)
+
+
+def has_own_extremes(strategy: Strategy, is_called: bool) -> bool:
+    """MinMaxMetric keeps its extremes beside its states, through its own reset."""
+
+    def count(task: Any, batch: list[Tensor]) -> None:
+        (task.extremes if is_called else task.extremes.update)(batch[2] + 5 * task.training)
+
+    rows: list[dict[str, float]] = []
+    take = Hooks(on_epoch_end=lambda trainer: rows.append(dict(trainer.metrics)))
+    extremes = wrappers.MinMaxMetric(aggregation.MeanMetric())
+    task = Holds(count, extremes=extremes)
+    fit(task, strategy, callbacks=[take], max_epochs=2, share_check="off")
+    return all(
+        row[f"{kind}/extremes/{name}"] == pytest.approx(row[f"{kind}/extremes/raw"])
+        for row in rows
+        for kind in ("train", "val")
+        for name in ("min", "max")
+    )
+
+
+def test_a_composed_metric_is_logged_for_the_passes_that_update_what_it_is_made_of():
+    def count(task: Any, batch: list[Tensor]) -> None:
+        if task.training:
+            task.top.update(batch[2])
+            task.below.update(batch[2] + 1)
+
+    top, below = aggregation.SumMetric(), aggregation.SumMetric()
+    task = Holds(count, top=top, below=below, ratio=top / below)
+    metrics = fit(task).metrics
+    assert (
+        0 < metrics["train/ratio"] == pytest.approx(metrics["train/top"] / metrics["train/below"])
+    )
+    assert "val/ratio" not in metrics
+
+    def in_one(task: Any, batch: list[Tensor]) -> None:
+        if task.training:
+            task.ratio.update(batch[2])
+
+    both = aggregation.SumMetric() / aggregation.MeanMetric()
+    assert {"train/ratio"} == {n for n in fit(Holds(in_one, ratio=both)).metrics if "ratio" in n}
+
+
 def of_a_window(strategy: Strategy, **settings: Any) -> dict[str, float]:
     def count(task: Any, batch: list[Tensor]) -> None:
         if task.training:

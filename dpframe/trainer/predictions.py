@@ -1,6 +1,7 @@
 """Predictions: one value for every row, in the order of the data set; written to a file."""
 
 import csv
+import logging
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ ALIKE = "return the same parts for all"
 HELD = 32 << 20  # bytes that are kept in memory at a time
 LEAF = 64  # bytes of a number or a text
 GATHERED = 64  # batches at a time, if they are small
+log = logging.getLogger("dpframe")
 
 
 @dataclass(eq=False, repr=False)
@@ -201,6 +203,13 @@ def as_table(joined: Any) -> dict[str, list] | None:
         else:
             return None
         names = [name] if len(columns) == 1 else [f"{name}_{i}" for i in range(len(columns))]
+        if twice := table.keys() & set(names):
+            log.warning(
+                "predictions.csv would have two columns %s; the predictions are written as a file "
+                "of torch instead: rename a part for a table",
+                sorted(twice)[0],
+            )
+            return None
         table |= dict(zip(names, columns, strict=True))
     return table if len({len(column) for column in table.values()}) == 1 else None
 

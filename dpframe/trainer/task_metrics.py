@@ -50,9 +50,15 @@ class TaskMetrics:
         self._restored: set[str] = set()
         self._told: set[str] = set()
         self._fresh: dict[str, States] = {}  # of those whose forward counts no update
+        self._parts: dict[str, list[str]] = {}  # the metrics that a composition or wrapper holds
+        self._beside: dict[str, dict[str, Tensor]] = {}  # what a wrapper keeps beside its states
         self._shares = ShareMetrics(_merge) if strategy.logical_shares else None
         if torchmetrics := sys.modules.get("torchmetrics"):  # who holds one has imported it
             self._find(task, torchmetrics)
+        for name, metric in self._metrics.items():
+            held = {id(part) for part in metric.modules() if part is not metric}
+            self._parts[name] = [n for n, part in self._metrics.items() if id(part) in held]
+            self._beside[name] = _tensors_beside(metric) if held else {}
         if strategy.sharding is not None:  # it moves parameters and buffers, and states are neither
             for metric in self._metrics.values():
                 metric.to(strategy.device)
@@ -126,11 +132,18 @@ class TaskMetrics:
             if name in self._kept:
                 continue
             metric.reset()
+            self._forget(name)
             if name in self._fresh:
                 self._fresh[name] = _copied(metric.metric_state, metric.device)
         if self._shares is not None:
             self._shares.reset()
         self._earlier, self._restored = [], set()
+
+    def _forget(self, name: str) -> None:
+        """What torchmetrics' own reset leaves, e.g. the extremes of a MinMaxMetric, and what it has
+        of batches, which are other ones on another number of replicas."""
+        for key, value in self._beside[name].items():
+            setattr(self._metrics[name], key, value.clone())
 
     @torch.no_grad()
     def results(self, kind: str, means: Mapping[str, float]) -> dict[str, float]:
@@ -235,11 +248,15 @@ class TaskMetrics:
 
     def _is_updated(self, name: str) -> bool:
         metric, fresh = self._metrics[name], self._fresh.get(name)
+        if (parts := self._parts[name]) and not metric.metric_state:
+            return all(map(self._is_updated, parts))  # a composition's reset keeps its own count
         return metric.update_called or bool(fresh and not _is_same(metric.metric_state, fresh))
 
     def _computed(self, updated: Iterable[str]) -> list[tuple[str, Any]]:
         """Each result by its name: a float where it is a number."""
         names, results = set(updated), list[tuple[str, Any]]()
+        for name in self._beside.keys() - self._kept:
+            self._forget(name)
         with warnings.catch_warnings():  # of metrics that only other processes have updated
             warnings.filterwarnings("ignore", "The ``compute`` method of metric")
             for name, module in self._outermost.items():
@@ -318,6 +335,12 @@ class TaskMetrics:
 
 def _never() -> bool:
     return False
+
+
+def _tensors_beside(metric: Any) -> dict[str, Tensor]:
+    """The tensors among its attributes that are no states of it."""
+    own = {key: value for key, value in vars(metric).items() if isinstance(value, Tensor)}
+    return {key: value.clone() for key, value in own.items() if key not in metric.metric_state}
 
 
 def _merge(metric: Any, everywhere: list[dict[str, Any]]) -> None:
