@@ -33,6 +33,7 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_the_places_of_tensors_are_those_of_dcps_index",
     "test_the_keys_that_the_page_names_are_there",
     "test_nobody_is_watched_while_data_are_prepared",
     "test_what_can_not_be_locked_is_one_line",
@@ -92,7 +93,6 @@ TESTS = {
     "test_a_rank_of_srun_or_mpirun_is_what_torchrun_would_call_it",
     "test_gpus_that_are_named_and_torchruns_ranks_are_refused",
     "test_settings_of_parts_are_refused_in_one_line",
-    "test_an_index_has_data_classes_of_dcp_and_nothing_else",
     "test_a_loss_is_shown_from_the_first_log_every_on",
     "test_what_python_passes_is_what_one_types",
     "test_what_no_process_can_get_is_refused_in_one_line",

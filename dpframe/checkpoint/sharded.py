@@ -2,29 +2,34 @@
 
 The file has all the rest, and in the place of each sharded tensor one of the same size and type
 without numbers, on torch's meta device. `torch.distributed.checkpoint` (DCP) writes and reads the
-folder: a file a process, and an index. `parts.json` has the hashes of these files, and the seal of
-the checkpoint's file has the hash of `parts.json`.
+folder: a file a process, and `.metadata`, an index for DCP's own tools. That is a pickle, which may
+run code, and which other versions of Python write otherwise: dpframe reads its own `parts.json`,
+with the place of each tensor and the hashes of these files. The seal of the checkpoint's file has
+the hash of `parts.json`.
 """
 
-import io
 import json
 import os
-import pickle
 import secrets
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import is_dataclass
-from enum import Enum
 from functools import partial
-from pathlib import Path, PurePath
+from pathlib import Path
 from tempfile import mkstemp
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -87,10 +92,10 @@ def save(shards: Shards, folder: Path, step: int, collectives: Any) -> seal.Part
             raise
         collectives.broadcast(part.name)
         try:
-            hashes = _write(shards, part, collectives)
+            hashes, index = _write(shards, part, collectives)
         except dcp.CheckpointException as error:
             raise _cause(error) from None
-        manifest = json.dumps({"files": hashes}).encode()
+        manifest = json.dumps({"files": hashes, "tensors": places_of(index)}).encode()
         (part / seal.MANIFEST).write_bytes(manifest)
         files.sync(part / seal.MANIFEST)
         files.sync(part)
@@ -98,9 +103,9 @@ def save(shards: Shards, folder: Path, step: int, collectives: Any) -> seal.Part
     return seal.Parts(path.name, seal.digest(manifest))
 
 
-def _write(shards: Shards, folder: Path, collectives: Any) -> dict[str, str]:
-    """The hashes of all files, in the main process."""
-    dcp.save(
+def _write(shards: Shards, folder: Path, collectives: Any) -> tuple[dict[str, str], Metadata]:
+    """The hashes of all files, in the main process, and DCP's index."""
+    index = dcp.save(
         {name: _as_dtensor(shard) for name, shard in shards.items()},
         # What it copies ahead it waits for, a tensor at a time, behind what training has to do.
         storage_writer=dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0),
@@ -112,7 +117,21 @@ def _write(shards: Shards, folder: Path, collectives: Any) -> dict[str, str]:
         if isinstance(each, OSError):
             raise each
         hashes |= each
-    return hashes
+    return hashes, index
+
+
+def places_of(index: Any) -> dict[str, Any]:
+    """By name, a tensor's size and type, and of each chunk of it the place in it and in a file."""
+    tensors: dict[str, Any] = {}
+    for name, tensor in index.state_dict_metadata.items():
+        chunks = []
+        for chunk in tensor.chunks:
+            at = index.storage_data[MetadataIndex(name, chunk.offsets)]
+            file = at.relative_path, at.offset, at.length
+            chunks.append({"offsets": chunk.offsets, "sizes": chunk.sizes, "file": file})
+        dtype = str(tensor.properties.dtype).removeprefix("torch.")
+        tensors[name] = {"size": tensor.size, "dtype": dtype, "chunks": chunks}
+    return tensors
 
 
 def _hash_files(folder: Path, rank: int) -> dict[str, str] | OSError:
@@ -203,18 +222,16 @@ class Folder(dcp.FileSystemReader):
             self._hashes = seal.hashes_of(path)
             self._check(".metadata")
             self._room = sum((path / name).stat().st_size for name in self._hashes)
-            self._index = Index(io.BytesIO((path / ".metadata").read_bytes())).load()
-            self._tensors = dict(self._index.state_dict_metadata)
-        except UserError:
-            raise
-        except Exception as error:  # whatever a stranger's index makes of itself
-            self._refuse(f"{path.name}/.metadata can't be read: {first_line(error)[:160]}")
+            listed = json.loads((path / seal.MANIFEST).read_bytes())
+            self._index = index_of(listed["tensors"])
+        except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            self._refuse(f"{path.name}/{seal.MANIFEST} can't be read: {first_line(error)[:160]}")
 
     def find(self, name: str, tensor: Tensor) -> Stored:
-        known = self._tensors.get(name)
+        known: Any = self._index.state_dict_metadata.get(name)
         self._room -= tensor.numel() * tensor.itemsize
         if not (
-            isinstance(known, TensorStorageMetadata)
+            known is not None
             and tuple(known.size) == tuple(tensor.shape)
             and known.properties.dtype == tensor.dtype
             and self._room >= 0
@@ -228,7 +245,8 @@ class Folder(dcp.FileSystemReader):
         """Into a tensor of which this process has some rows, or all."""
         try:
             with warnings.catch_warnings(action="ignore"):  # that no other process takes part
-                dcp.load({name: target}, storage_reader=self, planner=Planner(), no_dist=True)
+                planner = dcp.DefaultLoadPlanner(**AS_THEY_ARE)
+                dcp.load({name: target}, storage_reader=self, planner=planner, no_dist=True)
         except dcp.CheckpointException as error:
             cause = error.failures[0][0]
             if isinstance(cause, UserError):
@@ -261,35 +279,22 @@ class Folder(dcp.FileSystemReader):
         raise UserError(f"{self.where} can't be used: {why}") from None
 
 
-class Planner(dcp.DefaultLoadPlanner):
-    """Reads tensors alone: DCP unpickles what else there is, with the code in it."""
-
-    def __init__(self) -> None:
-        super().__init__(**AS_THEY_ARE)
-
-    def load_bytes(self, read_item: dcp.ReadItem, value: io.BytesIO) -> NoReturn:
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
-
-
-class Index(pickle.Unpickler):
-    """DCP's index is a pickle of its own data classes, and of a few values of torch's."""
-
-    MODULES = (
-        "pathlib",
-        "torch",
-        "torch.distributed.checkpoint.filesystem",
-        "torch.distributed.checkpoint.metadata",
-    )
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch.serialization" and name.endswith("_layout"):
-            return lambda _: torch.strided
-        found: Any = super().find_class(module, name) if module in self.MODULES else None
-        if isinstance(found, torch.dtype) or found is torch.Size:
-            return found
-        is_data = is_dataclass(found) or (
-            isinstance(found, type) and issubclass(found, Enum | PurePath)
+def index_of(tensors: dict[str, Any]) -> Metadata:
+    """DCP's index, of what `places_of` has made. Whatever else a stranger's list has raises."""
+    index = Metadata({}, storage_data={})
+    for name, tensor in tensors.items():
+        dtype, chunks = getattr(torch, tensor["dtype"]), []
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name} has no type")
+        for chunk in tensor["chunks"]:
+            offsets, sizes = torch.Size(chunk["offsets"]), torch.Size(chunk["sizes"])
+            path, offset, length = chunk["file"]
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            index.storage_data[MetadataIndex(name, offsets)] = SimpleNamespace(
+                relative_path=path, offset=offset, length=length, transform_descriptors=None
+            )
+        kind = TensorProperties(dtype=dtype)
+        index.state_dict_metadata[name] = TensorStorageMetadata(
+            kind, torch.Size(tensor["size"]), chunks
         )
-        if is_data and found.__module__ == module:
-            return found
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, which is no part of an index")
+    return index
