@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -219,6 +220,20 @@ def test_an_own_run_is_resumed_with_what_is_typed_again(tmp_path):
     (there,) = attempts([inside], place / "own")
     assert there.code == 0 and "epoch 3/3" in there.out, there.err
     assert "canary" not in there.files
+
+
+@pytest.mark.parametrize("loose", ["mybest.ckpt", "checkpoints/mybest.ckpt", "../mybest.ckpt"])
+def test_a_loose_checkpoint_hides_no_module_of_the_current_directory(tmp_path, loose):
+    """A run directory is data; a file that was copied out of one is not in one."""
+    files = {"here/mine/tasks.py": TASKS, "conf/recipe/victim.yaml": RECIPE}
+    place = write(tmp_path, files) / "here"
+    words = ["--config-dir", "../conf", "recipe=victim", *QUIET[1:]]
+    (done,) = attempts([[*words, "hydra.run.dir=own"]], place)
+    assert done.code == 0, done.err
+    (place / loose).parent.mkdir(exist_ok=True)
+    shutil.copy(place / "own/checkpoints/last.ckpt", place / loose)
+    (found,) = attempts([[*words, f"checkpoint={loose}"]], place)
+    assert found.code == 0, found.err
 
 
 STOLEN = (

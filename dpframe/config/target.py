@@ -69,11 +69,11 @@ def see_own_folders(config: Any, config_dir: Path | None, start: Path | None) ->
     """Appends the folder that the `--config-dir` is in, or the current directory, to `sys.path`.
 
     Only once a config names a module that is only there, so that no file there stands in for a
-    package that Hydra or torch tries to import. The current directory is not seen where it is that
-    of the checkpoint that a run starts from: a run directory is data.
+    package that Hydra or torch tries to import. The current directory is not seen where it is in
+    the run directory that a run starts from, which is data; a file that is loose hides nothing.
     """
-    here, data = Path.cwd(), None if start is None else (run_directory(start) or start.parent)
-    is_data = data is not None and here.is_relative_to(data.resolve())
+    here, run = Path.cwd(), None if start is None else run_directory(start)
+    is_data = run is not None and (run / ".hydra").is_dir() and here.is_relative_to(run.resolve())
     folders = [] if config_dir is None else [str(config_dir.parent)]
     folders += [] if sys.flags.safe_path or is_data else [str(here)]
     for top in {str(path).split(".")[0] for path in calls_in(config).values()}:
