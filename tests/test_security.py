@@ -102,7 +102,10 @@ ATTACKS = {  # what overrides.yaml has, and what the one line says
     "hydra's launcher": (["hydra.launcher._target_=os.system", "hydra/launcher=theirs"], GONE),
     "hydra's folders": (["hydra.searchpath=[file://theirs]", "hydra.run.dir=canary"], GONE),
     "hydra's environment": (["++hydra.job.env_set.X=x", "hydra={job:{chdir:true}}"], GONE),
-    "an earlier version's trust": (["trusted_modules=[os]"], GONE),
+    "a logger that sends": (["logger=[csv,wandb]", "+logger.wandb.entity=theirs"], DATA),
+    "a logger's account": (["+logger.wandb.entity=theirs"], DATA),
+    "what is read": (["mode=predict", "data.input=/etc/passwd"], DATA),
+    "a cluster": (["strategy=ray"], DATA),
     "of one start": (["resume=x", "resume_anyway=true", "mode=predict"], GONE),
 }  # fmt: skip
 # One of each kind: what refuses all of them in a resume refuses these through the other doors.
@@ -110,6 +113,7 @@ OTHER_DOORS = (
     *("a key", "arguments", "a mapping", "a slot", "an own part", "an option of its own"),
     *("an option elsewhere", "a reference", "a file's name", "two halves", "an escaped reference"),
     *("a mapping behind a space", "a sweep's values", "hydra's launcher", "of one start"),
+    *("a logger that sends", "what is read"),
 )
 OF_NOTES = {  # overrides.yaml that is no list of texts
     "laughs": "- &a0 [x, x, x]\n"

@@ -27,7 +27,7 @@ from dpframe.config.compose import Composed
 from dpframe.config.objective import Objective
 from dpframe.config.schema import SweepSettings, shown
 from dpframe.config.search import Configs, quoted, with_path_quoted
-from dpframe.config.start import GONE, key_of, must_be_typed, refuse_calls, value_of
+from dpframe.config.start import key_of, must_be_typed, refuse_calls, value_of
 from dpframe.errors import Interrupted, UserError, first_line, printable
 from dpframe.launch import signals
 from dpframe.modes.directory import create, refuse_ways_out, remove
@@ -98,8 +98,7 @@ def _with_earlier(given: list[str]) -> tuple[Earlier | None, list[str]]:
     if name is None:
         return None, given
     before = read_earlier(files.local_path("sweep.resume", name))
-    kept = [each for each in before.overrides if not _is_of_one_start(each)]
-    saved = [override for override in kept if key_of(override) not in GONE]
+    saved = [each for each in before.overrides if not _is_of_one_start(each)]
     new = [override for override in given if override not in saved]
     for override in new:
         if not _is_of_one_start(override):

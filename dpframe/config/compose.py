@@ -125,7 +125,7 @@ def _without(taken: set[str], overrides: Sequence[str], configs: Configs) -> lis
     """Without the values that a directory's overrides set; the options that they choose stay."""
     known = []
     for override in overrides:
-        if configs.is_choice(override):
+        if configs.options(key_of(override).partition("@")[0]):
             known.append(override)
         elif key_of(override) not in taken:
             # What is typed may set a key that one of those that are left out has added.

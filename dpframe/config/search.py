@@ -25,7 +25,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.plugins import Plugins
-from hydra.errors import ConfigCompositionException, OverrideParseException
+from hydra.errors import ConfigCompositionException
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
@@ -36,7 +36,7 @@ from dpframe.config import plugins
 from dpframe.config.errors import OUTSIDE, explain
 from dpframe.config.hints import has, may_take
 from dpframe.config.schema import CONFIG_NAME, register
-from dpframe.config.start import key_of, parsed_value
+from dpframe.config.start import key_of
 from dpframe.errors import UserError
 
 GROUPS = ("recipe", "strategy", "trainer", "callbacks", "logger", "task/schedule", "experiment")
@@ -132,16 +132,6 @@ class Configs:
         if group not in self.listed:  # Hydra reads all folders again
             self.listed[group] = sorted(set(self.get_group_options(group)))
         return self.listed[group]
-
-    def is_choice(self, override: str) -> bool:
-        """Whether it chooses an option of a group."""
-        if not self.options(key_of(override).partition("@")[0]):
-            return False
-        try:
-            value = parsed_value(override)
-        except OverrideParseException:  # a path, which is read once it is quoted
-            return False
-        return all(isinstance(o, str) for o in (value if isinstance(value, list) else [value]))
 
     def groups(self) -> list[str]:
         """Ours in our order, then the user's."""

@@ -8,14 +8,11 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, QuotedString
-from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from dpframe import files
@@ -27,9 +24,10 @@ from dpframe.errors import UserError, first_line, nearest, printable
 KEY = r"(\+\+?|~)?[A-Za-z_][^\s=]*(=|$)"
 OF_ONE_START = ("resume", "resume_anyway", "checkpoint", "mode", "sweep")
 WORDS = ("best", "last")  # a checkpoint of the newest run
+TYPED_AGAIN = ("data.input", "strategy.storage")
+LOCAL_LOGGERS = {"tensorboard", "csv", "none", "null"}  # which send nothing away
 FROM_ENVIRONMENT = r"\$\{oc\.env:[^${}]*\}"
-MACHINES = ("trainer.nodes", "trainer.rendezvous")  # in runs of an earlier version
-GONE = (*MACHINES, "trusted_modules")
+MACHINES = ("trainer.nodes", "trainer.rendezvous")  # torchrun's own
 OF_ITS_MACHINE = (  # an evaluation has the same numbers on another one
     "strategy",
     "trainer.gpus",
@@ -152,44 +150,23 @@ def refuse_calls(saved: Sequence[str], what: str) -> None:
     """`saved` are overrides of a directory, which are taken unless they are typed again."""
     if calls := [override for override in saved if must_be_typed(override)]:
         raise UserError(
-            f"{what}: its overrides name what is called or where files go, or may do so, and a run "
-            f"directory is data; if they are yours, type them again: {shlex.join(calls)}"
+            f"{what}: its overrides say what is called, sent or read, or where files go, or may do "
+            f"so, and a run directory is data; if they are yours, type them again: "
+            f"{shlex.join(calls)}"
         )
 
 
 def must_be_typed(override: str) -> bool:
-    """Whether an override of a directory could name something to call, or says where files go.
-
-    The first is by its key, in a mapping or by a reference, as Hydra reads them."""
-    key = key_of(override)
-    if key == "strategy.storage" or re.search("_target_|_args_|@", key):
+    """Whether an override of a directory may name something to call, or says where files or numbers
+    go or what is read."""
+    key, value = key_of(override), override.partition("=")[2]
+    if re.search(r"_target_|_args_|[$@]", re.sub(FROM_ENVIRONMENT, "", override)):
         return True
-    try:
-        value = parsed_value(override)
-    except HydraException:  # Hydra reads it otherwise, as a path, or not at all
-        return bool(re.search("[${]", override))
-    return any(
-        re.search("_target_|_args_", text) or "${" in re.sub(FROM_ENVIRONMENT, "", text)
-        for text in _texts(value)
-    )
-
-
-def parsed_value(override: str) -> Any:
-    """The value of an override as Hydra reads it; a HydraException if it can't."""
-    return OverridesParser.create().parse_override(override).value()
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """All that are in a value, keys too."""
-    if isinstance(value, Mapping):
-        yield from map(str, value)
-        value = list(value.values())
-    value = value.list if isinstance(value, ChoiceSweep) else value
-    value = value.text if isinstance(value, QuotedString) else value
-    if isinstance(value, str):
-        yield value
-    for each in value if isinstance(value, list) else ():
-        yield from _texts(each)
+    words = set(re.findall(r"\w+", value))
+    if key in ("logger", "strategy"):
+        return not words <= LOCAL_LOGGERS if key == "logger" else "ray" in words
+    part, _, name = key.partition(".")
+    return key in TYPED_AGAIN or (part == "logger" and name.partition(".")[0] not in LOCAL_LOGGERS)
 
 
 def refuse_brought(config: Any, texts: Any, compose: Callable[[], Any], what: str) -> None:
@@ -244,7 +221,7 @@ def as_notes(overrides: Sequence[str]) -> str:
 
 def _is_kept(override: str, saved: Sequence[str], typed: Sequence[str]) -> bool:
     key = key_of(override)
-    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, "hydra") or key in GONE:
+    if re.split(r"[^\w]", key)[0] in (*OF_ONE_START, "hydra"):
         return False
     if key in map(key_of, typed) and must_be_typed(override):
         return False
