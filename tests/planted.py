@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dpframe import Logger, Strategy
 from dpframe.data import Share
-from dpframe.strategies.data_parallel import DataParallel
+from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.group import GroupCollectives
 
@@ -251,6 +251,15 @@ class BuffersApart(DDP):
         super().__init__(*args, **settings, broadcast_buffers=False)
 
     def sync_weights(self, for_reading: bool) -> None: ...
+
+
+class MovesTwice(DataParallel):
+    """Each replica moves the running statistics that they share."""
+
+    def wrap(self, module: nn.Module, *, training: bool) -> nn.Module:
+        replicas = Replicas(module, self.places)
+        replicas.buffers_at.clear()
+        return replicas
 
 
 class SameMasks(Changed, DDP):

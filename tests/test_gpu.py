@@ -15,9 +15,10 @@ import pytest
 import test_evaluation
 import test_guard
 import test_parity
+import test_strategies
 import torch
 from forked import on
-from recorded import once
+from recorded import once, weights_apart
 from small import Rows, Small, fitted, is_same, trainer
 from test_prefetch import Drawn
 from torch import Tensor, nn
@@ -576,6 +577,15 @@ def test_data_parallel_computes_on_copied_batches_what_it_computes_on_the_cpu(gi
     here = fitted(make=given.pop("task"), data=Rows(40, 6), strategy=started(CPU()), **given)
     for mine, other in zip(there["weights"].values(), here.task.state_dict().values(), strict=True):
         torch.testing.assert_close(mine.cpu(), other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("gathers", [False, True])
+def test_data_parallel_moves_statistics_as_its_rehearsal_on_the_cpu_does(gathers):
+    there, metrics = test_strategies.normed(started(DataParallel([0, 1], "cuda")), gathers)
+    here, rehearsed = test_strategies.normed(DataParallel(2, "cpu"), gathers)
+    assert weights_apart(there, here) <= 1e-12
+    assert metrics == pytest.approx(rehearsed, rel=1e-12)
 
 
 class Pins(SingleGPU):

@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any
 
 import pytest
+import small
 import torch
 import torch.distributed as dist
 from forked import on
 from recorded import Recorder, once, weights, weights_apart
+from small import Rows, Small
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -383,6 +385,48 @@ def test_the_facts_of_a_rank_are_its_own():
     assert results()["facts"] == [
         {"rank": rank, "world_size": 2, "replicas": 2, "devices": ["cpu", "cpu"]} for rank in (0, 1)
     ]
+
+
+class Normed(Small):
+    """Has statistics, a count that it sets anew, and a mean over rows that its loss is about."""
+
+    def __init__(self, *, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+        self.net.insert(1, nn.BatchNorm1d(8))
+        self.register_buffer("rows", torch.zeros(()))
+        self.register_buffer("center", torch.zeros(()))
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        rows = self.all_gather(x) if self.gathers else x
+        output = super().training_step([x, y + self.center])
+        if self.training:
+            self.rows = self.rows + len(x)
+            self.center.lerp_(rows.mean(), 0.5)
+        return output
+
+
+def normed(strategy: Strategy, gathers: bool) -> Any:
+    run = small.fitted(
+        make=partial(Normed, gathers=gathers),
+        data=Rows(30, 10),
+        strategy=strategy,
+        precision="64",
+        accumulate=2 if gathers else 1,  # between the batches of one update ddp has each rank's
+        share_check="off",
+    )
+    return weights(run.task), run.metrics
+
+
+@pytest.mark.parametrize("gathers", [False, True])
+def test_a_step_moves_statistics_once_by_the_first_replicas_rows(gathers):
+    on_one, metrics = normed(DataParallel(3, "cpu"), gathers)
+    on_ranks, of_ranks = on(DDP(3, "cpu"), normed, gathers)
+    assert on_one["net.1.num_batches_tracked"] == 2 * 3
+    assert on_one["rows"] == 2 * 3 * 4
+    assert weights_apart(on_one, on_ranks) <= 1e-12
+    assert metrics == pytest.approx(of_ranks, rel=1e-12)
 
 
 # What the ranks do

@@ -58,8 +58,9 @@ class DataParallel(Strategy, takes_logical_shares=True):
 class Replicas(nn.Module):
     """Calls the module once a share, on the share's device, and combines what comes back.
 
-    On the CPU the replicas run one after the other. Where the first one's step gathers rows, the
-    others begin beside it, each in a thread, and all of them take turns, one at a time.
+    On the CPU the replicas run one after the other, with buffers of their own. Where the first
+    one's step gathers rows, the others begin beside it, each in a thread, and all of them take
+    turns, one at a time.
     """
 
     def __init__(self, module: Any, places: list[torch.device]) -> None:
@@ -67,6 +68,11 @@ class Replicas(nn.Module):
         self.module = module
         self.places = places
         self.gathers: bool | None = None  # None before the first pass
+        self.buffers_at: Places = [
+            (part, name)
+            for part in module.modules()
+            for name, _ in part.named_buffers(recurse=False, remove_duplicate=False)
+        ]
 
     def forward(self, shares: list[Share], *args: Any) -> Any:
         if len(shares) == 1:
@@ -76,13 +82,18 @@ class Replicas(nn.Module):
             return self._at_once(shares, args)
         if self._needs_thread():
             return Thread(partial(self.forward, shares, *args)).result()
-        with Meeting([partial(self.module, share, *args) for share in shares]) as meeting:
-            first = self.module(shares[0], *args)
-        rest = meeting.results() or [self.module(share, *args) for share in shares[1:]]
+        steps = [partial(self.module, share, *args) for share in shares]
+        with Buffers(self.buffers_at, len(steps)) as buffers:
+            with Meeting(steps, take_turn=buffers.use) as meeting:
+                first = steps[0]()
+            results = [first, *meeting.results()]
+            for index in range(len(results), len(steps)):  # they have not begun beside it
+                buffers.use(index)
+                results.append(steps[index]())
         SEAT.meeting = None
         if meeting.threads or self.gathers is None:
             self.gathers = bool(meeting.threads)
-        return self.module.combine([first, *rest])
+        return self.module.combine(results)
 
     def _needs_thread(self) -> bool:
         """Autograd adds up gradients in the order in which a thread has computed what they are of.
@@ -97,18 +108,79 @@ class Replicas(nn.Module):
         places = self.places[: len(shares)]
         copies = replicate(self.module, places, detach=not torch.is_grad_enabled())
         steps = [partial(copy, share, *args) for copy, share in zip(copies, shares, strict=True)]
-        meeting = Meeting(steps, in_turn=False)
+        meeting = Meeting(steps)
         seats: Any = [partial(meeting.run, index) for index in range(len(shares))]
-        return self.module.combine(parallel_apply(seats, [() for _ in shares], devices=places))
+        first = self._places_in(copies[0])
+        shared = buffers_at(first)  # what the first copy changes in place, the module has, too
+        results = parallel_apply(seats, [() for _ in shares], devices=places)
+        for (part, name), was, now in zip(self.buffers_at, shared, buffers_at(first), strict=True):
+            if now is not was:
+                setattr(part, name, now)
+        return self.module.combine(results)
+
+    def _places_in(self, copy: nn.Module) -> "Places":
+        if not self.buffers_at:
+            return []
+        parts = dict(zip(self.module.modules(), copy.modules(), strict=True))
+        return [(parts[part], name) for part, name in self.buffers_at]
+
+
+Places = list[tuple[nn.Module, str]]
+"""Modules, and the name of a buffer in each."""
+
+
+def buffers_at(places: Places) -> list[Tensor]:
+    return [getattr(part, name) for part, name in places]
+
+
+class Buffers:
+    """Each replica's own, of one module: on GPUs each replica has a copy of it.
+
+    All begin a pass with the module's. The first replica's stay; the others' are lost, as there.
+    """
+
+    def __init__(self, places: Places, replicas: int) -> None:
+        self._places = places
+        own = buffers_at(places)
+        self._of = [own, *(_copied(own) for _ in range(1, replicas))]
+        self._user = 0
+
+    def __enter__(self) -> "Buffers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.use(0)
+
+    def use(self, replica: int) -> None:
+        """Gives the module this replica's."""
+        if replica == self._user:
+            return
+        self._of[self._user] = buffers_at(self._places)  # a step may have set others
+        for (part, name), buffer in zip(self._places, self._of[replica], strict=True):
+            setattr(part, name, buffer)
+        self._user = replica
+
+
+def _copied(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """One that is there twice is one copy."""
+    copies = {id(tensor): tensor.detach().clone() for tensor in tensors}
+    return [copies[id(tensor)] for tensor in tensors]
 
 
 class Meeting:
-    """Where the replicas of one pass exchange rows; `steps` are their calls, by replica."""
+    """Where the replicas of one pass exchange rows; `steps` are their calls, by replica.
 
-    def __init__(self, steps: Sequence[Callable[[], Any]], *, in_turn: bool = True) -> None:
+    `take_turn` is called with the one that goes on; None: all of them run at once."""
+
+    def __init__(
+        self,
+        steps: Sequence[Callable[[], Any]],
+        *,
+        take_turn: Callable[[int], None] | None = None,
+    ) -> None:
         self.steps = steps
         self.threads: list[Thread] = []  # of all replicas but the first, if they take turns
-        self._in_turn = in_turn
+        self._take_turn = take_turn
         self._is_grad_enabled = torch.is_grad_enabled()  # before any step has changed it
         self._turn: int | None = 0
         self._exchanges: list[dict[int, Tensor]] = []  # each one's rows by replica
@@ -131,7 +203,7 @@ class Meeting:
         """A replica's step, in a thread of its own."""
         SEAT.meeting, SEAT.index = self, index
         with self._condition:
-            self._condition.wait_for(lambda: self._may_run(index))
+            self._go_on(index)
         error: BaseException | None = self._error
         try:
             if error is not None:
@@ -147,7 +219,7 @@ class Meeting:
         """What all replicas call this with, each for the same time."""
         index = SEAT.index
         with self._condition:
-            if self._in_turn and not self.threads:
+            if self._take_turn and not self.threads:
                 if self._ended:
                     raise _left_alone(0)
                 with torch.set_grad_enabled(self._is_grad_enabled):
@@ -159,11 +231,8 @@ class Meeting:
                 self._exchanges.append(rows := {})
             rows[index] = x
             self._pass_on(index)
-            self._condition.wait_for(
-                lambda: (
-                    self._may_run(index)
-                    and (len(rows) == len(self.steps) or self._error or self._ended - rows.keys())
-                )
+            self._go_on(
+                index, lambda: len(rows) == len(self.steps) or bool(self._ended - rows.keys())
             )
         if self._error is not None:
             raise self._error
@@ -174,8 +243,17 @@ class Meeting:
     def results(self) -> list[Any]:
         return [thread.value for thread in self.threads]
 
-    def _may_run(self, index: int) -> bool:
-        return not self._in_turn or self._turn == index or self._error is not None
+    def _go_on(self, index: int, has_what_it_needs: Callable[[], bool] = lambda: True) -> None:
+        """When it is this replica's turn, or another one has failed."""
+        in_turn = self._take_turn is not None
+        self._condition.wait_for(
+            lambda: (
+                self._error is not None
+                or ((not in_turn or self._turn == index) and has_what_it_needs())
+            )
+        )
+        if self._take_turn is not None:
+            self._take_turn(index)
 
     def _leave(self, index: int, error: BaseException | None) -> None:
         with self._condition:

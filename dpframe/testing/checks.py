@@ -354,6 +354,19 @@ def _why_evaluated(evidence: Evidence, name: str) -> str:
     return ""
 
 
+def statistics(evidence: Evidence) -> Outcome:
+    """What BatchNorm counts, it counts once a batch, however many replicas compute it."""
+    course, weights = evidence.courses["watched"], evidence.main["watched"].weights
+    counted = int(next(t for name, t in weights.items() if name.endswith("num_batches_tracked")))
+    due = course.epochs * course.rows // course.batch_size
+    cause = (
+        f"the kit's BatchNorm has counted {counted} batches, and {due} are due: of replicas that "
+        "share buffers only the first may change them, and no evaluation may"
+    )
+    measured = f"{counted} of {format_count(due, 'batch')}"
+    return Outcome("batches that BatchNorm counts", measured, cause if counted != due else "")
+
+
 # ---- logical shares: bits
 
 
@@ -406,6 +419,7 @@ CHECKS: dict[str, Check] = {
     "float32": (partial(curves, parts=["weights", "loss"], of="float32"), "float32"),
     "validation": (validation, "shares", "evaluated"),
     "evaluation": (evaluation, "watched", "recipe"),
+    "statistics": (statistics, "watched"),
     "predict_order": (predict_order, "evaluated", "recipe"),
     "accumulation": (partial(curves, of="accumulation"), "shares", "accumulation"),
     "few_rows": (partial(curves, of="few_rows"), "shares", "few_rows"),

@@ -201,8 +201,8 @@ def _notes(evidence: Evidence) -> list[str]:
     if evidence.separable.changed:
         names = ", ".join(evidence.separable.changed)
         notes.append(
-            f"{recipe.name}'s training_step changes {names} of the task: replicas in one process "
-            "share them, and each changes them; use strategy=ddp for several replicas"
+            f"{recipe.name}'s training_step changes {names} of the task: of several replicas what "
+            "the first one makes of its rows stays; gather the rows where it needs all of them"
         )
     if evidence.separable.others:
         names = ", ".join(sorted(evidence.separable.others))
