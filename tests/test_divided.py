@@ -1,7 +1,10 @@
 """Data of which each process has a part already: noticed before a run, and read as such."""
 
+import logging
+import random
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -66,23 +69,64 @@ class Noisy(Part):
         return x + torch.rand(3, generator=self.draw), y
 
 
+class Whole(IterableDataset):
+    """All rows; the main process has some more."""
+
+    def __init__(self, more: int) -> None:
+        self.more = more * (here()[0] == 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = list(zip(*table(), strict=True))
+        return iter(rows + rows[: self.more])
+
+
+class Augmented(Part):
+    """With noise of a generator that begins alike in each process, but not at each reading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = random.Random(0)
+
+    def __getitem__(self, row: int) -> Any:
+        x, y = self.rows[row]
+        return x + self.draw.random(), y
+
+
+class Headed(Stream):
+    """Its first rows are the same in each process."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return chain([(torch.zeros(3), torch.tensor(0.0))] * 3, super().__iter__())
+
+
+class Middle(Part):
+    """Only the rows from the middle on are other ones in each process."""
+
+    def __init__(self) -> None:
+        super().__init__(True)
+        half = len(self.rows) // 2
+        self.rows[:half] = list(zip(*table(), strict=True))[:half]
+
+
 class Data(DataModule):
-    def __init__(self, make: Any, **options: Any) -> None:
+    def __init__(self, make: Any, evaluated: Any = None, **options: Any) -> None:
         super().__init__(BATCH, shuffle=False, **options)
         self.make = make
+        self.evaluated = evaluated or partial(TensorDataset, *table())
 
     def train_dataset(self) -> Any:
         return self.make()
 
     def val_dataset(self) -> Dataset:
-        return TensorDataset(*table())
+        return self.evaluated()
 
 
 KINDS = {
-    "stream": (Stream, "other first rows on rank 1 than on rank 0"),
+    "stream": (Stream, "other rows on rank 1 than on rank 0"),
     "rows": (Part, "8 rows on rank 0, and 7 on rank 1"),
-    "of small numbers": (Tiny, "other first rows on rank 1 than on rank 0"),
-    "as many rows": (partial(Part, True), "other first rows on rank 1 than on rank 0"),
+    "of small numbers": (Tiny, "other rows on rank 1 than on rank 0"),
+    "as many rows": (partial(Part, True), "other rows on rank 1 than on rank 0"),
+    "that begin alike": (Middle, "other rows on rank 1 than on rank 0"),
 }
 
 
@@ -113,6 +157,58 @@ def as_they_are(strategy: Strategy) -> list[int]:
 def test_random_rows_are_no_part_and_each_row_of_parts_is_seen_once():
     *seen, lost = on(DDP(3, "cpu"), as_they_are)
     assert seen == [ROWS, ROWS, ROWS] and lost < ROWS
+
+
+def seen_by_all(strategy: Strategy) -> tuple[list[int], list[str]]:
+    """How many rows each kind of data has trained on, and what the runs have warned of."""
+    lines, handler = [], logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dpframe").addHandler(handler)
+    counts = []
+    for make in (Augmented, Headed, partial(TensorDataset, *table())):
+        data = Data(make, divided="by_rank")
+        counts.append(fitted(Small(), data, strategy=strategy, max_epochs=1).progress.rows_seen)
+    return counts, lines
+
+
+def test_training_data_that_are_said_to_be_divided_are_read_so_however_they_begin():
+    seen, lines = on(DDP(3, "cpu"), seen_by_all)
+    assert seen == [ROWS, ROWS + 9, 3 * ROWS]
+    said = [line for line in lines if "by_rank" in line]
+    assert said == [
+        f"data.divided=by_rank, and the rows of {name} that were looked at are the same on all "
+        "ranks: leave it out if each process has all rows, which are read once for each rank now"
+        for name in ("Data.train_dataset()", "Data.train_dataset()")
+    ]
+
+
+def evaluated(strategy: Strategy) -> list[Any]:
+    """What is measured on data to validate on, of which each process has a part, or all."""
+    measured: list[Any] = []
+    for make in (Augmented, Stream, Middle, partial(Whole, 0)):
+        torch.manual_seed(0)
+        data = Data(Part, make, divided="by_rank")
+        made = trainer(Small(), data, strategy=strategy, precision="64")
+        measured.append(made.validate()["val/loss"])
+    with pytest.raises(UserError) as refusal:
+        data = Data(Part, partial(Whole, 5), divided="by_rank")
+        trainer(Small(), data, strategy=strategy).validate()
+    return [*measured, str(refusal.value)]
+
+
+def test_data_to_validate_on_are_by_rank_unless_they_are_alike_in_all_processes():
+    """A stream that is alike in its first rows alone is refused where ranks would leave step."""
+    *measured, line = on(DDP(2, "cpu"), evaluated)
+    torch.manual_seed(0)
+    task = Small().double()
+    x, y = (each.double() for each in table())
+    mean = task.training_step([x, y])["loss"].item()
+    is_of_all_rows = [value == pytest.approx(mean) for value in measured]
+    assert is_of_all_rows == [False, True, False, True]  # noise, and rows that some have twice
+    assert line == (
+        "Whole gives the same first rows on all ranks, and then more of them on some: "
+        "give all rows in each process, or other ones from the first row on"
+    )
 
 
 def trained(strategy: Strategy, make: Any) -> Any:

@@ -16,7 +16,7 @@ from dpframe.data.module import leaves
 from dpframe.data.order import permutation
 
 LARGE_BYTES = 1 << 26  # of a tensor or an array of a stream that is not copied
-LOOKED_AT = 2  # rows
+LOOKED_AT = 2  # rows from the first one on; of a data set with a length also a middle and the last
 CLOSE = 1e-3  # of floats, which other machines may compute a little otherwise
 
 
@@ -29,7 +29,7 @@ class Floats(NamedTuple):
 
 
 Look = tuple[int | None, list[list[Any]]]
-"""The rows of a data set, None of a stream, and what is in the first of them."""
+"""The rows of a data set, None of a stream, and what is in some of them."""
 
 
 def first_of(stream: Any, count: int) -> list[Any]:
@@ -45,9 +45,11 @@ def look(dataset: Any) -> Look | None:
     try:
         with seeding.seeded(0):
             if is_stream:
-                return None, [list(map(_told, leaves(row))) for row in first_of(dataset, 1)]
-            rows = [dataset[row] for row in range(min(LOOKED_AT, len(dataset)))]
-            return len(dataset), [list(map(_told, leaves(row))) for row in rows]
+                return None, [list(map(_told, leaves(row))) for row in first_of(dataset, LOOKED_AT)]
+            length = len(dataset)
+            places = {*range(min(LOOKED_AT, length)), length // 2, length - 1}
+            rows = [dataset[row] for row in sorted(places)]
+            return length, [list(map(_told, leaves(row))) for row in rows]
     except Exception:
         return None
 
@@ -85,22 +87,29 @@ def is_alike(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def unlike(dataset: Any, gather: Callable[[Any], list[Any]], agree: Callable[[Any], Any]) -> str:
+def unlike(
+    dataset: Any,
+    gather: Callable[[Any], list[Any]],
+    agree: Callable[[Any], Any],
+    *,
+    is_said: bool = False,
+) -> str:
     """How the data set is another one in some process; empty if it is the same in all of them.
 
-    Rows that are another each time they are read tell nothing."""
+    Rows that are another each time they are read, or that can't be read, tell nothing, unless it
+    `is_said` that each process has rows of its own."""
     own = look(dataset)
     looks = gather(own)
-    said = ""
+    said = "rows that can't be compared" if is_said and None in looks else ""
     if looks and None not in looks:
         first = looks[0]
         other = next((rank for rank, each in enumerate(looks) if not is_alike(each, first)), None)
         if other is not None and looks[other][0] != first[0]:
             said = f"{first[0]} rows on rank 0, and {looks[other][0]} on rank {other}"
         elif other is not None:
-            said = f"other first rows on rank {other} than on rank 0"
+            said = f"other rows on rank {other} than on rank 0"
     said = agree(said)
-    if said.startswith("other"):
+    if said.startswith("other") and not is_said:
         are_fixed = gather(is_alike(look(dataset), own))
         said = agree(said if all(are_fixed) else "")
     return said

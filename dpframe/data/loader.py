@@ -16,6 +16,7 @@ from dpframe.data.module import Batch, Rows, Share, Shares, mapped, tensors_of
 from dpframe.data.order import Agree, order_of
 from dpframe.data.stream import Division, Place, Reader, check
 from dpframe.data.workers import Processes, Workers
+from dpframe.errors import UserError
 
 Keep = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
 """Where data that is tensors is kept: they go in, and come out there."""
@@ -51,7 +52,7 @@ class Loader:
         timeout_seconds: float = 0.0,
         place: Keep = lambda tensors: tensors,
         division: Division | ByRank | None = None,
-        tally: Tally = lambda numbers: numbers,
+        tally: Tally | None = None,
         drop_last: bool = False,
         label: str = "train_sampler returned",
         options: Mapping[str, Any] | None = None,
@@ -59,7 +60,8 @@ class Loader:
         """By `rank`, each process's workers draw random numbers of their own; rows of logical
         shares, of which this process's begin at `first_share`, by the share, wherever they are
         read. `timeout_seconds` is how long to wait for a worker, 0: without end. `options` are
-        those of a DataLoader."""
+        those of a DataLoader. With a `tally` the processes count the rows of each of a stream's
+        batches: together, those of a division; else each has to have as many."""
         rows = Rows(dataset, collate)
         self.order = order_of(
             dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, label=label
@@ -95,6 +97,7 @@ class Loader:
         self.reads_ahead = rows.are_tensors or workers.processes > 0
         self.division = division
         self._tally = tally
+        self._name = rows.name
         self._drop_last = drop_last
         self._reader: Reader | None = None
         if rows.is_stream:
@@ -218,7 +221,7 @@ class Loader:
             if limit is not None and batches > limit:
                 return
             shares, rows = next(answers, reader.nothing)
-            total = rows if self.division is None else int(self._tally([float(rows)])[0])
+            total = rows if self._tally is None else self._counted(rows, self._tally)
             if not total or (self._drop_last and total < self.batch_size):
                 return
             if self._processes is not None:
@@ -230,6 +233,15 @@ class Loader:
             else:
                 pairs = zip(shares, self._places_of(total), strict=True)
                 yield Batch([Share(*share, total, place) for share, place in pairs], total)
+
+    def _counted(self, rows: int, tally: Tally) -> int:
+        total, processes = tally([float(rows), 1.0])
+        if self.division is None and total != rows * processes:
+            raise UserError(
+                f"{self._name} gives the same first rows on all ranks, and then more of them on "
+                "some: give all rows in each process, or other ones from the first row on"
+            )
+        return int(total) if self.division else rows
 
     def _answers(self, processes: Processes, place: Place, seed: int) -> Iterator[Any]:
         """The workers' batches in turn, until all have ended; `place` moves with them."""

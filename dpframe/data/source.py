@@ -33,6 +33,7 @@ class Source:
     options: dict[str, Any] = field(default_factory=dict)  # of the DataLoader that has the workers
     is_divided: bool = False  # if it is a stream
     is_by_rank: bool = False  # whether each process may have rows of its own
+    may_differ: bool = False  # between processes, though what was looked at is alike
     method: str = ""  # that returned it
 
     @classmethod
@@ -103,7 +104,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         },
         data.divide_streams and kind != "predict",
         data.divided == BY_RANK and kind != "predict",
-        method,
+        method=method,
     )
 
 

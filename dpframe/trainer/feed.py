@@ -64,7 +64,7 @@ class Feed:
         *,
         seed: int,
     ) -> "Feed":
-        source = _by_rank(_sources("train", data)[""], strategy, settings, seed)
+        source = _by_rank(_sources("train", data)[""], strategy, settings, seed, trains=True)
         train = _loader(source, strategy, settings, seed=seed)
         has_validation = _returned("val", data) is not None
         batches = train.batches
@@ -161,23 +161,40 @@ def evaluated(
     }
 
 
-def _by_rank(source: Source, strategy: Strategy, settings: TrainerSettings, seed: int) -> Source:
-    """Whether each process has rows of its own is seen in the first ones; that it may has to be
-    said."""
+def _by_rank(
+    source: Source,
+    strategy: Strategy,
+    settings: TrainerSettings,
+    seed: int,
+    *,
+    trains: bool = False,
+) -> Source:
+    """What is said is done in training. Of the sets to evaluate on, those that are alike in all
+    processes are read as without it. Where nothing is said, rows that differ are refused."""
     if strategy.world_size == 1:
         return replace(source, is_by_rank=False)
-    how = "rows that are not compared"
-    if settings.share_check != "off":
-        collectives = strategy.collectives
-        how = unlike(source.dataset, collectives.gather, collectives.broadcast)
-    if not how or not source.is_by_rank:
-        if how and settings.share_check != "off":
+    collectives, is_said = strategy.collectives, source.is_by_rank
+    is_compared = settings.share_check != "off"
+    how = ""
+    if is_compared:
+        how = unlike(source.dataset, collectives.gather, collectives.broadcast, is_said=is_said)
+    if not is_said:
+        if how:
             raise UserError(
                 f"{source.method} gives {how}, and dpframe divides each batch itself, so that rows "
                 "would be left out: give all rows in each process, or set data.divided=by_rank "
                 "where each has its own (not to predict)"
             )
-        return replace(source, is_by_rank=False)
+        return source
+    if is_compared and not how and not trains:
+        return replace(source, is_by_rank=False, may_differ=True)
+    if is_compared and not how and strategy.is_main:
+        log.warning(
+            "data.divided=by_rank, and the rows of %s that were looked at are the same on all "
+            "ranks: leave it out if each process has all rows, which are read once for each rank "
+            "now",
+            source.method,
+        )
     if strategy.logical_shares:
         raise UserError(
             "data.divided=by_rank with trainer.logical_replicas: which rows meet in a batch would "
@@ -283,7 +300,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
             data_on_device=settings.data_on_device,
         ),
         division=division,
-        tally=strategy.collectives.sum_numbers,
+        tally=strategy.collectives.sum_numbers if division or source.may_differ else None,
         drop_last=source.drop_last,
         label=source.label,
         options=source.options,
