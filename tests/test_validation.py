@@ -477,9 +477,10 @@ class Own(BostonData):
 """
 
 
-def test_every_data_module_has_drop_last_and_eval_batch_size_in_its_config(tmp_path):
+def test_every_data_module_has_the_keys_of_all_in_its_config(tmp_path):
     write(tmp_path, {"own.py": OWN_DATA})
-    data = "data={_target_: own.Own, batch_size: 100, drop_last: true, eval_batch_size: 40}"
+    keys = "drop_last: true, eval_batch_size: 40, persistent_workers: false"
+    data = f"data={{_target_: own.Own, batch_size: 100, {keys}}}"
     short = ["recipe=boston", "trainer.max_epochs=1", "callbacks.progress=null", "seed=3"]
     (run,) = attempts([[*short, "~data", f"+{data}", "hydra.run.dir=run"]], tmp_path)
     assert run.code == 0, run.err

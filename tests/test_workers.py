@@ -14,14 +14,22 @@ from itertools import repeat
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from conftest import descendants
 from forked import fresh, stop_forks
-from small import Stream, fitted, is_same, trainer
+from small import Hooks, Stream, fitted, is_same, trainer
 from test_data import Bad, BadStream, loader_of
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, get_worker_info
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    get_worker_info,
+)
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from dpframe import DataModule, Strategy, UserError, seeding
@@ -479,3 +487,156 @@ def test_a_loader_whose_workers_were_lost_starts_others(tmp_path):
     with pytest.raises(Failure):
         list(loader.epoch())
     assert len(list(loader.epoch())) == 3
+
+
+# What reaches the workers of a data set
+
+
+class Curriculum(Dataset):
+    """Its rows are what is set on it, in several ways; `told` is the epoch that it was told."""
+
+    told = -1
+
+    def __init__(self) -> None:
+        self.options = SimpleNamespace(level=0.0)
+        self.tensor, self.array, self.list = torch.zeros(40), numpy.zeros(40), [0.0] * 40
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, row: int) -> Tensor:
+        seen = self.options.level, self.tensor[row], self.array[row], self.list[row], self.told
+        return torch.tensor([float(value) for value in seen])
+
+
+class Told(Curriculum):
+    def set_epoch(self, epoch: int) -> None:
+        self.told = epoch
+
+
+def is_set(dataset: Any, change: str, epoch: int) -> None:
+    if change == "an attribute":
+        dataset.options.level = epoch
+    elif change == "a tensor in place":
+        dataset.tensor.fill_(epoch)
+    elif change == "a tensor":
+        dataset.tensor = torch.full((40,), epoch)
+    elif change == "an array in place":
+        dataset.array[37:] = epoch
+    elif change == "a list":
+        dataset.list = [float(epoch)] * 40
+
+
+def seen(dataset: Any, change: str, workers: int, **options: Any) -> list[set[float]]:
+    """What the last row of each epoch had, and the processes that read."""
+    loader = loader_of(dataset, 10, workers=workers, options=options)
+    column = ["an attribute", "a tensor", "an array", "a list", "the epoch"]
+    place = next(n for n, name in enumerate(column) if change.startswith(name))
+    values = []
+    for epoch in range(3):
+        is_set(dataset, change, epoch)
+        *_, last = loader.epoch(epoch)
+        values.append(last.shares[0].batch[-1, place].item())
+    return values
+
+
+CHANGES = ["an attribute", "a tensor in place", "a tensor", "an array in place", "a list"]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_set_on_a_data_set_before_an_epoch_reaches_its_workers(change, caplog):
+    assert seen(Curriculum(), change, 2, persistent_workers=True) == [0, 0, 0]
+    assert seen(Curriculum(), change, 0) == seen(Curriculum(), change, 2) == [0, 1, 2]
+    (line,) = {record.getMessage() for record in caplog.records}
+    assert len(caplog.records) == 1
+    name = {"an attribute": "options.level", "a list": "list[0]"}.get(change, change.split()[1])
+    assert line == (
+        f"data workers begin again before each epoch where the data set has changed, as "
+        f"Curriculum.{name} has; data.persistent_workers=true keeps them as they are"
+    )
+
+
+def pids(persistent: bool | str) -> int:
+    """How many processes have read in three epochs of an attribute that changes in each."""
+
+    class Here(Curriculum):
+        def __getitem__(self, row: int) -> Tensor:
+            return torch.tensor(os.getpid())
+
+    loader, dataset = None, Here()
+    loader = loader_of(dataset, 10, workers=1, options={"persistent_workers": persistent})
+    found = set()
+    for epoch in range(3):
+        dataset.options.level = epoch if persistent is True else 0
+        for batch in loader.epoch(epoch):
+            found |= {*batch.shares[0].batch.tolist()}
+    return len(found)
+
+
+def test_workers_stay_where_nothing_has_changed_or_as_it_is_said():
+    assert [pids(persistent) for persistent in ("auto", True, False)] == [1, 1, 3]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_epoch_is_told_to_a_data_set_here_and_in_workers_which_stay(workers, caplog):
+    assert seen(Told(), "the epoch", workers) == [0, 1, 2]
+    wrapped = Subset(ConcatDataset([Curriculum(), Told()]), range(80))
+    assert seen(wrapped, "the epoch", workers) == [0, 1, 2]
+    assert not caplog.records
+
+
+def test_a_validation_tells_no_epoch_to_a_data_set_that_may_be_trainings_too():
+    dataset = Told()
+    trains, validates = (loader_of(Subset(dataset, range(20)), 10) for _ in range(2))
+    batches = trains.epoch(3)
+    next(batches)
+    assert len(list(validates.epoch())) == 2
+    assert next(batches).shares[0].batch[0, -1] == 3
+
+
+def test_what_changes_within_an_epoch_is_told_as_workers_have_it_from_the_next_one_on(caplog):
+    dataset = Curriculum()
+    loader = loader_of(dataset, 10, workers=1)
+    values = []
+    for epoch in range(2):
+        for number, batch in enumerate(loader.epoch(epoch)):
+            values.append(batch.shares[0].batch[0, 0].item())
+            if number == 1:
+                dataset.options.level += 1
+    assert values == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [record.getMessage() for record in caplog.records][0] == (
+        "Curriculum.options.level has changed within an epoch: data workers have it from the next "
+        "one on; data.workers=0 has it at once"
+    )
+
+
+def test_a_key_says_whether_workers_persist():
+    made = trainer(data=Data(Rows(), 2))
+    made.data.persistent_workers = "sometimes"
+    with pytest.raises(UserError) as refusal:
+        made.prepare()
+    assert str(refusal.value) == (
+        "data.persistent_workers=sometimes is not known; set auto, true or false"
+    )
+
+
+def test_auto_does_not_decide_whether_a_curriculum_is_seen(monkeypatch):
+    """A hook sets what the rows of the next epoch have."""
+
+    class Level(Rows):
+        level = 0.0
+
+        def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+            x, y = super().__getitem__(row)
+            return x, y + self.level
+
+    def raised(made: Any) -> None:
+        made.data.dataset.level = float(made.epoch)
+
+    runs = []
+    for slow in (0.0, 1e9):
+        monkeypatch.setattr(workers, "SLOW_SECONDS", slow)
+        monkeypatch.setattr(feed, "cores_per_rank", lambda world_size: 2)
+        runs.append(fitted(data=Data(Level()), callbacks=[Hooks(on_epoch_start=raised)]))
+    assert [run.feed.train.workers.processes for run in runs] == [2, 0]
+    assert is_same(runs[0].task.state_dict(), runs[1].task.state_dict())

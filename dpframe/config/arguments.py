@@ -35,7 +35,7 @@ GROUPS = inspect.Parameter("groups", inspect.Parameter.KEYWORD_ONLY, default={})
 """An argument of every optimizer, which the Task takes out and makes parameter groups of."""
 OF_DATA = {
     name: inspect.signature(DataModule).parameters[name]
-    for name in ("drop_last", "eval_batch_size", "input")
+    for name in ("drop_last", "eval_batch_size", "persistent_workers", "input")
 }
 """Of every DataModule, whatever its constructor takes."""
 OF_TASK = {

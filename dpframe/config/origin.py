@@ -24,6 +24,7 @@ OF_TRAINING = (  # no evaluation depends on these
     "data.drop_last",
     "data.eval_batch_size",
     "data.input",
+    "data.persistent_workers",
     "data.shuffle",
     "data.workers",
     "data.workers > 0",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from dpframe import seeding
-from dpframe.data.module import leaves
+from dpframe.data.module import leaves, set_epoch
 from dpframe.data.order import permutation
 
 LARGE_BYTES = 1 << 26  # of a tensor or an array of a stream that is not copied
@@ -139,6 +139,7 @@ class OwnRows(IterableDataset):
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+        set_epoch(self.rows, epoch)
 
     def __iter__(self) -> Iterator[Any]:
         order: Sequence[int] = range(len(self.rows))

@@ -90,14 +90,14 @@ class Loader:
         else:
             self.how += f", {workers.described()}"
             self._read = partial(_read, rows, pin_memory)
-        self._answer: Callable[[int, list[int]], Any] | None = None
+        self._answer: Callable[..., Any] | None = None
         if first_share is not None and not rows.are_tensors:
             self._answer = partial(_answer_apart, rows, pin_memory)
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or workers.processes > 0
         self.division = division
         self._tally = tally
-        self._name = rows.name
+        self._rows = rows
         self._drop_last = drop_last
         self._reader: Reader | None = None
         if rows.is_stream:
@@ -113,10 +113,10 @@ class Loader:
             self._processes = Processes(
                 self._reader.answer if self._reader else partial(_answer, rows),
                 self.workers.processes,
-                dataset=dataset,
+                rows=rows,
                 timeout_seconds=timeout_seconds,
                 pin_memory=pin_memory,
-                **{"persistent_workers": True} | dict(options or {}) | starts_afresh,
+                **dict(options or {}) | starts_afresh,
             )
 
     @property
@@ -124,11 +124,18 @@ class Loader:
         """Batches in an epoch, or None for a stream of unknown length."""
         return None if self.order is None else self.order.batches
 
-    def epoch(self, epoch: int = 0, *, skip: int = 0, limit: int | None = None) -> Iterator[Batch]:
-        """The batches [skip, limit) of an epoch; only a stream reads the rows that it skips."""
-        worker_seed = seeding.mix(self.seed, epoch, self.rank)
+    def epoch(
+        self, epoch: int | None = None, *, skip: int = 0, limit: int | None = None
+    ) -> Iterator[Batch]:
+        """The batches [skip, limit) of an epoch of training, which the data set is told; None: of
+        an evaluation. Only a stream reads the rows that it skips."""
+        number = epoch or 0
+        worker_seed = seeding.mix(self.seed, number, self.rank)
         if self._reader is not None:
-            return self._streamed(self._reader, epoch, skip, limit, worker_seed)
+            return self._streamed(self._reader, number, skip, limit, worker_seed)
+        if self._processes is not None:
+            self._processes.end_if_changed()
+        self._rows.begin(epoch)
         read = self._read
         if self._processes is not None:
             requests = self._requests(epoch, skip, limit, worker_seed)
@@ -137,7 +144,7 @@ class Loader:
         elif self._answer is not None:
             answers = starmap(self._answer, self._requests(epoch, skip, limit, worker_seed))
             read = lambda rows: next(answers)  # noqa: E731
-        return self._batches(self._plan(epoch, skip, limit), read)
+        return self._batches(self._plan(number, skip, limit), read)
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
         known, places = -1, list[Sequence[int]]()
@@ -147,6 +154,8 @@ class Loader:
             pairs = zip(shares, places, strict=True)
             parts = [Share(read(r) if n else None, n, total, place) for (r, n), place in pairs]
             yield Batch(parts, total)
+        if self._processes is not None:
+            self._processes.warn_if_changed()
 
     def _places_of(self, total: int) -> list[Sequence[int]]:
         """Of the rows of the local shares, in a batch."""
@@ -167,15 +176,15 @@ class Loader:
             yield [(share, share.numel()) for share in shares], rows.numel()
 
     def _requests(
-        self, epoch: int, skip: int, limit: int | None, seed: int
-    ) -> Iterator[tuple[int, list[int]]]:
-        """What the workers are asked for: a share's rows, and the seed that they draw by.
+        self, epoch: int | None, skip: int, limit: int | None, seed: int
+    ) -> Iterator[tuple[int | None, int, list[int]]]:
+        """What the workers are asked for: a share's rows, the epoch, and the seed to draw by.
 
         It is the share's, whatever a worker read before, so a resumed run draws the same."""
-        for batch, (shares, _) in enumerate(self._plan(epoch, skip, limit), skip):
+        for batch, (shares, _) in enumerate(self._plan(epoch or 0, skip, limit), skip):
             for share, (rows, n) in enumerate(shares, self._first_share or 0):
                 if n:
-                    yield seeding.mix(seed, batch, share), rows.tolist()
+                    yield epoch, seeding.mix(seed, batch, share), rows.tolist()
 
     # ---- streams
 
@@ -238,8 +247,8 @@ class Loader:
         total, processes = tally([float(rows), 1.0])
         if self.division is None and total != rows * processes:
             raise UserError(
-                f"{self._name} gives the same first rows on all ranks, and then more of them on "
-                "some: give all rows in each process, or other ones from the first row on"
+                f"{self._rows.name} gives the same first rows on all ranks, and then more of them "
+                "on some: give all rows in each process, or other ones from the first row on"
             )
         return int(total) if self.division else rows
 
@@ -294,15 +303,19 @@ def _pinned(leaf: Any) -> Any:
     return leaf
 
 
-def _answer_apart(rows: Rows, pin_memory: bool, seed: int, numbers: list[int]) -> Any:
+def _answer_apart(
+    rows: Rows, pin_memory: bool, epoch: int | None, seed: int, numbers: list[int]
+) -> Any:
     """In this process, whose random numbers are none of a worker's."""
     before = seeding.random_state()
-    batch = _answer(rows, seed, numbers)
+    batch = _answer(rows, epoch, seed, numbers)
     seeding.restore_random_state(before)
     return pinned(batch) if pin_memory else batch
 
 
-def _answer(rows: Rows, seed: int, numbers: list[int]) -> Any:
-    """In a worker."""
+def _answer(rows: Rows, epoch: int | None, seed: int, numbers: list[int]) -> Any:
+    """In a worker, which was forked in this epoch or before."""
+    if epoch != rows.epoch:
+        rows.begin(epoch)
     seeding.reseed(seed)
     return rows.read(numbers)

@@ -10,14 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    StackDataset,
     Subset,
     TensorDataset,
     default_collate,
 )
 
+from dpframe.data.contents import Contents, contents_of
 from dpframe.data.input import numbers_of
 from dpframe.errors import UserError, listed
 
@@ -36,6 +40,8 @@ class DataModule:
     `workers` is the number of processes that read for each rank; "auto" measures how many pay off.
     `divide_streams` has each rank and worker read shards of its own, so the batches depend on them.
     `divided="by_rank"` is for data of which each process has a part of its own already.
+    `persistent_workers` says whether the processes that read stay from one epoch to the next: true,
+    false, or "auto", as long as the data set stays as it is.
     `drop_last` leaves out the last batch of an epoch of training where it has fewer rows.
     Validation, test and prediction have `eval_batch_size`, or `batch_size` where that is None.
     `input` names a file or a folder to predict on, in place of `predict_dataset`.
@@ -45,6 +51,7 @@ class DataModule:
     eval_batch_size: int | None = None
     input: str | None = None
     divided: str | None = None
+    persistent_workers: bool | str = "auto"
     own_class: type | None = None  # where the user's code is, if not in this class
     has_preparation = False  # a `prepare_data` of its own
 
@@ -67,6 +74,7 @@ class DataModule:
         drop_last: bool = False,
         eval_batch_size: int | None = None,
         input: str | None = None,
+        persistent_workers: bool | str = "auto",
     ) -> None:
         self.batch_size = batch_size
         self.workers = workers
@@ -76,6 +84,7 @@ class DataModule:
         self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size
         self.input = input
+        self.persistent_workers = persistent_workers
 
     def prepare_data(self) -> None:
         """Downloads and converts files: called once on each machine, before any of its processes
@@ -213,8 +222,16 @@ class Rows:
         plain = default_collate, DataModule.collate
         self.has_own_collate = inspect.unwrap(getattr(collate, "__func__", collate)) not in plain
         self.is_stream = isinstance(dataset, IterableDataset)
+        self.epoch: int | None = None  # that the data set was told
         # Whether a batch is one index_select per tensor.
         self.are_tensors = not self.has_own_collate and is_tensors(dataset)
+
+    def begin(self, epoch: int | None) -> None:
+        """In each process that reads, before an epoch of training; None: of an evaluation, whose
+        data set may be training's, too."""
+        self.epoch = epoch
+        if epoch is not None:
+            set_epoch(self.dataset, epoch)
 
     def read(self, rows: list[int]) -> Any:
         """The batch of these rows. What the data set raises keeps its traceback, with a note."""
@@ -246,6 +263,12 @@ class Rows:
     def name(self) -> str:
         return _name_of(self.dataset)
 
+    def contents(self) -> Contents:
+        """What is in the data set, and in the attributes of what has the collate."""
+        return contents_of(self.dataset, self.name) | (
+            contents_of(self.collate, "collate", deepest=2) if self.has_own_collate else {}
+        )
+
     def described(self) -> str:
         """For the banner, e.g. `404 rows as tensors, index_select`."""
         if self.is_stream:
@@ -254,6 +277,19 @@ class Rows:
             return f"{len(self.dataset):,} rows as tensors, index_select"
         by = "__getitems__" if getattr(self.dataset, "__getitems__", None) else "__getitem__"
         return f"{len(self.dataset):,} rows by {by}"
+
+
+def set_epoch(dataset: Any, epoch: int) -> None:
+    """Of a data set that has it, or of those that one of torch's is made of."""
+    parts: Any = []
+    if hasattr(dataset, "set_epoch"):
+        dataset.set_epoch(epoch)
+    elif isinstance(dataset, Subset):
+        parts = [dataset.dataset]
+    elif isinstance(dataset, ConcatDataset | ChainDataset | StackDataset):
+        parts = dataset.datasets
+    for part in parts.values() if isinstance(parts, dict) else parts:
+        set_epoch(part, epoch)
 
 
 def is_tensors(dataset: Any) -> bool:
@@ -265,6 +301,7 @@ def is_tensors(dataset: Any) -> bool:
         isinstance(dataset, TensorDataset)
         and kind.__getitem__ is TensorDataset.__getitem__
         and not hasattr(kind, "__getitems__")
+        and not hasattr(kind, "set_epoch")
     )
 
 

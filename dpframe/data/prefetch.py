@@ -71,7 +71,9 @@ class Prefetch:
         self._to_device = to_device
         self._side = side
 
-    def epoch(self, epoch: int = 0, *, skip: int = 0, limit: int | None = None) -> Iterator[Batch]:
+    def epoch(
+        self, epoch: int | None = None, *, skip: int = 0, limit: int | None = None
+    ) -> Iterator[Batch]:
         batches = self._loader.epoch(epoch, skip=skip, limit=limit)
         ahead = 1 if self._loader.reads_ahead else 0
         copies: deque[tuple[Batch, Any]] = deque()

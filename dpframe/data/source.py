@@ -34,6 +34,7 @@ class Source:
     is_divided: bool = False  # if it is a stream
     is_by_rank: bool = False  # whether each process may have rows of its own
     may_differ: bool = False  # between processes, though what was looked at is alike
+    is_loader: bool = False  # of which batches and order are
     method: str = ""  # that returned it
 
     @classmethod
@@ -43,6 +44,11 @@ class Source:
         trains = kind == "train"
         if data.divided not in (None, BY_RANK):
             raise UserError(f"data.divided={data.divided} is not known; set {BY_RANK}, or null")
+        if data.persistent_workers not in ("auto", True, False):
+            raise UserError(
+                f"data.persistent_workers={data.persistent_workers} is not known; "
+                "set auto, true or false"
+            )
         if isinstance(given, DataLoader):
             return _of_loader(given, data, method, kind=kind)
         if isinstance(given, dict):  # e.g. a DatasetDict of Hugging Face
@@ -62,6 +68,7 @@ class Source:
             data.workers,
             data.collate,
             trains and data.drop_last,
+            options={"persistent_workers": data.persistent_workers},
             is_divided=data.divide_streams and kind != "predict",
             is_by_rank=data.divided == BY_RANK and kind != "predict",
             method=method,
@@ -104,6 +111,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         },
         data.divide_streams and kind != "predict",
         data.divided == BY_RANK and kind != "predict",
+        is_loader=True,
         method=method,
     )
 

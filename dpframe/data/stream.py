@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dpframe import seeding
-from dpframe.data.module import Rows, Shares, noted, split
+from dpframe.data.module import Rows, Shares, noted, set_epoch, split
 from dpframe.errors import UserError
 
 Position = dict[str, Any]
@@ -187,8 +187,7 @@ class Reader:
         """Before an epoch; `starts` has a position for each worker."""
         self._seed = seed, epoch
         self._starts = starts
-        if hasattr(self._rows.dataset, "set_epoch"):
-            self._rows.dataset.set_epoch(epoch)
+        set_epoch(self._rows.dataset, epoch)
 
     def answer(self, is_read: bool) -> Any:
         """In a worker, which starts afresh each epoch: its next batch and position, or None."""

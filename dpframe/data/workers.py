@@ -5,36 +5,44 @@ import faulthandler
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing import connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from dpframe import seeding
 from dpframe.accelerator import cores
+from dpframe.data.answers import Answers
+from dpframe.data.contents import Contents, changed
 from dpframe.data.module import Rows, leaves
-from dpframe.errors import Failure, UserError, exited
+from dpframe.errors import Failure, UserError
 from dpframe.launch import signals, watchdog
 
 SLOW_SECONDS = 0.005  # to read a batch; a worker takes about 0.002 to hand one over
 MAX_WORKERS = 8
 END = object()  # of an epoch
-SHORT_BYTES = 2048  # of a message; a pipe takes 4096 at once, and torch adds some hundred
 LOOK_SECONDS = 0.001  # between two looks at whether all workers have begun
 MEANING = {
     "SIGKILL": "perhaps for memory: try a smaller data.workers or data.batch_size",
     "SIGBUS": "there was no shared memory left: raise the limit of /dev/shm, or set data.workers=0",
     "SIGSEGV": "a library that it calls is broken: data.workers=0 may show where",
 }
+
+BEGIN_AGAIN = (
+    "data workers begin again before each epoch where the data set has changed, as %s has; "
+    "data.persistent_workers=true keeps them as they are"
+)
+HAVE_IT_LATER = (
+    "%s has changed within an epoch: data workers have it from the next one on; "
+    "data.workers=0 has it at once"
+)
 
 log = logging.getLogger("dpframe")
 
@@ -113,12 +121,14 @@ class Processes:
         answer: Callable[..., Any],
         count: int,
         *,
-        dataset: Any,
+        rows: Rows,
         timeout_seconds: float = 0.0,
         worker_init_fn: Callable[[int], Any] | None = None,
+        persistent_workers: bool | str = "auto",
         **options: Any,
     ) -> None:
-        """`answer` reads `dataset`. No timeout is 0; `options` are those of a DataLoader."""
+        """`answer` reads `rows`. No timeout is 0; `options` are those of a DataLoader. "auto" are
+        persistent workers that end where the rows that they have are not those of this process."""
         signals.share_sockets()
         self._timeout_seconds = timeout_seconds
         self._has_begun = torch.zeros(count, dtype=torch.bool).share_memory_()
@@ -129,17 +139,42 @@ class Processes:
         self._begin_seconds: float | None = None  # None: they get as long as an answer
         self._made: list[Any] = []  # the workers, in their order, and those that can't be started
         self._loader: DataLoader | None = None  # its workers begin with the first epoch
+        self._rows = rows
+        self._had: Contents | None = None  # what the rows had when the workers began
+        self._looks = persistent_workers == "auto"
+        self._said: set[str] = set()
         self._new_loader = partial(
             DataLoader,
-            _Answers(answer, dataset, self._is_reading, worker_init_fn),
+            Answers(answer, rows.dataset, self._is_reading, worker_init_fn),
             sampler=self._requests,
             batch_size=None,
             num_workers=count,
             collate_fn=unchanged,
             generator=self._generator,
             worker_init_fn=partial(_begin, self._has_begun, stacks),
+            persistent_workers=bool(persistent_workers),
             **options,
         )
+
+    def end_if_changed(self) -> None:
+        """Before the data set is told of the next epoch, of which workers are told as well."""
+        if self._has_changed(BEGIN_AGAIN):
+            self._loader = None
+            self._forget()
+
+    def warn_if_changed(self) -> None:
+        """At the end of an epoch, before hooks set what the next one has."""
+        self._has_changed(HAVE_IT_LATER)
+
+    def _has_changed(self, line: str) -> bool:
+        """Whether this process has other rows than its workers, which is said once."""
+        if self._loader is None or self._had is None:
+            return False
+        name = changed(self._had, self._rows.contents())
+        if name and line not in self._said:
+            self._said.add(line)
+            log.warning(line, name)
+        return bool(name)
 
     def read(self, requests: Iterable[tuple], seed: int) -> Iterator[Any]:
         """The answers; `seed` is what the generators of workers that start now start from."""
@@ -173,7 +208,9 @@ class Processes:
             self._begin_seconds = seconds
             self._generator.manual_seed(seed)
             try:
-                return self._opened()
+                answers = self._opened()
+                self._had = self._rows.contents() if self._looks else None
+                return answers
             except _NotBegun as error:
                 self._kill()  # first: torch waits for workers that it ends itself
                 # By its words: the error itself would keep what is left of the DataLoader.
@@ -320,87 +357,6 @@ class _Requests:
         if self.wait_for_begin is not None:  # with the first request: all workers are started
             self.wait_for_begin()
         yield from self.items
-
-
-class _Answers(Dataset):
-    def __init__(
-        self,
-        answer: Callable[..., Any],
-        dataset: Any,
-        is_reading: Tensor,
-        worker_init_fn: Callable[[int], Any] | None,
-    ) -> None:
-        self._answer = answer
-        self._dataset = dataset
-        self._is_reading = is_reading
-        self._worker_init_fn = worker_init_fn
-
-    def __getitem__(self, request: tuple) -> Any:
-        """In a worker. An error that is one line is an answer: torch makes a traceback of it."""
-        info = get_worker_info()
-        assert info is not None
-        self._is_reading[info.id] = True
-        try:
-            self._set_up(info)
-            return _Packed(self._answer(*request))
-        except UserError as error:
-            return _Packed(_plain(error))
-        except SystemExit as error:
-            return _Packed(exited(error, who=f"data worker {info.id}: "))
-        except Exception as error:
-            if _arrives(type(error)):
-                raise
-            raise RuntimeError(f"{type(error).__name__}: {error}") from error
-        finally:
-            self._is_reading[info.id] = False
-
-    def _set_up(self, info: Any) -> None:
-        """With the first request, so that its faults are told as those of rows."""
-        object.__setattr__(info, "dataset", self._dataset)  # not these answers; torch freezes it
-        if self._worker_init_fn is not None:
-            self._worker_init_fn(info.id)
-            self._worker_init_fn = None
-
-
-def _plain(error: UserError) -> UserError:
-    """The same line: a class of the user's may take more than its text, or have no name."""
-    plain = Failure(str(error)) if isinstance(error, Failure) else UserError(str(error))
-    plain.exit_code = error.exit_code
-    return plain
-
-
-def _arrives(kind: type[Exception]) -> bool:
-    """Torch loses an error whose class no pickle can name; a StopIteration is the end to it."""
-    try:
-        pickle.dumps(kind)
-    except Exception:
-        return False
-    return not issubclass(kind, StopIteration)
-
-
-class _Packed:
-    """An answer, pickled where an error of it can be told. It arrives whole or not at all: a long
-    one is in shared memory, as a pipe takes it in parts, and who reads them waits for ever for
-    those that a killed worker did not write. Unpickled, it is the answer itself."""
-
-    def __init__(self, answer: Any) -> None:
-        try:
-            data = ForkingPickler.dumps(answer)
-        except Exception as error:
-            raise UserError(
-                f"a data worker can't send what it read: {type(error).__name__}: {error}; "
-                "return rows that can be pickled, or set data.workers=0"
-            ) from error
-        self._data: bytes | Tensor = bytes(data)
-        if len(data) > SHORT_BYTES:
-            self._data = torch.frombuffer(data, dtype=torch.uint8).share_memory_()
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple]:
-        return _unpacked, (self._data,)
-
-
-def _unpacked(data: bytes | Tensor) -> Any:
-    return pickle.loads(data.numpy().data if isinstance(data, Tensor) else data)
 
 
 def _begin(has_begun: Tensor, stacks: connection.Connection, number: int) -> None:

@@ -305,7 +305,7 @@ def _loader(source: Source, strategy: Strategy, settings: TrainerSettings, *, se
         label=source.label,
         options=source.options,
     )
-    if source.options:
+    if source.is_loader:
         loader.how += ", batches and order by its DataLoader"
     if settings.data_on_device is True and strategy.device.type != loader.device.type:
         why = (

@@ -45,8 +45,8 @@ def fingerprint(
 ) -> Fingerprint:
     source = feed.source
     facts = leaves_of_config(run.config, run.public)
-    for key in ("data.workers", "data.eval_batch_size", "data.drop_last", "data.input"):
-        facts.pop(key, None)  # only whether there are any workers decides
+    for name in ("workers", "persistent_workers", "eval_batch_size", "drop_last", "input"):
+        facts.pop(f"data.{name}", None)  # only whether there are any workers decides
     if feed.source.drop_last:
         facts["data.drop_last"] = True
     if "task" not in run.config:
