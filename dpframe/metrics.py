@@ -22,6 +22,18 @@ SOMETIMES_WEIGHTED = (
 )
 
 
+class Weighed(dict[str, Any]):
+    """An output of which some numbers have a weight of their own, instead of the rows."""
+
+    def __init__(self, numbers: Any, weights: dict[str, Any]) -> None:
+        super().__init__(numbers)
+        self.weights = weights
+
+
+def weights_in(output: Mapping[str, Any]) -> dict[str, Any]:
+    return output.weights if isinstance(output, Weighed) else {}
+
+
 class Means:
     """Collects without waiting for the GPU; `window` and `total` read, and wait.
 
@@ -111,7 +123,7 @@ class Means:
         columns = _columns(self._kept)
         self._outputs += len(self._kept)
         for output, _ in self._kept:
-            self._times.update(output.keys())
+            self._times.update(output.keys() - weights_in(output).keys())
         self._kept.clear()
         for name, column in columns.items():
             for sums in (self._window, self._totals):
@@ -189,15 +201,18 @@ def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[flo
     values = [value for output, _ in counted for value in output.values()]
     numbers = iter(_numbers(values, names))
     weights = _numbers([weight for _, weight in counted], ["weight"] * len(counted))
+    own = [weight for output, _ in counted for weight in weights_in(output).values()]
+    own_weights = iter(_numbers(own, ["weight"] * len(own)))
     columns: dict[str, list[tuple[float, float]]] = {}
     for output, _ in kept:
         for name in output:
             columns.setdefault(name, [])
     for (output, _), weight in zip(counted, weights, strict=True):
+        its_own = dict(zip(weights_in(output), own_weights, strict=False))
         for name in output:
             value = next(numbers)
             if weight:
-                columns[name].append((value, weight))
+                columns[name].append((value, its_own.get(name, weight)))
     columns.pop("weight", None)
     return columns
 

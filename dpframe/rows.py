@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpframe import seeding
+from dpframe.data import split
 from dpframe.errors import UserError
 
 
@@ -88,14 +89,8 @@ class RowsOfBatch:
             raise UserError(
                 f"{name}.all_gather got a {type(x).__name__}; pass a tensor, and call it for each"
             )
-        strategy = self.run_context.strategy
-        if strategy is None:
+        if (strategy := _that_gathers(self)) is None:
             return x
-        if self.run_context.is_compiled and strategy.replicas > strategy.world_size:
-            raise UserError(
-                f"{name}.all_gather can't be compiled for several replicas in one process; use "
-                "strategy=ddp or trainer.compile.mode=null"
-            )
         rows = current_share.rows
         if rows and (not x.ndim or not len(x) or len(x) % rows):
             raise UserError(
@@ -116,6 +111,26 @@ class RowsOfBatch:
     def rand_rows(self, *size: int, device: Any = None, dtype: Any = None) -> Tensor:
         """The same as torch.rand."""
         return _drawn(self, "rand_rows", size, device=device, dtype=dtype)
+
+
+def gather_shares(task: Any, x: Tensor) -> Tensor:
+    """`x` of each share of the batch at hand, one row a share. All that have rows call it."""
+    if (strategy := _that_gathers(task)) is None:
+        return x[None]
+    shares = [part for part in split(range(current_share.total), strategy.replicas) if part]
+    return strategy.gather_rows(x[None], len(shares))
+
+
+def _that_gathers(task: Any) -> Any:
+    """The strategy; None without a run."""
+    context = task.run_context
+    strategy = context.strategy
+    if strategy and context.is_compiled and strategy.replicas > strategy.world_size:
+        raise UserError(
+            f"{type(task).__name__}.all_gather can't be compiled for several replicas in one "
+            "process; use strategy=ddp or trainer.compile.mode=null"
+        )
+    return strategy
 
 
 def _drawn(task: Any, name: str, size: Any, **options: Any) -> Tensor:

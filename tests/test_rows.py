@@ -23,10 +23,10 @@ THREE = partial(DataParallel, 3, "cpu")
 SETTINGS = {"precision": "64", "max_epochs": 2, "share_check": "strict"}
 
 
-def weights(kind: Any, strategy: Strategy, **settings: Any) -> Any:
+def weights(kind: Any, strategy: Strategy, data: Any = Rows, **settings: Any) -> Any:
     torch.manual_seed(0)
     given = {**SETTINGS, **settings}
-    trained = fitted(kind(), Rows(23, 7), strategy=strategy, **given)
+    trained = fitted(kind(), data(23, 7), strategy=strategy, **given)
     state = trained.task.state_dict()
     if strategy.sharding is not None:
         state = strategy.sharding.whole(state)
@@ -166,6 +166,53 @@ class Detects(Small):
 def test_means_of_their_own_are_those_of_the_whole_batch_on_any_strategy():
     alike(Detects)
     alike(Detects, accumulate=2)
+
+
+class InAnyOrder(Detects):
+    """As who goes over the kinds of targets that its rows have: each share has them in an order of
+    its own, and without those that none of its rows has."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        errors, kinds = (
+            (self.net(x)[:, 0] - y).square(),
+            [(v > 0.3) + (v > 1.5) for v in y.tolist()],
+        )
+        of_kind = {kind: torch.tensor([each == kind for each in kinds]) for kind in kinds}
+        means = {kind: errors[rows].mean() for kind, rows in of_kind.items()}
+        return {"loss": {f"kind{kind}": (means[kind], kinds.count(kind)) for kind in means}}
+
+
+def test_their_names_may_come_in_any_order_and_be_left_out():
+    alike(InAnyOrder)
+
+
+class OfTheFirst(Detects):
+    """Has a loss of the batch's first row, which no share but the first one ever has."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x, y = batch
+        errors, is_first = (self.net(x)[:, 0] - y).square(), x[:, 0] == 0
+        losses = {"all": (errors.mean(), len(x))}
+        return {"loss": losses | ({"first": (errors[0], 1)} if is_first.any() else {})}
+
+
+class FirstIsKnown(Rows):
+    def __init__(self, rows: int = 23, batch_size: int = 7) -> None:
+        super().__init__(rows, batch_size, shuffle=False)
+        for each in (self.train, self.held_out):
+            each.tensors[0][::batch_size, 0] = 0.0
+
+
+def test_a_loss_of_one_share_alone_is_that_of_the_batch():
+    alike(OfTheFirst, data=FirstIsKnown)
+
+
+def test_more_names_than_a_share_sends_are_one_line(monkeypatch):
+    losses = {f"kind{number}": (torch.ones(()), 1) for number in range(129)}
+    monkeypatch.setattr(Small, "training_step", lambda task, batch: {"loss": losses})
+    with pytest.raises(UserError, match="returned 129 losses by name; 128 are the most"):
+        fitted(Small(), max_steps=1)
 
 
 def test_they_train_as_a_loop_by_hand_and_have_names():

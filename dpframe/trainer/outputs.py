@@ -1,17 +1,20 @@
 """What a step may return, and what is made of it: its loss, losses by name, and weights."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpframe.accelerator import has_float64
 from dpframe.data import move
 from dpframe.errors import UserError
-from dpframe.metrics import SOMETIMES_WEIGHTED, described, is_number
-from dpframe.rows import current_share
+from dpframe.metrics import SOMETIMES_WEIGHTED, Weighed, described, is_number, weights_in
+from dpframe.rows import current_share, gather_shares
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Output, Task
 
@@ -19,6 +22,7 @@ Measured = tuple[int, Output]
 """The rows of a share, and what the step measured on them."""
 READ_AT_ONCE = {"cpu"}  # devices whose numbers can be read without waiting for the device
 HOW = '{"loss": {"boxes": (mean, how_many), ...}}'
+MOST_LOSSES = 128  # by name: a share sends as many counts, however many it has
 
 
 def loss_of(output: Any, task: Task) -> Tensor:
@@ -85,26 +89,43 @@ def exact_weight(weight: Any, task: Task) -> Tensor | float:
 
 
 def detached(output: Output) -> Output:
-    return {
-        name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
-        for name, value in output.items()
-    }
+    return _with(
+        output,
+        (
+            (name, value.detach() if isinstance(value, Tensor) and value.requires_grad else value)
+            for name, value in output.items()
+        ),
+    )
 
 
 def prefixed(measured: list[Measured], turn: str) -> list[Measured]:
     """What a turn measured, as `<turn>/loss` and so on; a weight stays one."""
-    return [
-        (rows, {name if name == "weight" else f"{turn}/{name}": v for name, v in output.items()})
-        for rows, output in measured
-    ]
+    return [(rows, _prefixed(output, turn)) for rows, output in measured]
+
+
+def _prefixed(output: Output, turn: str) -> Output:
+    named = {n if n == "weight" else f"{turn}/{n}": value for n, value in output.items()}
+    weights = {f"{turn}/{name}": weight for name, weight in weights_in(output).items()}
+    return Weighed(named, weights) if weights else named
 
 
 def cloned(measured: list[Measured]) -> list[Measured]:
     """For steps that are CUDA graphs: each replay writes into the same memory."""
     return [
-        (rows, {k: v.clone() if isinstance(v, Tensor) else v for k, v in output.items()})
+        (
+            rows,
+            _with(
+                output, ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in output.items())
+            ),
+        )
         for rows, output in measured
     ]
+
+
+def _with(output: Output, values: Iterable[tuple[str, Any]]) -> Output:
+    """The same with other values."""
+    weights = weights_in(output)
+    return Weighed(values, weights) if weights else dict(values)
 
 
 def _describe(output: Any) -> str:
@@ -130,7 +151,8 @@ def _describe(output: Any) -> str:
 def one_loss(output: Any, task: Task, step: str) -> Any:
     """The output of a step, whose losses by name are added up; it also has each by its name.
 
-    A loss is the mean over `how_many` of all replicas: what it counts on them is gathered."""
+    A loss is the mean over `how_many` of all replicas: what it counts on them is gathered. One that
+    a share leaves out counts nothing there."""
     losses = output.get("loss") if isinstance(output, dict) else None
     if not isinstance(losses, dict):
         return output
@@ -138,27 +160,64 @@ def one_loss(output: Any, task: Task, step: str) -> Any:
     _check_losses(name, losses, output)
     parts = [loss for loss, _ in losses.values()]
     counts = [count for _, count in losses.values()]
-    if current_share.rows != current_share.total:
-        shares = _shares(task, parts[0], counts)
+    is_whole = current_share.rows == current_share.total
+    if not is_whole:
+        shares, stands_for = _shares(task, tuple(losses), counts, parts[0].device)
         parts = [loss * share for loss, share in zip(parts, shares, strict=True)]
     parts = [ZeroLoss.apply(p) if _is_zero(n) else p for p, n in zip(parts, counts, strict=True)]
-    return {**output, "loss": sum(parts[1:], parts[0]), **dict(zip(losses, parts, strict=True))}
-
-
-def _shares(task: Task, like: Tensor, counts: list[Any]) -> Tensor:
-    """By how much the means of this share count in those of the batch, in which a share counts by
-    its rows."""
-    rows, total = current_share.rows, current_share.total
-    dtype = torch.float64 if has_float64(like.device) else torch.float32
-    own = torch.stack(
-        [torch.as_tensor(n, dtype=dtype, device=like.device).reshape(()) for n in counts]
+    output = {**output, "loss": sum(parts[1:], parts[0])}
+    if is_whole:
+        return {**output, **dict(zip(losses, parts, strict=True))}
+    values = [part.detach() / n for part, n in zip(parts, stands_for, strict=True)]
+    weights = stands_for * current_share.rows
+    return Weighed(
+        {**output, **dict(zip(losses, values, strict=True))},
+        dict(zip(losses, weights, strict=True)),
     )
-    with torch.no_grad():
-        try:
-            whole = task.all_gather((own / rows).expand(rows, -1).contiguous()).sum(0)
-        except UserError as error:
-            raise UserError(f"losses by name gather what they count: {error}") from None
-    return own / whole.clamp(min=torch.finfo(dtype).tiny) * (total / rows)
+
+
+@torch.no_grad()
+def _shares(
+    task: Task, names: tuple[str, ...], counts: list[Any], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """By how much the means of this share count in those of the batch, in which a share counts by
+    its rows; and for how many rows of the batch each row stands in the mean that is logged: those
+    of shares that have such a loss stand for all.
+
+    Counts travel with a mark of their name: the other shares don't know which losses this one has,
+    nor in which order."""
+    total = current_share.total
+    kind, bits = torch.float64, torch.int64
+    if not has_float64(device):
+        kind, bits = torch.float32, torch.int32
+    own = torch.stack([_number(count, kind, device) for count in counts])
+    marks = _marks(names, device)
+    rows = torch.full_like(marks, current_share.rows)
+    sent = torch.stack([marks, own.view(bits).long(), rows], dim=1)
+    sent = nn.functional.pad(sent, (0, 0, 0, MOST_LOSSES - len(names)))
+    try:
+        gathered = gather_shares(task, sent.flatten()).view(-1, 3)
+    except UserError as error:
+        raise UserError(f"losses by name gather what they count: {error}") from None
+    is_same = gathered[:, 0] == marks[:, None]
+    numbers = gathered[:, 1].to(bits).contiguous().view(kind)
+    whole = torch.where(is_same, numbers, 0.0).sum(1).clamp(min=torch.finfo(kind).tiny)
+    counted = torch.where(is_same, gathered[:, 2], 0).sum(1).to(kind)
+    return own / whole * (total / current_share.rows), total / counted
+
+
+def _number(count: Any, kind: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(count, Tensor):
+        return count.detach().to(device, kind).reshape(())
+    return torch.full((), float(count), dtype=kind, device=device)  # waits for no device
+
+
+@lru_cache
+def _marks(names: tuple[str, ...], device: torch.device) -> Tensor:
+    """A number for each name, the same in all processes."""
+    hashes = [blake2b(name.encode(), digest_size=8).digest() for name in names]
+    numbers = [int.from_bytes(each, "little", signed=True) for each in hashes]
+    return torch.tensor(numbers, device=device)
 
 
 def _is_zero(count: Any) -> bool:
@@ -169,6 +228,8 @@ def _is_zero(count: Any) -> bool:
 def _check_losses(name: str, losses: dict[Any, Any], output: dict[str, Any]) -> None:
     if not losses:
         raise UserError(f"{name} returned no loss in its dict of losses; return {HOW}")
+    if len(losses) > MOST_LOSSES:
+        raise UserError(f"{name} returned {len(losses)} losses by name; {MOST_LOSSES} are the most")
     if "weight" in output:
         raise UserError(
             f'{name} returned losses by name and a "weight"; each of them has its own: leave '

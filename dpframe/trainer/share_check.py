@@ -338,7 +338,7 @@ class SharesOf:
         return getattr(self._strategy, name)
 
     def gather_rows(self, x: Tensor, total: int) -> Tensor:
-        if current_share.rows == total:
+        if current_share.rows == current_share.total:
             return x
         raise Gathers
 
