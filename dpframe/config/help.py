@@ -77,6 +77,7 @@ data: a recipe's DataModule (docs/data.md has more)
   train_dataset()     all rows, as a Dataset, stream or DataLoader: dpframe divides them
   val_dataset(), test_dataset(), predict_dataset()     the same, or several by name in a dict
   train_sampler(dataset), collate(rows), input_row(row)     an order, a batch, a row of data.input
+  worker_init(worker)     in each process of data.workers, before it reads
 keys, beside those that its class takes
   data.batch_size=32  rows over all replicas together
   data.workers=0      processes that read for each rank; auto measures how many pay off

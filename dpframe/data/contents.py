@@ -15,6 +15,7 @@ from torch import Tensor
 from dpframe.parameters import version_of
 
 DEEPEST = 8  # attributes of attributes, e.g. Subset.dataset.datasets[1].transform.steps[0].size
+OF_COLLATE = 2  # of a method's object, e.g. a DataModule, its attributes
 MOST = 10_000  # values that are looked at
 ITEMS = 1_000  # of a list or a dict, from all over it
 HASHED_BYTES = 1 << 24  # of all arrays, whose changes nobody counts; of a larger one some pieces
@@ -44,7 +45,9 @@ def changed(before: Contents, now: Contents) -> str:
     return next((name for name in names if before.get(name) != now.get(name)), "")
 
 
-def walked(value: Any, name: str = "", *, deepest: int = DEEPEST) -> Iterator[tuple[str, Any]]:
+def walked(
+    value: Any, name: str = "", *, deepest: int = DEEPEST, items: int = ITEMS
+) -> Iterator[tuple[str, Any]]:
     """What is in its attributes, and in theirs, e.g. `NAME.transform.size`, the nearest first."""
     met: set[int] = set()
     waiting = deque([(name, value, 0)])
@@ -58,17 +61,17 @@ def walked(value: Any, name: str = "", *, deepest: int = DEEPEST) -> Iterator[tu
             met.add(id(value))
         yield path, value
         if depth < deepest:
-            waiting.extend((path + own, part, depth + 1) for own, part in _parts(value))
+            waiting.extend((path + own, part, depth + 1) for own, part in _parts(value, items))
 
 
-def _parts(value: Any) -> list[tuple[str, Any]]:
+def _parts(value: Any, items: int) -> list[tuple[str, Any]]:
     if isinstance(value, (*PLAIN, *WHOLE, Tensor)):
         return []
     if isinstance(value, list | tuple | deque):
-        places = range(0, len(value), len(value) // ITEMS + 1)
+        places = range(0, len(value), len(value) // items + 1)
         return [(f"[{place}]", value[place]) for place in places]
     if isinstance(value, Mapping):
-        step = len(value) // ITEMS + 1
+        step = len(value) // items + 1
         return [(f"[{key!r}]", each) for key, each in islice(value.items(), 0, None, step)]
     if isinstance(value, partial):
         return [("", value.func), ("", value.args), ("", value.keywords)]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from dpframe import seeding
+from dpframe.data.generators import Generators
 from dpframe.data.module import leaves, set_epoch
 from dpframe.data.order import permutation
 
@@ -133,8 +134,8 @@ class ByRank:
 class OwnRows(IterableDataset):
     """The rows that a process has, as a stream: the others have another number of them."""
 
-    def __init__(self, rows: Any, *, shuffle: bool, seed: int) -> None:
-        self.rows, self.shuffle, self.seed = rows, shuffle, seed
+    def __init__(self, rows: Any, *, shuffle: bool, seed: int, rank: int) -> None:
+        self.rows, self.shuffle, self.seed, self.rank = rows, shuffle, seed, rank
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -145,4 +146,12 @@ class OwnRows(IterableDataset):
         order: Sequence[int] = range(len(self.rows))
         if self.shuffle:
             order = permutation(len(self.rows), seed=self.seed, epoch=self.epoch).tolist()
-        return (self.rows[row] for row in order)
+        generators = Generators(self.rows)
+        if not generators:
+            return (self.rows[row] for row in order)
+        return (self._drawn(generators, *numbers) for numbers in enumerate(order))
+
+    def _drawn(self, generators: Generators, place: int, row: int) -> Any:
+        with generators.kept():
+            generators.seed(self.seed, self.rank, self.epoch, place)
+            return self.rows[row]

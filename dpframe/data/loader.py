@@ -12,6 +12,7 @@ from torch.utils.data import Dataset, default_collate
 
 from dpframe import seeding
 from dpframe.data.divided import ByRank
+from dpframe.data.generators import Draws
 from dpframe.data.module import Batch, Rows, Share, Shares, mapped, tensors_of
 from dpframe.data.order import Agree, order_of
 from dpframe.data.stream import Division, Place, Reader, check
@@ -90,9 +91,7 @@ class Loader:
         else:
             self.how += f", {workers.described()}"
             self._read = partial(_read, rows, pin_memory)
-        self._answer: Callable[..., Any] | None = None
-        if first_share is not None and not rows.are_tensors:
-            self._answer = partial(_answer_apart, rows, pin_memory)
+        self._is_logical = first_share is not None
         # Reading ahead must not draw this process's random numbers.
         self.reads_ahead = rows.are_tensors or workers.processes > 0
         self.division = division
@@ -141,10 +140,16 @@ class Loader:
             requests = self._requests(epoch, skip, limit, worker_seed)
             answers = self._processes.read(requests, worker_seed)
             read = lambda rows: next(answers)  # noqa: E731
-        elif self._answer is not None:
-            answers = starmap(self._answer, self._requests(epoch, skip, limit, worker_seed))
+        elif answer := self._answer_here():
+            answers = starmap(answer, self._requests(epoch, skip, limit, worker_seed))
             read = lambda rows: next(answers)  # noqa: E731
         return self._batches(self._plan(number, skip, limit), read)
+
+    def _answer_here(self) -> Callable[..., Any] | None:
+        """What reads in this process where a seed decides what rows draw."""
+        if self._rows.are_tensors or not (self._is_logical or self._rows.generators):
+            return None
+        return partial(_answer_apart if self._is_logical else _answer_own, self._rows, self._pins)
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
         known, places = -1, list[Sequence[int]]()
@@ -177,14 +182,20 @@ class Loader:
 
     def _requests(
         self, epoch: int | None, skip: int, limit: int | None, seed: int
-    ) -> Iterator[tuple[int | None, int, list[int]]]:
-        """What the workers are asked for: a share's rows, the epoch, and the seed to draw by.
+    ) -> Iterator[tuple[int | None, int, list[int], Draws]]:
+        """What the workers are asked for: a share's rows, the epoch, and the seeds to draw by.
 
-        It is the share's, whatever a worker read before, so a resumed run draws the same."""
-        for batch, (shares, _) in enumerate(self._plan(epoch or 0, skip, limit), skip):
-            for share, (rows, n) in enumerate(shares, self._first_share or 0):
+        They are the share's and the rows', whatever a worker read before, so a resumed run draws
+        the same."""
+        known, places = -1, list[Sequence[int]]()
+        for batch, (shares, total) in enumerate(self._plan(epoch or 0, skip, limit), skip):
+            if total != known:
+                known, places = total, self._places_of(total)
+            of_batch = seeding.mix(self.seed, epoch or 0, batch)
+            for share, ((rows, n), place) in enumerate(zip(shares, places, strict=True)):
                 if n:
-                    yield epoch, seeding.mix(seed, batch, share), rows.tolist()
+                    of_share = seeding.mix(seed, batch, (self._first_share or 0) + share)
+                    yield epoch, of_share, rows.tolist(), Draws(of_batch, place)
 
     # ---- streams
 
@@ -303,19 +314,23 @@ def _pinned(leaf: Any) -> Any:
     return leaf
 
 
-def _answer_apart(
-    rows: Rows, pin_memory: bool, epoch: int | None, seed: int, numbers: list[int]
-) -> Any:
+def _answer_apart(rows: Rows, pin_memory: bool, epoch: int | None, seed: int, *wanted: Any) -> Any:
     """In this process, whose random numbers are none of a worker's."""
     before = seeding.random_state()
-    batch = _answer(rows, epoch, seed, numbers)
+    batch = _answer(rows, epoch, seed, *wanted)
     seeding.restore_random_state(before)
     return pinned(batch) if pin_memory else batch
 
 
-def _answer(rows: Rows, epoch: int | None, seed: int, numbers: list[int]) -> Any:
+def _answer_own(rows: Rows, pin_memory: bool, epoch: int | None, seed: int, *wanted: Any) -> Any:
+    """In this process, of whose random numbers the rows draw, too."""
+    batch = rows.read(*wanted)
+    return pinned(batch) if pin_memory else batch
+
+
+def _answer(rows: Rows, epoch: int | None, seed: int, numbers: list[int], draws: Draws) -> Any:
     """In a worker, which was forked in this epoch or before."""
     if epoch != rows.epoch:
         rows.begin(epoch)
     seeding.reseed(seed)
-    return rows.read(numbers)
+    return rows.read(numbers, draws)

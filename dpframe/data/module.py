@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from inspect import Parameter
 from typing import Any, NamedTuple
 
@@ -21,7 +21,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from dpframe.data.contents import Contents, contents_of
+from dpframe.data.contents import OF_COLLATE, Contents, contents_of
+from dpframe.data.generators import Draws, Generators
 from dpframe.data.input import numbers_of
 from dpframe.errors import UserError, listed
 
@@ -113,6 +114,9 @@ class DataModule:
         """What `predict_dataset` would give, of a row of `input`: of a table a dict of numbers and
         texts by column, of images a tensor [channels, height, width] from 0 to 1."""
         return numbers_of(row)
+
+    def worker_init(self, worker: int) -> None:
+        """Called in each process that `workers` starts, before it reads its first row."""
 
     def train_sampler(self, dataset: Dataset) -> Iterable | None:
         """A Sampler or batch sampler of your own: its order is kept and split over the replicas."""
@@ -223,6 +227,7 @@ class Rows:
         self.has_own_collate = inspect.unwrap(getattr(collate, "__func__", collate)) not in plain
         self.is_stream = isinstance(dataset, IterableDataset)
         self.epoch: int | None = None  # that the data set was told
+        self._generators: Generators | None = None  # None: not looked for
         # Whether a batch is one index_select per tensor.
         self.are_tensors = not self.has_own_collate and is_tensors(dataset)
 
@@ -230,19 +235,45 @@ class Rows:
         """In each process that reads, before an epoch of training; None: of an evaluation, whose
         data set may be training's, too."""
         self.epoch = epoch
+        self._generators = None
         if epoch is not None:
             set_epoch(self.dataset, epoch)
 
-    def read(self, rows: list[int]) -> Any:
+    @property
+    def generators(self) -> Generators:
+        """Of their own, as they are in this process in this epoch."""
+        if self._generators is None:
+            collate = self.collate if self.has_own_collate else None
+            self._generators = Generators(self.dataset, collate)
+        return self._generators
+
+    def read(self, rows: list[int], draws: Draws | None = None) -> Any:
         """The batch of these rows. What the data set raises keeps its traceback, with a note."""
+        if draws is None or not self.generators:
+            return self._read(rows)
+        with self.generators.kept():
+            return self._read(rows, partial(self.generators.seed, draws.seed), draws.places)
+
+    def _read(
+        self,
+        rows: list[int],
+        seed: Callable[[int], None] | None = None,
+        places: Sequence[int] = (),
+    ) -> Any:
         getitems = getattr(self.dataset, "__getitems__", None)
+        if seed is not None and type(self.dataset) is Subset:
+            getitems = None  # torch's, which reads row by row if its data set does
         if getitems:
+            if seed is not None:
+                seed(places[0])
             with noted(lambda: f"while reading rows {listed(rows, SHOWN, ' ')} of {self.name}"):
                 together = getitems(rows)
             return self.combine(together, rows)
         samples: list = []
         with noted(lambda: f"while reading row {rows[len(samples)]} of {self.name}"):
-            for row in rows:
+            for number, row in enumerate(rows):
+                if seed is not None:
+                    seed(places[number])
                 samples.append(self.dataset[row])
         return self.combine(samples, rows)
 
@@ -266,7 +297,7 @@ class Rows:
     def contents(self) -> Contents:
         """What is in the data set, and in the attributes of what has the collate."""
         return contents_of(self.dataset, self.name) | (
-            contents_of(self.collate, "collate", deepest=2) if self.has_own_collate else {}
+            contents_of(self.collate, "collate", deepest=OF_COLLATE) if self.has_own_collate else {}
         )
 
     def described(self) -> str:

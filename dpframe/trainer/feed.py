@@ -207,7 +207,8 @@ def _by_rank(
             "data.divided=by_rank with a sampler of its own, which can't know how many rows the "
             "other processes have; leave it out"
         )
-    return replace(source, dataset=OwnRows(source.dataset, shuffle=source.shuffle, seed=seed))
+    own = OwnRows(source.dataset, shuffle=source.shuffle, seed=seed, rank=strategy.rank)
+    return replace(source, dataset=own)
 
 
 def _sources(kind: str, data: DataModule) -> dict[str, Source]:

@@ -1,0 +1,97 @@
+"""Random generators that a data set keeps for itself: what they draw is a fact of the row."""
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from dpframe import seeding
+from dpframe.data.contents import OF_COLLATE, walked
+
+ITEMS = 100  # of a list or a dict that are looked into
+OF_OTHERS = ("builtins", "torch", "typing")  # modules whose classes have no generators
+
+
+class Draws(NamedTuple):
+    """What the generators are seeded by: a seed of the batch, and the places of its rows in it."""
+
+    seed: int
+    places: Sequence[int]
+
+
+class Generators:
+    """Those of NumPy, Python and torch that are in attributes of a data set, or of their classes.
+
+    They are seeded before each row, each with a seed of its own, by the place of the row in the
+    global batch: so it does not matter which process reads it. Afterwards they are as before."""
+
+    def __init__(self, dataset: Any, collate: Any = None) -> None:
+        in_collate = walked(collate, deepest=OF_COLLATE, items=ITEMS)
+        values = [value for _, value in chain(walked(dataset, items=ITEMS), in_collate)]
+        classes = dict.fromkeys(chain(*(type(value).__mro__ for value in values)))
+        of_classes = (vars(each).values() for each in classes if each.__module__ not in OF_OTHERS)
+        kinds = _kinds()
+        found = (value for value in chain(values, *of_classes) if isinstance(value, kinds))
+        self._found = list({id(each): each for each in found if _can_be_seeded(each)}.values())
+
+    def __bool__(self) -> bool:
+        return bool(self._found)
+
+    def seed(self, *numbers: int) -> None:
+        for number, generator in enumerate(self._found):
+            _seed(generator, seeding.mix(*numbers, number))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        before = list(map(_state, self._found))
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._found, before, strict=True):
+                _restore(generator, state)
+
+
+def _kinds() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
+    return (torch.Generator, random.Random, *of_numpy)
+
+
+def _can_be_seeded(generator: Any) -> bool:
+    """Not one of the operating system, nor e.g. a RandomState with another bit generator."""
+    try:
+        state = _state(generator)
+        _seed(generator, 0)
+        _restore(generator, state)
+    except Exception:
+        return False
+    return True
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.manual_seed(seed)
+    elif bits := getattr(generator, "bit_generator", None):
+        bits.state = type(bits)(seed).state
+    else:
+        generator.seed(seed % 2**32)
+
+
+def _state(generator: Any) -> Any:
+    if bits := getattr(generator, "bit_generator", None):
+        return bits.state
+    is_of_python = isinstance(generator, random.Random)
+    return generator.getstate() if is_of_python else generator.get_state()
+
+
+def _restore(generator: Any, state: Any) -> None:
+    if bits := getattr(generator, "bit_generator", None):
+        bits.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
