@@ -34,6 +34,7 @@ FILES = {
 }
 TESTS = {
     "test_the_places_of_tensors_are_those_of_dcps_index",
+    "test_callbacks_of_one_class_keep_their_own_states_in_whatever_order_they_stand",
     "test_the_keys_that_the_page_names_are_there",
     "test_nobody_is_watched_while_data_are_prepared",
     "test_what_can_not_be_locked_is_one_line",
@@ -186,7 +187,6 @@ TESTS = {
     "test_the_choice_is_a_fact_of_time_cores_and_draws",
     "test_the_parts_are_all_there_is",
     "test_the_seed_decides_all_three_generators_whatever_was_drawn_before",
-    "test_two_callbacks_of_one_class_keep_their_own_states",
     "test_what_is_no_number_with_a_name_is_not_logged",
     "test_what_can_not_be_averaged_is_one_line",
     "test_what_can_not_be_frozen_is_one_line",

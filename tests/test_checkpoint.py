@@ -595,9 +595,10 @@ def test_several_checkpoints_keep_their_own_files_through_a_resume_from_any_of_t
     files = {name: checkpoint.load(tmp_path / "checkpoints" / name)["task"] for name in names}
     shutil.rmtree(tmp_path / "checkpoints")
     run(several(), SCORES[:2], max_epochs=2)
-    (tmp_path / "checkpoints" / "f1-9-9.0-step1.ckpt").touch()  # of a save before a kill
-    (tmp_path / "checkpoints" / "f1-mine.ckpt").touch()
     state = checkpoint.load(tmp_path / "checkpoints" / start)
+    (tmp_path / "checkpoints" / "f1-9-9.0-step1.ckpt").touch()  # a kill came before its removal
+    state["callbacks"][f"Checkpoint max val/score {F1}"]["dropped"] = ["f1-9-9.0-step1.ckpt"]
+    (tmp_path / "checkpoints" / "f1-mine.ckpt").touch()
     run(several(), SCORES[2:], max_epochs=6, resume=state)
     assert [name for name in kept(tmp_path) if name != "f1-mine.ckpt"] == names
     for name, weights in files.items():
@@ -717,6 +718,42 @@ def test_another_monitor_on_a_resume_starts_its_own_ranking(tmp_path):
     again = fitted(callbacks=[by_mae], directory=tmp_path, max_epochs=3, resume=state)
     # The losses are larger: as a score to beat they would have let no mean error through.
     assert by_loss.monitor.best > by_mae.monitor.best == again.metrics["val/mae"]
+
+
+@pytest.mark.parametrize("start", ["last.ckpt", "epoch0001-step5.ckpt"])
+@pytest.mark.parametrize("callbacks", [[("val/mae", "min")], [("val/loss", "max")]])
+def test_a_resume_with_another_monitor_or_mode_removes_no_checkpoint(tmp_path, callbacks, start):
+    fitted(callbacks=[Checkpoint("val/loss", keep=3)], directory=tmp_path, max_epochs=3)
+    before = {n: (tmp_path / "checkpoints" / n).read_bytes() for n in kept(tmp_path)}
+    again = [Checkpoint(monitor, mode, keep=3) for monitor, mode in callbacks]
+    file = str(tmp_path / "checkpoints" / start)
+    fitted(callbacks=again, directory=tmp_path, max_epochs=4, resume=file)
+    assert {*before} < {*kept(tmp_path)}
+    if start == "last.ckpt":
+        numbered = [name for name in before if name.startswith("epoch")]
+        assert all((tmp_path / "checkpoints" / n).read_bytes() == before[n] for n in numbered)
+
+
+def test_a_resume_with_a_checkpoint_more_or_less_in_front_goes_on_with_each_ones_own(tmp_path):
+    by_loss, by_file = Checkpoint("val/loss", keep=3), Checkpoint("val/mae", file="mae", keep=2)
+    fitted(callbacks=[by_loss], directory=tmp_path, max_epochs=3)
+    names, file = kept(tmp_path), str(tmp_path / "checkpoints" / "last.ckpt")
+    again = Checkpoint("val/loss", keep=3)
+    fitted(callbacks=[by_file, again], directory=tmp_path, max_epochs=3, resume=file)
+    assert again.kept == by_loss.kept and {*kept(tmp_path)} == {*names, "mae-step15.ckpt"}
+    fitted(callbacks=[by_file, again], directory=tmp_path, max_epochs=5, resume=file)
+    names = [n for n in kept(tmp_path) if not n.startswith("mae")]
+    third = Checkpoint("val/loss", keep=3)
+    fitted(callbacks=[third], directory=tmp_path, max_epochs=5, resume=file)
+    assert third.kept == again.kept and [n for n in kept(tmp_path) if n[0] != "m"] == names
+
+
+def test_what_begins_afresh_as_it_watches_something_else_is_one_line(tmp_path, caplog):
+    fitted(callbacks=[Checkpoint("val/loss")], directory=tmp_path, max_epochs=1)
+    file = str(tmp_path / "checkpoints" / "last.ckpt")
+    with caplog.at_level("WARNING", "dpframe"):
+        fitted(callbacks=[Checkpoint("val/mae")], directory=tmp_path, max_epochs=2, resume=file)
+    assert caplog.messages == ["not all is as it was: Checkpoint min val/mae begins afresh"]
 
 
 @pytest.mark.parametrize(

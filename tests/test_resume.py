@@ -143,14 +143,14 @@ def test_a_checkpoint_holds_what_callbacks_after_it_decided_at_the_same_hook(tmp
     assert state["callbacks"]["Counts"] == {"epochs": 2}
 
 
-def test_two_callbacks_of_one_class_keep_their_own_states():
-    stopping = [EarlyStopping("val/loss", patience=9), EarlyStopping("train/loss", patience=9)]
-    state = fitted(callbacks=stopping).state_dict()["callbacks"]
-    again = [EarlyStopping("val/loss", patience=9), EarlyStopping("train/loss", patience=9)]
-    one = fitted(callbacks=stopping)
-    fitted(callbacks=again, resume=one.state_dict())
-    assert [s["best"] for s in state.values()] == [c.monitor.best for c in again]
-    assert again[0].monitor.best != again[1].monitor.best
+def test_callbacks_of_one_class_keep_their_own_states_in_whatever_order_they_stand():
+    watched = "val/loss", "train/loss"
+    stopping = [EarlyStopping(name, patience=9) for name in watched]
+    state = fitted(callbacks=stopping).state_dict()
+    again = [EarlyStopping(name, patience=9) for name in ("val/mae", *watched[::-1])]
+    fitted(callbacks=again, resume=state)
+    assert [c.monitor.best for c in again[1:]] == [c.monitor.best for c in stopping[::-1]]
+    assert again[1].monitor.best != again[2].monitor.best
 
 
 def test_seconds_and_rows_are_counted_over_all_of_a_runs_parts():
@@ -303,16 +303,30 @@ def test_neither_a_save_nor_a_resume_at_any_step_changes_a_bit_of_a_run(strategy
     assert on(strategy, not_alike) == []
 
 
+KEEPER = "callbacks.Checkpoint min val/loss"
 FORGED: dict[str, tuple[str, Any]] = {
-    "a file of another folder": ("callbacks.Checkpoint.kept", [[0.1, "../../mine.txt"]]),
-    "a file of another kind": ("callbacks.Checkpoint.kept", [[0.1, "last.ckpt"]]),
-    "an absolute path": ("callbacks.Checkpoint.kept", [[0.1, "/epoch0001-step1.ckpt"]]),
-    "a name that is a list": ("callbacks.Checkpoint.kept", [[0.1, ["epoch0001-step1.ckpt"]]]),
-    "a file of another callback": ("callbacks.Checkpoint.kept", [[0.1, "f1-2-step1.ckpt"]]),
-    "no list": ("callbacks.Checkpoint.kept", "epoch0001-step1.ckpt"),
-    "a best that is text": ("callbacks.Checkpoint.best", "0.1"),
-    "a patience that is text": ("callbacks.EarlyStopping.times_without_progress", "1"),
-    "a callback's state that is text": ("callbacks.EarlyStopping", "1"),
+    "a file of another folder": (
+        f"{KEEPER}.kept",
+        [[0.1, "../../mine.txt"]],
+    ),
+    "a file of another kind": (f"{KEEPER}.kept", [[0.1, "last.ckpt"]]),
+    "an absolute path": (
+        f"{KEEPER}.kept",
+        [[0.1, "/epoch0001-step1.ckpt"]],
+    ),
+    "a name that is a list": (
+        f"{KEEPER}.kept",
+        [[0.1, ["epoch0001-step1.ckpt"]]],
+    ),
+    "a file of another callback": (
+        f"{KEEPER}.kept",
+        [[0.1, "f1-2-step1.ckpt"]],
+    ),
+    "no list": (f"{KEEPER}.kept", "epoch0001-step1.ckpt"),
+    "a removed file of another folder": (f"{KEEPER}.dropped", ["../../mine.txt"]),
+    "a best that is text": (f"{KEEPER}.best", "0.1"),
+    "a patience that is text": ("callbacks.EarlyStopping min val/loss.times_without_progress", "1"),
+    "a callback's state that is text": ("callbacks.EarlyStopping min val/loss", "1"),
     "callbacks that are a list": ("callbacks", [1]),
     "a step that is text": ("progress.global_step", "../../1"),
     "a step below zero": ("progress.global_step", -3),

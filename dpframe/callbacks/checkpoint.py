@@ -66,6 +66,7 @@ class Checkpoint(Callback):
         self.is_chosen = monitor != AUTO
         self.monitor = Monitor(monitor if self.is_chosen else USUAL, mode, key=KEY)
         self.file = file
+        self.watches = " ".join([self.monitor.watched, *([] if file is None else [file])])
         self.pattern = FilePattern(EPOCH if file is None else file)
         self.keep = keep
         self.every_n_epochs = every_n_epochs
@@ -147,23 +148,27 @@ class Checkpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         kept = [list(pair) for pair in self.kept]
-        told = {"kept": kept, "judged_step": self.judged_step, "file": self.file}
+        told = {"kept": kept, "dropped": list(self.dropped), "judged_step": self.judged_step}
         return {**self.monitor.state_dict(), **told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state.get("file") != self.file or not self.monitor.load_state_dict(state):
-            return
-        kept = state.get("kept")
+        self.monitor.load_state_dict(state)
+        kept, dropped = state.get("kept"), state.get("dropped")
         if not (isinstance(kept, list) and all(map(self._is_kept, kept))):
             raise unfit_in_checkpoint(KEY, "kept", kept)  # names of files that may be removed later
-        self.kept = [(value, name) for value, name in kept]
+        if not (isinstance(dropped, list) and all(map(self._is_own, dropped))):
+            raise unfit_in_checkpoint(KEY, "dropped", dropped)
+        self.kept, self.dropped = [(value, name) for value, name in kept], list(dropped)
         judged = state.get("judged_step")
         self.judged_step = judged if type(judged) is int else -1
 
     def _is_kept(self, pair: Any) -> bool:
         if not (isinstance(pair, list) and len(pair) == 2 and hasattr(pair[0], "__float__")):
             return False
-        return self.pattern.fits(str(pair[1]))
+        return self._is_own(pair[1])
+
+    def _is_own(self, name: Any) -> bool:
+        return isinstance(name, str) and self.pattern.fits(name)
 
     def _refuse_same_names(self, trainer: "Trainer") -> None:
         for other in _checkpoints(trainer):
@@ -236,16 +241,15 @@ class Checkpoint(Callback):
                 trainer.checkpoint = str(folder / best)
             elif trainer.checkpoint is None or self.pattern.fits(Path(trainer.checkpoint).name):
                 trainer.checkpoint = str(folder / self.kept[0][1])  # no other one keeps a last.ckpt
-        self.dropped = []
+        # The next state names those that this run, if it is killed now, leaves there.
+        self.dropped = [name for name in self.dropped if is_main and (folder / name).exists()]
 
     def _finish_killed_save(self, trainer: "Trainer") -> None:
-        """Removes and copies what a killed run was about to."""
+        """Removes and copies what a killed run was about to, by the state that it left."""
         folder, names = _directory(trainer), [name for _, name in self.kept]
-        for path in folder.glob("*.ckpt"):
-            if not self.pattern.fits(path.name) or path.name in names:
-                continue
-            if int(path.stem.rpartition("-step")[2]) <= trainer.global_step:  # else another run's
-                path.unlink(missing_ok=True)
+        for name in self.dropped:
+            (folder / name).unlink(missing_ok=True)
+        self.dropped = []
         # The best one, under the name of its step.
         if self.file is None and names and (folder / names[0]).is_file():
             first, best = folder / names[0], folder / BEST

@@ -28,6 +28,7 @@ class EarlyStopping(Callback):
     ) -> None:
         refuse_below("callbacks.early_stopping.patience", patience)
         self.monitor = Monitor(monitor, mode, key="callbacks.early_stopping", min_delta=min_delta)
+        self.watches = self.monitor.watched
         self.patience = patience
         self.times_without_progress = 0
 
@@ -67,6 +68,6 @@ class EarlyStopping(Callback):
         return {**self.monitor.state_dict(), **times}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.monitor.load_state_dict(state):
-            name = "times_without_progress"
-            self.times_without_progress = count_in(state, name, self.monitor.key)
+        self.monitor.load_state_dict(state)
+        name = "times_without_progress"
+        self.times_without_progress = count_in(state, name, self.monitor.key)

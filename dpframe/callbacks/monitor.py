@@ -53,6 +53,7 @@ class Monitor:
         self.sign = 1 if mode == "min" else -1  # a smaller `sign * value` is better
         self.best: float | None = None
         self.is_of_validation = name.startswith("val/")
+        self.watched = f"{mode} {name}"
 
     def warn_of_mode(self, trainer: "Trainer") -> None:
         """Where the metric's name says that more is better, and the mode that less is."""
@@ -80,17 +81,13 @@ class Monitor:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        return {"watched": f"{self.mode} {self.name}", "best": self.best}
+        return {"best": self.best}
 
-    def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Whether `state` is of this metric: another one's numbers say nothing about it."""
-        if state.get("watched") != f"{self.mode} {self.name}":
-            return False
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         best = state.get("best")
         if best is not None and not hasattr(best, "__float__"):
             raise unfit_in_checkpoint(self.key, "best", best)
         self.best = best
-        return True
 
 
 class Best(Callback):
@@ -101,6 +98,7 @@ class Best(Callback):
 
     def __init__(self, monitor: str, mode: str, key: str, *, is_needed: bool = False) -> None:
         self.monitor = Monitor(monitor, mode, key=key)
+        self.watches = self.monitor.watched
         self.is_needed = is_needed
 
     def monitored(self) -> list[tuple[str, str]]:
@@ -123,5 +121,5 @@ class Best(Callback):
         return {**self.monitor.state_dict(), "epoch": self.epoch, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.monitor.load_state_dict(state):
-            self.epoch, self.step = state.get("epoch", 0), state.get("step", 0)
+        self.monitor.load_state_dict(state)
+        self.epoch, self.step = state.get("epoch", 0), state.get("step", 0)

@@ -37,6 +37,7 @@ class Prune(Callback):
         refuse_below("callbacks.prune.warmup_epochs", warmup_epochs, 0)
         refuse_below("callbacks.prune.startup_runs", startup_runs)
         self.monitor = Monitor(monitor, mode, key="callbacks.prune")
+        self.watches = self.monitor.watched
         self.warmup_epochs = warmup_epochs
         self.startup_runs = startup_runs
         self.curve: list[float] = []  # the best value by each epoch
@@ -69,18 +70,14 @@ class Prune(Callback):
         is_whole = not trainer.stop_reason.startswith(PRUNED)
         if trainer.strategy.is_main and is_whole:
             path = Path(trainer.run.directory) / NAME
-            files.write_text(path, json.dumps({self._key: self.curve}))
-
-    @property
-    def _key(self) -> str:
-        return f"{self.monitor.mode} {self.monitor.name}"
+            files.write_text(path, json.dumps({self.watches: self.curve}))
 
     def _median(self, trainer: "Trainer") -> float | None:
         """The median over the sweep's finished runs; a shorter run counts by its last value."""
         sweep = Path(trainer.run.directory).absolute().parent
         if not (sweep / SWEEP).is_file():  # a run on its own, among others
             return None
-        curves = [_curve(path, self._key) for path in sweep.glob(f"*/{NAME}")]
+        curves = [_curve(path, self.watches) for path in sweep.glob(f"*/{NAME}")]
         known = [curve[: trainer.epoch][-1] for curve in curves if curve]
         return statistics.median(known) if len(known) >= self.startup_runs else None
 
@@ -88,8 +85,8 @@ class Prune(Callback):
         return {**self.monitor.state_dict(), "curve": list(self.curve)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        curve = state.get("curve")
-        if self.monitor.load_state_dict(state) and isinstance(curve, list):
+        self.monitor.load_state_dict(state)
+        if isinstance(curve := state.get("curve"), list):
             self.curve = [float(value) for value in curve if hasattr(value, "__float__")]
 
 

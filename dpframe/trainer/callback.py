@@ -35,11 +35,13 @@ class Callback:
 
     A class may set `reads_metrics` (it is called after the callbacks that add metrics), `runs_last`
     (after all others) and `needs_directory` (`fit` refuses to begin without a run directory).
+    A constructor may set `watches`, which names its state in a checkpoint beside its class.
     """
 
     reads_metrics = False  # True: after those that may add to them by `trainer.log`
     runs_last = False  # True: after all others, so that it sees what they decided
     needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
+    watches = ""  # e.g. a metric: others of this class, that watch another one, have other states
 
     def monitored(self) -> list[tuple[str, str]]:
         """The metrics that it needs, by their keys: a misspelt one is refused before training."""

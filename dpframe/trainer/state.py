@@ -113,13 +113,23 @@ class Resumable:
             for name, value in state["progress"]["logged"].items():
                 if type(value) not in (int, float):
                     raise TypeError(f"{name}={str(value)[:200]} was logged")
-        for name, callback in named(self.callbacks):
-            if of_callback := state["callbacks"].get(name):
-                callback.load_state_dict(of_callback)
+        begun = self._restore_callbacks(state["callbacks"])
         with refusing(state):
             own, changes = of_process(state.get("attributes", []), rank, world_size)
             self.attributes.load_state_dict(own)
-            return changes + self._restore_place(state, int(before["data.batch_size"]))
+            place = self._restore_place(state, int(before["data.batch_size"]))
+            return [*begun, *changes, *place]
+
+    def _restore_callbacks(self, states: dict[str, dict[str, Any]]) -> list[str]:
+        """One that watches something else than those of its class did begins afresh."""
+        begun = []
+        for name, callback in named(self.callbacks):
+            kind = type(callback).__name__
+            if of_callback := states.get(name):
+                callback.load_state_dict(of_callback)
+            elif any(other.startswith(f"{kind} ") for other in states):
+                begun.append(f"{name} begins afresh")
+        return begun
 
     def _restore_place(self, state: dict[str, Any], batch_size: int) -> list[str]:
         """The random numbers and the place in the data; what could not be as it was."""
@@ -206,9 +216,9 @@ def refusing(state: Mapping[str, Any], *, key: str = "resume") -> Iterator[None]
 
 
 def named(callbacks: Iterable[Callback]) -> Iterator[tuple[str, Callback]]:
-    """Callbacks by the name of their class; a second one of a class gets a number."""
+    """Callbacks by their class and what they watch; a second one of the same gets a number."""
     count: dict[str, int] = {}
     for callback in callbacks:
-        kind = type(callback).__name__
-        count[kind] = count.get(kind, 0) + 1
-        yield (kind if count[kind] == 1 else f"{kind}-{count[kind]}"), callback
+        name = f"{type(callback).__name__} {callback.watches}".strip()
+        count[name] = count.get(name, 0) + 1
+        yield (name if count[name] == 1 else f"{name}-{count[name]}"), callback
