@@ -5,16 +5,20 @@ import logging
 import os
 import re
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from typing import IO
 
 from dpframe.errors import UserError
 
 if sys.platform != "win32":  # which has none
     import fcntl
+
+LOCK = ".lock"  # in a directory that one process at a time writes into
 
 log = logging.getLogger("dpframe")
 CANT_SYNC = {  # what network and FUSE mounts answer that can't sync a file or a directory
@@ -83,6 +87,38 @@ def _lock(descriptor: int, file: Path) -> None:
 
 def _no_lock(file: Path, error: OSError) -> UserError:
     return UserError(f"{file} can't be locked: {error.strerror}; name a file on another disk")
+
+
+def claim(directory: Path, what: str, *, instead: str) -> IO[str]:
+    """Until the file that this returns is closed, the directory is this process's, and refused to
+    others. The kernel closes it when the process ends, however that happens."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / LOCK).open("a+")
+    except OSError as error:
+        raise UserError(f"{what} {directory} can't be made: {error.strerror}; {instead}") from None
+    if sys.platform == "win32":
+        return file
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            print(
+                f"dpframe: the file system of {directory} has no locks ({error.strerror}); make "
+                "sure that nothing else writes there",
+                file=sys.stderr,
+            )
+            return file
+        file.seek(0)
+        owner = file.read().strip() or "another process"
+        file.close()
+        raise UserError(
+            f"{what} {directory} is in use by {owner}; end that first, or {instead}"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def test_where_dpframe_writes_comes_from_the_command_line_alone(tmp_path):
 
 LINKS = ["run.log", "summary.json", "metrics.csv", "events.out.tfevents.1.a.1.0", "predictions.csv"]
 LINKS += ["hparams", "hparams/events.out.tfevents.1.a.1.0"]
-LINKS += [".hydra", "checkpoints", ".hydra/hydra.yaml", ".hydra/lock", "checkpoints/last.ckpt"]
+LINKS += [".hydra", "checkpoints", ".hydra/hydra.yaml", ".lock", "checkpoints/last.ckpt"]
 
 
 @pytest.mark.parametrize("name", LINKS)
@@ -197,7 +197,7 @@ def test_a_file_system_without_locks_and_directory_sync_is_told_and_the_run_goes
     assert (done.returncode, done.stderr) == (
         0,
         "dpframe: the file system of run has no locks (No locks available); "
-        "make sure that no other run writes there\n",
+        "make sure that nothing else writes there\n",
     )
     unsynced = "warning: the file system of run/checkpoints can't sync all it writes (Invalid"
     assert done.stdout.count(unsynced) == 1

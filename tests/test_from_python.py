@@ -367,8 +367,8 @@ def test_the_ranks_of_a_trainer_have_the_torch_settings_of_the_program():
 
 
 def test_a_dashboard_is_named_where_a_logger_has_one(tmp_path, capsys):
-    run = RunInfo(directory=str(tmp_path / "its run"))
     for logger in (CSV(), TensorBoard()):
+        run = RunInfo(directory=str(tmp_path / f"its {type(logger).__name__}"))
         given = {"callbacks": [Progress()], "loggers": [logger], "run": run}
         Trainer(Small(), Rows(), settings=ONCE, **given).fit()
         lines = [o for o in capsys.readouterr().out.splitlines() if o.startswith("dashboard")]

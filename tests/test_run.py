@@ -158,7 +158,7 @@ def test_a_refused_resume_changes_nothing_in_the_run(resumed):
     )
     assert done[4].err == (
         "dpframe: the run directory run has the checkpoints of another run; continue it with "
-        "resume=run, or name another directory by hydra.run.dir=DIR\n"
+        "resume=run, or name another by hydra.run.dir=DIR\n"
     )
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +177,25 @@ def test_a_sweep_that_is_killed_or_interrupted_in_a_run_is_gone_on_with(
     assert done.returncode == 0, done.stderr
     assert statuses(directory) == ["finished"] * 3
     assert is_same(weights(directory), weights(undisturbed))
+
+
+def test_a_sweep_that_still_runs_is_not_gone_on_with_by_another_process(tmp_path):
+    directory = folder(tmp_path, "wait")
+    with started(LINE, directory) as job:
+        job.wait_for("there")
+        before = content(directory)
+        fresh_start = [*LINE[:-1], "hydra.sweep.dir=swept"]
+        done = attempts([list(RESUME), fresh_start], directory)
+        assert content(directory) == before
+        (directory / "trouble").write_text("")
+        os.kill(job.pid, signal.SIGINT)
+        job.ended()
+    for attempt in done:
+        assert attempt.code == 2
+        assert attempt.err == (
+            f"dpframe: the sweep's directory swept is in use by process {job.pid} on "
+            f"{socket.gethostname()}; end that first, or use another one: hydra.sweep.dir=DIR\n"
+        )
 
 
 def test_ctrl_c_between_two_runs_ends_the_sweep_with_its_table(tmp_path):

@@ -40,6 +40,7 @@ DIRECTIONS: dict[str, dict[str, Any]] = {
 }
 SWEEPER, LAUNCHER = ".BasicSweeper", ".BasicLauncher"  # Hydra's own
 OURS = {"_target_": "hydra_plugins.dpframe_launcher.DpframeLauncher"}  # in place of that launcher
+ELSEWHERE = "use another one: hydra.sweep.dir=DIR"
 NAMED_BY = "hydra.job.config.override_dirname.exclude_keys"
 OF_THE_SWEEP = ("sweep.jobs", "sweep.resume")  # no run has a use for them
 OF_ONE_START = ("hydra", "resume", "resume_anyway")
@@ -60,33 +61,36 @@ def sweep(given: list[str], config_dir: str | None) -> int:
         check_targets(first)
     turn(config.hydra.sweeper, first.objective, typed)
     directory, made = _directory(config, overrides, settings)
-    if (stop := signals.current()) is not None:
-        stop.begin()  # from now on there is something to remove, or a table to write
-    results = Results(
-        directory=directory,
-        objective=first.objective,
-        typed=[each for each in typed if key_of(each) not in OF_THE_SWEEP],
-        fixed={key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()},
-        sweeper=str(config.hydra.runtime.choices["hydra/sweeper"]),
-    )
-    shared = _of_each_run(results)
-    runner = Runner(results, configs, config_dir, shared, settings.jobs, is_listed)
-    if before is not None and is_listed:
-        runner.known = {tuple(result.overrides): result for result in before.runs}
-    elif before is not None:  # a search, which draws others
-        results.runs = list(before.runs)
-    try:
-        _by_sweeper(config, runner)
-    except (UserError, Interrupted) as error:
-        if all(result.status == "missing" for result in results.runs):
-            remove(made)
-            raise
-        if isinstance(error, UserError):
-            raise
-        _conclude(results)
-        then = shlex.join([f"sweep.resume={directory}", *filter(must_be_typed, typed)])
-        raise Interrupted(error.number, f"; go on with {then}") from None
-    return _conclude(results)
+    with files.claim(directory, "the sweep's directory", instead=ELSEWHERE):
+        if before is not None:  # what has been run until it was claimed
+            before = read_earlier(directory)
+        if (stop := signals.current()) is not None:
+            stop.begin()  # from now on there is something to remove, or a table to write
+        results = Results(
+            directory=directory,
+            objective=first.objective,
+            typed=[each for each in typed if key_of(each) not in OF_THE_SWEEP],
+            fixed={key_of(o.get_key_element()) for o in overrides if not o.is_sweep_override()},
+            sweeper=str(config.hydra.runtime.choices["hydra/sweeper"]),
+        )
+        shared = _of_each_run(results)
+        runner = Runner(results, configs, config_dir, shared, settings.jobs, is_listed)
+        if before is not None and is_listed:
+            runner.known = {tuple(result.overrides): result for result in before.runs}
+        elif before is not None:  # a search, which draws others
+            results.runs = list(before.runs)
+        try:
+            _by_sweeper(config, runner)
+        except (UserError, Interrupted) as error:
+            if all(result.status == "missing" for result in results.runs):
+                remove(made)
+                raise
+            if isinstance(error, UserError):
+                raise
+            _conclude(results)
+            then = shlex.join([f"sweep.resume={directory}", *filter(must_be_typed, typed)])
+            raise Interrupted(error.number, f"; go on with {then}") from None
+        return _conclude(results)
 
 
 # ---- what is typed
@@ -300,14 +304,13 @@ def new_directory(path: Path, *, is_given: bool) -> tuple[Path, list[Path]]:
     if "${" in os.path.abspath(path):
         raise UserError(
             f"the sweep's directory {os.path.abspath(path)} has a ${{, which Hydra would take for "
-            "a reference; use another one: hydra.sweep.dir=DIR"
+            f"a reference; {ELSEWHERE}"
         )
     try:
         return create(path, is_given=is_given)
     except OSError as error:
         raise UserError(
-            f"the sweep's directory {path} can't be made: {error.strerror}; "
-            "use another one: hydra.sweep.dir=DIR"
+            f"the sweep's directory {path} can't be made: {error.strerror}; {ELSEWHERE}"
         ) from None
 
 

@@ -1,12 +1,8 @@
 """A run's directory with its `.hydra/`: made after all checks, removed if nothing was trained."""
 
-import errno
-import fcntl
 import json
 import os
 import shutil
-import socket
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -24,7 +20,7 @@ class Directory:
         self.path = path
         self.is_given = is_given
         self.made: list[Path] = []  # by this run, the innermost first
-        self.has_broken_run = False  # one that was killed or has failed, before this one
+        self.has_broken_run = False  # before this one
         self._lock: IO[str] | None = None
 
     def make(self, notes: Mapping[str, str]) -> str:
@@ -33,12 +29,12 @@ class Directory:
             self.path, self.made = create(self.path, is_given=self.is_given)
             if not self.made:
                 refuse_ways_out(self.path)
+            self._lock = files.claim(self.path, "the run directory", instead=ELSEWHERE)
             folder = self.path / ".hydra"
             folder.mkdir(exist_ok=True)
-            self._take(folder / "lock")
             for swept in (self.path, folder):
                 files.remove_leftovers(swept)
-            self.has_broken_run = (folder / "config.yaml").is_file() and not _is_finished(self.path)
+            self.has_broken_run = has_broken_run(self.path)
             _keep_older(folder / "config.yaml", notes.get("config.yaml", ""))
             for name, text in notes.items():
                 files.write_text(folder / name, text)
@@ -58,30 +54,6 @@ class Directory:
         if self._lock is not None:
             self._lock.close()
             self._lock = None
-
-    def _take(self, path: Path) -> None:
-        """The kernel releases the lock when its process ends, however that happens."""
-        self._lock = path.open("a+")
-        try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                print(
-                    f"dpframe: the file system of {self.path} has no locks ({error.strerror}); "
-                    "make sure that no other run writes there",
-                    file=sys.stderr,
-                )
-                return
-            self._lock.seek(0)
-            owner = self._lock.read().strip() or "another process"
-            self.release()
-            raise UserError(
-                f"the run directory {self.path} is in use by {owner}; end that run first, or "
-                f"{ELSEWHERE}"
-            ) from None
-        self._lock.truncate(0)
-        self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._lock.flush()
 
 
 def create(path: Path, *, is_given: bool) -> tuple[Path, list[Path]]:
@@ -133,11 +105,14 @@ def refuse_ways_out(directory: Path) -> None:
                 raise UserError(f"{entry} is neither a file nor a folder; remove it")
 
 
-def _is_finished(directory: Path) -> bool:
-    try:
-        return bool(json.loads((directory / "summary.json").read_text())["status"] == "finished")
-    except (OSError, LookupError, TypeError, ValueError):
+def has_broken_run(directory: Path) -> bool:
+    """Whether a run there was killed or has failed."""
+    if not (directory / ".hydra" / "config.yaml").is_file():
         return False
+    try:
+        return bool(json.loads((directory / "summary.json").read_text())["status"] != "finished")
+    except (OSError, LookupError, TypeError, ValueError):
+        return True
 
 
 def _remove_empty(directories: Iterable[Path]) -> None:

@@ -25,7 +25,7 @@ from dpframe.launch import signals
 from dpframe.launch.rank import has_parent, notify_parent
 from dpframe.launch.watchdog import beat
 from dpframe.modes import elastic, faults, output
-from dpframe.modes.directory import Directory
+from dpframe.modes.directory import ELSEWHERE, Directory, has_broken_run
 from dpframe.modes.ending import (
     add_going_on,
     facts_of,
@@ -39,6 +39,7 @@ from dpframe.modes.trainer import Trainer
 from dpframe.strategies import Strategy
 from dpframe.strategies.devices import use_threads
 from dpframe.trainer import RunInfo
+from dpframe.trainer.recorder import refuse_used
 from dpframe.trainer.state import load_attributes
 
 log = logging.getLogger("dpframe")
@@ -189,11 +190,12 @@ def _directory(job: Composed) -> Directory:
     resumed = run_directory(job.start) if job.settings.resume and job.start else None
     path = resumed or Path(job.run_dir)
     is_fresh = job.settings.mode == "fit" and resumed is None
-    is_there = job.is_run_dir_given and os.path.isdir(path)
-    if is_fresh and is_there and any(path.glob("checkpoints/*.ckpt")):
-        raise UserError(
-            f"the run directory {path} has the checkpoints of another run; continue it with "
-            f"resume={path}, or name another directory by hydra.run.dir=DIR"
+    if is_fresh and job.is_run_dir_given and os.path.isdir(path):
+        refuse_used(
+            path,
+            is_repeated=has_broken_run(path),
+            again=f"continue it with resume={path}",
+            instead=ELSEWHERE,
         )
     return Directory(path, is_given=bool(resumed) or job.is_run_dir_given)
 
@@ -202,7 +204,7 @@ def _make(directory: Directory, job: Composed, trainer: Trainer, strategy: Strat
     """The main process makes it; all know it, and so does their parent."""
     settings = job.settings
     path = strategy.collectives.broadcast(directory.make(job.notes) if strategy.is_main else None)
-    trainer.run.directory = path
+    trainer.run.directory, trainer.run.is_claimed = path, True
     elastic.note(path, strategy)
     notify_parent("directory", path)
     if strategy.is_main:

@@ -35,7 +35,7 @@ from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
-from dpframe.trainer.recorder import Recorder, RunInfo, require_directory
+from dpframe.trainer.recorder import Recorder, RunInfo, claimed
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
@@ -208,15 +208,17 @@ class Trainer(CallbackView):
         elif self.mode != "fit":  # since then something else has drawn and measured
             self.prepare(self.training.resumed_from, resume_anyway=True)
         self._is_prepared, training = False, self.training
-        with self._recorded(training, keep_loggers_open=keep_loggers_open):
+        is_fresh, is_main = training.resumed_from is None, self.strategy.is_main
+        parts: list[Callback | Logger] = [*self.callbacks, *self.recorder.loggers]
+        claim = claimed(self.run, parts, is_fresh=is_fresh, is_main=is_main)
+        with claim, self._recorded(training, keep_loggers_open=keep_loggers_open):
             self.hooks.call("on_fit_start", self)
-            if training.resumed_from is not None:
+            if not is_fresh:
                 self._finish_resumed_step(training)
             while not self.should_stop:
                 self._train_epoch(training)
             self.strategy.sync_weights(for_reading=True)
             if training.profile is not None:
-                is_main = self.strategy.is_main
                 self._record(training.profile.summarize(self.run.directory, is_main=is_main))
             self.hooks.call("on_fit_end", self)
         return self.metrics
@@ -423,9 +425,8 @@ class Trainer(CallbackView):
     @contextmanager
     def _recorded(self, training: Training, *, keep_loggers_open: bool) -> Iterator[None]:
         """Opens the loggers, seeds this process and says what is about to run."""
-        require_directory([*self.callbacks, *self.recorder.loggers], self.run)
-        if training.resumed_from is not None:
-            self._reopen(training)
+        if (state := training.resumed_from) is not None:
+            self._reopen(training, state["progress"]["logged"])
         else:
             self.recorder.open(self.strategy)
             # From here on every process draws its own random numbers, e.g. in on_fit_start.
@@ -455,16 +456,15 @@ class Trainer(CallbackView):
         else:
             self.recorder.close(self.metrics, succeeded=True)
 
-    def _reopen(self, training: Training) -> None:
+    def _reopen(self, training: Training, logged: dict[str, float]) -> None:
         """Continues the run's curves, and says from where."""
-        assert training.resumed_from is not None
         log.info("resumed at epoch %s, step %s", self.epoch, self.global_step)
         if reached := self.settings.reached(self.epoch, self.global_step):
             log.warning("%s is reached: nothing is left to train; raise it", ", ".join(reached))
         if training.changes:
             log.warning("not all is as it was: %s", "; ".join(training.changes))
         self.recorder.open(self.strategy, purge_step=self.global_step)
-        if logged := training.resumed_from["progress"]["logged"]:
+        if logged:
             self._record(logged)
 
     # ---- where it runs

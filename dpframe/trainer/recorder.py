@@ -2,10 +2,13 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from dpframe import files
 from dpframe.errors import UserError
 from dpframe.files import refuse_url
 from dpframe.loggers import Logger
@@ -32,6 +35,7 @@ class RunInfo:
     public: dict[str, Any] | None = None  # `config` without its secrets; None: it has none
     config_text: str = ""
     is_repeated: bool = False  # from its first step, in the directory of a failed job
+    is_claimed: bool = False  # by whoever made it: nothing there is another run's
 
     def __post_init__(self) -> None:
         refuse_url("directory", self.directory)
@@ -117,6 +121,24 @@ class Recorder:
                 )
 
 
+@contextmanager
+def claimed(
+    run: RunInfo, parts: Sequence[Callback | Logger], *, is_fresh: bool, is_main: bool
+) -> Iterator[None]:
+    """Within, this run alone writes into its directory, if one of `parts` does."""
+    require_directory(parts, run)
+    is_written = any(part.needs_directory for part in parts)
+    if run.is_claimed or not is_written or not is_main:
+        yield
+        return
+    directory, instead = Path(run.directory), "name another by run=RunInfo(directory=…)"
+    with files.claim(directory, "the run directory", instead=instead):
+        if is_fresh:
+            again = 'continue it with fit(resume="last")'
+            refuse_used(directory, is_repeated=run.is_repeated, again=again, instead=instead)
+        yield
+
+
 def require_directory(parts: Iterable[Callback | Logger], run: RunInfo) -> None:
     for part in parts:
         if part.needs_directory and not run.directory:
@@ -124,6 +146,20 @@ def require_directory(parts: Iterable[Callback | Logger], run: RunInfo) -> None:
                 f"{type(part).__name__} writes files, and nothing says where; pass the Trainer "
                 "run=RunInfo(directory=…)"
             )
+
+
+def refuse_used(directory: Path, *, is_repeated: bool, again: str, instead: str) -> None:
+    """A run from its first step would mix its files with those of another one."""
+    if any(directory.glob("checkpoints/*.ckpt")):
+        raise UserError(
+            f"the run directory {directory} has the checkpoints of another run; {again}, or "
+            f"{instead}"
+        )
+    if not is_repeated and (directory / "metrics.csv").exists():
+        raise UserError(
+            f"the run directory {directory} has the metrics.csv of another run; remove that, or "
+            f"{instead}"
+        )
 
 
 def hyperparameters(config: Mapping[str, Any]) -> dict[str, Scalar]:
