@@ -2,6 +2,7 @@
 
 import csv
 import re
+from copy import deepcopy
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 import torch
 from forked import on
 from recorded import Recorder, once, weights, weights_apart
-from small import Clock, Hooks, Rows, Scripted, Small, fitted, trainer
+from small import Clock, Hooks, Rows, Scripted, Small, fitted, is_same, trainer
 
-from dpframe import Callback, Strategy, UserError
+from dpframe import Callback, Strategy, UserError, checkpoint
 from dpframe.callbacks import progress
+from dpframe.callbacks.averages import EMA
 from dpframe.callbacks.banner import banner
 from dpframe.callbacks.checkpoint import Checkpoint
 from dpframe.callbacks.early_stopping import EarlyStopping
@@ -542,3 +544,53 @@ def test_a_monitor_that_is_no_name_is_one_line():
     line = r"^callbacks\.checkpoint\.monitor=None is not the name of a metric; use e\.g\. val/loss"
     with pytest.raises(UserError, match=line):
         Checkpoint(monitor=None)  # type: ignore[arg-type]
+
+
+# Used again
+
+
+class Counts(Callback):
+    """Of epochs, and how often it was reset."""
+
+    epochs = resets = 0
+
+    def reset(self) -> None:
+        self.epochs, self.resets = 0, self.resets + 1
+
+    def on_epoch_end(self, trainer) -> None:
+        self.epochs += 1
+
+
+def used() -> list[Any]:
+    stopping = EarlyStopping("val/score", patience=2)
+    keeper = Checkpoint("val/score", keep=2, seconds_between=0)
+    return [stopping, keeper, Prune("val/score"), Best("val/score", "min", "k"), EMA(0.5), Counts()]
+
+
+def test_callbacks_that_another_trainer_has_had_begin_afresh(tmp_path):
+    """A loop over folds: the second one does not know how good the first one was."""
+    first, second = [1.0, 2.0, 3.0], [9.0, 8.0, 7.0, 7.5]
+
+    def fold(name: str, scores: list[float], callbacks: list[Any]) -> tuple[Any, ...]:
+        made = fitted(
+            Scripted(list(scores)),
+            callbacks=callbacks,
+            directory=tmp_path / name,
+            max_epochs=len(scores),
+        )
+        files = sorted(path.name for path in (tmp_path / name / "checkpoints").iterdir())
+        states = [callback.state_dict() for callback in callbacks]
+        return made, made.epoch, files, states, (tmp_path / name / "curve.json").read_text()
+
+    shared = used()
+    before, *_ = fold("first", first, shared)
+    weights = deepcopy(before.task.state_dict())
+    _, *again = fold("second", second, shared)
+    _, *alone = fold("alone", second, used())
+    assert again == alone and again[0] == 4 and "best.ckpt" in again[1]
+    assert shared[-1].epochs == 4 and shared[-1].resets == 2
+    assert is_same(before.task.state_dict(), weights), "the first fold's average"
+    more = Scripted([1.0])
+    state = checkpoint.load(tmp_path / "second" / "checkpoints" / "last.ckpt")
+    fitted(more, callbacks=shared, directory=tmp_path / "second", max_epochs=5, resume=state)
+    assert shared[-1].resets == 2, "a resume goes on"

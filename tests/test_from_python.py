@@ -30,6 +30,7 @@ from dpframe.callbacks.progress import Progress
 from dpframe.launch.faults import RankFailed
 from dpframe.launch.fresh import pack, unpack
 from dpframe.loggers.csv import CSV
+from dpframe.loggers.history import History
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
@@ -150,6 +151,7 @@ def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_
     made = []
     for given in ({}, {"strategy": strategy}):
         given |= {"max_epochs": 2, "precision": "64", "callbacks": [Losses(), EMA(0.5)]}
+        given["loggers"] = [history := History()]
         with seeding.seeded(3):
             trainer = Trainer(heavy(Small()), Drawn(), **given)
         returned = trainer.fit()
@@ -157,8 +159,9 @@ def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_
         tensors = list(trainer.task.parameters())
         if isinstance(strategy, DDP):
             tensors.append(trainer.predict().joined())
-        made.append((trainer, tensors))
-    (one, tensors), (several, same) = made
+        made.append((trainer, tensors, [without_rates(row) for row in history.rows]))
+    (one, tensors, rows), (several, same, again) = made
+    assert len(rows) == 2 and again == [pytest.approx(row, rel=1e-12) for row in rows]
     assert several.metrics == pytest.approx(one.metrics, rel=1e-12)
     assert several.callbacks[0].losses == pytest.approx(one.callbacks[0].losses, rel=1e-12)
     assert (several.global_step, several.epoch) == (one.global_step, one.epoch) == (10, 2)
@@ -166,6 +169,10 @@ def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_
         assert several.callbacks[0].known == pytest.approx(one.callbacks[0].known, rel=1e-12)
     for there, here in zip(same, tensors, strict=True):
         torch.testing.assert_close(there, here, rtol=1e-12, atol=1e-14)
+
+
+def without_rates(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.endswith("per_second")}
 
 
 SCRIPT = """

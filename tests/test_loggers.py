@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -29,6 +30,7 @@ from tensorboard.plugins.hparams.list_session_groups import Handler
 
 from dpframe.loggers import Logger, tensorboard
 from dpframe.loggers.csv import CSV
+from dpframe.loggers.history import History
 from dpframe.loggers.tensorboard import TensorBoard
 from dpframe.trainer import recorder
 
@@ -438,3 +440,18 @@ def table(directory, file="metrics.csv"):
 
 def start(code, **pipes):
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, text=True, **pipes)
+
+
+@pytest.mark.parametrize("kind", [CSV, TensorBoard, History])
+def test_a_logger_that_another_run_has_had_begins_afresh(tmp_path, kind):
+    def logged(logger: Logger, name: str, epochs: int = 1) -> Any:
+        fitted(loggers=[logger], directory=tmp_path / name, max_epochs=epochs)
+        if isinstance(logger, History):
+            return [list(row) for row in logger.rows]
+        if isinstance(logger, CSV):
+            return [row["step"] for row in table(tmp_path / name)]
+        return charts(tmp_path / name), columns(tmp_path / name)
+
+    shared = kind()
+    logged(shared, "first", 2)
+    assert logged(shared, "second") == logged(kind(), "alone")

@@ -29,6 +29,10 @@ class Average(Callback):
     has_buffers = False  # whether running statistics are averaged, too
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """A task that was trained before keeps the average that it has."""
         self.count = 0  # how many were averaged
         self.known: list[Tensor] = []  # of the task
         self.tensors: list[Tensor] = []  # the same, or the parts that this process keeps
@@ -47,10 +51,7 @@ class Average(Callback):
         kinds = [type(c).__name__ for c in trainer.callbacks if isinstance(c, Average)]
         if len(kinds) > 1:
             raise UserError(f"callbacks: {' and '.join(kinds)} can't be combined; keep one")
-        if self.is_in:  # a second fit goes on with the weights
-            self._swap()
-        if self._find(trainer):
-            self.count = 0
+        self._find(trainer)
 
     def on_validation_start(self, trainer: "Trainer") -> None:
         if trainer.mode == "fit" and self.count:
@@ -109,8 +110,7 @@ class Average(Callback):
             self.make_update()(averages, tensors, self.count)
         self.count += 1
 
-    def _find(self, trainer: "Trainer") -> bool:
-        """Whether these are other weights than before."""
+    def _find(self, trainer: "Trainer") -> None:
         task = trainer.task
         tensors = [*task.parameters(), *(task.buffers() if self.has_buffers else ())]
         tensors = [tensor for tensor in tensors if tensor.is_floating_point()]
@@ -121,13 +121,12 @@ class Average(Callback):
                     "small steps; use trainer.precision=bf16, whose weights are float32"
                 )
         if [*map(id, tensors)] == [*map(id, self.known)]:
-            return False
+            return  # a resume has found them
         sharding = trainer.strategy.sharding
         self.is_cut, self.known, self.tensors = sharding is not None, tensors, tensors
         if sharding is not None:
             self.tensors = [sharding.local(tensor.detach()) for tensor in tensors]
         self.averages = [tensor.detach().clone() for tensor in self.tensors]
-        return True
 
     def _swap(self) -> None:
         """Exchanges memory, not numbers, where the strategy does not hold on to the memory."""

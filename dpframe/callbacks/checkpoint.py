@@ -73,13 +73,17 @@ class Checkpoint(Callback):
         self.every_n_steps = every_n_steps
         self.every_seconds = None if every_n_minutes is None else 60 * every_n_minutes
         self.seconds_between = seconds_between
+        self.writer = self.writer_type(seconds_between)
+        self.reset()
+
+    def reset(self) -> None:
+        self.monitor.reset()
         self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
         self.due: list[str] = []  # files to be written at this hook
         self.dropped: list[str] = []  # files that are no longer kept, and still to be removed
         self.saved_step = -1
         self.saved_clock = 0.0
         self.judged_step = -1
-        self.writer = self.writer_type(seconds_between)
 
     def monitored(self) -> list[tuple[str, str]]:
         is_needed = self.keep and self.is_chosen
@@ -241,11 +245,10 @@ class Checkpoint(Callback):
                 trainer.checkpoint = str(folder / best)
             elif trainer.checkpoint is None or self.pattern.fits(Path(trainer.checkpoint).name):
                 trainer.checkpoint = str(folder / self.kept[0][1])  # no other one keeps a last.ckpt
-        # The next state names those that this run, if it is killed now, leaves there.
-        self.dropped = [name for name in self.dropped if is_main and (folder / name).exists()]
+        self.dropped = []
 
     def _finish_killed_save(self, trainer: "Trainer") -> None:
-        """Removes and copies what a killed run was about to, by the state that it left."""
+        """Removes and copies what a killed run was about to, by its state."""
         folder, names = _directory(trainer), [name for _, name in self.kept]
         for name in self.dropped:
             (folder / name).unlink(missing_ok=True)

@@ -30,6 +30,10 @@ class EarlyStopping(Callback):
         self.monitor = Monitor(monitor, mode, key="callbacks.early_stopping", min_delta=min_delta)
         self.watches = self.monitor.watched
         self.patience = patience
+        self.reset()
+
+    def reset(self) -> None:
+        self.monitor.reset()
         self.times_without_progress = 0
 
     def monitored(self) -> list[tuple[str, str]]:

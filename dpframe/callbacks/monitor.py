@@ -51,9 +51,12 @@ class Monitor:
         self.key = key
         self.min_delta = min_delta
         self.sign = 1 if mode == "min" else -1  # a smaller `sign * value` is better
-        self.best: float | None = None
         self.is_of_validation = name.startswith("val/")
         self.watched = f"{mode} {name}"
+        self.reset()
+
+    def reset(self) -> None:
+        self.best: float | None = None
 
     def warn_of_mode(self, trainer: "Trainer") -> None:
         """Where the metric's name says that more is better, and the mode that less is."""
@@ -94,12 +97,16 @@ class Best(Callback):
     """The best value of a metric, for a run's summary; none if it is not measured."""
 
     reads_metrics = True
-    epoch = step = 0  # after which it was measured
 
     def __init__(self, monitor: str, mode: str, key: str, *, is_needed: bool = False) -> None:
         self.monitor = Monitor(monitor, mode, key=key)
         self.watches = self.monitor.watched
         self.is_needed = is_needed
+        self.reset()
+
+    def reset(self) -> None:
+        self.monitor.reset()
+        self.epoch = self.step = 0  # after which it was measured
 
     def monitored(self) -> list[tuple[str, str]]:
         return [(self.monitor.key, self.monitor.name)] if self.is_needed else []

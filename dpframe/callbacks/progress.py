@@ -42,6 +42,9 @@ class Progress(Callback):
         if bar not in ("auto", True, False):
             raise not_one_of("callbacks.progress.bar", bar, ("auto", "true", "false"))
         self.has_bar = can_redraw() if bar == "auto" else bool(bar)
+        self.reset()
+
+    def reset(self) -> None:
         self.screen: Screen | None = None
         self.epochs: list[Epoch] = []  # the last ones
         self.with_line: set[int] = set()  # the steps of epochs that have one

@@ -40,6 +40,10 @@ class Prune(Callback):
         self.watches = self.monitor.watched
         self.warmup_epochs = warmup_epochs
         self.startup_runs = startup_runs
+        self.reset()
+
+    def reset(self) -> None:
+        self.monitor.reset()
         self.curve: list[float] = []  # the best value by each epoch
 
     def monitored(self) -> list[tuple[str, str]]:

@@ -140,7 +140,7 @@ class Writer:
             copy.write([path for path in waiting if waiting[path] is copy])
             with self._lock:
                 self._spare = copy.snapshot.memory
-        removed = [path for path in dict.fromkeys(dropped) if path.exists()]
+        removed = [path for path in dropped if path.exists()]
         for path in removed:
             with _removing_replaced_parts([path]):
                 path.unlink(missing_ok=True)

@@ -22,6 +22,9 @@ class Logger:
 
     needs_directory = False  # True: it is not opened without a `run_dir`
 
+    def reset(self) -> None:
+        """Comes before `open` in a fit without `resume`: forget what the run before has logged."""
+
     def open(
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
     ) -> None:

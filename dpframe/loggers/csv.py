@@ -20,17 +20,19 @@ class CSV(Logger):
     needs_directory = True
 
     def __init__(self) -> None:
-        self._columns = ["step"]
-        self._rows: list[dict[str, Any]] = []
+        self.reset()
+
+    def reset(self) -> None:
         self._logged: set[str] = set()
-        self._last_step = 0
-        self._written: tuple[dict[str, Any], int] = ({}, 0)  # the last row, and where it begins
 
     def open(
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
     ) -> None:
         self._path = Path(run_dir) / "metrics.csv"
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._columns = ["step"]
+        self._rows: list[dict[str, Any]] = []
+        self._written: tuple[dict[str, Any], int] = ({}, 0)  # the last row, and where it begins
         self._last_step = purge_step or 0
         if purge_step is not None:
             self._drop_files(purge_step)

@@ -7,6 +7,9 @@ class History(Logger):
     """A row for each step at which something was logged, with its `step` and the numbers."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
         self.rows: list[dict[str, float]] = []
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:

@@ -24,6 +24,9 @@ class MLflow(Logger):
         self.experiment = experiment
         self.name = name
         self.run_id = ""
+        self.reset()
+
+    def reset(self) -> None:
         self._waiting: list[Any] = []  # metrics
         self._sent: set[tuple[str, int]] = set()  # the names and steps of a run that is resumed
 

@@ -57,6 +57,9 @@ class TensorBoard(Logger):
 
     def __init__(self, *, hparams: bool = True) -> None:
         self.hparams = hparams
+        self.reset()
+
+    def reset(self) -> None:
         self._logged: set[str] = set()
         self._charted: set[str] = set()
         self._last_step = 0

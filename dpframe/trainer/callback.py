@@ -43,6 +43,9 @@ class Callback:
     needs_directory = False  # True: `fit` refuses to begin without `trainer.run.directory`
     watches = ""  # e.g. a metric: others of this class, that watch another one, have other states
 
+    def reset(self) -> None:
+        """A fit without `resume` begins: forget what the run before has come to."""
+
     def monitored(self) -> list[tuple[str, str]]:
         """The metrics that it needs, by their keys: a misspelt one is refused before training."""
         return []

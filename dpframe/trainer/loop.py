@@ -35,7 +35,7 @@ from dpframe.trainer.predictions import Predictions
 from dpframe.trainer.prepare import Training, make_training
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
-from dpframe.trainer.recorder import Recorder, RunInfo, claimed
+from dpframe.trainer.recorder import Recorder, RunInfo, begun
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.state import Start, start_state
 from dpframe.trainer.task_metrics import TaskMetrics
@@ -210,8 +210,8 @@ class Trainer(CallbackView):
         self._is_prepared, training = False, self.training
         is_fresh, is_main = training.resumed_from is None, self.strategy.is_main
         parts: list[Callback | Logger] = [*self.callbacks, *self.recorder.loggers]
-        claim = claimed(self.run, parts, is_fresh=is_fresh, is_main=is_main)
-        with claim, self._recorded(training, keep_loggers_open=keep_loggers_open):
+        run = begun(self.run, parts, is_fresh=is_fresh, is_main=is_main)
+        with run, self._recorded(training, keep_loggers_open=keep_loggers_open):
             self.hooks.call("on_fit_start", self)
             if not is_fresh:
                 self._finish_resumed_step(training)

@@ -10,6 +10,7 @@ import torch
 from dpframe import seeding
 from dpframe.errors import UserError
 from dpframe.launch import fresh, local, signals
+from dpframe.loggers import Logger
 from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.logical import Logical
@@ -71,7 +72,7 @@ class Ended(SoFar):
     value: Any  # that it returned
     stop_reason: str
     weights: dict[str, Any] | None  # after a fit
-    callbacks: list[dict[str, Any]]  # the attributes of each that can be sent
+    callbacks: list[dict[str, Any]]  # and loggers: the attributes of each that can be sent
 
 
 class Ranks:
@@ -90,8 +91,9 @@ class Ranks:
         call = so_far, mode, args, options
         work = self._make, self._strategy, self._parts, set_here, call
         ended: Ended = fresh.unpack(fresh.call(_launch, self._strategy, fresh.pack(work)))
-        for callback, attributes in zip(self._parts["callbacks"], ended.callbacks, strict=True):
-            vars(callback).update(attributes)
+        parts = [*self._parts["callbacks"], *self._parts["loggers"]]
+        for part, attributes in zip(parts, ended.callbacks, strict=True):
+            vars(part).update(attributes)
         return ended
 
 
@@ -127,22 +129,22 @@ def _run_mode(work: bytes) -> bytes:
             value,
             made.stop_reason,
             weights,
-            [sendable(attributes_of(callback)) for callback in parts["callbacks"]],
+            [sendable(attributes_of(part)) for part in (*parts["callbacks"], *parts["loggers"])],
         )
         return fresh.pack(ended) if strategy.is_main else b""
 
 
-def attributes_of(callback: Callback) -> dict[str, Any]:
+def attributes_of(part: Callback | Logger) -> dict[str, Any]:
     """What it lets be pickled of them."""
-    state = callback.__getstate__()
-    return state if isinstance(state, dict) else vars(callback)
+    state = part.__getstate__()
+    return state if isinstance(state, dict) else vars(part)
 
 
 def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that can be pickled for another process."""
     kept = {}
     for name, value in values.items():
-        with suppress(UserError):
+        with suppress(Exception):  # what another library's objects raise here is theirs
             fresh.pack(value)
             kept[name] = value
     return kept

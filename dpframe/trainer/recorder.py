@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,20 +122,21 @@ class Recorder:
 
 
 @contextmanager
-def claimed(
+def begun(
     run: RunInfo, parts: Sequence[Callback | Logger], *, is_fresh: bool, is_main: bool
 ) -> Iterator[None]:
-    """Within, this run alone writes into its directory, if one of `parts` does."""
+    """A run, with its parts afresh if it is a new one; it alone writes into its directory."""
     require_directory(parts, run)
     is_written = any(part.needs_directory for part in parts)
-    if run.is_claimed or not is_written or not is_main:
-        yield
-        return
-    directory, instead = Path(run.directory), "name another by run=RunInfo(directory=…)"
-    with files.claim(directory, "the run directory", instead=instead):
-        if is_fresh:
-            again = 'continue it with fit(resume="last")'
-            refuse_used(directory, is_repeated=run.is_repeated, again=again, instead=instead)
+    with ExitStack() as claim:
+        if is_written and is_main and not run.is_claimed:
+            directory, instead = Path(run.directory), "name another by run=RunInfo(directory=…)"
+            claim.enter_context(files.claim(directory, "the run directory", instead=instead))
+            if is_fresh:
+                again = 'continue it with fit(resume="last")'
+                refuse_used(directory, is_repeated=run.is_repeated, again=again, instead=instead)
+        for part in parts if is_fresh else ():
+            part.reset()
         yield
 
 

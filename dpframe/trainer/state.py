@@ -128,6 +128,7 @@ class Resumable:
             if of_callback := states.get(name):
                 callback.load_state_dict(of_callback)
             elif any(other.startswith(f"{kind} ") for other in states):
+                callback.reset()
                 begun.append(f"{name} begins afresh")
         return begun
 
