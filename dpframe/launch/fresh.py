@@ -6,7 +6,9 @@ interpreter.
 """
 
 import codecs
+import copyreg
 import importlib
+import io
 import os
 import pickle
 import select
@@ -14,7 +16,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -22,6 +25,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 BLOCK = 1 << 16  # bytes
+NO_REDUCERS: Mapping[Any, Callable[[Any], Any]] = {}
 NOTEBOOK = "pip install 'dpframe[notebook]'"
 
 
@@ -48,25 +52,49 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
 
 def pack(value: Any) -> bytes:
     """Pickled; with cloudpickle also what the program itself defines, e.g. a cell of a notebook."""
-    pickler: Any = pickle
-    with suppress(ImportError):
-        pickler = importlib.import_module("cloudpickle")
-    # Cloudpickle gives functions that it pickles together one dict of globals: this one shows it.
-    main = None if pickler is pickle else FunctionType(_nothing.__code__, vars(_main()))
-    try:
-        return pickler.dumps((value, main))
-    except (pickle.PicklingError, TypeError, AttributeError) as error:
-        from dpframe.errors import UserError
-
-        hint = f"; {NOTEBOOK}" if pickler is pickle else ""
-        raise UserError(f"another process can't get all of this: {error}{hint}") from error
+    with io.BytesIO() as file:
+        dump(value, file)
+        return file.getvalue()
 
 
 def unpack(content: bytes, *, owns_main: bool = False) -> Any:
     """`owns_main`: in a process that runs no program itself, what this one defines gets into
     `__main__`, where torch.compile looks for it."""
+    return load(io.BytesIO(content), owns_main=owns_main)
+
+
+def dump(
+    value: Any,
+    file: Any,
+    *,
+    reducers: Mapping[Any, Callable[[Any], Any]] = NO_REDUCERS,
+    buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None,
+) -> None:
+    """What `pack` does, into a file; `reducers` say how objects of these classes are pickled."""
+    base: Any = pickle.Pickler
+    main = None
+    others: Any = copyreg.dispatch_table
+    with suppress(ImportError):
+        base = importlib.import_module("cloudpickle").Pickler
+        others = base.dispatch_table
+        # It gives functions that it pickles together one dict of globals: this one shows it.
+        main = FunctionType(_nothing.__code__, vars(_main()))
+
+    class Pickler(base):
+        dispatch_table = ChainMap(dict(reducers), others)
+
     try:
-        value, main = pickle.loads(content)
+        Pickler(file, pickle.HIGHEST_PROTOCOL, buffer_callback=buffer_callback).dump((value, main))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        from dpframe.errors import UserError
+
+        hint = f"; {NOTEBOOK}" if base is pickle.Pickler else ""
+        raise UserError(f"another process can't get all of this: {error}{hint}") from error
+
+
+def load(file: Any, *, buffers: Iterable[Any] | None = None, owns_main: bool = False) -> Any:
+    try:
+        value, main = pickle.Unpickler(file, buffers=buffers).load()
     except AttributeError as error:
         from dpframe.errors import UserError
 

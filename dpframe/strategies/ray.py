@@ -47,6 +47,8 @@ VARIABLES = {
 
 
 class Ray(DDP):
+    spans_machines = True
+
     def __init__(
         self,
         gpus: Gpus = None,

@@ -1,7 +1,7 @@
 """Where a Trainer runs: its strategy, and the processes that this launches for a program."""
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 
 from dpframe import seeding
 from dpframe.errors import UserError
-from dpframe.launch import fresh, local, signals
+from dpframe.launch import fresh, local, parcel, signals
+from dpframe.launch.parcel import Parcel
 from dpframe.loggers import Logger
 from dpframe.strategies import by_name
 from dpframe.strategies.base import Strategy
@@ -90,22 +91,28 @@ class Ranks:
         set_here = self._random_state, process_settings(), torch.get_default_dtype()
         call = so_far, mode, args, options
         work = self._make, self._strategy, self._parts, set_here, call
-        ended: Ended = fresh.unpack(fresh.call(_launch, self._strategy, fresh.pack(work)))
+        with ExitStack() as opened:
+            theirs, ours = (
+                None if self._strategy.spans_machines else opened.enter_context(parcel.in_memory())
+                for _ in range(2)
+            )
+            there = parcel.pack(work, theirs)
+            ended: Ended = fresh.call(_launch, self._strategy, there, ours).unpack()
         parts = [*self._parts["callbacks"], *self._parts["loggers"]]
         for part, attributes in zip(parts, ended.callbacks, strict=True):
             vars(part).update(attributes)
         return ended
 
 
-def _launch(strategy: Strategy, work: bytes) -> bytes:
+def _launch(strategy: Strategy, work: Parcel, path: str | None) -> Parcel:
     local.allow_fork()
-    packed: bytes = strategy.launch(_run_mode, work)
-    return packed
+    answer: Parcel = strategy.launch(_run_mode, work, path)
+    return answer
 
 
-def _run_mode(work: bytes) -> bytes:
+def _run_mode(work: Parcel, path: str | None) -> Parcel | None:
     """In each of them; the main one packs what the mode has come to."""
-    make, strategy, parts, set_there, call = fresh.unpack(work, owns_main=True)
+    make, strategy, parts, set_there, call = work.unpack(owns_main=True)
     random_state, settings, dtype = set_there
     so_far, mode, args, options = call
     seeding.restore_random_state(random_state, [])
@@ -115,13 +122,17 @@ def _run_mode(work: bytes) -> bytes:
         signals.watched(parts["settings"].hang_seconds),
         make(**parts, strategy=strategy, interruption=signals.current()) as made,
     ):
+        made.strategy.collectives.sum_numbers([0.0])  # all have unpacked theirs
+        if strategy.is_main:
+            work.drop()
         made.metrics, made.checkpoint = so_far.metrics, so_far.checkpoint
         made.progress.load_state_dict(so_far.progress.state_dict())
         value = getattr(made, mode)(*args, **options)
         weights = None
         if mode == "fit":  # a program that has no GPU open gets no tensor of one
-            state = made.state_dict()
-            weights = on_cpu(state.get("averaged", state["task"]))
+            state, sharding = made.state_dict(whole=False), made.strategy.sharding
+            weights = state.get("averaged", state["task"])
+            weights = on_cpu(weights if sharding is None else sharding.whole(weights))
         ended = Ended(
             made.metrics,
             made.progress,
@@ -131,7 +142,7 @@ def _run_mode(work: bytes) -> bytes:
             weights,
             [sendable(attributes_of(part)) for part in (*parts["callbacks"], *parts["loggers"])],
         )
-        return fresh.pack(ended) if strategy.is_main else b""
+        return parcel.pack(ended, path) if strategy.is_main else None
 
 
 def attributes_of(part: Callback | Logger) -> dict[str, Any]:
@@ -142,9 +153,4 @@ def attributes_of(part: Callback | Logger) -> dict[str, Any]:
 
 def sendable(values: Mapping[str, Any]) -> dict[str, Any]:
     """Those that can be pickled for another process."""
-    kept = {}
-    for name, value in values.items():
-        with suppress(Exception):  # what another library's objects raise here is theirs
-            fresh.pack(value)
-            kept[name] = value
-    return kept
+    return {name: value for name, value in values.items() if parcel.is_packable(value)}
