@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import shlex
 
 import pytest
@@ -66,6 +67,34 @@ def test_a_run_whose_schedule_ends_with_it_is_not_told_to_go_on(tmp_path):
     assert "resume" not in said
     assert words(said["test"])[:3] == ["--config-dir", "own", "mode=test"]
     assert attempts([words(said["test"])], tmp_path)[0].code == 0
+
+
+def test_a_run_that_trains_longer_follows_its_new_schedule_and_its_old_one_is_told_to_have_ended(
+    tmp_path,
+):
+    def cosine(epochs: int) -> str:
+        kind = "_target_:torch.optim.lr_scheduler.CosineAnnealingLR,_partial_:true"
+        return f"+task.scheduler={{{kind},T_max:{epochs}}}"
+
+    line = ["recipe=boston", "logger=csv", "hydra.run.dir=run"]
+    longer = ["resume=run", "trainer.max_epochs=8", cosine(8)]
+    short, refused, new, after = attempts(
+        [
+            [*line, "trainer.max_epochs=4", cosine(4)],
+            longer,
+            [*longer, "resume_anyway=true"],
+            ["resume=run", "trainer.max_epochs=9", cosine(8)],
+        ],
+        tmp_path,
+    )
+    assert short.code == 0 and "resume" not in ends(short.out), short.err
+    assert "continue: task.scheduler.T_max=4 there, 8 here; set back" in refused.err
+    assert (new.code, after.code) == (0, 0), (new.err, after.err)
+    assert "CosineAnnealingLR has come to the end of its T_max=8, and the run goes" in after.err
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        found = [float(row["progress/lr"]) for row in csv.DictReader(file)]
+    of_eight = [0.01 * (1 + math.cos(math.pi * epoch / 8)) / 2 for epoch in range(4, 8)]
+    assert found[4:8] == pytest.approx(of_eight)
 
 
 NO_TEST = """\

@@ -8,10 +8,21 @@ from functools import partial
 import pytest
 import torch
 from command import attempts, write
-from small import Hooks, Small, Streamed, fitted, is_same, trainer
+from small import Hooks, Rows, Small, Streamed, fitted, is_same, trainer
 from test_rates import Noted
 from test_turns import Pair
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
+    LambdaLR,
+    LinearLR,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
 
 from dpframe import LRSchedule, Task, UserError
 from dpframe.recipes.boston import Boston, BostonData
@@ -19,6 +30,7 @@ from dpframe.schedules import WSD, Constant, InverseSqrt, Linear, WarmupCosine
 from dpframe.strategies.single import CPU
 from dpframe.testing import Recipe, check_strategy
 
+HALVES = partial(StepLR, step_size=2, gamma=0.5)
 GROUPS = {"first": {"match": "net.0", "lr": 0.01}}
 
 
@@ -129,6 +141,101 @@ def test_another_schedule_at_a_resume_is_refused_and_when_it_is_meant_goes_on_at
     again.fit(state, resume_anyway=True)
     wanted = by_formula(Linear(warmup=1, final=0.5), 8)
     assert [first for (first,) in again.update.optimizer.rates] == wanted[5:]
+
+
+class Falls:
+    """A function with an option, as an object."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __call__(self, step: int) -> float:
+        return max(0.0, 1 - step / self.steps)
+
+
+def rise_and_fall(steps: int) -> partial:
+    rise = partial(LinearLR, start_factor=0.25, total_iters=2)
+    return partial(SequentialLR, schedulers=[rise, CosineAnnealingLR], milestones=[steps // 4])
+
+
+LONGER = {  # each scheduler for a run, and for one of twice the length
+    "cosine": [partial(CosineAnnealingLR, T_max=steps) for steps in (4, 8)],
+    "linear": [partial(LinearLR, start_factor=1.0, end_factor=0.0, total_iters=n) for n in (4, 8)],
+    "polynomial": [partial(PolynomialLR, power=2.0, total_iters=steps) for steps in (4, 8)],
+    "one cycle": [partial(OneCycleLR, max_lr=0.3)] * 2,
+    "another cycle": [
+        partial(OneCycleLR, max_lr=0.3, pct_start=p, total_steps=8) for p in (0.2, 0.4)
+    ],
+    "higher cycle": [partial(OneCycleLR, max_lr=lr, total_steps=8) for lr in (0.2, 0.4)],
+    "lambda": [partial(LambdaLR, lr_lambda=Falls(steps)) for steps in (4, 8)],
+    "sequence": [rise_and_fall(steps) for steps in (4, 8)],
+    "chain": [
+        partial(ChainedScheduler, schedulers=[partial(CosineAnnealingLR, T_max=n), HALVES])
+        for n in (4, 8)
+    ],
+    "restarts": [partial(CosineAnnealingWarmRestarts, T_0=steps) for steps in (2, 3)],
+    "another kind": [HALVES, partial(CosineAnnealingLR, T_max=8)],
+    "none before": [None, partial(CosineAnnealingLR, T_max=8)],
+    "none after": [HALVES, None],
+}
+
+
+@pytest.mark.parametrize("case", LONGER)
+@pytest.mark.parametrize("every", ["epoch", "step"])
+def test_a_resume_with_other_options_goes_on_as_if_they_had_been_there_from_the_start(case, every):
+    before, after = (partial(small, None, scheduler) for scheduler in LONGER[case])
+    data = {"data": Rows(4, 4), "scheduler_every": every}  # a step an epoch
+    state = fitted(before(), max_epochs=4, **data).state_dict()
+    again = trainer(after(), max_epochs=8, **data)
+    with pytest.raises(UserError, match="scheduler.* there, .* here"):
+        trainer(after(), max_epochs=8, **data).fit(deepcopy(state))
+    again.fit(state, resume_anyway=True)
+    whole = fitted(after(), max_epochs=8, **data)
+    assert again.update.optimizer.rates == whole.update.optimizer.rates[4:]
+    assert is_same(again.update.state_dict()["options"], whole.update.state_dict()["options"])
+    (group,), (wanted,) = (each.update.optimizer.param_groups for each in (again, whole))
+    assert all(group[name] == value for name, value in wanted.items() if name != "params")
+
+
+def test_a_plateau_keeps_what_it_has_seen_and_has_the_options_of_the_resume():
+    def task(lr: float, **options) -> Small:
+        least = {"threshold": 100.0, "threshold_mode": "abs"}  # nothing gets better by so much
+        return Small(partial(Noted, lr=lr), partial(ReduceLROnPlateau, **least, **options))
+
+    short = fitted(task(0.1, patience=0, factor=0.5), max_epochs=4)
+    assert short.update.learning_rates() == {"": 0.1 * 0.5**3}
+    again = trainer(task(0.2, patience=2, factor=0.1), max_epochs=5)
+    state = short.state_dict()
+    again.fit(deepcopy(state), resume_anyway=True)
+    assert again.update.scheduler.best == short.update.scheduler.best
+    assert again.update.scheduler.num_bad_epochs == 1 and again.update.scheduler.patience == 2
+    assert again.update.learning_rates() == {"": 0.2 * 0.5**3}  # what it had come to, in proportion
+    with pytest.raises(UserError, match="scheduler.factor=0.5 there, 0.1 here; scheduler.patience"):
+        fitted(task(0.1, patience=2, factor=0.1), resume=state)
+
+
+def test_a_rate_that_a_hook_has_set_is_kept_by_a_resume_that_changes_no_option_of_it():
+    def halve(t):
+        if t.epoch == 1:
+            t.update.optimizer.param_groups[0]["lr"] /= 2
+
+    state = fitted(small(None, HALVES), callbacks=[Hooks(on_epoch_end=halve)]).state_dict()
+    for options in ({}, {"weight_decay": 0.1}):
+        again = trainer(small(None, HALVES, **options), max_epochs=3)
+        again.fit(deepcopy(state), resume_anyway=True)
+        assert again.update.optimizer.rates == [[0.1 / 2 / 2]] * 5
+        assert again.update.optimizer.param_groups[0]["weight_decay"] == options.get(
+            "weight_decay", 0.0
+        )
+
+
+def test_a_schedule_that_is_too_short_to_go_on_is_one_line():
+    state = fitted(small(None, HALVES), scheduler_every="step").state_dict()
+    again = trainer(
+        small(None, partial(OneCycleLR, max_lr=0.1, total_steps=4)), scheduler_every="step"
+    )
+    with pytest.raises(UserError, match="resume: OneCycleLR can't go on at its step 10: Tried to"):
+        again.fit(state, resume_anyway=True)
 
 
 def test_a_schedule_that_needs_no_length_goes_on_in_a_longer_run():

@@ -52,14 +52,18 @@ class Schedules:
         known = sorted({*self.lengths, *(end for end in ends if end is not None)})
         return known[0] if len(known) == 1 else known or None
 
+    @property
+    def schedulers(self) -> list[Any]:
+        return [each.scheduler for each in self.several]
+
     def step(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
-        return {"several": [each.scheduler.state_dict() for each in self.several]}
+        return {"several": [each.state_dict() for each in self.schedulers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        for each, saved in zip(self.several, state["several"], strict=True):
-            each.scheduler.load_state_dict(saved)
+        for each, saved in zip(self.schedulers, state["several"], strict=True):
+            each.load_state_dict(saved)
 
 
 class ScheduledOptimizer(NamedTuple):

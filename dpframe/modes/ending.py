@@ -19,6 +19,7 @@ from dpframe.launch.faults import RankFailed
 from dpframe.launch.rank import has_parent
 from dpframe.strategies import Strategy
 from dpframe.trainer import Trainer
+from dpframe.trainer.lr_schedule import ends_with_training
 from dpframe.trainer.progress import Progress
 
 
@@ -75,7 +76,8 @@ def last_words(job: Composed, summary: Mapping[str, Any], trainer: Trainer) -> s
         if trainer.data.has_own("test_dataset"):
             rows.append(("test", _command(job, "mode=test", f"checkpoint={summary['checkpoint']}")))
         longer = _longer(job, summary)
-        if longer == UNTIMED or not _ends_with_schedule(trainer):
+        schedulers = [update.scheduler for update in trainer.updates.values()]
+        if longer == UNTIMED or not any(map(ends_with_training, schedulers)):
             rows.append(("resume", _command(job, f"resume={summary['directory']}", *longer)))
     dashboards = [logger.dashboard(summary["directory"]) for logger in trainer.loggers]
     rows += [("dashboard", command) for command in dashboards if command]
@@ -96,12 +98,6 @@ def add_going_on(error: Exception, job: Composed, directory: str) -> None:
         is_saved = seal.newest_of_run(directory) is not None
         then = f"go on with {going_on(job, directory)}" if is_saved else "nothing was saved"
         error.add_note(f"dpframe: the run is in {directory}; {then}")
-
-
-def _ends_with_schedule(trainer: Trainer) -> bool:
-    """Whether a schedule ends with the training, so that it can't go on longer."""
-    schedules = [update.scheduler for update in trainer.updates.values()]
-    return any(getattr(each, "total_steps", None) is not None for each in schedules)
 
 
 def _longer(job: Composed, summary: Mapping[str, Any]) -> list[str]:

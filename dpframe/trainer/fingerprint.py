@@ -15,6 +15,7 @@ from dpframe.data import DataModule, is_tensors
 from dpframe.parameters import groups_of
 from dpframe.task import Task
 from dpframe.trainer.feed import Feed
+from dpframe.trainer.lr_schedule import StepSchedule
 from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import Update
@@ -61,7 +62,7 @@ def fingerprint(
         facts["trainer.threads"] = settings.threads or 1
     facts |= {"seed": seed, "data.batch_size": source.batch_size, "data.shuffle": source.shuffle}
     for update in updates.values():
-        facts |= update.kinds()
+        facts |= update.kinds() | _of_schedule(update, with_rates="task" not in run.config)
     if hasattr(feed.dataset, "__len__"):
         facts["rows to train on"] = len(feed.dataset)
     if feed.train.division is not None:
@@ -74,6 +75,20 @@ def fingerprint(
 def _options(task: Task, update: Update) -> dict[str, Any]:
     make = task.make_optimizers.get(update.name, task.make_optimizer)
     return {**update.optimizer.defaults, "groups": groups_of(make) or {}}
+
+
+def _of_schedule(update: Update, *, with_rates: bool) -> Fingerprint:
+    """The options of torch's scheduler, by the keys of `task`; `with_rates` those that it keeps in
+    the optimizer's groups. `task.schedule` has its own key."""
+    if isinstance(update.scheduler, StepSchedule):
+        return {}
+    options = {k: v for k, v in update.options["schedule"]["options"].items() if k != "total_steps"}
+    if with_rates and update.scheduler is not None:
+        own = {"name", "initial_lr", *update.optimizer.defaults}
+        groups = update.options["groups"]
+        options["groups"] = [{k: v for k, v in g.items() if k not in own} for g in groups]
+    key = f"schedulers.{update.name}" if update.name else "scheduler"
+    return {path.replace("._", "."): value for path, value in _leaves({key: options}).items()}
 
 
 def leaves_of_config(
@@ -105,12 +120,12 @@ def of_code(task: Task, data: DataModule) -> Fingerprint:
 
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
     """A text for each difference, e.g. `task.optimizer.lr=0.01 there, 0.1 here`."""
-    texts = []
+    texts = {}
     for key in [*then, *(key for key in now if key not in then)]:
-        if then.get(key) != now.get(key):
+        if then.get(key) != now.get(key) and f"task.{key}" not in texts:
             values = f"={_worded(then.get(key))} there, {_worded(now.get(key))} here"
-            texts.append(key + (" has changed" if key.endswith("code") else values))
-    return texts
+            texts[key] = key + (" has changed" if key.endswith("code") else values)
+    return [*texts.values()]
 
 
 def _leaves(config: Any) -> Fingerprint:

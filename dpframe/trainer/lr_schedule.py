@@ -1,31 +1,32 @@
-"""`task.schedule` over an optimizer: torch's LambdaLR, stepped after each of its steps."""
+"""`task.schedule` over an optimizer, and how any scheduler goes on in a resumed run."""
 
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from dpframe.errors import UserError
+from dpframe.scheduler_lengths import LENGTHS
 from dpframe.schedules import LRSchedule
 from dpframe.task import Task
 
+log = logging.getLogger("dpframe")
+NO_OPTIONS = ("base_lrs", "last_epoch")  # the rates are the optimizer's options
+
 
 class StepSchedule(LambdaLR):
+    """torch's LambdaLR, stepped after each step of the optimizer."""
+
     def __init__(self, optimizer: Optimizer, schedule: LRSchedule, steps: int) -> None:
         """`steps` of the whole training; 0: unknown."""
         self.total_steps = steps if schedule.needs_length else None
         self.described = f"{schedule} over {steps} steps" if self.total_steps else str(schedule)
         super().__init__(optimizer, partial(schedule.factor, steps=steps))
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Where it was another schedule or another length, this one goes on from the same step."""
-        described, total_steps = self.described, self.total_steps
-        super().load_state_dict(state_dict)
-        if described != self.described:
-            self.described, self.total_steps = described, total_steps
-            self.last_epoch -= 1
-            self.step()
 
 
 def schedule_over(optimizer: Optimizer, scheduler: Any, name: str, task: Task) -> StepSchedule:
@@ -54,3 +55,109 @@ def schedule_over(optimizer: Optimizer, scheduler: Any, name: str, task: Task) -
             "set trainer.max_steps"
         )
     return StepSchedule(optimizer, schedule, steps)
+
+
+# ---- of a run that is resumed
+
+
+def ends_with_training(scheduler: Any) -> bool:
+    """Whether one of its lengths ends with the training that is done, or before twice as much."""
+    has_known_end = getattr(scheduler, "total_steps", None) is not None
+    lengths = _lengths_of(scheduler)
+    return has_known_end or any(count <= length < 2 * count for _, length, count in lengths)
+
+
+def warn_of_end(scheduler: Any) -> None:
+    for name, length, count in _lengths_of(scheduler):
+        if count == length:
+            log.warning(
+                "%s has come to the end of its %s=%s, and the run goes on with what torch does "
+                "then; for a longer schedule set %s, and resume_anyway=true",
+                *(type(scheduler).__name__, name, length, name),
+            )
+
+
+def _lengths_of(scheduler: Any) -> list[tuple[str, int, int]]:
+    """Its lengths and those of its parts, by their names, each with how often that was stepped."""
+    return [] if scheduler is None else list(_lengths_in(scheduler.state_dict()))
+
+
+def _lengths_in(state: Any) -> Iterator[tuple[str, int, int]]:
+    if isinstance(state, Mapping):
+        for name, value in state.items():
+            if name in LENGTHS and "last_epoch" in state and value is not None:
+                yield name, value, state["last_epoch"]
+            for part in value if isinstance(value, list) else ():
+                yield from _lengths_in(part)
+
+
+def options_of(scheduler: Any) -> dict[str, Any]:
+    """What its constructor has decided: what is plain in the state of a new scheduler."""
+    return {} if scheduler is None else _options_in(scheduler.state_dict())
+
+
+def follows_count(scheduler: Any) -> bool:
+    """Whether the rates follow from how often it was stepped, and from its options."""
+    if (several := getattr(scheduler, "schedulers", None)) is not None:
+        return all(map(follows_count, several))
+    if scheduler is None or isinstance(scheduler, ReduceLROnPlateau):
+        return scheduler is None
+    parameters = inspect.signature(scheduler.step).parameters.values()
+    takes_nothing = all(each.default is not each.empty for each in parameters)
+    return isinstance(scheduler, LRScheduler) and takes_nothing
+
+
+def go_on(scheduler: Any, saved: Any, before: dict[str, Any], steps: int) -> None:
+    """Brings a new scheduler over a new optimizer, whose options are others than those `before`, to
+    where the `saved` one was: it is stepped as often, or `steps` times if that had no counter. One
+    that follows more than a count gets the saved state, with its own options.
+    """
+    if (several := getattr(scheduler, "schedulers", None)) is not None:
+        of_saved, of_before = (each["several"] for each in (saved, before))
+        for each, its, was in zip(several, of_saved, of_before, strict=True):
+            go_on(each, its, was, steps)
+    elif follows_count(scheduler):
+        count = _count(saved)
+        _step(scheduler, steps if count is None else count)
+    elif saved:
+        own, options = scheduler.state_dict(), options_of(scheduler)
+        changed = [name for name in options if options[name] != before.get(name)]
+        scheduler.load_state_dict({**saved, **{name: own[name] for name in changed}})
+
+
+def _step(scheduler: Any, steps: int) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the optimizer has made no step so far
+            for _ in range(steps if scheduler is not None else 0):
+                scheduler.step()
+    except ValueError as error:  # e.g. of OneCycleLR, which is shorter
+        raise UserError(
+            f"resume: {type(scheduler).__name__} can't go on at its step {steps}: {error}"
+        ) from error
+
+
+def _count(saved: Any) -> int | None:
+    """How often a scheduler was stepped, by its state; a ChainedScheduler's is in its parts."""
+    if not isinstance(saved, Mapping):
+        return None
+    parts = next((value for value in saved.values() if isinstance(value, list) and value), [None])
+    return saved["last_epoch"] if "last_epoch" in saved else _count(parts[0])
+
+
+def _options_in(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            name: _options_in(part)
+            for name, part in value.items()
+            if name not in NO_OPTIONS and not (str(name)[0] == "_" and _is_of_call(part))
+        }
+    if isinstance(value, list | tuple):
+        return [_options_in(part) for part in value]
+    return value if isinstance(value, bool | int | float | str) else None
+
+
+def _is_of_call(value: Any) -> bool:
+    """Whether a private value of torch's is a counter or a mark, or the newest rates."""
+    is_rates = isinstance(value, list) and all(isinstance(each, float) for each in value)
+    return isinstance(value, int) or (is_rates and bool(value))

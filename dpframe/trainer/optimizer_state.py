@@ -15,6 +15,8 @@ NAMES = "param_names"  # of a group, as torch's own optimizers over named parame
 # What torch's optimizers keep for each weight: these numbers, and tensors of the weight's size.
 NUMBERS = ("step", "eta", "mu", "mu_product")
 FACTORS = ("row_var", "col_var")  # Adafactor's
+Options = list[dict[str, Any]]
+"""Of each group."""
 
 
 class Mismatch(ValueError):
@@ -61,6 +63,58 @@ def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[
             for number, own in zip(order, here, strict=True)
         ],
     }
+
+
+def options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The numbers and texts among them, e.g. `lr` and `betas`."""
+    return [
+        {
+            name: value.clone() if isinstance(value, Tensor) else value
+            for name, value in group.items()
+            if _is_plain(value)
+        }
+        for group in optimizer.param_groups
+    ]
+
+
+def have_same_rates(optimizer: Optimizer, made: Options, before: Options) -> bool:
+    return all(
+        own.get(name) == was.get(name)
+        for own, was in zip(made, before, strict=True)
+        for name in {*own, *was}
+        if _is_rate(name, optimizer)
+    )
+
+
+def set_options(
+    optimizer: Optimizer, made: Options, before: Options, now: Options, *, with_rates: bool
+) -> None:
+    """Gives the groups the options that were `made` otherwise than `before`; `with_rates`, also
+    those that a scheduler decides. Either has the value of `now`, after the scheduler's steps.
+
+    A rate that follows more than a count is changed in proportion."""
+    for group, own, was, values in zip(optimizer.param_groups, made, before, now, strict=True):
+        for name, value in values.items():
+            has_changed = own.get(name) != was.get(name)
+            if with_rates and (_is_rate(name, optimizer) or value != own.get(name)):
+                group[name] = value
+            elif has_changed and name == "lr" and was["lr"]:
+                group["lr"] = group["lr"] * (own["lr"] / was["lr"])
+            elif has_changed:
+                group[name] = value
+
+
+def _is_rate(option: str, optimizer: Optimizer) -> bool:
+    """Whether it is `lr`, or what a scheduler has added to a group."""
+    return option == "lr" or option not in optimizer.defaults
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, Tensor):
+        return value.ndim == 0  # a rate may be one
+    return isinstance(value, bool | int | float | str | None)
 
 
 def group_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> list[int]:

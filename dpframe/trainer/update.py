@@ -1,6 +1,5 @@
 """An optimizer update: scaling, clipping, the fused step, and the learning rate's schedule."""
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,14 +16,17 @@ from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer import dynamo
-from dpframe.trainer.lr_schedule import StepSchedule
+from dpframe.trainer.lr_schedule import StepSchedule, follows_count, go_on, options_of, warn_of_end
 from dpframe.trainer.optimizer_state import (
     Mismatch,
     computed_as,
     group_order,
+    have_same_rates,
     in_order,
     keeps_own_type,
     named_state,
+    options_of_groups,
+    set_options,
 )
 from dpframe.trainer.optimizers import Made, fuse, unfuse_late
 from dpframe.trainer.outputs import IgnoredWeights, Measured, Weighting
@@ -86,6 +88,15 @@ class Update:
             and not self.is_plateau
             and (settings.scheduler_every == "step" or isinstance(self.scheduler, StepSchedule))
         )
+        self.options: dict[str, Any] = {  # as they were made, since training changes some
+            "groups": options_of_groups(self.optimizer),
+            "schedule": {
+                "kind": type(self.scheduler).__name__,
+                "steps": getattr(self.scheduler, "total_steps", None),
+                "by_step": self.schedules_steps,
+                "options": options_of(self.scheduler),
+            },
+        }
         self.clip_norm, self.clip_value = of_turn(name, settings.clip_norm, settings.clip_value)
         kind = type(self.optimizer).__name__
         if strategy.sharding is not None and (self.needs_closure or kind in NEEDS_WHOLE):
@@ -273,58 +284,49 @@ class Update:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler and self.scheduler.state_dict(),
             "scaler": self.scaler and self.scaler.state_dict(),
+            "options": self.options,
         }
 
     def load_state_dict(
         self, state: dict[str, Any], there: dict[str, Any], here: dict[str, Any]
     ) -> None:
-        """An optimizer or scheduler of another class than in `there` starts afresh."""
-        has_optimizer, has_scheduler, has_length = (
-            there.get(name) == kind for name, kind in self.kinds().items()
-        )
-        options = [
-            {**group, "lr": group.get("initial_lr", group["lr"])}
-            for group in self.optimizer.param_groups
-        ]
+        """What an optimizer of the same class has learned goes on. Options are those of here, and
+        where they decide the rates, these are as if they had been so from the start."""
+        optimizer, scheduler, made = self.optimizer, self.scheduler, self.options
+        saved, of_scheduler = self._own(state["optimizer"]), self._own(state["scheduler"])
+        before = self._own(state["options"]) if "options" in state else made
+        groups, schedule = before["groups"], before["schedule"]
+        has_optimizer, has_scheduler, _ = (there.get(n) == k for n, k in self.kinds().items())
         if has_optimizer:
-            own = self._own(state["optimizer"])
-            if has_scheduler and self.scheduler is not None:
-                self._refuse_other_order(own)
-            saved = self._adapted(self.optimizer, own)
-            self.optimizer.load_state_dict(saved)
-            if there.get("trainer.precision") == here["trainer.precision"]:
-                self._keep_types(saved)
-            align(self.optimizer)
-        goes_on = has_length or isinstance(self.scheduler, StepSchedule)
-        if self.scheduler is not None and has_scheduler and goes_on:
-            self.scheduler.load_state_dict(self._own(state["scheduler"]))
-        scaler = self._own(state["scaler"]) if has_optimizer else None
-        if self.scaler is not None and scaler is not None:
-            self.scaler.load_state_dict(scaler)
-        mine = f"optimizers.{self.name}" if self.name else "optimizer"
-        key = re.compile(rf"{mine}\.(groups\.(?P<group>[^.]+)\.)?(?P<option>\w+)$")
-        found = {match[0]: match for match in map(key.search, {*there, *here}) if match}
-        changed = {
-            (match["group"], match["option"])
-            for match in found.values()
-            if there.get(match.string) != here.get(match.string)
-        }
-        for index, group in enumerate(self.optimizer.param_groups):
-            has_own_rate = f"{mine}.groups.{group.get('name')}.lr" in found
-            whose = group["name"] if has_own_rate else None
-            for option in self.optimizer.defaults:
-                if option == "lr" and (whose, "lr") in changed:
-                    self._set_rate(index, options[index]["lr"])
-                elif option != "lr" and any(name == option for _, name in changed):
-                    group[option] = options[index][option]
-
-    def _refuse_other_order(self, saved: dict[str, Any]) -> None:
-        order = group_order(self._named, self.optimizer, saved)
-        if order != sorted(order):
-            raise Mismatch(
-                f"{type(self.scheduler).__name__} keeps its rates in the order of the optimizer's "
-                "groups, which is another one here"
-            )
+            order = group_order(self._named, optimizer, saved)
+            if has_scheduler and scheduler is not None and order != sorted(order):
+                raise Mismatch(
+                    f"{type(scheduler).__name__} keeps its rates in the order of the optimizer's "
+                    "groups, which is another one here"
+                )
+            groups = [groups[place] for place in order]
+        has_rates = has_optimizer and schedule == made["schedule"]
+        has_rates = has_rates and have_same_rates(optimizer, made["groups"], groups)
+        counts = follows_count(scheduler)
+        if has_rates and scheduler is not None:
+            scheduler.load_state_dict(of_scheduler)
+            if self.strategy.is_main:
+                warn_of_end(scheduler)
+        elif not has_rates:
+            is_told = schedule["by_step"] == self.schedules_steps if counts else has_scheduler
+            at = state["progress"]["global_step" if self.schedules_steps else "epoch"]
+            go_on(scheduler, of_scheduler if is_told else None, schedule["options"], at)
+        now = options_of_groups(optimizer)
+        if not has_optimizer:
+            return
+        adapted = self._adapted(optimizer, saved)
+        optimizer.load_state_dict(adapted)
+        if there.get("trainer.precision") == here["trainer.precision"]:
+            self._keep_types(adapted)
+        align(optimizer)
+        set_options(optimizer, made["groups"], groups, now, with_rates=counts and not has_rates)
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(self._own(state["scaler"]))
 
     def _own(self, states: dict[str, Any]) -> Any:
         return states[self.name] if self.name else states
@@ -351,16 +353,6 @@ class Update:
                 is_own = isinstance(value, Tensor) and keeps_own_type(name, self.optimizer)
                 if is_own and value.dtype != kept[name].dtype:
                     kept[name] = value.to(kept[name].device)
-
-    def _set_rate(self, index: int, rate: float) -> None:
-        """A changed learning rate of a group; a schedule continues in proportion to it."""
-        group = self.optimizer.param_groups[index]
-        before = group.get("initial_lr", group["lr"])
-        group["lr"] = group["lr"] * (rate / before) if before else rate
-        if "initial_lr" in group:
-            group["initial_lr"] = rate
-        if getattr(self.scheduler, "base_lrs", None):
-            self.scheduler.base_lrs[index] = rate
 
 
 class ByHand(Update):

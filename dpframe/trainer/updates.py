@@ -16,7 +16,12 @@ from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.update import ByHand, Update
 
-STATES = ("optimizer", "scheduler", "scaler")  # of an Update, and the keys in a checkpoint
+STATES = (
+    "optimizer",
+    "scheduler",
+    "scaler",
+    "options",
+)  # of an Update, and the keys in a checkpoint
 
 
 class Updates(dict[str, Update]):
