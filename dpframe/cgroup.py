@@ -13,6 +13,27 @@ def memory_limit(root: Path = ROOT) -> int | None:
     return min((limit for (limit,) in found), default=None)
 
 
+def memory_left(root: Path = ROOT) -> int | None:
+    """Of that limit, in bytes; what only caches files can be had. None: the machine's is it."""
+    left = []
+    for controller, *names in (
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ):
+        for folder in _folders(root, controller):
+            with suppress(OSError, ValueError):  # no such file, or "max"
+                limit, used = (int((folder / name).read_text()) for name in names)
+                left.append(max(0, limit - used + _cached(folder)))
+    return min(left, default=None)
+
+
+def _cached(folder: Path) -> int:
+    """The files that have not been read for a while, in this cgroup and those within it."""
+    pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    names = "inactive_file", "total_inactive_file"
+    return max((int(number) for name, number in pairs if name in names), default=0)
+
+
 def cpu_limit(root: Path = ROOT) -> float | None:
     """In cores, e.g. 2.5."""
     found = [*_numbers(root, "", "cpu.max")]

@@ -65,6 +65,8 @@ def begin_peak(device: torch.device) -> None:
 
 def free(device: torch.device) -> int | None:
     """The bytes that are free on a device; None where that is unknown."""
+    if device.type == "cpu":
+        return free_of_machine()
     module = torch.get_device_module(device)
     if device.type == "mps":  # memory of the machine's: as much of it as Apple recommends
         return module.recommended_max_memory() - module.driver_allocated_memory()
@@ -98,3 +100,14 @@ def machine(root: Path = cgroup.ROOT) -> int:
     """The bytes of this machine's memory, or of those that its container allows."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(whole, cgroup.memory_limit(root) or whole)
+
+
+def free_of_machine(root: Path = cgroup.ROOT) -> int | None:
+    """The bytes that programs can still get, as far as their container allows."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return None
+    left = cgroup.memory_left(root)
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min([*free, *([] if left is None else [left])], default=None)

@@ -86,3 +86,23 @@ def test_memory_and_cores_are_those_that_the_container_allows(tmp_path, monkeypa
     assert memory.machine(tmp_path) == min(machines, limit or machines)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(96)))
     assert cores(tmp_path) == max(1, int(quota or 96))
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_what_a_container_has_left_counts_what_only_caches_files(tmp_path, version):
+    of_machine = {"proc/meminfo": f"MemTotal: 99999999 kB\nMemAvailable: {8 * GIB // 1024} kB\n"}
+    mount = f"sys/fs/cgroup/{POD}" if version == 2 else f"sys/fs/cgroup/memory/{POD}"
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    box = {
+        "proc/self/cgroup": f"0::/{POD}\n" if version == 2 else f"4:memory:/{POD}\n",
+        f"{mount}/{names[0]}": f"{4 * GIB}\n",
+        f"{mount}/{names[1]}": f"{3 * GIB}\n",
+        f"{mount}/memory.stat": f"anon 7\n{names[2]} {GIB}\n",
+    }
+    for files, left in ((of_machine, 8 * GIB), (box, 2 * GIB)):
+        for name, content in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(content)
+        assert memory.free_of_machine(tmp_path) == left

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from dpframe import seeding
+from dpframe.data.copies import LARGE_BYTES
 from dpframe.data.generators import Generators
 from dpframe.data.module import leaves, set_epoch
 from dpframe.data.order import permutation
 
-LARGE_BYTES = 1 << 26  # of a tensor or an array of a stream that is not copied
 LOOKED_AT = 2  # rows from the first one on; of a data set with a length also a middle and the last
 CLOSE = 1e-3  # of floats, which other machines may compute a little otherwise
 

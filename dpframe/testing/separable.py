@@ -18,7 +18,7 @@ from dpframe.trainer.draws import NotCompared
 from dpframe.trainer.outputs import Measured, detached, one_loss
 from dpframe.trainer.placement import default_dtype
 from dpframe.trainer.put_back import put_back
-from dpframe.trainer.share_check import CUT, ROWS, Trial, picked
+from dpframe.trainer.trial import CUT, ROWS, Trial, picked
 
 EXACT = 1e-9  # of a difference that no rounding of float64 makes
 SIZES = f"{CUT} {ROWS - CUT}"

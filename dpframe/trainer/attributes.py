@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpframe.checkpoint.plain import PLAIN
-from dpframe.data.divided import LARGE_BYTES
+from dpframe.data.copies import LARGE_BYTES
 from dpframe.parameters import version_of
 from dpframe.task import Task
 from dpframe.trainer.put_back import OF_MODULES

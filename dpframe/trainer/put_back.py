@@ -1,52 +1,41 @@
-"""What a step may change is as before it: weights, buffers, attributes and generators."""
+"""What a step may change is as before it: buffers, attributes and generators. No weight is copied:
+a step that would change one in place is not tried."""
 
-import random
-import sys
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from dpframe.data.divided import LARGE_BYTES
-from dpframe.parameters import version_of
+from dpframe.data.copies import Copies
 from dpframe.task import Task
+from dpframe.trainer.draws import NotCompared
 
-KEPT_BYTES = 1 << 30  # of trained weights; larger ones are not expected to be changed by a step
-PLAIN = (bool, int, float, complex, str, bytes, type(None))
 OF_MODULES = {*vars(nn.Module())}  # torch's own attributes
-OF_OTHERS = ("dpframe", "lightning", "pytorch_lightning", "torch", "torchmetrics")
-DEEPEST = 4  # of what is in attributes
+FLAGS = {"requires_grad_", "detach_", "share_memory_"}  # which change no numbers
 
 
 @contextmanager
-def put_back(task: Task) -> Iterator[None]:
+def put_back(task: Task) -> Iterator[Copies]:
     """Within, the task has copies of its buffers and attributes, of which those that are one object
-    are one copy; afterwards it has the same objects again, as they were. Weights are put back."""
+    are one copy; afterwards it has the same objects again, as they were. Weights, and what is
+    large, are not copied."""
     modules = list(task.modules())
-    memo: dict[int, Any] = {id(each): each for each in chain(modules, task.parameters())}
-    held = [task.run_context]  # so that no id comes twice
-    trained = sum(p.nbytes for p in task.parameters() if p.requires_grad)
-    weights = [
-        (weight, weight.detach().clone(), version_of(weight))
-        for weight in task.parameters()
-        if not weight.requires_grad or trained < KEPT_BYTES
-    ]
+    copies = Copies([task.run_context, *modules, *task.parameters()])
     trains = [(weight, weight.requires_grad) for weight in task.parameters()]
     before = [_contents(vars(module)) for module in modules]
     buffers = [(m, *pair) for m in modules for pair in m.named_buffers(recurse=False)]
     for module, name, buffer in buffers:
-        setattr(module, name, memo.setdefault(id(buffer), buffer.detach().clone()))
+        setattr(module, name, copies.of(buffer))
     for module, (own, _) in zip(modules, before, strict=True):
         for name, value in own.items():
-            if name not in OF_MODULES and _is_copied(value):
-                vars(module)[name] = _copy(value, memo, held)
+            if name not in OF_MODULES:
+                vars(module)[name] = copies.of(value)
     try:
-        yield
+        yield copies
     finally:
         for module, (own, inner) in zip(modules, before, strict=True):
             vars(module).clear()
@@ -58,10 +47,6 @@ def put_back(task: Task) -> Iterator[None]:
             setattr(module, name, buffer)
         for weight, is_trained in trains:
             weight.requires_grad_(is_trained)
-        with torch.no_grad():
-            for weight, content, version in weights:
-                if version is None or version_of(weight) != version:
-                    weight.copy_(content)
 
 
 def _contents(own: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
@@ -71,46 +56,54 @@ def _contents(own: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]
     return dict(own), [(part, part.copy()) for part in parts if isinstance(part, dict | set)]
 
 
-def _copy(value: Any, memo: dict[int, Any], held: list[Any]) -> Any:
-    held.append(value)
-    try:
-        return deepcopy(value, memo)
-    except Exception:  # it stays the same object
-        return value
+class Unwritten(TorchFunctionMode):
+    """Within, what would change one of these tensors in place is not called."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._names = {_storage(tensor): name for name, tensor in tensors.items()}
+        self._names.pop(0, None)  # of empty ones
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for tensor in _written(function, args, kwargs or {}):
+            if isinstance(tensor, Tensor) and (name := self._names.get(_storage(tensor))):
+                raise NotCompared(f"it changes {name} in place, which can't be taken back")
+        return function(*args, **kwargs or {})
 
 
-def _is_copied(value: Any, depth: int = 0) -> bool:
-    """Numbers, text, tensors, arrays, generators, lists, dicts and the like of these, and objects
-    of the user's own that have only such; nothing that is large."""
-    if isinstance(value, (*PLAIN, torch.Generator, random.Random)):
-        return True
-    if isinstance(value, nn.Module):
-        return sum(tensor.nbytes for tensor in value.parameters()) <= KEPT_BYTES
-    if isinstance(value, Tensor) or _is_of_numpy(value):
-        is_dense = getattr(value, "layout", torch.strided) is torch.strided
-        return not is_dense or getattr(value, "nbytes", 0) <= LARGE_BYTES
-    if depth > DEEPEST:
-        return False
-    if isinstance(value, list | tuple | deque | set):
-        return all(_is_copied(each, depth + 1) for each in value)
-    if isinstance(value, dict):
-        return all(_is_copied(each, depth + 1) for each in value.values())
-    package = type(value).__module__.partition(".")[0]
-    if package in OF_OTHERS or callable(value) or not hasattr(value, "__dict__"):
-        return False
-    return all(_is_copied(each, depth + 1) for each in vars(value).values())
+def _written(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Sequence[Any]:
+    """What a function of torch's changes."""
+    name = getattr(function, "__name__", "")
+    if "out" in kwargs:
+        written = kwargs["out"]
+    elif name == "embedding" and kwargs.get("max_norm") is not None:
+        written = args[1]
+    elif (name[-1:] == "_" != name[-2:-1] and name not in FLAGS) or name == "__setitem__":
+        written = next(chain(args, kwargs.values()), ())
+    elif name == "__set__" and getattr(function, "__self__", None) is Tensor.data:
+        written = args[0]
+    else:
+        return ()
+    return written if isinstance(written, list | tuple) else (written,)
 
 
-def _is_of_numpy(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    kinds = () if numpy is None else (numpy.ndarray, numpy.generic, numpy.random.Generator)
-    return isinstance(value, kinds)
+def _storage(tensor: Tensor) -> int:
+    is_strided = tensor.layout is torch.strided
+    return tensor.untyped_storage().data_ptr() if is_strided else 0
 
 
 @contextmanager
 def widened(task: Task) -> Iterator[None]:
     """The floats of the task in float64, with the same tensors."""
-    tensors = [t for t in chain(task.parameters(), task.buffers()) if t.is_floating_point()]
+    tensors = floats_of(task)
     before = [tensor.data for tensor in tensors]
     try:
         for tensor in tensors:
@@ -119,3 +112,7 @@ def widened(task: Task) -> Iterator[None]:
     finally:
         for tensor, data in zip(tensors, before, strict=True):
             tensor.data = data
+
+
+def floats_of(task: Task) -> list[Tensor]:
+    return [t for t in chain(task.parameters(), task.buffers()) if t.is_floating_point()]
