@@ -5,6 +5,7 @@ import resource
 from collections import deque
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from share_fuzz import fuzz
 from small import SGD, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from dpframe import DataModule, Strategy, Task, UserError, memory
 from dpframe.strategies.data_parallel import DataParallel
@@ -350,6 +351,45 @@ def test_a_stream_is_read_by_a_copy_of_it():
         trained = fitted(Small(), Streamed(), strategy=TWO(), max_steps=3, share_check=check)
         curves.append(trained.task.state_dict())
     assert is_same(*curves)
+
+
+class Drawing(Dataset):
+    """Rows with noise of generators of its own, in a transform, too."""
+
+    def __init__(self) -> None:
+        self.x, self.y = Rows(20).train.tensors
+        self.lock, self.read = Lock(), list[int]()
+        self.draw = torch.Generator().manual_seed(1)
+        self.draws = {"python": random.Random(1), "numpy": np.random.RandomState(1)}
+        self.transform = SimpleNamespace(draw=np.random.default_rng(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, row: int) -> Any:
+        self.read.append(row)
+        noise = torch.rand(3, generator=self.draw) + self.draws["python"].random()
+        noise = noise + self.draws["numpy"].rand() + self.transform.draw.random()
+        return self.x[row] + noise, self.y[row]
+
+
+class DrawingData(Rows):
+    def __init__(self) -> None:
+        super().__init__(shuffle=False)
+        self.train = Subset(Drawing(), range(20))  # type: ignore[assignment]
+
+
+def drawn(strategy: Strategy, check: str) -> Any:
+    torch.manual_seed(0)
+    data = DrawingData()
+    made = fitted(Small(), data, strategy=strategy, share_check=check, max_steps=3)
+    return made.task.state_dict(), made.metrics, data.train.dataset.read
+
+
+@pytest.mark.parametrize("strategy", [TWO(), DDP(2, "cpu")])
+def test_what_a_data_set_draws_by_itself_is_the_same_with_it_and_without(strategy):
+    checked, free = (on(strategy, drawn, check) for check in ("strict", "off"))
+    assert is_same(checked[0], free[0]) and checked[1:] == free[1:]
 
 
 class Unique(Endless):

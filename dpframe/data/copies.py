@@ -63,7 +63,8 @@ class Copies:
             return deepcopy(value)
         if isinstance(value, HELD):
             raise TypeError(f"a {kind.__name__} has no copy")
-        is_known = isinstance(value, nn.Module | Dataset)
+        # Of which a part may be shared.
+        is_known = isinstance(value, nn.Module | Dataset) or hasattr(kind, "__getitem__")
         if isinstance(value, CODE) or not (is_known or hasattr(value, "__dict__")):
             return value
         if hasattr(kind, "__del__") or (package in OF_OTHERS and not is_known):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from dpframe import seeding
-from dpframe.data.copies import LARGE_BYTES
+from dpframe.data.copies import LARGE_BYTES, Copies
 from dpframe.data.generators import Generators
 from dpframe.data.module import leaves, set_epoch
 from dpframe.data.order import permutation
@@ -98,7 +98,9 @@ def unlike(
     """How the data set is another one in some process; empty if it is the same in all of them.
 
     Rows that are another each time they are read, or that can't be read, tell nothing, unless it
-    `is_said` that each process has rows of its own."""
+    `is_said` that each process has rows of its own. What is read is a copy, whose own generators go
+    on from one look to the next."""
+    dataset = Copies().of(dataset)
     own = look(dataset)
     looks = gather(own)
     said = "rows that can't be compared" if is_said and None in looks else ""

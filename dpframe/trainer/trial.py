@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from dpframe import memory, seeding
 from dpframe.accelerator import has_float64
 from dpframe.data import Share, move
+from dpframe.data.copies import Copies
 from dpframe.data.divided import first_of
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
@@ -312,6 +313,7 @@ def picked(dataset: Any, count: int) -> Iterator[list[Any]]:
         rows = _first(dataset, 2 * count)
         yield from (rows[at : at + count] for at in range(0, len(rows) - count + 1, count))
         return
+    dataset = Copies().of(dataset)  # it may draw, or open what it reads
     if len(dataset) < count:
         raise NotCompared(f"there are fewer than {count} rows")
     spread = [place * (len(dataset) - 1) // (count - 1) for place in range(count)]
