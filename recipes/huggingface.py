@@ -44,6 +44,7 @@ class HuggingFace(dpframe.Task):
         net: Any = self.net
         length = min(length, net.config.max_position_embeddings - text.shape[1])
         how = {"max_new_tokens": length, "do_sample": True, "temperature": temperature}
+        how |= {"synced_gpus": False, "use_cache": True}  # one rank of fsdp may write alone
         was_training = self.training
         self.eval()
         with seeding.seeded(seed):  # it draws from torch's own generator
@@ -58,10 +59,11 @@ class SaveAdapter(dpframe.Callback):
     needs_directory = True
 
     def on_fit_end(self, trainer: "dpframe.Trainer") -> None:
+        net: Any = trainer.task.net
+        state = trainer.whole_state_dict(net)
         if trainer.strategy.is_main:
             folder = Path(trainer.run.directory) / "adapter"
-            net: Any = trainer.task.net
-            net.save_pretrained(folder, save_embedding_layers=False)
+            net.save_pretrained(folder, state_dict=state, save_embedding_layers=False)
             print(f"adapter      {folder}", flush=True)
 
 

@@ -16,6 +16,7 @@ from forked import fresh, in_turn, limited, on
 from recorded import Recorder, once, weights, weights_apart
 from small import SGD, Adam, Hooks, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpframe import Strategy, Trainer, UserError, seeding
@@ -485,6 +486,49 @@ def test_callbacks_see_whole_weights():
     assert shown["val/samples"] == known["val/samples"]
 
 
+class Saves(Draws):
+    """Has the weights out of a hook, in which the task is called before and after that."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        self.on_validation_end(trainer)
+        before, net = self.drawn, trainer.task.net
+        self.whole, self.part = trainer.whole_state_dict(), trainer.whole_state_dict(net)
+        self.checkpoint = trainer.state_dict()["task"]
+        self.on_validation_end(trainer)
+        assert self.drawn == before
+        assert not any(isinstance(weight, DTensor) for weight in net.parameters())
+        self.said = [tried(module.state_dict) for module in (trainer.task, net, net.first)]
+
+
+def tried(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def saved(strategy: Strategy) -> dict[str, Any]:
+    saves = Saves()
+    made = trainer(make=Deep, strategy=strategy, precision="64", callbacks=[saves])
+    made.fit()
+    after = made.whole_state_dict()
+    main = strategy.is_main
+    return {**vars(saves), "after": after} if main else {}
+
+
+def test_a_hook_gets_whole_weights_to_save_and_never_this_ranks_part_of_them():
+    mine, wanted = of_ranks(3)["saved"], saved(CPU())
+    for name in ("whole", "part", "checkpoint", "after"):
+        assert mine[name].keys() == wanted[name].keys()
+        assert weights_apart(mine[name], wanted[name]) < EXACT, name
+    line = (
+        "state_dict() has this rank's part of each weight, in a hook that sees whole ones, too; "
+        "call trainer.whole_state_dict(MODULE) on every rank, and save what the main one gets"
+    )
+    assert mine["said"] == [line] * 3 and wanted["said"] == [""] * 3
+
+
 class Unmeasured(Rows):
     """Without a validation, which would run the task before a hook does."""
 
@@ -731,6 +775,7 @@ OF_RANKS: dict[int, dict[Any, tuple[Any, ...]]] = {
         **{name: way(name) for name in WAYS if name != "2 x 2 ranks"},
         "running statistics": (DDP(3, "cpu"), numbers_of, "running statistics"),
         "looked": (FSDP(3, "cpu"), looked),
+        "saved": (FSDP(3, "cpu"), saved),
         "refusals": (FSDP(3, "cpu"), refusals),
         "compiled": (FSDP(3, "cpu"), compiled, Towers),
     },

@@ -57,6 +57,7 @@ class Sharding:
     fused_optimizers = ("Adam", "AdamW")  # those whose fused kernels take shards
     _saving: GroupCollectives | None = field(default=None, init=False)  # of the threads that save
     _mesh: Any = field(default=None, init=False)
+    _gathered: Sequence[Any] = field(default=(), init=False)  # whose weights a hook has whole
 
     def __post_init__(self) -> None:
         self.scalars: dict[Any, list[Tensor]] = {}  # which are not cut, by their task
@@ -194,18 +195,53 @@ class Sharding:
     def whole_weights(self, task: Any) -> Iterator[None]:
         """Within, each process has the whole weights and may call the task by itself."""
         self.run_alone(task, lambda: None)  # torch knows the root by its first forward
-        modules = sharded_in(task)
+        before, modules = self._gathered, sharded_in(task)
         for module in modules:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
+        self._gathered = modules
+        holders = [
+            module for module in task.modules() if next(module.parameters(), None) is not None
+        ]
+        refusals = [each.register_state_dict_pre_hook(self._refuse_shards) for each in holders]
         try:
             yield
         finally:
+            self._gathered = before
+            for refusal in refusals:
+                refusal.remove()
             for module in modules:
                 is_root, choice = module is task, self.reshard_after_forward
                 reshards = not is_root if choice is None else choice
                 module.set_reshard_after_forward(reshards, recurse=False)
             task.reset_iter_state()  # lets go of the weights, and forgets what a rank alone called
+
+    def _refuse_shards(self, *_: Any) -> None:
+        if self._gathered:
+            raise UserError(
+                "state_dict() has this rank's part of each weight, in a hook that sees whole ones, "
+                "too; call trainer.whole_state_dict(MODULE) on every rank, and save what the main "
+                "one gets"
+            )
+
+    @contextmanager
+    def taking_shards(self) -> Iterator[None]:
+        """Within, a `state_dict()` may have them, in a hook that sees whole weights, too. Every
+        process does it."""
+        modules, self._gathered = self._gathered, ()
+        try:
+            yield
+        finally:
+            self._gathered = modules
+            for module in modules:
+                module.unshard()
+
+    def whole_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state with whole tensors on the main process, nothing elsewhere. Every
+        process has to call it."""
+        with self.taking_shards():
+            state = self.whole(module.state_dict())
+        return state if self.is_main else {}
 
     def run_alone(self, task: Any, call: Callable[..., Any], *args: Any) -> Any:
         """Within the task's gathering of its weights; every process does it, without a backward."""

@@ -1,14 +1,18 @@
 """What hooks read of the Trainer that they are given, and what they call."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
+
+from torch import nn
 
 from dpframe import memory
 from dpframe.data import Batch
 from dpframe.loggers import Logger
 from dpframe.metrics import numbers_of
 from dpframe.strategies.base import Strategy
+from dpframe.task import Task
 from dpframe.trainer.feed import Feed
 from dpframe.trainer.hooks import Hooks
 from dpframe.trainer.outputs import Measured
@@ -23,9 +27,10 @@ PHASES = {"validate": "validation", "test": "test", "predict": "prediction"}  # 
 
 
 class CallbackView:
-    """A Trainer inherits this. Hooks may also read its attributes `task`, `data`, `settings`,
-    `seed`, `callbacks` and `step_metrics`."""
+    """A Trainer inherits this. Hooks may also read its attributes `data`, `settings`, `seed`,
+    `callbacks` and `step_metrics`."""
 
+    task: Task
     strategy: Strategy
     run: RunInfo
     progress: Progress
@@ -132,12 +137,19 @@ class CallbackView:
         strategy.sync_weights(for_reading=True)
         logged_step, logged = self.recorder.last
         logged = logged if logged_step == self.global_step else {}
-        state = training.state.capture(self.metrics, logged)
-        if self.is_extra_validation:
-            # Only as training ended here: a resumed, longer run must not count it.
-            state["progress"]["validated_step"] = -1
-        self.hooks.call("on_save", self, state)
+        with nullcontext() if sharding is None else sharding.taking_shards():
+            state = training.state.capture(self.metrics, logged)
+            if self.is_extra_validation:
+                # Only as training ended here: a resumed, longer run must not count it.
+                state["progress"]["validated_step"] = -1
+            self.hooks.call("on_save", self, state)
         return state if sharding is None or not whole else sharding.whole(state)
+
+    def whole_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
+        """`state_dict()` of the task, or of a module in it, with whole weights under each strategy.
+        Every process calls it; where weights are sharded the main one alone gets something."""
+        module, sharding = module or self.task, self.strategy.sharding
+        return module.state_dict() if sharding is None else sharding.whole_state(module)
 
     def _read_losses(self, training: Training) -> None:
         """Checks the losses that were not read at once; waits for the GPU if there are any."""
