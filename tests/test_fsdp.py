@@ -489,15 +489,21 @@ def test_callbacks_see_whole_weights():
 class Saves(Draws):
     """Has the weights out of a hook, in which the task is called before and after that."""
 
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        net = trainer.task.net
+        self.said = [tried(module.state_dict) for module in (trainer.task, net, net.first)]
+
     def on_fit_end(self, trainer: Trainer) -> None:
         self.on_validation_end(trainer)
         before, net = self.drawn, trainer.task.net
-        self.whole, self.part = trainer.whole_state_dict(), trainer.whole_state_dict(net)
         self.checkpoint = trainer.state_dict()["task"]
+        self.part = trainer.whole_state_dict(net)
+        if trainer.strategy.is_main:  # as peft does within save_pretrained(…, state_dict=…)
+            self.names = list(net.first.state_dict())
+        self.whole = trainer.whole_state_dict()
+        assert not any(isinstance(weight, DTensor) for weight in net.parameters())
         self.on_validation_end(trainer)
         assert self.drawn == before
-        assert not any(isinstance(weight, DTensor) for weight in net.parameters())
-        self.said = [tried(module.state_dict) for module in (trainer.task, net, net.first)]
 
 
 def tried(call: Callable[[], object]) -> str:
@@ -527,6 +533,7 @@ def test_a_hook_gets_whole_weights_to_save_and_never_this_ranks_part_of_them():
         "call trainer.whole_state_dict(MODULE) on every rank, and save what the main one gets"
     )
     assert mine["said"] == [line] * 3 and wanted["said"] == [""] * 3
+    assert mine["names"] == wanted["names"]
 
 
 class Unmeasured(Rows):

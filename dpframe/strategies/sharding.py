@@ -58,6 +58,7 @@ class Sharding:
     _saving: GroupCollectives | None = field(default=None, init=False)  # of the threads that save
     _mesh: Any = field(default=None, init=False)
     _gathered: Sequence[Any] = field(default=(), init=False)  # whose weights a hook has whole
+    _has_given: bool = field(default=False, init=False)  # their state to that hook
 
     def __post_init__(self) -> None:
         self.scalars: dict[Any, list[Tensor]] = {}  # which are not cut, by their task
@@ -217,7 +218,8 @@ class Sharding:
             task.reset_iter_state()  # lets go of the weights, and forgets what a rank alone called
 
     def _refuse_shards(self, *_: Any) -> None:
-        if self._gathered:
+        """Not once a hook has the whole state: to save it, peft reads the names of another one."""
+        if self._gathered and not self._has_given:
             raise UserError(
                 "state_dict() has this rank's part of each weight, in a hook that sees whole ones, "
                 "too; call trainer.whole_state_dict(MODULE) on every rank, and save what the main "
@@ -233,7 +235,8 @@ class Sharding:
             yield
         finally:
             self._gathered = modules
-            for module in modules:
+            for module in modules:  # the main process alone may have cut some
+                module.reshard()
                 module.unshard()
 
     def whole_state(self, module: nn.Module) -> dict[str, Any]:
@@ -241,6 +244,7 @@ class Sharding:
         process has to call it."""
         with self.taking_shards():
             state = self.whole(module.state_dict())
+        self._has_given = True
         return state if self.is_main else {}
 
     def run_alone(self, task: Any, call: Callable[..., Any], *args: Any) -> Any:
