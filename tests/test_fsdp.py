@@ -394,6 +394,33 @@ def test_what_can_not_be_built_in_one_rank_is_refused_in_one_line(make, said):
     assert "\n" not in str(refused.value)
 
 
+class LateMomentum(Deep):
+    """A slow copy that a step begins to move later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow = nn.Linear(3, WIDTH).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        if self.global_step >= 4 and self.training:
+            with torch.no_grad():
+                self.slow.weight.add_(1.0)
+        return super().training_step(batch)
+
+
+def said_in_fit(strategy: Strategy, make: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as refused:
+        fitted(make(), strategy=strategy)
+    return str(refused.value)
+
+
+def test_a_change_of_weights_that_would_be_lost_is_refused_whenever_it_comes():
+    said = on(FSDP(2, "cpu"), said_in_fit, LateMomentum)
+    assert said.startswith(
+        "LateMomentum.training_step changes slow.weight, which fsdp has gathered"
+    )
+
+
 # Weights outside of their blocks
 
 

@@ -488,6 +488,26 @@ class Backward(lit.ByHand):
         first.step()
 
 
+class LateBackward(lit.ByHand):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        first.zero_grad()
+        loss = self.loss(batch)
+        loss.backward() if self.global_step >= 4 else self.manual_backward(loss)
+        first.step()
+
+
+class LooksFirst(lit.ByHand):
+    """Makes gradients that no optimizer sees."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, _ = self.optimizers()
+        self.loss(batch).backward()
+        first.zero_grad()
+        self.manual_backward(self.loss(batch))
+        first.step()
+
+
 class Differs(lit.Linear):
     def on_validation_epoch_end(self) -> None:
         self.log("val_here", float(self.global_rank))
@@ -575,6 +595,7 @@ def test_what_can_not_be_exact_is_refused_in_one_line(make, settings, line):
     "make, line",
     [
         (Backward, "steps SGD with gradients that differ between the ranks; call self.manual_b"),
+        (LateBackward, "steps SGD with gradients that differ between the ranks; call self.manual"),
         (Differs, "logs here in a hook, 0 on one rank and something else on another"),
         (lit.ByHand, "a batch of 1 rows leaves one without a row; set data.drop_last=true"),
     ],
@@ -582,6 +603,13 @@ def test_what_can_not_be_exact_is_refused_in_one_line(make, settings, line):
 def test_ranks_that_would_differ_are_refused_in_one_line(make, line):
     rows = 21 if make is lit.ByHand else lit.ROWS
     assert line in on(DDP(2, "cpu"), refused, make, rows)
+
+
+def test_gradients_that_no_optimizer_sees_may_be_a_ranks_own():
+    alone = ours(LooksFirst(), lit.Rows())
+    weights, _ = on(DDP(2, "cpu"), trained, LooksFirst, {})
+    for one, other in zip(alone.task.parameters(), weights, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)
 
 
 def refused(strategy: Any, make: Any, rows: int) -> str:

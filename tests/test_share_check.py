@@ -323,6 +323,10 @@ class Momentum(Small):
             self.move()
         return super().training_step(batch)
 
+    def on_batch_start(self, trainer: Any, batch: Any) -> None:
+        if self.hook == "on_batch_start":
+            self.move()
+
     def on_step_end(self, trainer: Any) -> None:
         if self.hook == "on_step_end":
             self.move()
@@ -338,6 +342,19 @@ def test_a_weight_that_each_replica_of_a_process_would_change_is_refused():
         torch.manual_seed(0)
         slow.append(fitted(Momentum("on_step_end"), strategy=strategy).task.slow.weight)
     assert torch.allclose(*slow, rtol=1e-5)
+
+
+class LateMomentum(Momentum):
+    def move(self) -> None:
+        if self.global_step >= 4:
+            super().move()
+
+
+def test_a_change_that_a_step_begins_to_make_later_is_refused_too():
+    said = r"LateMomentum.training_step changes slow.weight, which 2 replicas in one process share"
+    with pytest.raises(UserError, match=said):
+        fitted(LateMomentum("training_step"), strategy=TWO())
+    fitted(LateMomentum("on_batch_start"), strategy=TWO())  # once a batch, whatever the replicas
 
 
 def test_a_stream_is_read_by_a_copy_of_it():

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 
 from dpframe.errors import UserError
 from dpframe.lightning.module import family
+from dpframe.parameters import updated_by
 from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 
-CHECKED = 3  # first steps of each optimizer
+CHECKED = 3  # first steps of each optimizer, in which the ranks compare their gradients
 TOLERANCE = 1e-6
 
 
@@ -27,10 +28,18 @@ class ByHand:
         self.losses: list[Tensor] = []  # of the step at hand
         self.steps = 0  # of all optimizers together, as Lightning counts them
         self.steppers: list[Any] = []
+        self._is_shared = False  # the backward at hand
+        self._alone: set[int] = set()  # ids of weights with gradients of this rank alone
+        self._hooks: list[Any] = []
 
     def take(self, optimizers: Sequence[Optimizer]) -> None:
         self.steppers = []
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
         for optimizer in optimizers:
+            if self._strategy.world_size > 1:
+                self._hooks += map(self._watched, updated_by(optimizer))
             optimizer.register_step_post_hook(self._count)
             stepper = stepper_of(family(self.task.module))(optimizer)
             stepper.by_hand, stepper.looks = self, CHECKED
@@ -44,6 +53,7 @@ class ByHand:
             return module.backward(loss, *args, **options)
         weights = [weight for weight in module.parameters() if weight.requires_grad]
         before = [weight.grad for weight in weights]
+        self._alone -= {id(weight) for weight in weights if weight.grad is None}
         for weight in weights:
             weight.grad = None
         part = (
@@ -51,16 +61,24 @@ class ByHand:
             if current_share.rows
             else 1 / strategy.world_size
         )
+        self._is_shared = True
         module.backward(loss * part, *args, **options)
+        self._is_shared = False
         add_up(weights, strategy)
         for weight, earlier in zip(weights, before, strict=True):
             if earlier is not None:
                 weight.grad = earlier if weight.grad is None else earlier + weight.grad
         return None
 
-    def check(self, optimizer: Optimizer) -> None:
-        """Refuses gradients that the ranks have not shared, e.g. of a plain `loss.backward()`."""
+    def check(self, optimizer: Optimizer, *, together: bool) -> None:
+        """Refuses gradients that the ranks have not shared, e.g. of a plain `loss.backward()`.
+        Gradients that came without a backward are seen where the ranks look `together`."""
         if self._strategy.world_size == 1:
+            return
+        for weight in updated_by(optimizer) if self._alone else ():
+            if id(weight) in self._alone and weight.grad is not None:
+                self._refuse(optimizer)
+        if not together:
             return
         here = sum(
             float(weight.grad.double().abs().sum())
@@ -71,11 +89,24 @@ class ByHand:
         ranks = self._strategy.world_size
         (total,) = self._strategy.collectives.sum_numbers([here])
         if abs(total - ranks * here) > TOLERANCE * ranks * here:
-            raise UserError(
-                f"{type(self.task.module).__name__} steps {type(optimizer).__name__} with "
-                "gradients that differ between the ranks; call self.manual_backward(loss) instead "
-                "of loss.backward(), on all ranks as often"
-            )
+            self._refuse(optimizer)
+
+    def _refuse(self, optimizer: Optimizer) -> NoReturn:
+        raise UserError(
+            f"{type(self.task.module).__name__} steps {type(optimizer).__name__} with gradients "
+            "that differ between the ranks; call self.manual_backward(loss) instead of "
+            "loss.backward(), on all ranks as often"
+        )
+
+    def _watched(self, weight: Tensor) -> Any:
+        is_trained = weight.requires_grad
+        hook = weight.requires_grad_(True).register_post_accumulate_grad_hook(self._note)
+        weight.requires_grad_(is_trained)
+        return hook
+
+    def _note(self, weight: Tensor) -> None:
+        if not self._is_shared:
+            self._alone.add(id(weight))
 
     @property
     def _strategy(self) -> Strategy:
@@ -118,9 +149,8 @@ def stepper_of(package: str) -> Any:
         def step(self, closure: Callable[[], Any] | None = None, **options: Any) -> Any:
             def closed() -> Any:
                 value = closure() if closure is not None else None
-                if self.looks:
-                    self.looks -= 1
-                    self.by_hand.check(self.optimizer)
+                self.by_hand.check(self.optimizer, together=self.looks > 0)
+                self.looks -= 1
                 self.by_hand.task.module.on_before_optimizer_step(self.optimizer)
                 return value
 

@@ -1,8 +1,8 @@
 """One process a replica that keeps a part of each weight: torch's fully_shard, which is FSDP2."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from dpframe.data import Share, split
 from dpframe.errors import UserError, not_one_of, refuse_below
-from dpframe.parameters import changed_since, versions_of
+from dpframe.parameters import Watched
 from dpframe.strategies import absent
 from dpframe.strategies.devices import Gpus
 from dpframe.strategies.processes import Processes
@@ -24,7 +24,6 @@ OUTSIDE = (
     "sum over parameters(); use the optimizer's weight_decay for such a sum, or strategy.shard=[], "
     "which gathers all weights for the whole step"
 )
-CHECKED = 3  # first steps, in which a change of weights that would be lost is refused
 CHECKPOINTS = ("sharded", "whole")
 DTYPES = {"32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -262,7 +261,7 @@ class Gathering(nn.Module):
         self.strategy = strategy
         self.is_training = training
         self.is_watched = not training
-        self.to_check = CHECKED if training else 0
+        self.gathered = Watched(())  # weights that are whole within a training step
         has_buffers = next(step.task.buffers(), None) is not None
         self.syncs_buffers = training and strategy.broadcast_buffers and has_buffers
 
@@ -286,7 +285,8 @@ class Gathering(nn.Module):
         if not self.is_watched:
             self.is_watched = True
             self.strategy.watch(absent.ROOT, self.step.task, self.step.task)
-        gathered = gathered_in(self.step.task) if self.to_check else {}
+            self.gathered = Watched(gathered_in(self.step.task))
+        self.gathered.begin()
         try:
             result = self.step(*args)
         except RuntimeError as error:
@@ -294,27 +294,25 @@ class Gathering(nn.Module):
                 error.add_note(f"dpframe: {OUTSIDE}")
             raise
         _refuse_parts(result[1] if self.is_training else result)
-        if self.to_check:
-            self.to_check -= 1
-            refuse_lost(self.step.task, gathered)
+        if changed := self.gathered.changed():
+            refuse_lost(self.step.task, changed)
         if self.is_training:  # fully_shard warns of a loss that is a view
             loss, measured = result
             return loss.clone(), measured
         return result
 
 
-def gathered_in(task: nn.Module) -> dict[str, Any]:
-    """The versions of the weights that are whole within a step."""
-    return versions_of(pair for pair in task.named_parameters() if not isinstance(pair[1], DTensor))
+def gathered_in(task: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The weights that are whole within a step; torch gathers them into the same tensors again."""
+    return (pair for pair in task.named_parameters() if not isinstance(pair[1], DTensor))
 
 
-def refuse_lost(task: Any, before: dict[str, Any]) -> None:
-    if changed := changed_since(before):
-        kind = (task.own_class or type(task)).__name__
-        raise UserError(
-            f"{kind}.training_step changes {changed[0]}, which fsdp has gathered for this step "
-            "alone, so that the change would be lost; change it in on_step_end, or use strategy=ddp"
-        )
+def refuse_lost(task: Any, changed: str) -> NoReturn:
+    kind = (task.own_class or type(task)).__name__
+    raise UserError(
+        f"{kind}.training_step changes {changed}, which fsdp has gathered for this step alone, so "
+        "that the change would be lost; change it in on_step_end, or use strategy=ddp"
+    )
 
 
 def _refuse_parts(measured: Sequence[tuple[int, Any]]) -> None:

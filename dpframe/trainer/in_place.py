@@ -5,11 +5,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from dpframe.errors import UserError
-from dpframe.parameters import changed_since, versions_of
+from dpframe.parameters import Watched
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
-
-CHECKED = 3  # first times
 
 
 class InPlace:
@@ -21,22 +19,19 @@ class InPlace:
         self._replicas = strategy.replicas
         share = strategy.replicas > strategy.world_size and not strategy.logical_shares
         self.is_needed = share and not task.optimizes_by_hand
-        self._left = CHECKED if self.is_needed else 0
-        self._before: dict[str, Any] = {}
+        self._weights: Watched | None = None  # before the first time
 
     def begin(self, *args: Any) -> None:
-        if self._left:
-            self._before = versions_of(self._task.named_parameters())
+        if self._weights is None:
+            self._weights = Watched(self._task.named_parameters() if self.is_needed else ())
+        self._weights.begin()
 
     def end(self, *args: Any) -> None:
-        if not self._left:
-            return
-        self._left -= 1
-        if changed := changed_since(self._before):
+        if self._weights is not None and (changed := self._weights.changed()):
             kind = (self._task.own_class or type(self._task)).__name__
             way = "" if self._task.own_class else ", or change it in on_step_end"
             raise UserError(
-                f"{kind}.{self._what} changes {changed[0]}, which {self._replicas} replicas in one "
+                f"{kind}.{self._what} changes {changed}, which {self._replicas} replicas in one "
                 f"process share: each would change it in every step; use strategy=ddp{way}"
             )
 

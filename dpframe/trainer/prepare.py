@@ -97,7 +97,7 @@ def make_training(
     guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
     in_place = InPlace(task, strategy)
     if in_place.is_needed:
-        on_batch_start = [in_place.begin, *on_batch_start]
+        on_batch_start = [*on_batch_start, in_place.begin]
         on_batch_end = [in_place.end, *on_batch_end]
     is_cuda = strategy.device.type == "cuda"
     step = Step(
