@@ -11,6 +11,7 @@ from typing import Any
 import forked
 import pytest
 import torch
+from command import attempts
 from torch import nn
 
 import dpframe
@@ -363,6 +364,23 @@ def test_overfit_brings_the_loss_of_one_batch_down_and_validates_once(tmp_path):
     assert losses[-1] < losses[0] / 100
     assert losses[-10:] == sorted(losses[-10:], reverse=True)  # of one and the same batch
     assert [int(row["step"]) for row in rows if row["val/loss"]] == [100]
+
+
+def test_the_words_best_and_last_name_no_run_of_debug_or_overfit(tmp_path):
+    """Not even of one in which the checkpoint's keys are typed; a test reads all rows."""
+    line = ["recipe=boston", "logger=none", "callbacks.checkpoint.keep=2"]
+    short = "trainer.max_epochs=1"
+    runs = [[], ["experiment=debug"], ["experiment=overfit"]]
+    lines = [
+        [*line, short, *run, f"hydra.run.dir=outputs/boston/{n}"] for n, run in enumerate(runs)
+    ]
+    lines += [["recipe=boston", "mode=test", "checkpoint=best"]]
+    lines += [["recipe=boston", "resume=last", "trainer.max_epochs=2"]]
+    *trained, tested, resumed = attempts(lines, tmp_path)
+    assert [each.code for each in (*trained, tested, resumed)] == [0] * 5, tested.err + resumed.err
+    assert "checkpoint  outputs/boston/0/checkpoints/best.ckpt, step " in tested.out
+    assert "resume=last is outputs/boston/0/checkpoints/" in resumed.out
+    assert not [*tmp_path.glob("outputs/boston/[12]/checkpoints")]
 
 
 # shapes
