@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 from attempted import attempted
 from forked import fresh
-from small import fitted
+from small import Hooks, fitted
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -111,6 +111,7 @@ def test_each_run_is_one_hparams_row_with_its_final_metrics(tmp_path):
         hparams = {"lr": lr, "epochs": 3, "nesterov": True, "recipe": "boston"}
         logger = opened(tmp_path / name, hparams=hparams)
         logger.log({"val/loss": lr * 2}, step=7)
+        logger.log({"test/loss": lr * 3}, step=7)
         logger.close({"val/loss": lr * 2, "test/loss": lr * 3}, succeeded=name == "a")
     first, second = session_groups(tmp_path)
     assert [group.sessions[0].status for group in (first, second)] == [
@@ -279,6 +280,46 @@ def test_a_resumed_table_drops_the_rows_that_are_written_anew(tmp_path):
         ("1", "1.0", ""),
         ("2", "", "2.0"),
     ]
+
+
+@pytest.mark.parametrize("kind", [CSV, TensorBoard])
+def test_numbers_of_a_step_that_failed_are_written_at_no_other_step(tmp_path, kind):
+    """The epoch's own are measured by then, and nobody has logged them."""
+    hook = Hooks(on_validation_end=lambda trainer: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fitted(loggers=[kind()], callbacks=[hook], directory=tmp_path, log_every=2)
+    if kind is CSV:
+        rows = table(tmp_path)
+        assert [row["step"] for row in rows] == ["2", "4"]
+        assert all(name.startswith("step") for name in rows[0])
+    else:
+        accumulator = EventAccumulator(str(tmp_path)).Reload()
+        assert all(name.startswith("step/") for name in accumulator.scalars.Keys())
+
+
+TORN = {
+    "zeros": b"\0" * 40 + b"\n",
+    "a half row and zeros": b"3,0.2" + b"\0" * 40 + b"\n",
+    "a blank line": b"\n",
+    "a row with too few cells": b"3\n",
+    "what is no text": b"3,\xff\xfe,1.0\n",
+}
+
+
+@pytest.mark.parametrize("torn", TORN.values(), ids=TORN)
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_resumed_table_goes_on_without_the_rows_that_a_power_cut_has_torn(
+    tmp_path, torn, is_last
+):
+    good = b"1,0.5,\n2,nan,0.25\n"
+    content = good + torn if is_last else torn + good
+    (tmp_path / "metrics.csv").write_bytes(b"step,train/loss,val/loss\n" + content)
+    logger = opened(tmp_path, CSV(), purge_step=4)
+    logger.log({"train/loss": 0.125}, step=4)
+    logger.close({}, succeeded=True)
+    assert (tmp_path / "metrics.csv").read_text() == (
+        "step,train/loss,val/loss\n1,0.5,\n2,nan,0.25\n4,0.125,\n"
+    )
 
 
 def test_csv_has_one_row_for_a_step_that_is_logged_twice(tmp_path):

@@ -80,7 +80,7 @@ class CSV(Logger):
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         missing = {name: value for name, value in metrics.items() if name not in self._logged}
-        if missing:
+        if missing and succeeded:  # after an error they may be of a later step
             self.log(missing, step=self._last_step)
         self.flush()
 
@@ -99,7 +99,8 @@ class CSV(Logger):
         if header[:1] != ["step"]:
             return  # it is no such table; the first flush replaces it
         self._columns = header
-        self._replace([row for row in rows if purge_step is None or int(row[0]) < purge_step])
+        whole = [row for row in rows if _is_whole(row, len(header))]
+        self._replace([row for row in whole if purge_step is None or int(row[0]) < purge_step])
 
     def _widen(self, added: list[str]) -> None:
         rows = _read(self._path)[1] if len(self._columns) > 1 else []
@@ -113,6 +114,15 @@ class CSV(Logger):
 
 def _read(path: Path) -> tuple[list[str], list[list[str]]]:
     """The header and the rows, without the half row that a killed process may leave."""
-    whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+    whole = path.read_text(encoding="utf-8", errors="replace").rpartition("\n")[0]
     rows = list(csv.reader(whole.splitlines()))
     return (rows[0], rows[1:]) if rows else ([], [])
+
+
+def _is_whole(row: list[str], width: int) -> bool:
+    """A power cut may leave zeros, or anything, in place of what was written last."""
+    try:
+        numbers = [float(cell) for cell in row[1:] if cell]
+    except ValueError:
+        return False
+    return len(row) == width and row[0].isdecimal() and len(numbers) > 0

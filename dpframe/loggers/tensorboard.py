@@ -176,7 +176,7 @@ class TensorBoard(Logger):
 
     def close(self, metrics: dict[str, float], *, succeeded: bool) -> None:
         missing = {tag: value for tag, value in metrics.items() if tag not in self._logged}
-        if missing:
+        if missing and succeeded:  # after an error they may be of a later step
             self.log(missing, step=self._last_step)
         if not self._has_results:  # but those of training, perhaps
             self._log_results(metrics)
