@@ -82,10 +82,12 @@ def _seed(generator: Any, seed: int) -> None:
 
 
 def _state(generator: Any) -> Any:
-    if bits := getattr(generator, "bit_generator", None):
-        return bits.state
-    is_of_python = isinstance(generator, random.Random)
-    return generator.getstate() if is_of_python else generator.get_state()
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    return bits.state if bits else generator.get_state(legacy=False)
 
 
 def _restore(generator: Any, state: Any) -> None:
