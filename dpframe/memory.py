@@ -5,7 +5,9 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,6 +56,12 @@ def peak(device: torch.device) -> int | None:
     count them."""
     most = getattr(torch.get_device_module(device), "max_memory_allocated", None)
     return None if device.type == "cpu" or most is None else int(most(device))
+
+
+def peaks(strategy: Any) -> list[int] | None:
+    """On each of the devices of all processes, in the main one; every process calls it."""
+    here = [peak(device) for device in strategy.local_devices]
+    return None if None in here else list(chain(*strategy.collectives.gather(here)))
 
 
 def begin_peak(device: torch.device) -> None:

@@ -33,6 +33,8 @@ FILES = {
     "watchdog",
 }
 TESTS = {
+    "test_what_can_not_be_seeded_draws_as_it_does",
+    "test_the_generators_of_this_process_stay_as_they_are",
     "test_the_places_of_tensors_are_those_of_dcps_index",
     "test_callbacks_of_one_class_keep_their_own_states_in_whatever_order_they_stand",
     "test_the_keys_that_the_page_names_are_there",

@@ -158,7 +158,7 @@ def trainer(
     loggers: list[Logger] | None = None,
     strategy: Strategy | None = None,
     seed: int = 0,
-    directory: Any = ".",
+    directory: Any = "",
     interruption: Any = None,
     **settings: Any,
 ) -> Trainer:

@@ -37,7 +37,7 @@ def test_errors_of_a_full_memory_are_known(error, expected):
 
 def test_the_cpu_counts_no_tensors(capsys):
     made = fitted(strategy=CPU(), callbacks=[Progress()])
-    assert made.peak_memory() is None
+    assert memory.peaks(made.strategy) is None
     assert re.fullmatch(LINE, capsys.readouterr().out.splitlines()[-1])
 
 
@@ -69,7 +69,8 @@ def test_the_most_that_tensors_took_on_each_gpu_is_told(capsys, kind):
     strategy.setup()
     memory.begin_peak(strategy.device)
     data = Rows(40, 10)
-    peaks = fitted(Large(), data, strategy=strategy, callbacks=[Progress()]).peak_memory()
+    made = fitted(Large(), data, strategy=strategy, callbacks=[Progress()])
+    peaks = memory.peaks(made.strategy)
     assert len(peaks) == len(strategy.devices)
     assert all(8 * MIB <= peak < MOST for peak in peaks), peaks
     last = capsys.readouterr().out.splitlines()[-1]
@@ -85,7 +86,7 @@ def in_a_rank() -> list[int]:
     strategy = two_at_most()
     strategy.setup()
     try:
-        return fitted(Large(), Rows(40, 10), strategy=strategy).peak_memory()
+        return memory.peaks(fitted(Large(), Rows(40, 10), strategy=strategy).strategy)
     finally:
         strategy.close()
 

@@ -105,7 +105,9 @@ class Progress(Callback):
     def on_fit_end(self, trainer: "Trainer") -> None:
         self._draw(trainer)
         self._stop(trainer)
-        peaks = trainer.peak_memory()
+        from dpframe.memory import peaks as peaks_of
+
+        peaks = peaks_of(trainer.strategy)
         if not trainer.strategy.is_main:
             return
         if trainer.stop_reason:

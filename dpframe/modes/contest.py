@@ -106,7 +106,7 @@ def train(job: Composed, name: str) -> Entry:
             strategy.devices,
             rate,
             None if rows is None else rows / rate,
-            trainer.peak_memory(),
+            memory.peaks(trainer.strategy),
             dict(trainer.metrics),
         )
 

@@ -225,7 +225,7 @@ def _summarize(
         "recipe": job.settings.recipe,
         "status": "finished",
         **facts,
-        "peak_memory": trainer.peak_memory(),
+        "peak_memory": memory.peaks(trainer.strategy),
         "metrics": trainer.metrics,
         "checkpoint": trainer.checkpoint if is_fit else job.start and str(job.start),
         "directory": trainer.run.directory,

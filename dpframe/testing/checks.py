@@ -9,16 +9,10 @@ import torch
 
 from dpframe import checkpoint
 from dpframe.errors import UserError, suggestion
+from dpframe.testing import distance
 from dpframe.testing import reference as plain
 from dpframe.testing.course import TOLERANCE
-from dpframe.testing.distance import (
-    Apart,
-    largest,
-    logs_apart,
-    nests_apart,
-    relative,
-    weights_apart,
-)
+from dpframe.testing.distance import Apart, largest, nests_apart, relative
 from dpframe.testing.evidence import Evidence, Finding, Outcome, format_count, format_list
 from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, run_alone
 
@@ -126,7 +120,7 @@ def checkpoints(evidence: Evidence) -> Outcome:
         if run.resumed.unlike:
             cause = f"{what}'s {run.resumed.unlike} is not what was saved once it is read again"
             return outcome("unlike", f"{cause}: state_dict or load_state_dict loses it")
-        apart = weights_apart(run.resumed.weights, run.weights, course.tolerance)
+        apart = distance.weights_apart(run.resumed.weights, run.weights, course.tolerance)
         most = max(most, apart.most)
         if apart.where:
             why = "state_dict or load_state_dict loses something"
@@ -251,11 +245,11 @@ def _weights(evidence: Evidence, name: str) -> Apart:
     course, runs = evidence.courses[name], evidence.of_each(name)
     actual, causes = runs[0].weights, []
     tolerance = evidence.tolerance if name == "recipe" else course.tolerance
-    apart = weights_apart(actual, evidence.expected(name).weights, tolerance)
+    apart = distance.weights_apart(actual, evidence.expected(name).weights, tolerance)
     if apart.where:
         causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
     kept = [run.weights for run in runs] if course.is_small else [actual]
-    strays = [weights_apart(weights, actual, course.tolerance).most for weights in kept]
+    strays = [distance.weights_apart(weights, actual, course.tolerance).most for weights in kept]
     if max(strays) > course.tolerance:
         rank = strays.index(max(strays))
         causes.append(f"rank {rank} ends with other ones than rank 0 ({max(strays):.1e} apart)")
@@ -276,7 +270,7 @@ def _log(evidence: Evidence, name: str, part: str) -> Apart:
     others = evidence.separable.others if name == "recipe" else frozenset()
     names = {key for key in expected.log if key.endswith("/loss") == (part == "loss")}
     comparable = _comparable(names, others)
-    apart = logs_apart(evidence.main[name].log, expected, comparable, course.tolerance)
+    apart = distance.logs_apart(evidence.main[name].log, expected, comparable, course.tolerance)
     return Apart(apart.most, apart.where and f"{course.recipe.name}: {apart.where}")
 
 
@@ -326,7 +320,7 @@ def evaluation(evidence: Evidence) -> Outcome:
             causes.append(str(error))
             continue
         comparable = _comparable(expected.log, others)
-        apart = logs_apart(run.validated, expected, comparable, course.tolerance)
+        apart = distance.logs_apart(run.validated, expected, comparable, course.tolerance)
         most = max(most, apart.most)
         if apart.where:
             causes.append(
@@ -355,16 +349,13 @@ def _why_evaluated(evidence: Evidence, name: str) -> str:
 
 
 def statistics(evidence: Evidence) -> Outcome:
-    """What BatchNorm counts, it counts once a batch, however many replicas compute it."""
+    """BatchNorm counts a batch once, however many replicas compute it."""
     course, weights = evidence.courses["watched"], evidence.main["watched"].weights
-    counted = int(next(t for name, t in weights.items() if name.endswith("num_batches_tracked")))
+    counted = next(int(t) for name, t in weights.items() if name.endswith("num_batches_tracked"))
     due = course.epochs * course.rows // course.batch_size
-    cause = (
-        f"the kit's BatchNorm has counted {counted} batches, and {due} are due: of replicas that "
-        "share buffers only the first may change them, and no evaluation may"
-    )
-    measured = f"{counted} of {format_count(due, 'batch')}"
-    return Outcome("batches that BatchNorm counts", measured, cause if counted != due else "")
+    cause = "of replicas that share buffers the first alone may change them, and no evaluation may"
+    told = f"{counted} of {format_count(due, 'batch')}"
+    return Outcome("batches that BatchNorm counts", told, "" if counted == due else cause)
 
 
 # ---- logical shares: bits

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 from torch import nn
 
-from dpframe import memory
 from dpframe.data import Batch
 from dpframe.loggers import Logger
 from dpframe.metrics import numbers_of
@@ -117,14 +115,6 @@ class CallbackView:
         self.metrics.update(numbers)
         if self.recorder.is_open:
             self._record(numbers)
-
-    def peak_memory(self) -> list[int] | None:
-        """The peak memory of tensors on each of `strategy.devices` in bytes, on the main process;
-        None on the CPU. Every process has to call it."""
-        here = [memory.peak(device) for device in self.strategy.local_devices]
-        if None in here:
-            return None
-        return list(chain.from_iterable(self.strategy.collectives.gather(here)))
 
     def state_dict(self, *, whole: bool = True) -> dict[str, Any]:
         """All that decides the rest of training. Every process calls it, and the main one gets it.

@@ -25,7 +25,7 @@ from dpframe.data.copies import Copies
 from dpframe.data.divided import first_of
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
-from dpframe.parameters import changed_since, versions_of
+from dpframe.parameters import Watched
 from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import DataParallel, Replicas
@@ -245,7 +245,8 @@ class Trial:
     def _trying(self, strategy: Any) -> Iterator[None]:
         """Everything is as before, before and after."""
         context = self.task.run_context
-        weights = versions_of(self.task.named_parameters())
+        weights = Watched(self.task.named_parameters())
+        weights.begin()
         try:
             with ExitStack() as stack:
                 self._shared = stack.enter_context(put_back(self.task)).shared
@@ -255,9 +256,9 @@ class Trial:
                 self.task.run_context = TaskContext(self.progress, strategy, seed=context.seed)
                 yield
         finally:
-            if self.strategy.sharding is None and (changed := changed_since(weights)):
+            if self.strategy.sharding is None and (changed := weights.changed()):
                 raise Moved(
-                    f"{type(self.task).__name__}.training_step changes {changed[0]} in place, "
+                    f"{type(self.task).__name__}.training_step changes {changed} in place, "
                     "which the share check can neither foresee nor take back; "
                     "trainer.share_check=off leaves it out"
                 )
