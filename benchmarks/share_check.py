@@ -19,6 +19,7 @@ from dpframe import Task
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.share_check import judge
+from dpframe.trainer.trial import Trial
 
 WIDTH = 1024
 MIB = 2**20
@@ -59,7 +60,7 @@ def measure(mib: int, frozen: float, dtype: torch.dtype, adds_up: bool) -> tuple
         task = Deep(size, frozen, dtype, adds_up=adds_up)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         began = time.perf_counter()
-        judge(task, strategy, source, [""], Progress(), "on")
+        judge([(Trial(task, strategy, Progress()), source)], "on")
         seconds = time.perf_counter() - began
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         results.append((sum(each.nbytes for each in task.parameters()), grown, seconds))

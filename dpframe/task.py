@@ -148,10 +148,10 @@ class Task(RowsOfBatch, nn.Module):
             f"{type(self).__name__} has no training_step; a Task that is fitted needs one"
         )
 
-    def step_alone(self, *args: Any) -> Output:
-        """What the share check calls, before a run: a training step without what belongs to a run.
-        All that it changes is put back."""
-        return self.training_step(*args)
+    def step_alone(self, step: str, *args: Any, **named: Any) -> Output:
+        """What the share check calls, before a run: a training, validation or test step without
+        what belongs to a run. All that it changes is put back."""
+        return getattr(self, step)(*args, **named)
 
     def validation_step(self, batch: Any) -> Output:
         """What is measured on a batch; without one of its own, what `training_step` returns."""

@@ -20,7 +20,7 @@ from dpframe import Task
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.share_check import NOT_COMPARED, judge
-from dpframe.trainer.trial import CUT, EXACT, ROUNDINGS, ROWS
+from dpframe.trainer.trial import CUT, EXACT, ROUNDINGS, ROWS, Trial
 
 ROW_LOSSES: list[Callable[..., Tensor]] = [
     lambda f, x, y, k: (f - y).square(),
@@ -190,7 +190,7 @@ def judged(program: Program, dtype: torch.dtype) -> tuple[Any, float]:
     strategy.dtype = dtype
     task, dataset = Step(program, dtype), data_of(program)
     source: Any = SimpleNamespace(dataset=dataset, collate=default_collate)
-    verdict = judge(task, strategy, source, [""], Progress(), "on")
+    verdict = judge([(Trial(task, strategy, Progress()), source)], "on")
     return verdict, difference(program, task, dataset) if program.planted else 0.0
 
 

@@ -1,6 +1,7 @@
 """The share check: a loss that depends on how rows are shared is noticed before the first step."""
 
 import random
+import re
 import resource
 from collections import deque
 from functools import partial
@@ -21,12 +22,14 @@ from torch.nn import functional
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate
 
 from dpframe import DataModule, Strategy, Task, UserError, memory
+from dpframe.callbacks import Checkpoint, EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer import share_check
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.share_check import judge
+from dpframe.trainer.trial import Trial
 
 TWO = partial(DataParallel, 2, "cpu")
 
@@ -179,7 +182,7 @@ def judged(of: Any, mode: str = "on", dtype: torch.dtype = torch.float32) -> Any
     source = type("Source", (), {})()
     source.dataset, source.collate = Made().train_dataset(), Made().collate
     torch.manual_seed(0)
-    return judge(Step(of, dtype), strategy, source, [""], Progress(), mode)
+    return judge([(Trial(Step(of, dtype), strategy, Progress()), source)], mode)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -257,6 +260,91 @@ class Pair(Summed):
 def test_each_turn_is_tried_and_named():
     with pytest.raises(UserError, match="the loss of Pair of turn last depends on how its rows"):
         fitted(Pair(), strategy=TWO())
+
+
+class Measured(Small):
+    """Its validation has numbers that are no means over rows, as has its test."""
+
+    def validation_step(self, batch: list[Tensor], name: str) -> dict[str, Any]:
+        error = (self.net(batch[0])[:, 0] - batch[1]).abs()
+        far = {"far": error.max()} if name in ("", "far") else {}
+        return {"loss": error.square().sum(), "mae": error.mean(), **far}
+
+
+class TwoSets(Rows):
+    def val_dataset(self) -> Any:
+        return {"near": self.held_out, "far": self.held_out}
+
+
+def warned(caplog: Any) -> list[str]:
+    lines = [re.sub(r" \(.*?\)", "", record.getMessage()) for record in caplog.records]
+    caplog.clear()
+    return lines
+
+
+def test_a_number_of_a_validation_that_is_no_mean_is_told_with_who_reads_it(caplog):
+    mean = "on 2 replicas it is the mean of what their shares give"
+    way = "; log a torchmetric, or gather the rows"
+    callbacks = [Checkpoint(), EarlyStopping(monitor="val/far")]
+    made = trainer(Measured(), strategy=TWO(), callbacks=callbacks, max_steps=1)
+    made.prepare()
+    keys = "callbacks.checkpoint.monitor", "callbacks.early_stopping.monitor"
+    assert warned(caplog) == [
+        f"val/loss of Measured is no mean over rows: {mean}, which {keys[0]} will read{way}",
+        f"val/far of Measured is no mean over rows: {mean}, which {keys[1]} will read{way}",
+    ]
+    for _ in range(2):
+        made.validate()  # which has been looked at
+        made.test()
+    names = "loss", "far"
+    assert warned(caplog) == [
+        f"test/{name} of Measured is no mean over rows: {mean}{way}" for name in names
+    ]
+    trainer(Measured(), TwoSets(), strategy=TWO()).validate()
+    names = "near/loss", "far/loss", "far/far"
+    assert warned(caplog) == [
+        f"val/{name} of Measured is no mean over rows: {mean}{way}" for name in names
+    ]
+    with pytest.raises(UserError, match=r"^val/loss of Measured .* trainer.share_check=on warns"):
+        trainer(Measured(), strategy=TWO(), share_check="strict").validate()
+    trainer(Small(), strategy=TWO(), share_check="strict").validate()
+    trainer(Measured()).validate()
+    assert warned(caplog) == []
+
+
+LATER: dict[str, tuple[Any, int]] = {
+    "from the second epoch on": (lambda task: task.epoch >= 1, 5),
+    "in the last epoch": (lambda task: task.epoch == 3, 19),
+    "as the steps go on": (lambda task: task.global_step / 1000, 5),
+}
+
+
+@pytest.mark.parametrize("when", LATER)
+def test_a_loss_that_depends_on_the_shares_later_on_is_refused_at_once(when):
+    how_much, step = LATER[when]
+
+    class Warming(Small):
+        def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+            output = super().training_step(batch)
+            return {"loss": output["loss"] * (1 + how_much(self) * len(batch[0]))}
+
+    said = rf"the loss of Warming depends on how its rows are shared at step {step} \("
+    with pytest.raises(UserError, match=said):
+        fitted(Warming(), strategy=TWO(), max_epochs=4)
+
+
+def test_a_step_that_can_not_be_tried_later_on_is_said():
+    class Ending(Small):
+        def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+            if self.epoch:
+                raise ValueError("the curriculum has one epoch")
+            return super().training_step(batch)
+
+    made = trainer(Ending(), strategy=TWO(), max_epochs=4)
+    assert made.prepare().notes == [
+        "the share check has not compared the loss at step 5: a step of a few rows says: the "
+        "curriculum has one epoch"
+    ]
 
 
 def refused_in_ranks(strategy: Strategy) -> str:
@@ -564,7 +652,7 @@ def weighed(kind: str, dtype: torch.dtype, multiplies: bool, free: int) -> tuple
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with patch.object(memory, "free", return_value=free):
-            verdict = judge(task, strategy, source, [""], Progress(), "on")
+            verdict = judge([(Trial(task, strategy, Progress()), source)], "on")
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     return verdict, grown / 2**28
 

@@ -63,7 +63,7 @@ class Loader:
         read. `timeout_seconds` is how long to wait for a worker, 0: without end. `options` are
         those of a DataLoader. With a `tally` the processes count the rows of each of a stream's
         batches: together, those of a division; else each has to have as many."""
-        rows = Rows(dataset, collate)
+        self.rows = rows = Rows(dataset, collate)
         self.order = order_of(
             dataset, batch_size, shuffle, seed, sampler, agree, drop_last=drop_last, label=label
         )
@@ -96,7 +96,6 @@ class Loader:
         self.reads_ahead = rows.are_tensors or workers.processes > 0
         self.division = division
         self._tally = tally
-        self._rows = rows
         self._drop_last = drop_last
         self._reader: Reader | None = None
         if rows.is_stream:
@@ -134,7 +133,7 @@ class Loader:
             return self._streamed(self._reader, number, skip, limit, worker_seed)
         if self._processes is not None:
             self._processes.end_if_changed()
-        self._rows.begin(epoch)
+        self.rows.begin(epoch)
         read = self._read
         if self._processes is not None:
             requests = self._requests(epoch, skip, limit, worker_seed)
@@ -147,9 +146,9 @@ class Loader:
 
     def _answer_here(self) -> Callable[..., Any] | None:
         """What reads in this process where a seed decides what rows draw."""
-        if self._rows.are_tensors or not (self._is_logical or self._rows.generators):
+        if self.rows.are_tensors or not (self._is_logical or self.rows.generators):
             return None
-        return partial(_answer_apart if self._is_logical else _answer_own, self._rows, self._pins)
+        return partial(_answer_apart if self._is_logical else _answer_own, self.rows, self._pins)
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
         known, places = -1, list[Sequence[int]]()
@@ -258,7 +257,7 @@ class Loader:
         total, processes = tally([float(rows), 1.0])
         if self.division is None and total != rows * processes:
             raise UserError(
-                f"{self._rows.name} gives the same first rows on all ranks, and then more of them "
+                f"{self.rows.name} gives the same first rows on all ranks, and then more of them "
                 "on some: give all rows in each process, or other ones from the first row on"
             )
         return int(total) if self.division else rows

@@ -90,10 +90,10 @@ class Log:
             LOCAL.numbers, LOCAL.values = None, ()
 
     @contextmanager
-    def alone(self) -> Iterator[Numbers]:
-        """Within is a step of training apart from any pass."""
+    def alone(self, kind: str) -> Iterator[Numbers]:
+        """Within is a step of training, or of another kind, apart from any pass."""
         before = self.kind, self.names, self._of_passes
-        self.kind, self.names, self._of_passes = "train", {}, {}
+        self.kind, self.names, self._of_passes = kind, {}, {}
         try:
             with self.step() as numbers:
                 yield numbers

@@ -40,6 +40,7 @@ from dpframe.trainer.placement import default_dtype
 
 STAGES = ("validate", "test", "predict")  # modes of dpframe's; else it is "fit"
 THEIRS = {"val": "validation", "test": "test", "predict": "predict"}  # in the names of hooks
+ALONE = {"train": "training", **THEIRS}
 STEP = "step"
 KEPT = "lightning"  # what a checkpoint has of it, beside the weights
 
@@ -160,10 +161,14 @@ class Lightning(Task):
             self._ended.append((outputs, batch, index))
         return training_outputs(loss, numbers, output)
 
-    def step_alone(self, batch: Any) -> dict[str, Any]:
-        with self.numbers.alone() as numbers:
-            batch = transfer(batch, self.module, self.held.trainer.data)
-            output = call(self.module.training_step, batch, 0, 0)
+    def step_alone(self, step: str, batch: Any, name: str = "") -> dict[str, Any]:
+        at = 0, number_of(name, self.held.trainer.data)
+        kind = next(kind for kind, theirs in ALONE.items() if step == f"{theirs}_{STEP}")
+        with self.numbers.alone(kind) as numbers:
+            batch = transfer(batch, self.module, self.held.trainer.data, at[1])
+            output = call(getattr(self.module, step), batch, *at)
+        if kind != "train":
+            return _evaluated(output, numbers)
         loss = output["loss"] if isinstance(output, dict) else output
         return training_outputs(loss, numbers, output)
 
@@ -192,11 +197,7 @@ class Lightning(Task):
             call(_hook(module, stage, "batch_start"), batch, *at)
             output = call(getattr(module, f"{stage}_{STEP}"), batch, *at)
             call(_hook(module, stage, "batch_end"), output, batch, *at)
-        if not isinstance(output, dict):
-            return evaluation_outputs(output, numbers)
-        if numbers or "loss" in output:
-            return evaluation_outputs(output.get("loss"), numbers)
-        return {k: v for k, v in output.items() if is_number(v)} or {NOTHING: 0.0}
+        return _evaluated(output, numbers)
 
     def summarize(self, means: dict[str, float]) -> dict[str, float]:
         return divide_counts(means)
@@ -323,6 +324,15 @@ class Lightning(Task):
         self.current_epoch = trainer.progress.epoch
         theirs = restored(self, of_lightning(self, state["task"]), theirs.get("own", {}))
         self.module.on_load_checkpoint(theirs)
+
+
+def _evaluated(output: Any, numbers: Any) -> dict[str, Any]:
+    """What a step of a validation or a test has measured: has returned, or logged as `numbers`."""
+    if not isinstance(output, dict):
+        return evaluation_outputs(output, numbers)
+    if numbers or "loss" in output:
+        return evaluation_outputs(output.get("loss"), numbers)
+    return {k: v for k, v in output.items() if is_number(v)} or {NOTHING: 0.0}
 
 
 def _tear_down(data: Any, module: Any, stage: str) -> None:

@@ -83,7 +83,7 @@ def _measured(trainer: Trainer, *, seed: int) -> Measured:
     batch: Any = move(source.collate(samples), torch.device("cpu"), torch.float64)
     share = Share(batch, ROWS, ROWS, range(ROWS))
     with seeding.seeded(seed), default_dtype(torch.float64), current_share.of(share, turn):
-        output = task.step_alone(batch, *filter(None, [turn]))
+        output = task.step_alone("training_step", batch, *filter(None, [turn]))
         return ROWS, detached(one_loss(output, task, "training_step"))
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -50,6 +50,7 @@ class Shared:
     precision: Precision
     task_metrics: TaskMetrics
     interruption: Interruption | None
+    checked: set[str] = field(default_factory=set)  # by the share check: train, val, test
 
     @property
     def draws_as(self) -> int:
@@ -172,7 +173,7 @@ class Evaluations:
         if loaders is None:
             loaders = evaluated(kind, shared.data, shared.strategy, settings, seed=shared.seed)
         self._shared = shared
-        self._kind = kind
+        self.kind = kind
         self.by_name = {
             name: Evaluation(shared, kind, name, loader, settings.limit(kind, loader.batches))
             for name, loader in loaders.items()
@@ -192,7 +193,7 @@ class Evaluations:
         self, *others: Means, after_batch: AfterBatch | None = None, at_most: int | None = None
     ) -> dict[str, float]:
         task, task_metrics = self._shared.task, self._shared.task_metrics
-        task.begin_pass(self._kind)
+        task.begin_pass(self.kind)
         if set(self.by_name) == {""}:
             return self.by_name[""].means(*others, after_batch=after_batch, at_most=at_most)
         random_state = seeding.random_state()
@@ -206,8 +207,8 @@ class Evaluations:
                 raise
             total = pooled([evaluation.sums for evaluation in self.by_name.values()])
             over_all = task.summarize(total)
-            means |= {f"{self._kind}/{name}": value for name, value in over_all.items()}
-            return means | task_metrics.results(self._kind, means)
+            means |= {f"{self.kind}/{name}": value for name, value in over_all.items()}
+            return means | task_metrics.results(self.kind, means)
 
     def measure_few(self, batches: int) -> list[str]:
         """The names of what is measured, from so many batches. Nothing is drawn or counted."""

@@ -32,7 +32,7 @@ from dpframe.trainer.keywords import SettingsByName, signature_with_settings, wi
 from dpframe.trainer.outputs import prefixed
 from dpframe.trainer.placement import DTYPES, Precision, place
 from dpframe.trainer.predictions import Predictions
-from dpframe.trainer.prepare import Training, make_training
+from dpframe.trainer.prepare import Training, make_evaluations, make_training
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.ranks import Ranks, SoFar, add_logical_shares, choose_strategy
 from dpframe.trainer.recorder import Recorder, RunInfo, begun
@@ -264,7 +264,7 @@ class Trainer(CallbackView):
         self.mode = mode
         try:
             with restore_modes(self.task):
-                yield Evaluations(self.shared, kind, self.settings)
+                yield make_evaluations(self.shared, kind, self.settings, self.progress)
         except Exception as error:
             name_callback(error)
             raise

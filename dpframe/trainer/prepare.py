@@ -6,6 +6,7 @@ The task is told its lengths on the way, as its optimizers and schedules may ask
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from dpframe.errors import UserError
@@ -29,7 +30,7 @@ from dpframe.trainer.progress import Progress
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.recorder import RunInfo
 from dpframe.trainer.settings import CUDA_GRAPH_MODES, TrainerSettings
-from dpframe.trainer.share_check import check_shares
+from dpframe.trainer.share_check import check_evaluation, check_shares
 from dpframe.trainer.state import Resumable, changes_since
 from dpframe.trainer.step import Step, StepByHand, TrainStep
 from dpframe.trainer.updates import Updates, updates_of
@@ -89,7 +90,8 @@ def make_training(
             f"{type(task).__name__} has several optimizers, and training_step wants the name "
             "of one; write validation_step, or return None from val_dataset"
         )
-    verdict = check_shares(task, strategy, feed.source, updates, progress, settings.share_check)
+    monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
+    notes = check_shares(shared, settings, feed, updates, progress, monitored)
     recomputed = drop_activations(task, settings.checkpoint_activations)
     wrap_steps(updates, task, strategy, settings, shared.precision)
     means = means_over(strategy)
@@ -140,10 +142,19 @@ def make_training(
         guard=guard,
         state=state,
         profile=profile,
-        notes=[*verdict.notes, *notes_of(task, strategy, settings, recomputed, scaled_rates)],
+        notes=[*notes, *notes_of(task, strategy, settings, recomputed, scaled_rates)],
         resumed_from=resumed_from,
         changes=changes,
     )
+
+
+def make_evaluations(
+    shared: Shared, kind: str, settings: TrainerSettings, progress: Progress
+) -> Evaluations:
+    """Of a `val`, `test` or `predict` without training."""
+    evaluations = Evaluations(shared, kind, settings)
+    check_evaluation(shared, settings, evaluations, progress)
+    return evaluations
 
 
 def wrap_steps(

@@ -5,17 +5,22 @@ would train other weights on each number of replicas; a number that is another o
 mean of its shares'. State and random numbers are as before it.
 """
 
+import inspect
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from dpframe.data.source import Source
+from dpframe.data import Loader
 from dpframe.errors import UserError
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
 from dpframe.trainer.draws import NotCompared
+from dpframe.trainer.evaluation import STEPS, Evaluations, Shared
+from dpframe.trainer.feed import Feed
+from dpframe.trainer.progress import Progress
+from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.trial import ROWS, Difference, Trial
 from dpframe.trainer.updates import Updates
 
@@ -37,43 +42,113 @@ class Verdict(NamedTuple):
 
 
 def check_shares(
-    task: Task, strategy: Strategy, source: Source, updates: Updates, progress: Any, mode: str
-) -> Verdict:
-    """Refuses a loss that depends on the shares, and warns of other numbers.
-
-    Logical shares are the same on any number of replicas, so that nothing depends on these."""
-    if mode == "off" or strategy.replicas == 1 or strategy.logical_shares:
-        return Verdict()
-    if updates.by_hand is not None:
-        return Verdict(notes=(f"{NOT_COMPARED}: the task steps its optimizers itself",))
+    shared: Shared,
+    settings: TrainerSettings,
+    feed: Feed,
+    updates: Updates,
+    progress: Progress,
+    monitored: Sequence[tuple[str, str]],
+) -> Sequence[str]:
+    """Before training: refuses a loss that depends on the shares, and warns of other numbers, also
+    of validations; of those it tells who waits for them, of `monitored` keys and metrics. Returns
+    notes."""
+    task, strategy = shared.task, shared.strategy
+    if not _is_asked(strategy, settings):
+        return ()
+    shared.checked.add("val")
     if strategy.sharding is not None and strategy.sharding.rounds:
-        return Verdict(notes=(f"{NOT_COMPARED}: strategy.param_dtype rounds the weights",))
-    verdict = judge(task, strategy, source, [*updates], progress, mode)
+        return (f"{NOT_COMPARED}: strategy.param_dtype rounds the weights",)
+    if updates.by_hand is not None:
+        trials, notes = list[Any](), [f"{NOT_COMPARED}: the task steps its optimizers itself"]
+    else:
+        later = moments(feed.steps_per_epoch, feed.total_steps, settings.max_epochs)
+        each = [Trial(task, strategy, progress, turn, later=later) for turn in updates]
+        trials, notes = [(trial, feed.source) for trial in each], list[str]()
+    trials += evaluated(task, strategy, progress, "val", feed.validation)
+    return [*notes, *_told(trials, strategy, settings, monitored)]
+
+
+def check_evaluation(
+    shared: Shared, settings: TrainerSettings, evaluations: Evaluations, progress: Progress
+) -> None:
+    """Before a validation or a test alone, warns of its numbers."""
+    kind, strategy = evaluations.kind, shared.strategy
+    if kind == "predict" or kind in shared.checked or not _is_asked(strategy, settings):
+        return
+    shared.checked.add(kind)
+    loaders = {name: each.loader for name, each in evaluations.by_name.items()}
+    _told(evaluated(shared.task, strategy, progress, kind, loaders), strategy, settings, ())
+
+
+def _is_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
+    """Logical shares are the same on any number of replicas, so that nothing depends on these."""
+    is_single = strategy.replicas == 1 or strategy.logical_shares > 0
+    return settings.share_check != "off" and not is_single
+
+
+def moments(
+    steps_per_epoch: int, total_steps: int, max_epochs: int | None
+) -> list[tuple[int, int]]:
+    """The second epoch, the middle and the end of a run: each as its epoch and its step."""
+    of_epoch = steps_per_epoch or 1
+    last = (total_steps or of_epoch * (max_epochs or 2)) - 1
+    steps = {of_epoch, last // 2, last}
+    return [(step // of_epoch, step) for step in sorted(steps) if 0 < step <= last]
+
+
+def evaluated(
+    task: Task, strategy: Strategy, progress: Progress, kind: str, loaders: Mapping[str, Loader]
+) -> list[tuple[Trial, Any]]:
+    """The trials of a validation or a test; a step that is training's has been tried with that."""
+    step = STEPS[kind]
+    if step == "test_step" and not task.has_own(step):
+        step = "validation_step"
+    if not task.has_own(step):
+        return []
+    is_named = "name" in inspect.signature(getattr(task, step)).parameters
+    trials = []
+    for name, loader in loaders.items():
+        named = {"name": name} if is_named else {}
+        prefix = f"{kind}/{name}" if name else kind
+        trial = Trial(task, strategy, progress, step=step, named=named, prefix=prefix)
+        trials.append((trial, loader.rows))
+    return trials if is_named else trials[:1]  # else the step is the same for all of them
+
+
+def _told(
+    trials: Sequence[tuple[Trial, Any]],
+    strategy: Strategy,
+    settings: TrainerSettings,
+    monitored: Sequence[tuple[str, str]],
+) -> Sequence[str]:
+    verdict = judge(trials, settings.share_check, monitored)
     # Where processes round otherwise, all of them do what the main one does.
     verdict = Verdict(*strategy.collectives.broadcast(tuple(verdict)))
     if verdict.refusal:
         raise UserError(verdict.refusal)
     for warning in verdict.warnings if strategy.is_main else ():
         log.warning(warning)
-    return verdict
+    return verdict.notes
 
 
 def judge(
-    task: Task, strategy: Strategy, source: Source, turns: Sequence[str], progress: Any, mode: str
+    trials: Sequence[tuple[Trial, Any]], mode: str, monitored: Sequence[tuple[str, str]] = ()
 ) -> Verdict:
+    """Of trials, each with the source of its rows."""
     began = time.perf_counter()
     refusal, warnings, notes = "", [], []
-    for turn in turns:
-        of_turn = f" of turn {turn}" if turn else ""
-        trial = Trial(task, strategy, progress, turn)
+    for trial, source in trials:
+        of_turn = f" of turn {trial.turn}" if trial.turn else ""
+        what = NOT_COMPARED if trial.trains else f"the share check has not compared {trial.step}"
         try:
             found = trial.differences(source)
         except NotCompared as why:
-            notes.append(f"{NOT_COMPARED}{of_turn}: {why}")
+            notes.append(f"{what}{of_turn}: {why}")
             continue
+        notes += [f"{what}{of_turn} {why}" for why in trial.not_compared]
         for each in found:
-            said = _described(each, task, of_turn, strategy.replicas)
-            if each.name == "loss" and mode != "warn":
+            said = _described(each, trial, of_turn, monitored)
+            if each.name == "loss" and trial.trains and mode != "warn":
                 refusal = refusal or f"{said}; {WAYS}; {TRAIN_ANYWAY}"
             elif mode == "strict":
                 refusal = refusal or f"{said}; trainer.share_check=on warns of it"
@@ -84,16 +159,24 @@ def judge(
     return Verdict(refusal, tuple(warnings), tuple(notes))
 
 
-def _described(found: Difference, task: Task, of_turn: str, replicas: int) -> str:
-    kind = (task.own_class or type(task)).__name__
+def _described(
+    found: Difference, trial: Trial, of_turn: str, monitored: Sequence[tuple[str, str]]
+) -> str:
+    kind, replicas = (trial.task.own_class or type(trial.task)).__name__, trial.strategy.replicas
     numbers = f"{found.whole:.6g} for {ROWS} rows, {found.parts:.6g} for shares of 3 and 2"
-    if found.name == "loss":
+    when = f" at step {found.step}" if found.step else ""
+    if found.name == "loss" and trial.trains:
         by = f"{100 * found.off:.2g}%" if math.isfinite(found.off) else "not finite"
         return (
-            f"the loss of {kind}{of_turn} depends on how its rows are shared ({numbers}: {by}), so "
-            f"{replicas} replicas would train by another loss than one"
+            f"the loss of {kind}{of_turn} depends on how its rows are shared{when} ({numbers}: "
+            f"{by}), so {replicas} replicas would train by another loss than one"
         )
+    name = found.name if trial.trains else f"{trial.prefix}/{found.name}"
+    readers = " and ".join(sorted({key for key, metric in monitored if metric == name}))
+    mean = "it is the mean of what their shares give"
+    if readers:
+        mean += f", which {readers} will read"
     return (
-        f"{found.name} of {kind}{of_turn} is no mean over rows ({numbers}): on {replicas} replicas "
-        "it is the mean of what their shares give; log a torchmetric, or gather the rows"
+        f"{name} of {kind}{of_turn} is no mean over rows{when} ({numbers}): on {replicas} replicas "
+        f"{mean}; log a torchmetric, or gather the rows"
     )

@@ -6,7 +6,7 @@ State and random numbers are as before it.
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -51,23 +51,53 @@ class Difference(NamedTuple):
     whole: float
     parts: float
     off: float  # of the size of what is added
+    step: int = 0  # at which it is so, if not from the first one on
+
+
+class Moment:
+    """How far a run has come, in a trial, and whether the step has asked for that."""
+
+    def __init__(self, epoch: int, global_step: int) -> None:
+        self._epoch, self._global_step = epoch, global_step
+        self.is_asked = False
+
+    @property
+    def epoch(self) -> int:
+        self.is_asked = True
+        return self._epoch
+
+    @property
+    def global_step(self) -> int:
+        self.is_asked = True
+        return self._global_step
 
 
 @dataclass
 class Trial:
-    """The step of a task, or of one of its turns, on a few rows."""
+    """A step of a task, or of one of its turns, on a few rows; `later` are epochs and steps at
+    which it is tried again if it asks for these."""
 
     task: Task
     strategy: Strategy
     progress: Any
     turn: str = ""
+    step: str = "training_step"
+    named: Mapping[str, str] = field(default_factory=dict)  # what else it takes
+    prefix: str = ""  # of the numbers of an evaluation, e.g. val, or val/clean of the set `clean`
+    later: Sequence[tuple[int, int]] = ()
     exact: float = EXACT
+    not_compared: list[str] = field(default_factory=list, init=False)  # at a later step
     needs_gradients: bool = field(default=False, init=False)
     gathers: bool = field(default=False, init=False)
     is_told: bool = field(default=False, init=False)  # by any rows
 
     def __post_init__(self) -> None:
         self.dtype: torch.dtype | None = self.strategy.dtype
+        self.moment = Moment(self.progress.epoch, self.progress.global_step)
+
+    @property
+    def trains(self) -> bool:
+        return not self.prefix
 
     def differences(self, source: Any) -> list[Difference]:
         """The numbers of all rows that are not the means of their shares'."""
@@ -81,20 +111,34 @@ class Trial:
 
     def _differences(self, source: Any) -> list[Difference]:
         found: dict[str, Difference] = {}
+        first: Any = None
         with seeding.seeded(0), restore_modes(self.task):
             self.task.eval()
             for samples in picked(source.dataset, ROWS):
-                apart = []
-                if not (is_half := _dtype(self.task) in HALVES):
-                    apart = self.compare(samples, source.collate, self._limit())
-                if is_half or (apart and _dtype(self.task) != torch.float64):
-                    apart = self._beyond_rounding(apart, samples, source.collate)
+                first = first or samples
+                apart = self._apart(samples, source.collate)
                 found = {each.name: each for each in apart} | found
+            for epoch, step in self.later if self.moment.is_asked else ():
+                self.moment = Moment(epoch, step)
+                try:
+                    apart = self._apart(first, source.collate)
+                except NotCompared as why:
+                    self.not_compared.append(f"at step {step}: {why}")
+                    break
+                found = {each.name: each._replace(step=step) for each in apart} | found
         if not (found or self.is_told):
             raise NotCompared(
                 "on the rows that it looks at the loss is 0 or NaN, or counts nothing"
             )
         return sorted(found.values(), key=lambda each: each.name != "loss")
+
+    def _apart(self, samples: Any, collate: Any) -> list[Difference]:
+        apart = []
+        if not (is_half := _dtype(self.task) in HALVES):
+            apart = self.compare(samples, collate, self._limit())
+        if is_half or (apart and _dtype(self.task) != torch.float64):
+            apart = self._beyond_rounding(apart, samples, collate)
+        return apart
 
     def compare(self, samples: Any, collate: Any, limit: float) -> list[Difference]:
         """The numbers of all samples that are not the means of their shares' by `limit`."""
@@ -109,7 +153,8 @@ class Trial:
                 raise
             raise NotCompared(f"a step of a few rows says: {first_line(error)}") from None
         pairs = list(compared(whole, parts))
-        self.is_told |= any(p.name == "loss" and p.whole and math.isfinite(p.whole) for p in pairs)
+        numbers = [each.whole for each in pairs if each.name == "loss" or not self.trains]
+        self.is_told |= any(number and math.isfinite(number) for number in numbers)
         return self._trusted([each for each in pairs if not each.off <= limit], whole)
 
     def _trusted(self, apart: list[Difference], whole: Output) -> list[Difference]:
@@ -221,15 +266,17 @@ class Trial:
 
     def _step(self, share: Share, task: Task) -> Output:
         draws, states = Draws(self.strategy.device), _foreign_states()
-        with current_share.of(share, self.turn), self._unwritten(), draws:
-            output = task.step_alone(share.batch, *([self.turn] if self.turn else []))
-            output = one_loss(output, task, "training_step")
+        turn = (self.turn,) if self.turn else ()
+        of_share = current_share.of(share, self.turn if self.trains else None)
+        with of_share, self._unwritten(), draws:
+            output = task.step_alone(self.step, share.batch, *turn, **self.named)
+            output = one_loss(output, task, self.step)
         if draws.seen:
             by = draws.seen[0].by
             raise NotCompared(f"it draws by torch's {by}; self.randn_rows makes it comparable")
         if _foreign_states() != states:
             raise NotCompared("it draws by Python's or NumPy's random numbers")
-        if not isinstance(output, dict) or not is_number(output.get("loss")):
+        if not isinstance(output, dict) or (self.trains and not is_number(output.get("loss"))):
             raise NotCompared("the step returns no loss")
         return detached(output)
 
@@ -253,13 +300,13 @@ class Trial:
                 stack.enter_context(seeding.seeded(0))
                 stack.enter_context(torch.set_grad_enabled(self.needs_gradients))
                 stack.callback(setattr, self.task, "run_context", context)
-                self.task.run_context = TaskContext(self.progress, strategy, seed=context.seed)
+                self.task.run_context = TaskContext(self.moment, strategy, seed=context.seed)
                 yield
         finally:
             if self.strategy.sharding is None and (changed := weights.changed()):
                 raise Moved(
-                    f"{type(self.task).__name__}.training_step changes {changed} in place, "
-                    "which the share check can neither foresee nor take back; "
+                    f"{type(self.task).__name__}.{self.step} changes {changed} in "
+                    "place, which the share check can neither foresee nor take back; "
                     "trainer.share_check=off leaves it out"
                 )
 
