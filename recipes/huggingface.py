@@ -28,6 +28,7 @@ class HuggingFace(dpframe.Task):
         lora: Mapping[str, Any] | None = None,
     ) -> None:
         net = language_model(config or {}, pretrained)
+        net.config.use_cache = False  # which trainer.checkpoint_activations needs
         super().__init__(with_lora(net, lora) if lora else net, optimizer, scheduler)
 
     def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
@@ -44,7 +45,7 @@ class HuggingFace(dpframe.Task):
         net: Any = self.net
         length = min(length, net.config.max_position_embeddings - text.shape[1])
         how = {"max_new_tokens": length, "do_sample": True, "temperature": temperature}
-        how |= {"synced_gpus": False, "use_cache": True}  # one rank of fsdp may write alone
+        how |= {"use_cache": True, "synced_gpus": False}  # the main rank writes alone
         was_training = self.training
         self.eval()
         with seeding.seeded(seed):  # it draws from torch's own generator

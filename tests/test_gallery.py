@@ -327,6 +327,28 @@ def test_huggingface_learns_and_leaves_an_adapter_that_peft_reads(tmp_path, monk
         assert torch.allclose(loaded(rows).logits, trainer.task.net(rows).logits, atol=1e-5)
 
 
+def left(strategy: Strategy, folder: Path) -> None:
+    size = TINY["huggingface"].removesuffix("callbacks.adapter=null")
+    with_less = f"{size} {EXACT} trainer.checkpoint_activations=true"
+    trained("huggingface", with_less, strategy, directory=str(folder))
+
+
+def test_huggingface_leaves_the_adapter_that_ranks_with_parts_of_it_have_learned(tmp_path):
+    """Each block is computed again in the backward, which a cache of keys and values forbids."""
+    for package in ("transformers", "peft"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    from safetensors.torch import load_file
+
+    on(FSDP(2, "cpu"), left, tmp_path / "of two")
+    left(CPU(), tmp_path / "of one")
+    mine, wanted = (
+        load_file(tmp_path / of / "adapter" / "adapter_model.safetensors")
+        for of in ("of two", "of one")
+    )
+    assert mine.keys() == wanted.keys() and len(wanted) > 4
+    assert weights_apart(mine, wanted) <= 1e-12
+
+
 def test_huggingface_refuses_a_name_that_it_would_have_to_download():
     pytest.importorskip("transformers", reason="transformers is not installed")
     with pytest.raises(UserError, match=r"task\.pretrained=gpt2 is no folder; name one that"):

@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -132,6 +133,27 @@ def test_what_is_prepared_has_written_nothing_and_fit_goes_on_from_it(tmp_path, 
     trainer.fit()
     assert trainer.training is training and trainer.global_step == 5
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"use_cache": True}, "net"),
+        ({"use_cache": True, "is_decoder": True}, "net"),
+        ({"use_cache": True, "is_decoder": False}, ""),  # an encoder, which builds none
+        ({"use_cache": False}, ""),
+        ({}, ""),
+    ],
+)
+def test_a_causal_model_that_builds_a_cache_in_training_is_named_before_the_first_step(
+    config, named
+):
+    """As models of transformers do, whose outermost modules share a config with those within."""
+    task: Any = Small()
+    task.net.config = task.net[0].config = SimpleNamespace(**config)
+    notes = trainer_of(task).prepare().notes
+    line = f"builds a cache of keys and values in training: {named}; documents that position_ids"
+    assert [note.startswith(line) for note in notes] == [True] * bool(named)
 
 
 def test_a_fit_after_a_refused_prepare_prepares_afresh():

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
+from torch import nn
+
 from dpframe.errors import UserError
 from dpframe.metrics import Means
 from dpframe.schedules import Warmed, count
@@ -200,6 +202,13 @@ def notes_of(
             f"stays in evaluation mode in training: {', '.join(resting)}; call train() on it in "
             "the task's __init__ where it should not"
         )
+    if caching := outermost(task, builds_cache):
+        yield (
+            f"builds a cache of keys and values in training: {', '.join(caching)}; documents that "
+            "position_ids set apart attend to each other then, and trainer.checkpoint_activations "
+            "fails; set config.use_cache=False in the task's __init__, and pass use_cache=True to "
+            "generate()"
+        )
     if recomputed:
         yield f"computed again in the backward: {', '.join(recomputed)}"
     elif strategy.sharding is not None and strategy.sharding.keeps_casts:
@@ -218,9 +227,20 @@ def notes_of(
 
 def modules_in_eval_mode(task: Task) -> list[str]:
     """The outermost modules that the task has put into evaluation mode."""
+    return outermost(task, lambda module: not module.training) if task.training else []
+
+
+def builds_cache(module: nn.Module) -> bool:
+    """As a causal model of transformers does, unless its config says otherwise."""
+    config = getattr(module, "config", None)
+    return getattr(config, "use_cache", False) is True and getattr(config, "is_decoder", True)
+
+
+def outermost(task: Task, fits: Callable[[nn.Module], bool]) -> list[str]:
+    """The names of the modules that fit and are in no other one that does."""
     names: list[str] = []
     for name, module in task.named_modules():
         is_within = any(name.startswith(f"{outer}.") for outer in names)
-        if task.training and not (module.training or is_within):
+        if name and not is_within and fits(module):
             names.append(name)
     return names
