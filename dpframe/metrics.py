@@ -30,10 +30,6 @@ class Weighed(dict[str, Any]):
         self.weights = weights
 
 
-def weights_in(output: Mapping[str, Any]) -> dict[str, Any]:
-    return output.weights if isinstance(output, Weighed) else {}
-
-
 class Means:
     """Collects without waiting for the GPU; `window` and `total` read, and wait.
 
@@ -123,7 +119,8 @@ class Means:
         columns = _columns(self._kept)
         self._outputs += len(self._kept)
         for output, _ in self._kept:
-            self._times.update(output.keys() - weights_in(output).keys())
+            of_rows = output.keys() - output.weights if isinstance(output, Weighed) else output
+            self._times.update(of_rows)
         self._kept.clear()
         for name, column in columns.items():
             for sums in (self._window, self._totals):
@@ -200,15 +197,18 @@ def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[flo
     names = [name for output, _ in counted for name in output]
     values = [value for output, _ in counted for value in output.values()]
     numbers = iter(_numbers(values, names))
-    weights = _numbers([weight for _, weight in counted], ["weight"] * len(counted))
-    own = [weight for output, _ in counted for weight in weights_in(output).values()]
-    own_weights = iter(_numbers(own, ["weight"] * len(own)))
+    own = [w for out, _ in counted if isinstance(out, Weighed) for w in out.weights.values()]
+    read = _numbers(
+        [*(weight for _, weight in counted), *own], ["weight"] * (len(counted) + len(own))
+    )
+    weights, own_weights = read[: len(counted)], iter(read[len(counted) :])
     columns: dict[str, list[tuple[float, float]]] = {}
     for output, _ in kept:
         for name in output:
             columns.setdefault(name, [])
     for (output, _), weight in zip(counted, weights, strict=True):
-        its_own = dict(zip(weights_in(output), own_weights, strict=False))
+        of = output.weights if isinstance(output, Weighed) else {}
+        its_own = {name: next(own_weights) for name in of}
         for name in output:
             value = next(numbers)
             if weight:

@@ -5,15 +5,26 @@ from collections.abc import Callable, Collection, Iterable, Set
 from functools import partial
 from itertools import chain
 
-import torch
-
 from dpframe import checkpoint
 from dpframe.errors import UserError, suggestion
-from dpframe.testing import distance
 from dpframe.testing import reference as plain
 from dpframe.testing.course import TOLERANCE
-from dpframe.testing.distance import Apart, largest, nests_apart, relative
-from dpframe.testing.evidence import Evidence, Finding, Outcome, format_count, format_list
+from dpframe.testing.distance import (
+    Apart,
+    largest,
+    logs_apart,
+    nests_apart,
+    relative,
+    weights_apart,
+)
+from dpframe.testing.evidence import (
+    Evidence,
+    Finding,
+    Outcome,
+    bits_apart,
+    format_count,
+    format_list,
+)
 from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, run_alone
 
 ALL = ("weights", "loss", "metrics")
@@ -120,7 +131,7 @@ def checkpoints(evidence: Evidence) -> Outcome:
         if run.resumed.unlike:
             cause = f"{what}'s {run.resumed.unlike} is not what was saved once it is read again"
             return outcome("unlike", f"{cause}: state_dict or load_state_dict loses it")
-        apart = distance.weights_apart(run.resumed.weights, run.weights, course.tolerance)
+        apart = weights_apart(run.resumed.weights, run.weights, course.tolerance)
         most = max(most, apart.most)
         if apart.where:
             why = "state_dict or load_state_dict loses something"
@@ -245,11 +256,11 @@ def _weights(evidence: Evidence, name: str) -> Apart:
     course, runs = evidence.courses[name], evidence.of_each(name)
     actual, causes = runs[0].weights, []
     tolerance = evidence.tolerance if name == "recipe" else course.tolerance
-    apart = distance.weights_apart(actual, evidence.expected(name).weights, tolerance)
+    apart = weights_apart(actual, evidence.expected(name).weights, tolerance)
     if apart.where:
         causes = [f"{course.recipe.name} ends with other weights, {apart.where}"]
     kept = [run.weights for run in runs] if course.is_small else [actual]
-    strays = [distance.weights_apart(weights, actual, course.tolerance).most for weights in kept]
+    strays = [weights_apart(weights, actual, course.tolerance).most for weights in kept]
     if max(strays) > course.tolerance:
         rank = strays.index(max(strays))
         causes.append(f"rank {rank} ends with other ones than rank 0 ({max(strays):.1e} apart)")
@@ -270,7 +281,7 @@ def _log(evidence: Evidence, name: str, part: str) -> Apart:
     others = evidence.separable.others if name == "recipe" else frozenset()
     names = {key for key in expected.log if key.endswith("/loss") == (part == "loss")}
     comparable = _comparable(names, others)
-    apart = distance.logs_apart(evidence.main[name].log, expected, comparable, course.tolerance)
+    apart = logs_apart(evidence.main[name].log, expected, comparable, course.tolerance)
     return Apart(apart.most, apart.where and f"{course.recipe.name}: {apart.where}")
 
 
@@ -320,7 +331,7 @@ def evaluation(evidence: Evidence) -> Outcome:
             causes.append(str(error))
             continue
         comparable = _comparable(expected.log, others)
-        apart = distance.logs_apart(run.validated, expected, comparable, course.tolerance)
+        apart = logs_apart(run.validated, expected, comparable, course.tolerance)
         most = max(most, apart.most)
         if apart.where:
             causes.append(
@@ -349,13 +360,16 @@ def _why_evaluated(evidence: Evidence, name: str) -> str:
 
 
 def statistics(evidence: Evidence) -> Outcome:
-    """BatchNorm counts a batch once, however many replicas compute it."""
+    """What BatchNorm counts, it counts once a batch, however many replicas compute it."""
     course, weights = evidence.courses["watched"], evidence.main["watched"].weights
-    counted = next(int(t) for name, t in weights.items() if name.endswith("num_batches_tracked"))
+    counted = int(next(t for name, t in weights.items() if name.endswith("num_batches_tracked")))
     due = course.epochs * course.rows // course.batch_size
-    cause = "of replicas that share buffers the first alone may change them, and no evaluation may"
-    told = f"{counted} of {format_count(due, 'batch')}"
-    return Outcome("batches that BatchNorm counts", told, "" if counted == due else cause)
+    cause = (
+        f"the kit's BatchNorm has counted {counted} batches, and {due} are due: of replicas that "
+        "share buffers only the first may change them, and no evaluation may"
+    )
+    measured = f"{counted} of {format_count(due, 'batch')}"
+    return Outcome("batches that BatchNorm counts", measured, cause if counted != due else "")
 
 
 # ---- logical shares: bits
@@ -373,25 +387,11 @@ def bits(evidence: Evidence) -> Outcome:
     device = evidence.main["facts"]["devices"][0]
     wanted = run_alone(course, device, evidence.plan.directory / "alone.ckpt")
     traces = {key: value for run in evidence.of_each("bits") for key, value in run.traces.items()}
-    places = _bits_apart(mine, traces, wanted)
+    places = bits_apart(mine, traces, wanted)
     cause = ""
     if places:
         cause = f"{course.recipe.name} has other bits than on one process, first in {places[0]}"
     return outcome(f"{format_count(len(places), 'place')} apart", cause)
-
-
-def _bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
-    """What differs: first in the first update, then what is logged, and the weights at the end."""
-    places = [name for name, value in wanted.traces.items() if traces.get(name) != value]
-    logged = [
-        (step, f"{name} at step {step}")
-        for name, points in wanted.log.items()
-        for (step, value), other in zip(points, mine.log.get(name, []), strict=False)
-        if "samples_per_second" not in name and other != (step, value)
-    ]
-    places += [place for _, place in sorted(logged)]
-    weights = wanted.weights.items()
-    return places + [f"{n} at the end" for n, w in weights if not torch.equal(w, mine.weights[n])]
 
 
 # ---- all of them

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
 from dpframe.testing import alone
 from dpframe.testing import reference as plain
 from dpframe.testing.course import Course, courses
@@ -123,6 +125,20 @@ class Evidence:
         """The shares of that many rows, in the order of the replicas."""
         notes = [self.main] if replicas else self.notes
         return [share for note in notes for share in note["shares"][replicas, kind, count]]
+
+
+def bits_apart(mine: Run, traces: dict[str, int], wanted: Run) -> list[str]:
+    """What differs: first in the first update, then what is logged, and the weights at the end."""
+    places = [name for name, value in wanted.traces.items() if traces.get(name) != value]
+    logged = [
+        (step, f"{name} at step {step}")
+        for name, points in wanted.log.items()
+        for (step, value), other in zip(points, mine.log.get(name, []), strict=False)
+        if "samples_per_second" not in name and other != (step, value)
+    ]
+    places += [place for _, place in sorted(logged)]
+    weights = wanted.weights.items()
+    return places + [f"{n} at the end" for n, w in weights if not torch.equal(w, mine.weights[n])]
 
 
 def format_count(number: int, noun: str) -> str:

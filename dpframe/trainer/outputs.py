@@ -1,7 +1,6 @@
 """What a step may return, and what is made of it: its loss, losses by name, and weights."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from dpframe.accelerator import has_float64
 from dpframe.data import move
 from dpframe.errors import UserError
-from dpframe.metrics import SOMETIMES_WEIGHTED, Weighed, described, is_number, weights_in
+from dpframe.metrics import SOMETIMES_WEIGHTED, Weighed, described, is_number
 from dpframe.rows import current_share, gather_shares
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Output, Task
@@ -89,13 +88,11 @@ def exact_weight(weight: Any, task: Task) -> Tensor | float:
 
 
 def detached(output: Output) -> Output:
-    return _with(
-        output,
-        (
-            (name, value.detach() if isinstance(value, Tensor) and value.requires_grad else value)
-            for name, value in output.items()
-        ),
-    )
+    values = {
+        name: value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+        for name, value in output.items()
+    }
+    return Weighed(values, output.weights) if isinstance(output, Weighed) else values
 
 
 def prefixed(measured: list[Measured], turn: str) -> list[Measured]:
@@ -105,27 +102,19 @@ def prefixed(measured: list[Measured], turn: str) -> list[Measured]:
 
 def _prefixed(output: Output, turn: str) -> Output:
     named = {n if n == "weight" else f"{turn}/{n}": value for n, value in output.items()}
-    weights = {f"{turn}/{name}": weight for name, weight in weights_in(output).items()}
-    return Weighed(named, weights) if weights else named
+    if not isinstance(output, Weighed):
+        return named
+    return Weighed(named, {f"{turn}/{name}": weight for name, weight in output.weights.items()})
 
 
 def cloned(measured: list[Measured]) -> list[Measured]:
     """For steps that are CUDA graphs: each replay writes into the same memory."""
-    return [
-        (
-            rows,
-            _with(
-                output, ((k, v.clone() if isinstance(v, Tensor) else v) for k, v in output.items())
-            ),
-        )
-        for rows, output in measured
-    ]
+    return [(rows, _cloned(output)) for rows, output in measured]
 
 
-def _with(output: Output, values: Iterable[tuple[str, Any]]) -> Output:
-    """The same with other values."""
-    weights = weights_in(output)
-    return Weighed(values, weights) if weights else dict(values)
+def _cloned(output: Output) -> Output:
+    values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in output.items()}
+    return Weighed(values, output.weights) if isinstance(output, Weighed) else values
 
 
 def _describe(output: Any) -> str:
