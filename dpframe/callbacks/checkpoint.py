@@ -80,7 +80,8 @@ class Checkpoint(Callback):
         self.monitor.reset()
         self.kept: list[tuple[float, str]] = []  # the best first; empty where keep is 1
         self.due: list[str] = []  # files to be written at this hook
-        self.dropped: list[str] = []  # files that are no longer kept, and still to be removed
+        self.dropped: list[str] = []  # files that are no longer kept, which the next save removes
+        self.removed: list[str] = []  # those that were removed, or about to be, since judged_step
         self.saved_step = -1
         self.saved_clock = 0.0
         self.judged_step = -1
@@ -152,7 +153,8 @@ class Checkpoint(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         kept = [list(pair) for pair in self.kept]
-        told = {"kept": kept, "dropped": list(self.dropped), "judged_step": self.judged_step}
+        dropped = [*self.removed, *self.dropped]
+        told = {"kept": kept, "dropped": dropped, "judged_step": self.judged_step}
         return {**self.monitor.state_dict(), **told}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -162,7 +164,7 @@ class Checkpoint(Callback):
             raise unfit_in_checkpoint(KEY, "kept", kept)  # names of files that may be removed later
         if not (isinstance(dropped, list) and all(map(self._is_own, dropped))):
             raise unfit_in_checkpoint(KEY, "dropped", dropped)
-        self.kept, self.dropped = [(value, name) for value, name in kept], list(dropped)
+        self.kept, self.removed = [(value, name) for value, name in kept], list(dropped)
         judged = state.get("judged_step")
         self.judged_step = judged if type(judged) is int else -1
 
@@ -202,7 +204,7 @@ class Checkpoint(Callback):
         has_value = step == trainer.progress.validated_step or not self.monitor.is_of_validation
         if not self.keep or not has_value or step == self.judged_step:
             return []
-        is_first, self.judged_step = self.judged_step < 0, step
+        is_first, self.judged_step, self.removed = self.judged_step < 0, step, []
         if not self.is_chosen and self.monitor.name not in trainer.metrics:
             if is_first and trainer.strategy.is_main:
                 log.warning(
@@ -245,14 +247,13 @@ class Checkpoint(Callback):
                 trainer.checkpoint = str(folder / best)
             elif trainer.checkpoint is None or self.pattern.fits(Path(trainer.checkpoint).name):
                 trainer.checkpoint = str(folder / self.kept[0][1])  # no other one keeps a last.ckpt
-        self.dropped = []
+        self.removed, self.dropped = [*self.removed, *self.dropped], []
 
     def _finish_killed_save(self, trainer: "Trainer") -> None:
         """Removes and copies what a killed run was about to, by its state."""
         folder, names = _directory(trainer), [name for _, name in self.kept]
-        for name in self.dropped:
+        for name in self.removed:
             (folder / name).unlink(missing_ok=True)
-        self.dropped = []
         # The best one, under the name of its step.
         if self.file is None and names and (folder / names[0]).is_file():
             first, best = folder / names[0], folder / BEST
