@@ -13,12 +13,11 @@ import socket
 import struct
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf.message import DecodeError
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary, SummaryMetadata
 from tensorboard.compat.proto.tensor_pb2 import TensorProto
@@ -63,7 +62,6 @@ class TensorBoard(Logger):
         self._logged: set[str] = set()
         self._charted: set[str] = set()
         self._last_step = 0
-        self._kept: set[tuple[str, int | None]] = set()  # names and step, of before a resume
         self._file: EventFile | None = None  # once it is open
         self._results: EventFile | None = None
         self._has_results = False
@@ -88,18 +86,18 @@ class TensorBoard(Logger):
         self, run_dir: str, *, config: str, hparams: dict[str, Scalar], purge_step: int | None
     ) -> None:
         directory = Path(run_dir)
-        for path in (*directory.glob(PATTERN), *directory.glob(f"{HPARAMS}/{PATTERN}")):
-            # The HPARAMS tab takes the first start and end that it reads, but the run is not over,
-            # and may have other limits now.
-            replace(path, b"_hparams_/session_", b"_replaced/session_")
-        kept = media_at(purge_step, sorted(directory.glob(PATTERN))) if purge_step else []
-        self._kept = {(value.tag, purge_step) for value in kept}
         self._last_step = purge_step or 0
         self._file = EventFile(directory, purge_step=purge_step)
-        self._add(_config(config), *kept)
+        self._add(_config(config))
         if self.hparams:
-            self._results = EventFile(directory / HPARAMS, purge_step=purge_step)
+            before = [*directory.glob(f"{HPARAMS}/{PATTERN}")]
+            self._results = EventFile(directory / HPARAMS)
             self._results.add(_session_start(hparams), step=self._last_step)
+            self._results.write()
+            # The HPARAMS tab takes the first start and end that it reads, but a resumed run was not
+            # over, and may have other limits now. Its curves are in the run itself, too.
+            for path in before if purge_step is not None else ():
+                path.unlink()
         self.flush()
 
     def log(self, scalars: dict[str, float], *, step: int) -> None:
@@ -194,8 +192,7 @@ class TensorBoard(Logger):
 
     def _add_media(self, value: Summary.Value, *, step: int) -> None:
         self._last_step = step
-        if (value.tag, step) not in self._kept:
-            self._add(value)
+        self._add(value)
 
     def _add(self, *values: Summary.Value) -> None:
         assert self._file is not None
@@ -311,45 +308,6 @@ def next_path(directory: Path) -> Path:
     # Before SummaryWriter's of the same second, which has a dot after the number of the process.
     name = f"events.out.tfevents.{seconds:010d}.{socket.gethostname()}.{os.getpid()}-dpframe"
     return directory / name
-
-
-def records(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Where each begins, and what it is; of a killed process the last one may be a half."""
-    data, start = path.read_bytes(), 0
-    while start + 12 <= len(data):
-        end = start + 12 + struct.unpack_from("<Q", data, start)[0]
-        if end <= len(data):
-            yield start + 12, data[start + 12 : end]
-        start = end + 4
-
-
-def replace(path: Path, old: bytes, new: bytes) -> None:
-    """Writes `new`, which is as long, over `old` in each record that has it."""
-    for start, record in records(path):
-        if old in record:
-            record = record.replace(old, new)
-            with path.open("r+b") as file:
-                file.seek(start)
-                file.write(record + checksum(record))
-
-
-def media_at(step: int, paths: Iterable[Path]) -> list[Summary.Value]:
-    """More than scalars of one step. The numbers of a resumed run's first step are in its
-    checkpoint, and are logged again; these are not."""
-    values: dict[str, Summary.Value] = {}
-    for path in paths:
-        for _, record in records(path):
-            with suppress(DecodeError):  # another program's file
-                event = Event.FromString(record)
-                if event.step == step:
-                    values |= {value.tag: value for value in event.summary.value}
-    return [value for value in values.values() if is_media(value)]
-
-
-def is_media(value: Summary.Value) -> bool:
-    plugin = value.metadata.plugin_data.plugin_name
-    is_shown = plugin == "pr_curves" or (plugin == "text" and value.tag != "config")
-    return is_shown or value.WhichOneof("value") in ("image", "histo", "audio")
 
 
 def checksum(data: bytes) -> bytes:
