@@ -8,6 +8,7 @@ from small import Rows, Small, Stream, fitted, is_same, trainer
 from torch import Tensor
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     DistributedSampler,
     RandomSampler,
     TensorDataset,
@@ -120,16 +121,52 @@ def test_a_subclass_that_reads_as_a_dataloader_does_is_one():
     assert mine == batches_of(DataLoader(NUMBERS, batch_size=4), trains=True)
 
 
+class Stateful(Own):
+    """As torchdata's StatefulDataLoader."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+
+class Filters(DataLoader):
+    """As PyG's NodeLoader, where its graph is on a GPU: what it does with a batch is not kept."""
+
+    filter_per_worker = False
+
+    def _get_iterator(self) -> Any:
+        return map(str, super()._get_iterator())
+
+
+class FiltersPerWorker(Filters):
+    """As a NodeLoader on the CPU: it has a collate_fn for that."""
+
+    filter_per_worker = True
+
+
 REFUSED = {
     "each row alone": (
         DataLoader(NUMBERS, None),
-        "batch_size=None, so its rows have no known number",
+        "batch_size=None, so what it gives has no known number of rows; give it the global "
+        "batch_size, and a data set of single rows",
+    ),
+    "its own state": (
+        Stateful(NUMBERS),
+        "a method __iter__ of its own, Stateful's; return a torch.utils.data.DataLoader of its "
+        "data set: a resume goes on within an epoch by itself",
+    ),
+    "its own iterator": (
+        Filters(NUMBERS),
+        "a method _get_iterator of its own, Filters's; set filter_per_worker=True, which does that "
+        "in its collate_fn",
     ),
     "its own context": (
         DataLoader(NUMBERS, 2, num_workers=1, multiprocessing_context="fork"),
         "a multiprocessing_context, which dpframe chooses itself; leave it out",
     ),
-    "its own way": (Own(NUMBERS), "an __iter__ of its own, Own's; do what it does in a collate_fn"),
+    "its own way": (
+        Own(NUMBERS),
+        "a method __iter__ of its own, Own's; do what it does in a collate_fn",
+    ),
     "divided": (
         DataLoader(NUMBERS, 2, sampler=DistributedSampler(NUMBERS, 2, 0)),
         "a DistributedSampler, which pads and splits by itself; return the plain sampler",
@@ -144,6 +181,59 @@ def test_what_can_not_be_kept_of_a_loader_is_refused_in_one_line(name):
         trainer(data=Ready(loader)).prepare()
     line = str(caught.value)
     assert line.startswith(f"Ready.train_dataset() returned a DataLoader with {reason}"), line
+
+
+class Nodes:
+    """As torchdata.nodes.Loader."""
+
+    def __iter__(self) -> Any:
+        return iter([torch.zeros(4, 3)])
+
+
+class Counted(Nodes):
+    def __len__(self) -> int:
+        return 1
+
+
+class Bare(Dataset):
+    def __getitem__(self, row: int) -> Tensor:
+        return torch.zeros(3)
+
+
+class WebLoader(Stream):
+    __module__ = "webdataset.compat"
+
+
+READY = {
+    "an iterator": (
+        Nodes(),
+        "a Nodes, which can only be iterated over, as a loader of ready batches; return the data "
+        "set that it reads: rows by __getitem__ and __len__, or an IterableDataset of single rows",
+    ),
+    "one with a length": (Counted(), "a Counted, which can only be iterated over, as a loader of "),
+    "webdataset's": (
+        WebLoader([torch.zeros(4, 3)]),
+        "a WebLoader, whose batches are ready; return the WebDataset that it reads, without "
+        "batched(): dpframe makes the batches, and data.workers read them",
+    ),
+    "no length": (
+        Bare(),
+        "a Bare without __len__; give it one, or make it an IterableDataset",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_loader_of_ready_batches_is_refused_by_what_it_is(name):
+    loader, reason = READY[name]
+    with pytest.raises(UserError) as caught:
+        trainer(data=Ready(loader)).prepare()
+    line = str(caught.value)
+    assert line.startswith(f"Ready.train_dataset() returned {reason}"), line
+
+
+def test_a_loader_that_filters_in_its_collate_is_read():
+    assert source_of(FiltersPerWorker(NUMBERS, 4)).batch_size == 4
 
 
 def test_a_sampler_beside_a_loader_is_refused():

@@ -17,6 +17,8 @@ from dpframe.data.module import DataModule
 from dpframe.errors import UserError
 
 BY_RANK = "by_rank"
+# Methods of a DataLoader by which it does not read.
+NOT_READ_BY = {"__init__", "__len__", "__setattr__", "check_worker_number_rationality"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Source:
             what = f"a {type(given).__name__} of {len(given)} data sets"
             use = "one, e.g. a ConcatDataset" if trains else "a dict of them by their names"
             raise UserError(f"{method} returned {what}; return {use}")
+        _refuse_batches(given, method)
         sampler = data.train_sampler(given) if trains else None
         shuffle = trains and data.shuffle
         return cls(
@@ -127,17 +130,57 @@ def _check(given: DataLoader, label: str) -> None:
     """Refuses what can't be kept."""
     kind = type(given)
     if given.batch_sampler is None and given.batch_size is None:
-        what = "batch_size=None, so its rows have no known number; give it the global batch_size"
+        what = (
+            "batch_size=None, so what it gives has no known number of rows; give it the global "
+            "batch_size, and a data set of single rows"
+        )
     elif given.multiprocessing_context is not None:
         what = "a multiprocessing_context, which dpframe chooses itself; leave it out"
-    elif kind.__iter__ is not DataLoader.__iter__:
-        what = (
-            f"an __iter__ of its own, {kind.__name__}'s; do what it does in a collate_fn, "
-            "or return a torch.utils.data.DataLoader"
-        )
+    elif (name := _own_way(kind)) and not getattr(given, "filter_per_worker", False):
+        what = f"a method {name} of its own, {kind.__name__}'s; "
+        if hasattr(kind, "state_dict"):
+            what += (
+                "return a torch.utils.data.DataLoader of its data set: a resume goes on within an "
+                "epoch by itself"
+            )
+        elif hasattr(given, "filter_per_worker"):  # of PyG
+            what += "set filter_per_worker=True, which does that in its collate_fn"
+        else:
+            what += "do what it does in a collate_fn, or return a torch.utils.data.DataLoader"
     else:
         return
     raise UserError(f"{label} {what}")
+
+
+def _own_way(kind: type[DataLoader]) -> str:
+    """The method of DataLoader's that the class has written itself, and by which it reads."""
+    ways = (name for name, each in vars(DataLoader).items() if callable(each))
+    own = (n for n in ways if getattr(kind, n) is not getattr(DataLoader, n))
+    return next((name for name in own if name not in NOT_READ_BY), "")
+
+
+def _refuse_batches(given: Any, method: str) -> None:
+    """Loaders that are no DataLoader, by what they can do: their packages are not imported."""
+    kind = type(given)
+    can_be_read = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    if any(each.__name__ == "WebLoader" for each in kind.__mro__):
+        what = (
+            "whose batches are ready; return the WebDataset that it reads, without batched(): "
+            "dpframe makes the batches, and data.workers read them"
+        )
+    elif given is None or can_be_read or isinstance(given, IterableDataset):
+        return
+    elif hasattr(kind, "__getitem__"):
+        raise UserError(
+            f"{method} returned a {kind.__name__} without __len__; give it one, or make it an "
+            "IterableDataset"
+        )
+    else:
+        what = (
+            "which can only be iterated over, as a loader of ready batches; return the data set "
+            "that it reads: rows by __getitem__ and __len__, or an IterableDataset of single rows"
+        )
+    raise UserError(f"{method} returned a {kind.__name__}, {what}")
 
 
 def _is_shuffle(sampler: Any) -> bool:
