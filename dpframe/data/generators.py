@@ -34,8 +34,8 @@ class Generators:
         values = [value for _, value in chain(walked(dataset, items=ITEMS), in_collate)]
         classes = dict.fromkeys(chain(*(type(value).__mro__ for value in values)))
         of_classes = (vars(each).values() for each in classes if each.__module__ not in OF_OTHERS)
-        kinds = _kinds()
-        found = (value for value in chain(values, *of_classes) if isinstance(value, kinds))
+        of_kind = kinds()
+        found = (value for value in chain(values, *of_classes) if isinstance(value, of_kind))
         self._found = list({id(each): each for each in found if _can_be_seeded(each)}.values())
 
     def __bool__(self) -> bool:
@@ -47,7 +47,7 @@ class Generators:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        before = list(map(_state, self._found))
+        before = list(map(state_of, self._found))
         try:
             yield
         finally:
@@ -55,7 +55,8 @@ class Generators:
                 _restore(generator, state)
 
 
-def _kinds() -> tuple[type, ...]:
+def kinds() -> tuple[type, ...]:
+    """Their classes, of the libraries that are imported."""
     numpy = sys.modules.get("numpy")
     of_numpy = () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
     return (torch.Generator, random.Random, *of_numpy)
@@ -64,7 +65,7 @@ def _kinds() -> tuple[type, ...]:
 def _can_be_seeded(generator: Any) -> bool:
     """Not one of the operating system, nor e.g. a RandomState with another bit generator."""
     try:
-        state = _state(generator)
+        state = state_of(generator)
         _seed(generator, 0)
         _restore(generator, state)
     except Exception:
@@ -81,7 +82,7 @@ def _seed(generator: Any, seed: int) -> None:
         generator.seed(seed % 2**32)
 
 
-def _state(generator: Any) -> Any:
+def state_of(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):

@@ -4,7 +4,6 @@ Those that are plain are a part of checkpoints; others are named once.
 """
 
 import logging
-import random
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dpframe.checkpoint.plain import PLAIN
+from dpframe.data import generators
 from dpframe.data.copies import LARGE_BYTES
 from dpframe.parameters import version_of
 from dpframe.task import Task
@@ -106,12 +106,9 @@ class Attributes:
             return id(value), None if isinstance(value, nn.Parameter) else version_of(value)
         if _is_array(value):
             return id(value), hash(value.tobytes()) if value.nbytes <= LARGE_BYTES else None
-        if isinstance(value, torch.Generator):
-            return id(value), value.get_state().numpy().tobytes()
-        if isinstance(value, random.Random):
-            return id(value), hash(value.getstate())
-        if hasattr(value, "bit_generator"):  # NumPy's
-            return id(value), repr(value.bit_generator.state)
+        if isinstance(value, generators.kinds()):
+            state = generators.state_of(value)
+            return id(value), state.tolist() if isinstance(state, Tensor) else repr(state)
         is_own = _package(kind) in (self._package, "types") and hasattr(value, "__dict__")
         if depth or not is_own or callable(value):
             return id(value)
