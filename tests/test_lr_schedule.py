@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from command import attempts, write
+from recorded import Recorder
 from small import Hooks, Rows, Small, Streamed, fitted, is_same, trainer
 from test_rates import Noted
 from test_turns import Pair
@@ -348,8 +349,8 @@ def test_any_recipe_takes_one_by_its_name_and_so_does_a_folder_of_ones_own(tmp_p
     )
     assert (named.code, mine.code, noisy.code, both.code) == (0, 0, 0, 0), (named, mine, both)
     assert "task.schedule: Linear(warmup=0.25, final=0.0), 8 steps in all" in named.out
-    assert logged(tmp_path / "a") == pytest.approx(by_formula(Linear(0.25), 8, 0.01)[1:] + [0])
-    assert logged(tmp_path / "b") == pytest.approx([0.01 * 0.5 ** (n // 3) for n in range(1, 9)])
+    assert logged(tmp_path / "a") == pytest.approx(by_formula(Linear(0.25), 8, 0.01))
+    assert logged(tmp_path / "b") == pytest.approx([0.01 * 0.5 ** (n // 3) for n in range(8)])
     assert (no.code, dotted.code) == (2, 2)
     assert "is no schedule; choose one by its name, e.g. task/schedule=warmup_cosine" in no.err
     assert "task.schedule=linear is no schedule; choose one by its name, e.g. task/" in dotted.err
@@ -358,6 +359,41 @@ def test_any_recipe_takes_one_by_its_name_and_so_does_a_folder_of_ones_own(tmp_p
     assert swept.code == 0 and "task/schedule" in swept.out
     assert twice.code == 2 and "GPT has a scheduler already; leave one of them out" in twice.err
     assert "task.scheduler=null" in twice.err
+
+
+@pytest.mark.parametrize("scaled", [None, {"batch_size": 1, "warmup_steps": 4}])
+@pytest.mark.parametrize("schedule", [Linear(warmup=2), None])
+def test_the_rate_that_is_logged_is_the_one_that_the_step_has_used(schedule, scaled):
+    task, recorder = small(schedule, None if schedule else HALVES, groups=GROUPS), Recorder()
+    task.scale_lr = scaled
+    made = fitted(task, log_every=2, loggers=[recorder], scheduler_every="step")
+    found = [(at, n["step/lr"], n["step/lr/first"]) for at, n in recorder.log_ if "step/lr" in n]
+    used = made.update.optimizer.rates
+    assert found == [(step, *used[step - 1]) for step in (2, 4, 6, 8, 10)]
+
+
+def test_the_rates_of_turns_are_logged_as_they_were_used_and_of_one_without_as_it_will_be():
+    task, recorder = Pair(), Recorder()
+    task.make_schedulers = {}
+    task.lr_schedule = schedule = Linear(warmup=0)
+    fitted(task, log_every=1, loggers=[recorder])
+    found = [n["step/lr/generator"] for _, n in recorder.log_ if "step/lr/generator" in n]
+    # It has its turn in every second step, the first of them the second.
+    assert found == [0.05 * schedule.factor(step, 5) for step in (0, 0, 1, 1, 2, 2, 3, 3, 4, 4)]
+
+
+@pytest.mark.parametrize("name", ["lr", "grad_norm", "samples_per_second"])
+def test_a_number_of_a_step_with_a_name_of_the_trainers_own_is_refused_in_a_line(name):
+    class Told(Small):
+        def training_step(self, batch):
+            return {**super().training_step(batch), name: 0.5}
+
+    said = (
+        f"^Told.training_step returned '{name}', and step/{name} is a number of the Trainer's own"
+    )
+    with pytest.raises(UserError, match=said):
+        fitted(Told(), log_every=2)
+    assert fitted(Told()).metrics[f"train/{name}"] == 0.5  # there is no other number of this name
 
 
 def logged(directory) -> list[float]:

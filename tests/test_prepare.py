@@ -262,6 +262,7 @@ def test_a_trainer_is_freed_with_its_last_reference_whatever_hooks_there_are(nam
 FREE = """
     max_epochs max_steps max_seconds min_epochs min_steps gpus accelerator plateau_monitor threads
     validate_every_epochs validate_every_steps sanity_batches on_nonfinite log_every
+    max_skipped_steps
     limit_eval_batches limit_val_batches limit_test_batches limit_predict_batches logical_replicas
     deterministic compile checkpoint_activations data_on_device skip_dynamo_import channels_last
     cudnn_benchmark profile data_timeout_seconds max_restarts hang_seconds grace_seconds share_check

@@ -171,7 +171,8 @@ class EMA(Average):
             self.add()
 
     def on_step_end(self, trainer: "Trainer") -> None:
-        self.add()
+        if not trainer.progress.is_left_out:
+            self.add()
 
 
 class SWA(Average):
@@ -206,6 +207,7 @@ class SWA(Average):
             return
         if self.every_n_steps is not None:
             is_due = trainer.global_step % self.every_n_steps == 0
+            is_due &= not trainer.progress.is_left_out
         else:  # before the epoch's validation, which comes before on_epoch_end
             is_due = trainer.progress.batches_done == trainer.feed.batches_in(trainer.epoch)
         if is_due:

@@ -114,7 +114,10 @@ class Tuner:
         sweep = Sweep([least * growth**step for step in range(steps)])
         size = max(map(len, self.batches))
         settings = replace(
-            short(self.settings, steps=steps), accumulate=accumulate, on_nonfinite="skip"
+            short(self.settings, steps=steps),
+            accumulate=accumulate,
+            on_nonfinite="skip",
+            max_skipped_steps=None,
         )
         sizes = [size] * (steps * accumulate)
         for each in (fresh, sweep):

@@ -80,10 +80,10 @@ def _options(task: Task, update: Update) -> dict[str, Any]:
 def _of_schedule(update: Update, *, with_rates: bool) -> Fingerprint:
     """The options of torch's scheduler, by the keys of `task`; `with_rates` those that it keeps in
     the optimizer's groups. `task.schedule` has its own key."""
-    if isinstance(update.scheduler, StepSchedule):
+    if update.scheduler is None or isinstance(update.scheduler, StepSchedule):
         return {}
     options = {k: v for k, v in update.options["schedule"]["options"].items() if k != "total_steps"}
-    if with_rates and update.scheduler is not None:
+    if with_rates:
         own = {"name", "initial_lr", *update.optimizer.defaults}
         groups = update.options["groups"]
         options["groups"] = [{k: v for k, v in g.items() if k not in own} for g in groups]

@@ -62,6 +62,18 @@ class LossGuard:
             log.warning("%s; this step is left out", self._described(losses))
         return self._strategy.collectives.sum_numbers([float(is_bad)])[0] > 0
 
+    def refuses_norm(self, norm: torch.Tensor, progress: Progress) -> bool:
+        """Whether to leave out the step whose gradients have this norm. All processes agree."""
+        value = norm.item()
+        is_bad = not math.isfinite(value)
+        if is_bad and self._strategy.is_main:
+            log.warning(
+                "step %s: the loss is finite, and the norm of its gradients is %s; this step is "
+                "left out",
+                *(progress.global_step + 1, value),
+            )
+        return self._strategy.collectives.sum_numbers([float(is_bad)])[0] > 0
+
     def read(self, step: int, saved: str | None, directory: str) -> None:
         """Checks the deferred losses, after `step`; waits for the device once. `saved` is this
         process's last checkpoint; another one's is in the run's directory."""

@@ -43,6 +43,7 @@ class SettingsByName(TypedDict, total=False):
     sanity_batches: int
     share_check: str
     on_nonfinite: str
+    max_skipped_steps: int | None
     log_every: int
     limit_train_batches: int | float | None
     limit_eval_batches: int | float | None

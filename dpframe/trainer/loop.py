@@ -275,7 +275,7 @@ class Trainer(CallbackView):
 
     def _train_epoch(self, training: Training) -> None:
         progress, hooks, calendar = self.progress, self.hooks, training.calendar
-        updates, profile = training.updates, training.profile
+        means, left_out, profile = training.means, training.left_out, training.profile
         # Each process draws its own, e.g. for dropout. They follow from the epoch, so that a
         # checkpoint between two epochs needs no random state.
         if progress.batches_done == 0:
@@ -286,17 +286,19 @@ class Trainer(CallbackView):
         hooks.call("on_epoch_start", self)
         for batches in training.feed.steps(progress):  # those of one update
             is_logged = calendar.logs(progress.global_step + 1)
-            for update in updates.taking_turns():
+            for update in training.updates.taking_turns():
+                if left_out is not None:
+                    left_out.begin(update)
                 measured = training.step.gradients(batches, update)
-                if measured is None:  # the loss was not finite
-                    update.skip()
-                    progress.skipped_steps += 1
-                    continue
-                training.means.add(prefixed(measured, update.name) if update.name else measured)
-                for before_step in hooks["on_before_step"]:
-                    before_step(self)
-                closure = training.step.closure(measured) if update.needs_closure else None
-                update.step(closure, wants_norm=is_logged)
+                if measured is not None:
+                    for before_step in hooks["on_before_step"]:
+                        before_step(self)
+                    closure = training.step.closure(measured) if update.needs_closure else None
+                    if update.step(closure, is_logged=is_logged):
+                        means.add(prefixed(measured, update.name) if update.name else measured)
+                        continue
+                assert left_out is not None
+                left_out.end(update, is_logged=is_logged)
             self.strategy.sync_weights(for_reading=False)
             progress.count(batches)
             if is_logged:
@@ -319,9 +321,8 @@ class Trainer(CallbackView):
         window = training.means.window()  # waits for the GPU; empty if all its steps were left out
         means = self.task.summarize(window) if window else {}
         self.step_metrics = {f"step/{name}": value for name, value in means.items()}
-        rate, updates = self.progress.rows_per_second(), training.updates
-        scalars = {**means, **updates.learning_rates(), **updates.pop_gradient_norms()}
-        scalars["samples_per_second"] = rate
+        scalars = {**means, **training.updates.pop_logged(beside=means)}
+        scalars["samples_per_second"] = self.progress.rows_per_second()
         self._record({f"step/{name}": value for name, value in scalars.items()})
 
     def _end_epoch(self, training: Training) -> None:

@@ -66,12 +66,13 @@ def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[
 
 
 def options_of_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The numbers and texts among them, e.g. `lr` and `betas`."""
+    """The numbers, texts and tuples among them, e.g. `lr`, which may be a tensor, and `betas`."""
     return [
         {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in group.items()
-            if _is_plain(value)
+            if isinstance(value, tuple | bool | int | float | str | None)
+            or (isinstance(value, Tensor) and value.ndim == 0)
         }
         for group in optimizer.param_groups
     ]
@@ -107,14 +108,6 @@ def set_options(
 def _is_rate(option: str, optimizer: Optimizer) -> bool:
     """Whether it is `lr`, or what a scheduler has added to a group."""
     return option == "lr" or option not in optimizer.defaults
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_is_plain, value))
-    if isinstance(value, Tensor):
-        return value.ndim == 0  # a rate may be one
-    return isinstance(value, bool | int | float | str | None)
 
 
 def group_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> list[int]:

@@ -6,6 +6,7 @@ The task is told its lengths on the way, as its optimizers and schedules may ask
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,6 +27,7 @@ from dpframe.trainer.feed import Feed
 from dpframe.trainer.fingerprint import fingerprint
 from dpframe.trainer.guard import LossGuard
 from dpframe.trainer.in_place import InPlace
+from dpframe.trainer.left_out import LeftOut
 from dpframe.trainer.placement import Precision
 from dpframe.trainer.profile import Profile
 from dpframe.trainer.progress import Progress
@@ -49,6 +51,7 @@ class Training:
     calendar: Calendar
     validation: Evaluations
     guard: LossGuard
+    left_out: LeftOut | None  # where steps may be
     state: Resumable
     profile: Profile | None
     notes: list[str]  # for the log, as it begins
@@ -98,7 +101,12 @@ def make_training(
     wrap_steps(updates, task, strategy, settings, shared.precision)
     means = means_over(strategy)
     shared.task_metrics.reset()
-    guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
+    guard, left_out = LossGuard(strategy, settings.on_nonfinite, feed.train.order), None
+    if settings.on_nonfinite == "skip":
+        left_out = LeftOut(task, shared.task_metrics, progress, settings.max_skipped_steps)
+        for update in updates.values():
+            if update.scaler is None:  # which leaves out such steps itself
+                update.refuses = partial(guard.refuses_norm, progress=progress)
     in_place = InPlace(task, strategy)
     if in_place.is_needed:
         on_batch_start = [*on_batch_start, in_place.begin]
@@ -142,6 +150,7 @@ def make_training(
         calendar=Calendar(settings, feed, StopPoll(strategy, shared.interruption)),
         validation=validation,
         guard=guard,
+        left_out=left_out,
         state=state,
         profile=profile,
         notes=[*notes, *notes_of(task, strategy, settings, recomputed, scaled_rates)],

@@ -28,7 +28,13 @@ class Progress:
         """The one of the newest step, as people count them: from 1."""
         return max(1, self.epoch + (self.batches_done > 0))
 
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the newest step has changed no weights: trainer.on_nonfinite=skip."""
+        return self.left_out_step == self.global_step > 0
+
     # Not fields, as no checkpoint keeps them.
+    left_out_step = 0  # the newest one
     _read_at = _rated_at = 0.0
     _rated_rows = 0
 

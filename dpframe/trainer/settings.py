@@ -33,6 +33,7 @@ LEAST = {
     "accumulate": 1,
     "validate_every_steps": 1,
     "sanity_batches": 0,
+    "max_skipped_steps": 1,
     "log_every": 1,
     "threads": 1,
     "logical_replicas": 1,
@@ -86,6 +87,7 @@ class TrainerSettings:
     sanity_batches: int = 2
     share_check: str = "on"
     on_nonfinite: str = "stop"
+    max_skipped_steps: int | None = 10
     log_every: int = 50
     limit_train_batches: int | float | None = None
     limit_eval_batches: int | float | None = None

@@ -35,7 +35,7 @@ from dpframe.trainer.outputs import (
 from dpframe.trainer.placement import Autocast
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.task_metrics import TaskMetrics
-from dpframe.trainer.update import Update
+from dpframe.trainer.update import NotFinite, Update
 
 
 @dataclass(eq=False)
@@ -106,6 +106,13 @@ class Step:
         with self.task_metrics.apart():  # they have counted these rows
             return self.gradients(self.batches, self.update)
 
+    def _compute_again(self) -> list[Measured]:
+        measured = self.recompute()
+        if measured is None:
+            raise NotFinite
+        self.update.check_again()
+        return measured
+
     def closure(self, measured: list[Measured]) -> Callable[[], Tensor]:
         """For an optimizer such as LBFGS. The first call returns the loss of the gradients that
         are computed already, each later one computes both again."""
@@ -113,7 +120,7 @@ class Step:
         strategy = self.strategy
 
         def closure() -> Tensor:
-            losses = known.pop() if known else self.recompute() or []
+            losses = known.pop() if known else self._compute_again()
             pairs = [(float(o["loss"]), float(o.get("weight", rows))) for rows, o in losses]
             columns = [[loss * weight for loss, weight in pairs], [w for _, w in pairs]]
             total, weight = strategy.collectives.sum_columns(

@@ -38,6 +38,10 @@ from dpframe.trainer.settings import TrainerSettings
 NEEDS_WHOLE = ("Adafactor", "Muon", "Rprop")  # torch has no step of these on parts of weights
 
 
+class NotFinite(Exception):
+    """A closure has met a loss or gradients that are not."""
+
+
 class Update:
     """One optimizer of a task and all that its step needs; `name` is "" where there is no other.
 
@@ -48,7 +52,7 @@ class Update:
     module: nn.Module
     forward: Callable[..., tuple[Tensor, list[Measured]]]
     backward: Callable[[Tensor], Any]
-    step: Callable[..., None]  # clips, steps the optimizer and its schedule
+    step: Callable[..., bool]  # clips, steps the optimizer and its schedule
 
     def __init__(
         self,
@@ -119,7 +123,10 @@ class Update:
         backward = Tensor.backward if scaler is None else partial(_scaled_backward, scaler)
         self.backward = timed("backward", backward, is_profiled=settings.profile)
         self.step = timed("optimizer", self._clip_and_step, is_profiled=settings.profile)
-        self.grad_norm: Tensor | None = None  # of the step that is logged next, if it had a turn
+        self.refuses: Callable[[Tensor], bool] | None = None  # a norm that leaves out its step
+        # Of the step that is logged next, if it had a turn.
+        self.grad_norm: Tensor | None = None
+        self.rates: dict[str, float] | None = None
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rates by the names of their groups; the first group's also by ""."""
@@ -176,33 +183,41 @@ class Update:
         self.fill_gradients()
 
     def _clip_and_step(
-        self, closure: Callable[[], Tensor] | None = None, *, wants_norm: bool
-    ) -> None:
-        """`closure` computes the gradients again, for an optimizer that needs that."""
-        if self.clip_norm is not None or wants_norm:
+        self, closure: Callable[[], Tensor] | None = None, *, is_logged: bool
+    ) -> bool:
+        """`closure` computes the gradients again, for an optimizer that needs that. False: they are
+        not finite, and the step has to be left out."""
+        if self.clip_norm is not None or is_logged or self.refuses is not None:
             norm = self._total_norm()
+            if self.refuses is not None and self.refuses(norm):
+                return False
             if self.clip_norm is not None:
                 clip_grads_with_norm_(self._parts(), self.clip_norm, norm)
-            if wants_norm:
-                self.grad_norm = norm
+            if is_logged:
+                self.grad_norm, self.rates = norm, self.learning_rates()
         if self.clip_value is not None:
             clip_grad_value_(self._parts(), self.clip_value)
         if self._awaits_momenta:
             self._awaits_momenta = unfuse_late(self.optimizer)
         if self.scaled_rates is not None:
             self.scaled_rates.apply(self.optimizer)
-        if closure is not None:
-            self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
-        elif self.scaler is None:
-            self._optimize()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-        if self.scaled_rates is not None:
-            self.scaled_rates.undo(self.optimizer)
+        try:
+            if closure is not None:
+                self.optimizer.step(closure)  # type: ignore[arg-type]  # torch's returns tensors too
+            elif self.scaler is None:
+                self._optimize()
+            else:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+        except NotFinite:
+            return False
+        finally:
+            if self.scaled_rates is not None:
+                self.scaled_rates.undo(self.optimizer)
         self.clear()
         if self.schedules_steps:
             self.scheduler.step()
+        return True
 
     def clear(self) -> None:
         """As zero_grad without its profiling; also for the weights of other optimizers."""
@@ -212,8 +227,10 @@ class Update:
         for parameter in self._others:
             parameter.grad = None
 
-    def skip(self) -> None:
-        """In place of `step`, after a loss that is not finite."""
+    def skip(self, *, is_logged: bool) -> None:
+        """In place of `step`, after a loss or gradients that are not finite."""
+        if is_logged:
+            self.rates = self.learning_rates()
         self.clear()
         if self.schedules_steps:
             self.scheduler.step()
@@ -255,6 +272,11 @@ class Update:
             if weight.grad is not None:
                 weights.append(weight)
         return weights
+
+    def check_again(self) -> None:
+        """After gradients that a closure has computed."""
+        if self.refuses is not None and self.refuses(self._total_norm()):
+            raise NotFinite
 
     def _total_norm(self) -> Tensor:
         gradients, sharding = [weight.grad for weight in self._updated()], self.strategy.sharding
@@ -365,7 +387,7 @@ class ByHand(Update):
 
     def __init__(self, task: Task, strategy: Strategy, settings: TrainerSettings) -> None:
         self.settings = settings
-        self.step = timed("optimizer", lambda *_, **__: None, is_profiled=settings.profile)
+        self.step = timed("optimizer", lambda *_, **__: True, is_profiled=settings.profile)
         self.weighting = IgnoredWeights(strategy.collectives, strategy.device, is_used=False)
         self.dtype = DTYPES.get(settings.precision)
         self.backward = lambda loss: None

@@ -83,23 +83,31 @@ class Updates(dict[str, Update]):
                 "self.epoch"
             )
 
-    def learning_rates(self) -> dict[str, float]:
-        """`lr`, and by the names of optimizers and groups, e.g. `lr/generator/backbone`."""
+    def learning_rates(self, *, used: bool = False) -> dict[str, float]:
+        """`lr`, and by the names of optimizers and groups, e.g. `lr/generator/backbone`; `used`: of
+        those that had a turn in the step that is logged, what they used in it."""
         return {
             "/".join(filter(None, ("lr", name, group))): rate
             for name, update in self.items()
-            for group, rate in update.learning_rates().items()
+            for group, rate in ((used and update.rates) or update.learning_rates()).items()
         }
 
-    def pop_gradient_norms(self) -> dict[str, float]:
-        """Of a step that is logged: `grad_norm`, or by the names of the optimizers that have made
-        it. They are told once."""
-        norms = {}
+    def pop_logged(self, *, beside: Iterable[str]) -> dict[str, float]:
+        """Of a step that is logged: the learning rates that it has used, and `grad_norm`, or by the
+        names of the optimizers that have made it. They are told once, `beside` what it measured."""
+        logged = self.learning_rates(used=True)
         for name, update in self.items():
             if update.grad_norm is not None:
-                norms["/".join(filter(None, ("grad_norm", name)))] = float(update.grad_norm)
-                update.grad_norm = None
-        return norms
+                logged["/".join(filter(None, ("grad_norm", name)))] = float(update.grad_norm)
+            update.grad_norm = update.rates = None
+        own = () if self._task.prefers_metrics else {*logged, "samples_per_second"}
+        for name in beside:
+            if name in own:
+                raise UserError(
+                    f"{type(self._task).__name__}.training_step returned {name!r}, and step/{name} "
+                    "is a number of the Trainer's own; rename it"
+                )
+        return logged
 
     def monitored(self) -> list[tuple[str, str]]:
         """The metric that a schedule waits for, by its key."""
