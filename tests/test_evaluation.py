@@ -407,3 +407,43 @@ def test_a_killed_prediction_leaves_nothing(tmp_path):
     with pytest.raises(BrokenProcessPool):
         fresh(killed_at, str(tmp_path), 180)
     assert list(tmp_path.iterdir()) == []
+
+
+# The sanity pass
+
+
+class Collecting(Small):
+    """Collects its outputs, as Lightning's modules do, to read and clear them in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outputs: list[Tensor] = []
+        self.passes: list[int] = []
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64))
+
+    def validation_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        self.outputs.append(batch[1])
+        self.rows += len(batch[1])
+        return super().training_step(batch)
+
+    def on_validation_end(self, trainer: Trainer) -> None:
+        self.passes.append(len(torch.cat(self.outputs)))
+        self.outputs.clear()
+
+
+def collected(strategy: Strategy) -> Any:
+    torch.manual_seed(0)
+    whole = fitted(Collecting(), strategy=strategy, sanity_batches=2, max_epochs=2)
+    torch.manual_seed(0)
+    half = fitted(Collecting(), strategy=strategy, sanity_batches=2, max_epochs=1)
+    own = {"strategy": strategy, "sanity_batches": 2, "max_epochs": 2}
+    resumed = fitted(Collecting(), resume=half.state_dict(), **own)
+    return [(made.task.passes, made.task.state_dict()) for made in (whole, resumed)]
+
+
+@pytest.mark.parametrize("strategy", [CPU(), DataParallel(2, "cpu"), DDP(2, "cpu")])
+def test_the_sanity_pass_leaves_nothing_in_the_task(strategy):
+    whole, resumed = on(strategy, collected)
+    rows = 20 if strategy.launches_ranks is False else 10
+    assert whole[0] == resumed[0] == [rows, rows]
+    assert is_same(whole[1], resumed[1])

@@ -168,7 +168,7 @@ ENTRIES, FILES, CHANGES = (
     50,
     153,
 )  # three are whether a terminal or a notebook shows the progress
-SANITY = 60  # entries more, of its one batch of validation
+SANITY = 80  # entries more, of its one batch of validation, after which the task is as before
 
 
 def way_to_the_first_step(sanity_batches: int) -> tuple[int, int, int]:

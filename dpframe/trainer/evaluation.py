@@ -27,6 +27,7 @@ from dpframe.trainer.outputs import Measured
 from dpframe.trainer.placement import Precision, with_default_dtype
 from dpframe.trainer.predictions import Predictions, Spool, by_rows, collected, fitting, size_of
 from dpframe.trainer.profile import timed
+from dpframe.trainer.put_back import put_back
 from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.step import EvalStep
 from dpframe.trainer.task_metrics import TaskMetrics
@@ -211,10 +212,11 @@ class Evaluations:
             return means | task_metrics.results(self.kind, means)
 
     def measure_few(self, batches: int) -> list[str]:
-        """The names of what is measured, from so many batches. Nothing is drawn or counted."""
+        """The names of what is measured, from so many batches. Nothing is drawn or counted, and the
+        task has its buffers and attributes again."""
         devices = self._shared.strategy.local_devices
         random_state = seeding.random_state(devices)
-        with restore_modes(self._shared.task):
+        with put_back(self._shared.task):
             names = self._means(at_most=batches)
         seeding.restore_random_state(random_state, devices)
         self._shared.task_metrics.tables.clear()

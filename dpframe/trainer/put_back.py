@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dpframe.data.copies import Copies
+from dpframe.data.copies import PLAIN, Copies
 from dpframe.task import Task
 from dpframe.trainer.draws import NotCompared
 
@@ -32,7 +32,7 @@ def put_back(task: Task) -> Iterator[Copies]:
         setattr(module, name, copies.of(buffer))
     for module, (own, _) in zip(modules, before, strict=True):
         for name, value in own.items():
-            if name not in OF_MODULES:
+            if name not in OF_MODULES and not isinstance(value, PLAIN):
                 vars(module)[name] = copies.of(value)
     try:
         yield copies
