@@ -1,6 +1,7 @@
 """Copies of what a task or a data set keeps, which share what is large with it."""
 
 import random
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
@@ -30,6 +31,7 @@ class Copies:
     def __init__(self, known: Iterable[Any] = ()) -> None:
         """`known` are not copied."""
         self.shared: list[Any] = []  # what else is not
+        self.opaque: list[Any] = []  # of these, what may change for all that is known
         self._held = list(known)  # so that no id comes twice
         self._memo: dict[int, Any] = {id(each): each for each in self._held}
         self._left = LARGE_BYTES
@@ -38,6 +40,7 @@ class Copies:
         try:
             return self._of(value)
         except Exception:
+            self.opaque.append(value)
             self._memo[id(value)] = value
             return value
 
@@ -65,9 +68,11 @@ class Copies:
             raise TypeError(f"a {kind.__name__} has no copy")
         # Of which a part may be shared.
         is_known = isinstance(value, nn.Module | Dataset) or hasattr(kind, "__getitem__")
-        if isinstance(value, CODE) or not (is_known or hasattr(value, "__dict__")):
+        if isinstance(value, CODE) or (package in OF_OTHERS and not is_known):
             return value
-        if hasattr(kind, "__del__") or (package in OF_OTHERS and not is_known):
+        if not hasattr(value, "__dict__") or hasattr(kind, "__del__"):
+            if package not in sys.stdlib_module_names:
+                self.opaque.append(value)
             return value
         if hasattr(kind, "__deepcopy__"):
             return deepcopy(value, self._memo)

@@ -111,6 +111,7 @@ def short(settings: TrainerSettings, *, steps: int) -> TrainerSettings:
         max_steps=steps,
         profile=False,
         scheduler_every="epoch",
+        share_check="off",
         validate_every_steps=None,
     )
 

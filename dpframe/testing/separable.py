@@ -15,10 +15,11 @@ from dpframe.testing.course import Course, why_not
 from dpframe.testing.distance import ROUNDINGS, roundings
 from dpframe.trainer import Trainer
 from dpframe.trainer.draws import NotCompared
+from dpframe.trainer.few_rows import picked
 from dpframe.trainer.outputs import Measured, detached, one_loss
 from dpframe.trainer.placement import default_dtype
 from dpframe.trainer.put_back import put_back
-from dpframe.trainer.trial import CUT, ROWS, Trial, picked
+from dpframe.trainer.trial import CUT, ROWS, Trial
 
 EXACT = 1e-9  # of a difference that no rounding of float64 makes
 SIZES = f"{CUT} {ROWS - CUT}"

@@ -96,7 +96,10 @@ def make_training(
             "of one; write validation_step, or return None from val_dataset"
         )
     monitored = [*chain(*(each.monitored() for each in callbacks)), *updates.monitored()]
-    notes = check_shares(shared, settings, feed, updates, progress, monitored)
+    is_resumed = resumed_from is not None
+    notes = check_shares(
+        shared, settings, feed, updates, progress, monitored, is_resumed=is_resumed
+    )
     recomputed = drop_activations(task, settings.checkpoint_activations)
     wrap_steps(updates, task, strategy, settings, shared.precision)
     means = means_over(strategy)

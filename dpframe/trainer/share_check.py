@@ -48,11 +48,17 @@ def check_shares(
     updates: Updates,
     progress: Progress,
     monitored: Sequence[tuple[str, str]],
+    *,
+    is_resumed: bool,
 ) -> Sequence[str]:
     """Before training: refuses a loss that depends on the shares, and warns of other numbers, also
     of validations; of those it tells who waits for them, of `monitored` keys and metrics. Returns
-    notes."""
+    notes. On one replica it warns of a loss in a run's first fit."""
     task, strategy = shared.task, shared.strategy
+    if strategy.replicas == 1 and not is_resumed and settings.share_check != "off":
+        is_tried = updates.by_hand is None and not strategy.logical_shares
+        for turn in updates if is_tried and feed.source.batch_size > 1 else ():
+            warn_alone(Trial(task, strategy, progress, turn, is_brief=True), feed.source)
     if not _is_asked(strategy, settings):
         return ()
     shared.checked.add("val")
@@ -66,6 +72,24 @@ def check_shares(
         trials, notes = [(trial, feed.source) for trial in each], list[str]()
     trials += evaluated(task, strategy, progress, "val", feed.validation)
     return [*notes, *_told(trials, strategy, settings, monitored)]
+
+
+def warn_alone(trial: Trial, source: Any) -> None:
+    """Of a loss that depends on which rows meet in a batch."""
+    try:
+        found = [each for each in trial.differences(source) if each.name == "loss"]
+    except NotCompared:
+        return
+    for each in found:
+        way = trial.broadcast or (
+            "that is right for one that compares rows, e.g. a contrastive loss; else return the "
+            'mean over rows, or its "weight" (tokens, boxes)'
+        )
+        log.warning(
+            f"{_loss_of(trial)} depends on which rows are in a batch ({_numbers(each)}), so that "
+            f"another batch size, or several replicas, would train by another one; {way}; "
+            "trainer.share_check=off leaves this check out"
+        )
 
 
 def check_evaluation(
@@ -147,9 +171,10 @@ def judge(
             continue
         notes += [f"{what}{of_turn} {why}" for why in trial.not_compared]
         for each in found:
-            said = _described(each, trial, of_turn, monitored)
+            said = _described(each, trial, monitored)
             if each.name == "loss" and trial.trains and mode != "warn":
-                refusal = refusal or f"{said}; {WAYS}; {TRAIN_ANYWAY}"
+                ways = "; ".join(filter(None, [trial.broadcast, WAYS, TRAIN_ANYWAY]))
+                refusal = refusal or f"{said}; {ways}"
             elif mode == "strict":
                 refusal = refusal or f"{said}; trainer.share_check=on warns of it"
             else:
@@ -159,17 +184,13 @@ def judge(
     return Verdict(refusal, tuple(warnings), tuple(notes))
 
 
-def _described(
-    found: Difference, trial: Trial, of_turn: str, monitored: Sequence[tuple[str, str]]
-) -> str:
-    kind, replicas = (trial.task.own_class or type(trial.task)).__name__, trial.strategy.replicas
-    numbers = f"{found.whole:.6g} for {ROWS} rows, {found.parts:.6g} for shares of 3 and 2"
+def _described(found: Difference, trial: Trial, monitored: Sequence[tuple[str, str]]) -> str:
+    replicas = trial.strategy.replicas
     when = f" at step {found.step}" if found.step else ""
     if found.name == "loss" and trial.trains:
-        by = f"{100 * found.off:.2g}%" if math.isfinite(found.off) else "not finite"
         return (
-            f"the loss of {kind}{of_turn} depends on how its rows are shared{when} ({numbers}: "
-            f"{by}), so {replicas} replicas would train by another loss than one"
+            f"{_loss_of(trial)} depends on how its rows are shared{when} ({_numbers(found)}), so "
+            f"{replicas} replicas would train by another loss than one"
         )
     name = found.name if trial.trains else f"{trial.prefix}/{found.name}"
     readers = " and ".join(sorted({key for key, metric in monitored if metric == name}))
@@ -177,6 +198,21 @@ def _described(
     if readers:
         mean += f", which {readers} will read"
     return (
-        f"{name} of {kind}{of_turn} is no mean over rows{when} ({numbers}): on {replicas} replicas "
-        f"{mean}; log a torchmetric, or gather the rows"
+        f"{name} of {_named(trial)} is no mean over rows{when} ({_numbers(found)}): on {replicas} "
+        f"replicas {mean}; log a torchmetric, or gather the rows"
     )
+
+
+def _loss_of(trial: Trial) -> str:
+    return f"the loss of {_named(trial)}"
+
+
+def _named(trial: Trial) -> str:
+    kind = (trial.task.own_class or type(trial.task)).__name__
+    return f"{kind} of turn {trial.turn}" if trial.turn else kind
+
+
+def _numbers(found: Difference) -> str:
+    numbers = f"{found.whole:.6g} for {ROWS} rows, {found.parts:.6g} for shares of 3 and 2"
+    by = f"{100 * found.off:.2g}%" if math.isfinite(found.off) else "not finite"
+    return f"{numbers}: {by}" if found.name == "loss" else numbers

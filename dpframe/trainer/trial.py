@@ -6,8 +6,9 @@ State and random numbers are as before it.
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from dpframe import memory, seeding
 from dpframe.accelerator import has_float64
 from dpframe.data import Share, move
-from dpframe.data.copies import Copies
-from dpframe.data.divided import first_of
 from dpframe.errors import UserError, first_line
 from dpframe.metrics import SOMETIMES_WEIGHTED, is_number
 from dpframe.parameters import Watched
@@ -30,8 +30,10 @@ from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.data_parallel import DataParallel, Replicas
 from dpframe.task import Output, Task, TaskContext
+from dpframe.trainer.broadcasts import Broadcasts
 from dpframe.trainer.draws import Draws, NotCompared
 from dpframe.trainer.evaluation import restore_modes
+from dpframe.trainer.few_rows import picked
 from dpframe.trainer.outputs import Measured, detached, one_loss
 from dpframe.trainer.placement import default_dtype
 from dpframe.trainer.put_back import Unwritten, floats_of, put_back, widened
@@ -43,6 +45,7 @@ ROUNDINGS = 64  # in float32, from which on float64 is asked
 TINY = 1e-9  # a loss that is smaller is rounding
 HALVES = (torch.float16, torch.bfloat16)
 LARGE = 1e-4  # in float32, where the step can't be computed in float64
+BRIEF_SECONDS = 0.5
 FREE = 4  # times the memory that the weights take in float64 has to be free
 
 
@@ -86,10 +89,12 @@ class Trial:
     prefix: str = ""  # of the numbers of an evaluation, e.g. val, or val/clean of the set `clean`
     later: Sequence[tuple[int, int]] = ()
     exact: float = EXACT
+    is_brief: bool = False  # on few rows, given up where it takes long or may leave something
     not_compared: list[str] = field(default_factory=list, init=False)  # at a later step
     needs_gradients: bool = field(default=False, init=False)
     gathers: bool = field(default=False, init=False)
     is_told: bool = field(default=False, init=False)  # by any rows
+    broadcast: str = field(default="", init=False)  # what may make the loss another one
 
     def __post_init__(self) -> None:
         self.dtype: torch.dtype | None = self.strategy.dtype
@@ -112,11 +117,16 @@ class Trial:
     def _differences(self, source: Any) -> list[Difference]:
         found: dict[str, Difference] = {}
         first: Any = None
+        self._ends = time.perf_counter() + (BRIEF_SECONDS if self.is_brief else math.inf)
+        if any(map(is_lazy, self.task.parameters())):
+            raise NotCompared("its weights have no shape yet")
         with seeding.seeded(0), restore_modes(self.task):
             self.task.eval()
-            for samples in picked(source.dataset, ROWS):
+            for samples in self._picked(source.dataset):
                 first = first or samples
                 apart = self._apart(samples, source.collate)
+                if any(each.name == "loss" for each in apart):
+                    self.broadcast = self._broadcast(samples, source.collate)
                 found = {each.name: each for each in apart} | found
             for epoch, step in self.later if self.moment.is_asked else ():
                 self.moment = Moment(epoch, step)
@@ -131,6 +141,24 @@ class Trial:
                 "on the rows that it looks at the loss is 0 or NaN, or counts nothing"
             )
         return sorted(found.values(), key=lambda each: each.name != "loss")
+
+    def _picked(self, dataset: Any) -> Iterable[list[Any]]:
+        if not self.is_brief:
+            return picked(dataset, ROWS)
+        if isinstance(dataset, IterableDataset):
+            raise NotCompared("a stream may take long to begin")
+        return picked(dataset, ROWS, only_spread=True, refuse_late=self._refuse_late)
+
+    def _refuse_late(self) -> None:
+        if time.perf_counter() > self._ends:
+            raise NotCompared(f"it takes more than {BRIEF_SECONDS} s")
+
+    def _broadcast(self, samples: Any, collate: Any) -> str:
+        if self.broadcast or self.strategy.sharding is not None:  # of processes, one may be here
+            return self.broadcast
+        with Broadcasts(ROWS) as broadcasts, suppress(Exception):
+            self.measured(samples, [range(ROWS)], collate)
+        return broadcasts.first
 
     def _apart(self, samples: Any, collate: Any) -> list[Difference]:
         apart = []
@@ -202,6 +230,7 @@ class Trial:
             return self._together(shares)
         results = []
         for make in shares:
+            self._refuse_late()
             try:
                 results += [self._tried(make)]
             except Gathers:
@@ -296,9 +325,13 @@ class Trial:
         weights.begin()
         try:
             with ExitStack() as stack:
-                self._shared = stack.enter_context(put_back(self.task)).shared
+                copies = stack.enter_context(put_back(self.task))
+                if self.is_brief and copies.opaque:
+                    raise NotCompared(f"a {type(copies.opaque[0]).__name__} has no copy")
+                self._shared = copies.shared
                 stack.enter_context(seeding.seeded(0))
                 stack.enter_context(torch.set_grad_enabled(self.needs_gradients))
+                stack.enter_context(nothing_tuned())
                 stack.callback(setattr, self.task, "run_context", context)
                 self.task.run_context = TaskContext(self.moment, strategy, seed=context.seed)
                 yield
@@ -355,35 +388,16 @@ class ShareStep(nn.Module):
         return list(chain(*results))
 
 
-def picked(dataset: Any, count: int) -> Iterator[list[Any]]:
-    """The first rows of a data set, and as many from all over it; the first ones of a stream."""
-    if isinstance(dataset, IterableDataset):
-        rows = _first(dataset, 2 * count)
-        yield from (rows[at : at + count] for at in range(0, len(rows) - count + 1, count))
-        return
-    dataset = Copies().of(dataset)  # it may draw, or open what it reads
-    if len(dataset) < count:
-        raise NotCompared(f"there are fewer than {count} rows")
-    spread = [place * (len(dataset) - 1) // (count - 1) for place in range(count)]
-    for rows in [list(range(count)), spread][: 1 if len(dataset) < 2 * count else 2]:
-        try:
-            getitems = getattr(dataset, "__getitems__", None)
-            samples = getitems(rows) if getitems else [dataset[row] for row in rows]
-        except Exception as error:  # the run will say so, with its place
-            raise NotCompared(f"a row that is read says: {first_line(error)}") from None
-        if not isinstance(samples, list):
-            raise NotCompared("rows are not read one by one")
-        yield samples
-
-
-def _first(stream: Any, count: int) -> list[Any]:
+@contextmanager
+def nothing_tuned() -> Iterator[None]:
+    """No kernel is chosen by its speed, and nothing is compiled, for a few rows."""
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    has_compiled = "torch._dynamo" in sys.modules
     try:
-        rows = first_of(stream, count)
-    except Exception as error:
-        raise NotCompared(f"a copy of the stream says: {first_line(error)}") from None
-    if len(rows) < count // 2:
-        raise NotCompared(f"there are fewer than {count // 2} rows")
-    return rows
+        with torch.compiler.set_stance("force_eager") if has_compiled else nullcontext():
+            yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def compared(whole: Output, parts: Sequence[Measured]) -> Iterator[Difference]:
