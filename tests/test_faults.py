@@ -30,9 +30,9 @@ def line_of(folder: Path, *overrides: str, kind: str, at: int, rank: int = 0) ->
 def test_out_of_memory_is_one_line_with_the_batch_and_the_keys_to_turn(tmp_path):
     line = line_of(tmp_path, *ALONE, SAVES, kind="oom", at=5)
     assert re.fullmatch(
-        rf"cpu is out of memory in training: {IN_USE}; batch 4 = 1 replica x 4; lower "
-        r"data\.batch_size=4 and raise trainer\.accumulate=1 by the same factor: the same updates, "
-        r"or set trainer\.checkpoint_activations=true, or lower trainer\.precision=32 to bf16; the "
+        rf"cpu is out of memory in training: {IN_USE}; batch 4 = 1 replica x 4; set "
+        r"data\.batch_size=2 trainer\.accumulate=2, which are the same updates, or "
+        r"trainer\.checkpoint_activations=true, or trainer\.precision=bf16; the "
         r"last checkpoint is whole: go on with resume=run, with resume_anyway=true for another "
         r"batch or precision",
         line,
@@ -45,17 +45,36 @@ def test_out_of_memory_is_one_line_with_the_batch_and_the_keys_to_turn(tmp_path)
 
 
 def test_what_saves_memory_already_is_no_advice(tmp_path):
-    given = "trainer.precision=bf16-true", "trainer.checkpoint_activations=[net.0]"
-    line = line_of(tmp_path, *ALONE, *given, kind="oom", at=1)
-    assert line.endswith("raise trainer.accumulate=1 by the same factor: the same updates")
+    given = ["trainer.precision=bf16-true", "trainer.checkpoint_activations=[net.0]"]
+    line = line_of(tmp_path, *ALONE, *given, "trainer.accumulate=2", kind="oom", at=1)
+    assert line.endswith("; set data.batch_size=2 trainer.accumulate=4, which are the same updates")
     assert "OutOfMemoryError" in (tmp_path / "run/run.log").read_text()
+
+
+class Full(Small):
+    def training_step(self, batch):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (9, "batch 9 = 3 replicas x 3; set data.batch_size=4 trainer.accumulate=2, or trainer.pre"),
+        (3, "batch 3 = 3 replicas x 1; set trainer.precision=bf16"),
+    ],
+)
+def test_a_batch_is_halved_while_a_replica_has_several_rows(rows, said):
+    strategy = DataParallel(3, "cpu")
+    made = trainer(Full(), Rows(40, rows), strategy=strategy, checkpoint_activations="net.0")
+    with pytest.raises(Failure, match=f"; {said}"), faults.explain(strategy, made.settings, made):
+        made.fit()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_out_of_memory_ends_the_job_with_its_line(tmp_path, rank):
     line = line_of(tmp_path, *TWO, SAVES, "trainer.max_restarts=2", kind="oom", at=5, rank=rank)
     assert line.startswith(f"cpu is out of memory in training on rank {rank}: this process took ")
-    assert "; batch 4 = 2 replicas x 2; lower data.batch_size=4" in line
+    assert "; batch 4 = 2 replicas x 2; set data.batch_size=2 trainer.accumulate=2, " in line
     log = (tmp_path / "run/run.log").read_text()
     assert log.count("OutOfMemoryError: CUDA out of memory") == 1 and line in log
 
@@ -64,11 +83,11 @@ def test_a_rank_that_is_out_of_memory_ends_the_job_with_its_line(tmp_path, rank)
     "words, kind, said",
     [
         ((), "oom-start", "in set-up: .*; the model does not fit; lower trainer.precision=32 to "),
-        ((), "oom-validation", "in validation: .* = 1 replica x 4; lower data.eval_batch_size=4,"),
+        ((), "oom-validation", "in validation: .* = 1 replica x 4; set data.eval_batch_size=2,"),
         (
             ("mode=validate", "checkpoint=none"),
             "oom-validation",
-            "in validation: .*; lower data.eval_batch_size=4,",
+            "in validation: .*; set data.eval_batch_size=2,",
         ),
     ],
 )
@@ -107,10 +126,6 @@ def test_a_validation_that_is_out_of_memory_leaves_a_run_that_goes_on(tmp_path):
 
 
 def test_a_program_catches_what_it_always_caught():
-    class Full(Small):
-        def training_step(self, batch):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory$"):
         fitted(Full(), Rows())
 
@@ -191,7 +206,7 @@ def test_a_gpu_that_is_out_of_memory_is_told_with_what_is_in_use(kind):
     replicas = f"{strategy.replicas} replica"
     assert re.match(
         r"cuda:\d is out of memory in training: \d+\.\d of \d+\.\d GiB are in use, at most \d+\.\d "
-        rf"GiB by this process's tensors; batch 12 = {replicas}.*; lower data\.batch_size=12 and ",
+        rf"GiB by this process's tensors; batch 12 = {replicas}.*; set data\.batch_size=6 ",
         str(caught.value),
     )
     assert "OutOfMemoryError" in caught.value.details

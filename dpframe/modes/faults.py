@@ -68,21 +68,24 @@ def _about_set_up(settings: TrainerSettings) -> str:
 
 
 def _about_batch(trainer: Trainer, doing: str) -> str:
-    """What makes a step smaller."""
-    settings, data = trainer.settings, trainer.data
+    """What to set so that a step is smaller."""
+    settings, data, replicas = trainer.settings, trainer.data, trainer.strategy.replicas
+    is_trained = doing == "training"
     evaluated = data.eval_batch_size or data.batch_size
-    rows = trainer.feed.source.batch_size if doing == "training" else evaluated
-    now = f"trainer.precision={settings.precision}"
-    smaller = SMALLER.get(settings.precision)
-    todo = [f"lower data.eval_batch_size={rows}"]
-    if doing == "training":
-        first = f"lower data.batch_size={rows} and raise trainer.accumulate={settings.accumulate}"
-        todo = [f"{first} by the same factor: the same updates"]
-        if not settings.checkpoint_activations:
-            todo.append("set trainer.checkpoint_activations=true")
-    if smaller:
-        todo.append(f"lower {now} to {smaller}")
-    return f"{batch(rows, trainer.strategy.replicas)}; {', or '.join(todo)}"
+    rows = trainer.feed.source.batch_size if is_trained else evaluated
+    todo = []
+    if rows > replicas and is_trained:  # else half of them have the same row each
+        is_same = ", which are the same updates" * (rows % 2 == 0)
+        half = f"data.batch_size={rows // 2} trainer.accumulate={2 * settings.accumulate}"
+        todo.append(f"{half}{is_same}")
+    elif rows > replicas:
+        todo.append(f"data.eval_batch_size={rows // 2}")
+    if is_trained and not settings.checkpoint_activations:
+        todo.append("trainer.checkpoint_activations=true")
+    if smaller := SMALLER.get(settings.precision):
+        todo.append(f"trainer.precision={smaller}")
+    wanted = f"set {', or '.join(todo)}" if todo else "take a smaller model"
+    return f"{batch(rows, replicas)}; {wanted}"
 
 
 def _lost(strategy: Strategy, doing: str, error: Exception) -> str:
