@@ -4,6 +4,7 @@ import random
 import sys
 import threading
 from copy import deepcopy
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy
 import pytest
 import torch
 from forked import fresh
-from small import Rows, Small, heavy, is_same
+from small import Hooks, Rows, Small, fitted, heavy, is_same, trainer
 from torch.utils.data import random_split
 
 import dpframe.modes.trainer
@@ -311,6 +312,48 @@ def test_what_writes_files_asks_for_a_directory(part, tmp_path, monkeypatch):
     run = RunInfo(directory=str(tmp_path / "mine"))
     Trainer(Small(), Rows(), settings=ONCE, run=run, **{kind: [part()]}).fit()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_ranks_refuse_the_directory_of_another_run(tmp_path):
+    fitted(callbacks=[Checkpoint()], directory=tmp_path, max_epochs=1)
+    run = RunInfo(directory=str(tmp_path))
+    given = {"strategy": DDP(2, "cpu"), "callbacks": [Checkpoint()], "run": run}
+    with pytest.raises(UserError, match="^the run directory .* has the checkpoints of another run"):
+        Trainer(Small(), Rows(), settings=ONCE, **given).fit()
+
+
+def refusal(directory: Path) -> str:
+    """What a fit of another process says that resumes a run there."""
+    with pytest.raises(UserError) as caught:
+        fitted(callbacks=[Checkpoint()], directory=directory, resume="last")
+    return str(caught.value)
+
+
+def test_a_directory_that_another_program_trains_in_is_refused_until_its_fit_ends(tmp_path):
+    said: list[str] = []
+
+    def look(trainer: Any) -> None:
+        if trainer.epoch == 1:
+            trainer.callbacks[-1].writer.wait()
+            said.append(fresh(refusal, tmp_path))
+
+    looks = Hooks(on_epoch_start=look)
+    fitted(callbacks=[looks, Checkpoint()], directory=tmp_path)
+    assert said[0].startswith(f"the run directory {tmp_path} is in use by process ")
+    assert said[0].endswith("; end that first, or name another by run=RunInfo(directory=…)")
+    fresh(resumed, tmp_path)
+    failed = trainer(callbacks=[Hooks(on_fit_end=fail), Checkpoint()], directory=tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        failed.fit(resume="last")
+    fresh(resumed, tmp_path)
+
+
+def fail(trainer: Any) -> None:
+    raise ZeroDivisionError
+
+
+def resumed(directory: Path) -> None:
+    fitted(callbacks=[Checkpoint()], directory=directory, resume="last")
 
 
 def test_without_files_no_directory_is_needed_or_named(capsys):
