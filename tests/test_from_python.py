@@ -166,6 +166,7 @@ def test_a_trainer_starts_its_ranks_that_draw_the_same_rows_and_takes_over_what_
     assert several.metrics == pytest.approx(one.metrics, rel=1e-12)
     assert several.callbacks[0].losses == pytest.approx(one.callbacks[0].losses, rel=1e-12)
     assert (several.global_step, several.epoch) == (one.global_step, one.epoch) == (10, 2)
+    assert is_same(several.whole_state_dict(), several.task.state_dict())
     if isinstance(strategy, DDP):
         assert several.callbacks[0].known == pytest.approx(one.callbacks[0].known, rel=1e-12)
     for there, here in zip(same, tensors, strict=True):

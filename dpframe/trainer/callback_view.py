@@ -138,8 +138,11 @@ class CallbackView:
     def whole_state_dict(self, module: nn.Module | None = None) -> dict[str, Any]:
         """`state_dict()` of the task, or of a module in it, with whole weights under each strategy.
         Every process calls it; where weights are sharded the main one alone gets something."""
-        module, sharding = module or self.task, self.strategy.sharding
-        return module.state_dict() if sharding is None else sharding.whole_state(module)
+        module = self.task if module is None else module
+        sharding = self.strategy.sharding
+        if sharding is None or not self.strategy.is_set_up:  # its ranks have ended
+            return module.state_dict()
+        return sharding.whole_state(module)
 
     def _read_losses(self, training: Training) -> None:
         """Checks the losses that were not read at once; waits for the GPU if there are any."""
