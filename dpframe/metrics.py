@@ -119,8 +119,8 @@ class Means:
         columns = _columns(self._kept)
         self._outputs += len(self._kept)
         for output, _ in self._kept:
-            of_rows = output.keys() - output.weights if isinstance(output, Weighed) else output
-            self._times.update(of_rows)
+            names = output.keys()
+            self._times.update(names - output.weights if isinstance(output, Weighed) else names)
         self._kept.clear()
         for name, column in columns.items():
             for sums in (self._window, self._totals):

@@ -1,7 +1,8 @@
 """What a step may ask of the rows of its batch, of which its share are some."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 from zlib import crc32
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from dpframe import seeding
 from dpframe.data import split
 from dpframe.errors import UserError
+from dpframe.parameters import version_of
 
 
 class CurrentShare(threading.local):
@@ -22,6 +24,8 @@ class CurrentShare(threading.local):
         self.places: Sequence[int] | None = None
         self.turn: str | None = None
         self.draws = 0
+        self.keepers: tuple[Forward, ...] = ()  # of what is gathered
+        self.gathered: Iterator[Any] | None = None  # while something is computed again
 
     def of(self, share: Any, turn: str | None = None) -> "CurrentShare":
         """For a `with`: a step of this share, in training with the name of its turn."""
@@ -34,6 +38,59 @@ class CurrentShare(threading.local):
 
     def __exit__(self, *error: object) -> None:
         self.rows = 0
+
+
+class Forward:
+    """What a forward had that is computed again in the backward: its share, with as many draws, and
+    the rows that it has gathered. For torch.utils.checkpoint it has two contexts."""
+
+    def __init__(self) -> None:
+        self._share = dict(vars(current_share))
+        self._gathered: list[tuple[Tensor, int | None] | None] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        with _changed(keepers=(*current_share.keepers, self)):
+            yield
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        with _changed(**{**self._share, "keepers": (), "gathered": iter(self._gathered)}):
+            yield
+
+    def keep(self, gathered: Tensor | None) -> None:
+        """None: the rows of the share were all. A graph that is kept would keep itself."""
+        if gathered is None:
+            self._gathered.append(None)
+        else:
+            rows = gathered.detach().requires_grad_(gathered.requires_grad)
+            self._gathered.append((rows, version_of(rows)))
+
+
+class EachTime:
+    """Contexts that are made each time they are entered: a graph may have several backwards."""
+
+    def __init__(self, *contexts: Callable[[], Any]) -> None:
+        self._contexts = contexts
+
+    def __enter__(self) -> None:
+        self._entered = ExitStack()
+        for context in self._contexts:
+            self._entered.enter_context(context())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.__exit__(*error)
+
+
+@contextmanager
+def _changed(**values: Any) -> Iterator[None]:
+    """The current share with other values, in this thread."""
+    before = {name: getattr(current_share, name) for name in values}
+    vars(current_share).update(values)
+    try:
+        yield
+    finally:
+        vars(current_share).update(before)
 
 
 current_share = CurrentShare()
@@ -97,7 +154,19 @@ class RowsOfBatch:
                 f"{name}.all_gather got a tensor of shape {tuple(x.shape)} for a share of {rows} "
                 "rows; make these rows, or a multiple of them, its first dimension"
             )
-        return strategy.gather_rows(x, current_share.total if rows else 0)
+        if current_share.gathered is not None:
+            gathered = _gathered_before(x, name)
+        else:
+            gathered = strategy.gather_rows(x, current_share.total if rows else 0)
+        for keeper in current_share.keepers:
+            keeper.keep(None if gathered is x else gathered)
+        return gathered
+
+    def checkpoint_contexts(self) -> tuple[Any, Any]:
+        """For a step that calls torch.utils.checkpoint itself, with `use_reentrant=False` and
+        `context_fn=self.checkpoint_contexts`: what is computed again draws and gathers the same."""
+        forward = Forward()
+        return forward.kept(), EachTime(forward.again)
 
     def randn_rows(self, *size: int, device: Any = None, dtype: Any = None) -> Tensor:
         """As torch.randn, whose first dimension is the rows of this step's share: each row gets the
@@ -111,6 +180,20 @@ class RowsOfBatch:
     def rand_rows(self, *size: int, device: Any = None, dtype: Any = None) -> Tensor:
         """The same as torch.rand."""
         return _drawn(self, "rand_rows", size, device=device, dtype=dtype)
+
+
+def _gathered_before(x: Tensor, name: str) -> Tensor:
+    """In the forward: the other replicas don't gather again."""
+    assert current_share.gathered is not None
+    if (kept := next(current_share.gathered)) is None:
+        return x
+    rows, version = kept
+    if version_of(rows) != version:
+        raise UserError(
+            f"{name} changes in place what self.all_gather gave to a block that is computed again "
+            "in the backward; change a copy of it"
+        )
+    return rows
 
 
 def gather_shares(task: Any, x: Tensor) -> Tensor:
@@ -175,7 +258,10 @@ def _draw(task: Any, name: str, first: int, *rest: int, device: Any, dtype: Any)
 def _within(task: Any, name: str) -> CurrentShare:
     """The share of the step at hand, whose place in its batch is known."""
     if not current_share.rows:
-        raise UserError(f"{type(task).__name__}.{name} was used outside of a step")
+        raise UserError(
+            f"{type(task).__name__}.{name} was used outside of a step; a step that calls "
+            "torch.utils.checkpoint itself has to pass it context_fn=self.checkpoint_contexts"
+        )
     if not current_share.total or current_share.places is None:
         raise UserError(
             f"{type(task).__name__}.{name} is not known where ranks have rows of their own; "

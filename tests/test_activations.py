@@ -11,6 +11,7 @@ from forked import on
 from small import SGD, Rows, Small, fitted, is_same, trainer
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 from dpframe import Strategy, TrainerSettings, UserError
 from dpframe.modes.measure import Probe
@@ -76,6 +77,98 @@ def both(strategy: Strategy) -> list[dict[str, Any]]:
 def test_numbers_names_and_running_statistics_are_those_of_activations_that_are_kept(strategy):
     kept, again = on(strategy, both)
     assert is_same(again, kept)
+
+
+class Mixing(nn.Module):
+    """Draws for its rows, and looks at those of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, task: Any) -> Tensor:
+        x = self.inner(x + 0.1 * task.randn_rows(*x.shape))
+        rows = task.all_gather(x)
+        weights = (x @ rows.T * torch.full((), 0.1)).softmax(1)  # of the default type
+        return x + weights @ task.all_gather(torch.tanh(x)) + 0.1 * task.rand_rows(len(x), 1)
+
+
+class Mixed(Small):
+    def __init__(self) -> None:
+        super().__init__(partial(SGD, lr=0.01))
+        del self.net
+        self.first, self.last = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 1)
+        self.blocks = nn.ModuleList([Mixing(), Mixing()])
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        x = self.first(batch[0])
+        for block in self.blocks:
+            x = self._called(block, x)
+        return {"loss": (self.last(x)[:, 0] - batch[1]).square().mean()}
+
+    def _called(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, self)
+
+
+class ByHand(Mixed):
+    def _called(self, block: nn.Module, x: Tensor) -> Tensor:
+        contexts = self.checkpoint_contexts
+        return checkpoint(block, x, self, use_reentrant=False, context_fn=contexts)
+
+
+def mixed(strategy: Strategy) -> list[dict[str, Any]]:
+    found = []
+    for make, choice in ((Mixed, None), (Mixed, ["blocks"]), (ByHand, None)):
+        run = fitted(
+            make=make,
+            data=Rows(24, batch_size=8),
+            strategy=strategy,
+            precision="64",
+            checkpoint_activations=choice,
+            accumulate=2,
+        )
+        found.append({"task": dict(run.task.state_dict()), "metrics": run.metrics})
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_threads_of_gpus_draw_and_gather_again_as_in_the_forward():
+    """They add up gradients in any order."""
+    kept, again, by_hand = mixed(DataParallel([0, 1], "cuda"))
+    for found in (again, by_hand):
+        for name, weight in kept["task"].items():
+            torch.testing.assert_close(found["task"][name], weight, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("strategy", [CPU(), DataParallel(3, "cpu"), DDP(2, "cpu")])
+def test_what_is_computed_again_draws_and_gathers_as_in_the_forward(strategy):
+    kept, again, by_hand = on(strategy, mixed)
+    assert is_same(again, kept) and is_same(by_hand, kept)
+
+
+def test_a_block_may_be_computed_again_several_times():
+    task = Mixed()
+    drop_activations(task, ["blocks"])
+    loss = task.training_step([torch.ones(4, 3), torch.ones(4)])["loss"]
+    weights = [*task.parameters()]
+    first, second = (torch.autograd.grad(loss, weights, retain_graph=True) for _ in range(2))
+    assert is_same(first, second)
+
+
+class InPlace(Mixed):
+    def all_gather(self, x: Tensor) -> Tensor:
+        return super().all_gather(x).mul_(2.0)
+
+
+def test_rows_that_are_changed_where_they_were_gathered_are_refused_in_one_line():
+    with pytest.raises(UserError, match="InPlace changes in place what self.all_gather gave to a"):
+        fitted(
+            InPlace(),
+            Rows(24, batch_size=8),
+            strategy=DataParallel(2, "cpu"),
+            checkpoint_activations=["blocks"],
+            share_check="off",
+        )
 
 
 def test_it_resumes_to_the_bit_with_or_without():

@@ -238,7 +238,7 @@ class Lightning(Task):
             trainer.strategy.collectives.broadcast_tensors(tensors)
         if owns(self.module, "backward") and not self.optimizes_by_hand:
             for update in trainer.updates.values():
-                update.backward = partial(_backward, self.module, trainer.precision.scaler)
+                update.backward = partial(_backward, self.module, trainer.precision)
         if owns(self.module, "configure_gradient_clipping"):
             for update in trainer.updates.values():
                 update.clip_norm = update.clip_value = None  # it clips
@@ -345,5 +345,7 @@ def _hook(module: Any, stage: str, moment: str) -> Any:
     return getattr(module, f"on_{stage}_{moment}")
 
 
-def _backward(module: nn.Module, scaler: Any, loss: Tensor) -> None:
-    module.backward(loss if scaler is None else scaler.scale(loss))  # type: ignore[operator]
+def _backward(module: nn.Module, precision: Any, loss: Tensor) -> None:
+    scaler = precision.scaler
+    with default_dtype(precision.dtype):
+        module.backward(loss if scaler is None else scaler.scale(loss))  # type: ignore[operator]

@@ -1,7 +1,7 @@
 """Blocks whose activations are computed again in the backward, instead of kept: less memory."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpframe.errors import UserError
 from dpframe.patterns import blocks, match_modules
+from dpframe.rows import EachTime, Forward
 
 KEY = "trainer.checkpoint_activations"
 
@@ -28,10 +29,9 @@ class Recomputed(nn.Module):
             return forward(*args)
         if torch.compiler.is_compiling():  # a compiled graph changes buffers once by itself
             return checkpoint(forward, *args, use_reentrant=False)
-        again = partial(_buffers_kept, self)
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
-        )
+        before = Forward()
+        contexts = before.kept(), EachTime(partial(_buffers_kept, self), before.again)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=lambda: contexts)
 
 
 def drop_activations(task: nn.Module, choice: bool | str | Sequence[str] | None) -> list[str]:

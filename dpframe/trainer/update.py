@@ -122,6 +122,8 @@ class Update:
         )
         backward = Tensor.backward if scaler is None else partial(_scaled_backward, scaler)
         self.backward = timed("backward", backward, is_profiled=settings.profile)
+        if self.dtype is not None:  # what is computed again there makes floats, as in the forward
+            self.backward = with_default_dtype(self.dtype, self.backward)
         self.step = timed("optimizer", self._clip_and_step, is_profiled=settings.profile)
         self.refuses: Callable[[Tensor], bool] | None = None  # a norm that leaves out its step
         # Of the step that is logged next, if it had a turn.
