@@ -355,3 +355,17 @@ def test_what_can_not_be_averaged_is_one_line(callbacks, settings, line):
     with pytest.raises(UserError) as caught:
         fitted(Tuned(SGD), callbacks=callbacks(), **settings)
     assert str(caught.value) == line
+
+
+def test_an_average_begins_with_the_weights_of_a_checkpoint_that_has_none():
+    """Also where the callback has averaged in another run before."""
+    average = EMA(0.5)
+    fitted(Tuned(SGD), callbacks=[average])
+    plain = fitted(Tuned(SGD), max_epochs=1)
+    began = []
+    begin = Hooks(on_step_end=lambda t: began.append((average.count, average.averages[0].clone())))
+    again = trainer(Tuned(SGD), callbacks=[begin, average], max_steps=plain.global_step + 1)
+    again.fit(plain.state_dict())
+    [(count, first)] = began
+    assert (count, average.count) == (1, 2)
+    assert torch.equal(first, next(plain.task.parameters()))

@@ -13,7 +13,7 @@ import small
 import torch
 from forked import on
 from recorded import Recorder
-from small import Hooks, Listed, Rows, Scripted, Small, Streamed, fitted, is_same
+from small import Hooks, Listed, Rows, Scripted, Small, Streamed, fitted, is_same, trainer
 from test_numbers import NoisyRows
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 from torch.utils.data import RandomSampler
@@ -407,6 +407,23 @@ def test_a_run_that_ended_and_is_extended_ends_as_one_long_run(monitor, first):
     assert is_same(again.task.state_dict(), whole.task.state_dict())
     assert counted_again.state_dict() == counted.state_dict()
     assert is_same(again.metrics, whole.metrics)
+
+
+@pytest.mark.parametrize("batch_size, read", [(3, 12), (5, 10), (2, 12), (8, 8)])
+def test_a_resume_with_another_batch_size_reads_on_from_the_same_row_or_a_part_of_a_batch_before(
+    batch_size, read
+):
+    class Reads(Small):
+        def training_step(self, batch):
+            if self.training:
+                self.rows += batch[1].tolist()
+            return super().training_step(batch)
+
+    state = fitted(Small(), Rows(shuffle=False), max_steps=3, max_epochs=1).state_dict()
+    data, task = Rows(batch_size=batch_size, shuffle=False), Reads()
+    task.rows = []
+    trainer(task, data, max_epochs=1).fit(state, resume_anyway=True)
+    assert task.rows == data.train.tensors[1][read:].tolist()
 
 
 @pytest.mark.parametrize("scheduler, rate", [(None, 0.1), (partial(StepLR, step_size=1), 0.01)])

@@ -474,7 +474,7 @@ def test_a_schedule_steps_after_each_epoch_and_a_plateau_by_new_validations(
 
 def test_a_schedule_by_step_steps_after_each_update():
     each = {"scheduler_every": "step", "log_every": 1, "max_steps": 4, "accumulate": 2}
-    assert logged(HALVES, "step/lr", **each) == [BASE / 2**n for n in (1, 2, 3, 4)]
+    assert logged(HALVES, "step/lr", **each) == [BASE / 2**n for n in (0, 1, 2, 3)]
 
 
 @pytest.mark.parametrize(
