@@ -1,9 +1,12 @@
 """Batches and their shares: every row once, nothing padded, and orders that seeds decide."""
 
 import random
-from collections import namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, get_args, get_type_hints
 
 import numpy
@@ -29,6 +32,7 @@ from torch.utils.data import (
 from dpframe import DataModule, UserError, seeding
 from dpframe.accelerator import has_streams
 from dpframe.data import Loader, Share, is_tensors, move, permutation, split, tensors_of
+from dpframe.data.module import leaves, mapped
 
 REPLICAS = (1, 2, 3, 4, 8)
 
@@ -200,6 +204,80 @@ def test_move_keeps_the_nest_and_turns_only_floats():
     assert isinstance(moved["b"], Pair) and moved["b"].x.dtype == torch.float64
     assert (moved["b"].y, moved["c"]) == ("text", (1,))
     assert nest["a"][0].dtype == torch.float32
+
+
+class Encoding(UserDict):
+    """As a tokenizer's BatchEncoding: it moves itself, but casts nothing."""
+
+    def __init__(self, data: dict, offsets: str) -> None:
+        super().__init__(data)
+        self.offsets = offsets
+
+    def to(self, device: torch.device) -> "Encoding":
+        self.data = {key: value.to(device) for key, value in self.data.items()}
+        return self
+
+
+class Named(dict):
+    """Its items are its attributes."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.__dict__ = self
+
+
+class Marked(dict):
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+@dataclass(frozen=True)
+class Table:
+    x: Tensor
+    more: list[Tensor]
+    name: str = ""
+
+
+class Graph:
+    """As PyG's Data: what it applies a function to is changed in place."""
+
+    def __init__(self, x: Tensor, edges: Tensor) -> None:
+        self.x, self.edges, self.name = x, edges, "a graph"
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> "Graph":
+        return self.apply(lambda part: part.to(device) if isinstance(part, Tensor) else part)
+
+    def apply(self, function: Callable[[Any], Any]) -> "Graph":
+        for name, value in vars(self).items():
+            setattr(self, name, function(value))
+        return self
+
+
+@pytest.mark.parametrize("kind", [OrderedDict, Named, Marked, partial(Encoding, offsets="kept")])
+def test_mappings_keep_their_type_and_what_is_in_them_is_cast(kind):
+    given = kind({"x": torch.ones(1), "n": torch.ones(1).long(), "in": {"y": [torch.ones(1)]}})
+    moved = move(given, torch.device("cpu"), torch.float64)
+    assert type(moved) is type(given) and list(moved) == list(given)
+    assert [leaf.dtype for leaf in leaves(moved)] == [torch.float64, torch.int64, torch.float64]
+    assert {leaf.dtype for leaf in leaves(given)} == {torch.float32, torch.int64}
+    if isinstance(moved, Encoding):
+        assert moved.offsets == "kept"
+    if isinstance(moved, Named | Marked):
+        assert moved.x is moved["x"]
+    twice = mapped(lambda leaf: 2 * leaf, defaultdict(list, a=[1], b=2))
+    assert twice == {"a": [2], "b": 4} and twice["c"] == []
+    assert mapped(lambda leaf: 2 * leaf, MappingProxyType({"a": 1})) == {"a": 2}
+
+
+def test_what_is_in_dataclasses_and_in_objects_that_apply_a_function_is_cast():
+    table = Table(torch.ones(1), [torch.ones(1)], "t")
+    moved = move(table, torch.device("cpu"), torch.float64)
+    assert isinstance(moved, Table) and moved.name == "t" and table.x.dtype == torch.float32
+    assert [moved.x.dtype, moved.more[0].dtype] == [torch.float64] * 2
+    graph = Graph(torch.ones(1), torch.ones(1).long())
+    moved = move([graph], torch.device("cpu"), torch.float64)[0]
+    assert (moved.x.dtype, moved.edges.dtype, moved.name) == (torch.float64, torch.int64, "a graph")
+    assert graph.x.dtype == torch.float32  # it may be a row of the data set
 
 
 class Noted(torch.Tensor):

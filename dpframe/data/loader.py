@@ -1,7 +1,6 @@
 """The Loader: an epoch's global batches, each as the shares of this process's replicas."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count, islice, repeat, starmap
 from typing import Any
@@ -305,12 +304,7 @@ def _pinned(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         can_be = leaf.device.type == "cpu" and leaf.layout == torch.strided
         return leaf.pin_memory() if can_be else leaf
-    if hasattr(leaf, "pin_memory"):
-        return leaf.pin_memory()
-    if isinstance(leaf, MutableMapping):  # e.g. a tokenizer's BatchEncoding
-        leaf = copy(leaf)
-        leaf.update({key: pinned(value) for key, value in leaf.items()})
-    return leaf
+    return leaf.pin_memory() if hasattr(leaf, "pin_memory") else leaf
 
 
 def _answer_apart(rows: Rows, pin_memory: bool, epoch: int | None, seed: int, *wanted: Any) -> Any:

@@ -1,14 +1,16 @@
 """The data of a recipe: its data sets and their rows, and what a batch, a share and a split are."""
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from inspect import Parameter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import (
     ChainDataset,
     ConcatDataset,
@@ -164,7 +166,8 @@ def split(rows: Sequence, replicas: int) -> list[Sequence]:
 
 
 def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The same nest of lists, tuples and dicts with its tensors on `device`; floats as `dtype`."""
+    """The same nest of lists, tuples, Mappings and dataclasses with its tensors on `device`; floats
+    as `dtype`. Other objects move themselves by their `to`; those that have `apply` are cast."""
 
     waits_not = device.type != "mps"  # which may read the host's memory after it is freed
 
@@ -174,10 +177,19 @@ def move(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> 
             return leaf.to(device, of_type, non_blocking=waits_not)
         if not hasattr(leaf, "to"):
             return leaf
+        is_cast = dtype is not None and _applies(leaf)
+        if is_cast:
+            leaf = copy(leaf)  # it may change itself, and be a row of the data set
         kind: Any = type(leaf)
         if waits_not and _copies_unblocked(kind):
-            return leaf.to(device, non_blocking=True)
-        return leaf.to(device)
+            leaf = leaf.to(device, non_blocking=True)
+        else:
+            leaf = leaf.to(device)
+        return leaf.apply(cast) if is_cast else leaf
+
+    def cast(part: Any) -> Any:
+        is_float = isinstance(part, Tensor) and part.is_floating_point()
+        return part.to(dtype) if is_float else part
 
     return mapped(moved, value)
 
@@ -192,25 +204,67 @@ def _copies_unblocked(kind: Any) -> bool:
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nest of lists, tuples and dicts, with `function` applied to what is in it."""
-    if isinstance(value, dict):
+    """The same nest of lists, tuples, Mappings and dataclasses, with `function` applied to what is
+    in it."""
+    if type(value) is dict:
         return {key: mapped(function, part) for key, part in value.items()}
-    if not isinstance(value, (list, tuple)) or hasattr(value, "to"):  # e.g. a PackedSequence
+    if _is_sequence(value):
+        parts = [mapped(function, part) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    items = _items(value)
+    if items is None:
         return function(value)
-    parts = [mapped(function, part) for part in value]
-    return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return _with(value, {key: mapped(function, part) for key, part in items.items()})
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """What is in a nest of dicts, lists and tuples, as `mapped` sees it."""
-    if isinstance(value, dict):
-        for part in value.values():
+    """What is in a nest, as `mapped` sees it."""
+    items = _items(value)
+    if items is not None:
+        for part in items.values():
             yield from leaves(part)
-    elif isinstance(value, (list, tuple)) and not hasattr(value, "to"):
+    elif _is_sequence(value):
         for part in value:
             yield from leaves(part)
     else:
         yield value
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, list | tuple) and not hasattr(value, "to")  # e.g. a PackedSequence
+
+
+def _items(value: Any) -> Mapping[Any, Any] | None:
+    """What is in a Mapping or in the fields of a dataclass; None of anything else."""
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, Tensor) or _applies(value):
+        return None
+    if isinstance(value, Mapping):  # e.g. a tokenizer's BatchEncoding
+        return value
+    if not is_dataclass(value) or isinstance(value, type) or hasattr(value, "to"):
+        return None
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _applies(value: Any) -> bool:
+    """Whether it does by itself what is done to all in it, e.g. PyG's Data, or a TensorDict."""
+    return hasattr(value, "to") and hasattr(value, "apply") and not isinstance(value, nn.Module)
+
+
+def _with(value: Any, parts: dict[Any, Any]) -> Any:
+    """A copy with these parts, which keeps what else is in its attributes."""
+    kind: Any = type(value)
+    if not isinstance(value, Mapping):
+        set_part: Callable[..., None] = object.__setattr__  # also where it is frozen
+    elif getattr(value, "__dict__", None) is value or not hasattr(kind, "__setitem__"):
+        return kind(parts)  # its attributes are its items, or nothing can be set
+    else:
+        set_part = kind.__setitem__
+    changed = copy(value)
+    for name, part in parts.items():
+        set_part(changed, name, part)
+    return changed
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
