@@ -54,6 +54,30 @@ def test_a_tables_rows_are_predicted_in_their_order_on_each_strategy(run, words)
     assert list(map(float, got)) == pytest.approx(wanted.tolist(), rel=1e-12)
 
 
+NUMBERS = ["0", "-7", "+3", "1.50", "10.", ".5", "-0.25", "2e3", "1.5E-7", " 4 "]
+TEXTS = [
+    "2021_05",
+    "007",
+    "-01.5",
+    "nan",
+    "NaN",
+    "inf",
+    "-Infinity",
+    "1e999",
+    "0x10",
+    "1,5",
+    "",
+    "٣",
+]
+
+
+def test_a_number_is_what_looks_like_one_and_all_else_is_text(tmp_path):
+    rows = "".join(f'"{text}"\n' for text in [*NUMBERS, *TEXTS])
+    write(tmp_path, {"table.csv": "a\n" + rows})
+    read = [row["a"] for row in Table(tmp_path / "table.csv", dict)]
+    assert read == [*map(float, NUMBERS), *TEXTS]
+
+
 def test_a_table_is_read_as_it_goes(tmp_path):
     write(tmp_path, {"long.csv": "a,b\n1,2\n\n3,x\n5\n"})
     rows = iter(Table(tmp_path / "long.csv", dict))

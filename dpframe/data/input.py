@@ -3,6 +3,8 @@
 import csv
 import gzip
 import importlib
+import math
+import re
 import warnings
 import zlib
 from collections import Counter
@@ -19,6 +21,7 @@ from dpframe import files
 from dpframe.errors import UserError, first_line
 
 TABLES = (".csv", ".csv.gz")
+NUMBER = re.compile(r" *[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)? *")
 LONGEST_LINE = 1 << 24  # characters; a small packed file can stand for gigabytes without a line end
 IMAGES = {  # and the only format that each is read as: for some others, Pillow starts programs
     ".png": "PNG",
@@ -137,10 +140,9 @@ def _by_column(header: list[str], fields: list[str]) -> dict[str, float | str]:
 
 
 def _number(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
+    """Python takes more for a number, e.g. the names 2021_05, 007 and nan."""
+    number = float(text) if NUMBER.fullmatch(text) else math.nan
+    return number if math.isfinite(number) else text
 
 
 def _read_image(path: Path) -> Tensor:
