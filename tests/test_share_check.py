@@ -5,6 +5,7 @@ import re
 import resource
 from collections import deque
 from functools import partial
+from itertools import count
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -26,7 +27,8 @@ from dpframe.callbacks import Checkpoint, EarlyStopping
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
-from dpframe.trainer import share_check
+from dpframe.strategies.single import CPU
+from dpframe.trainer import share_check, trial
 from dpframe.trainer.progress import Progress
 from dpframe.trainer.share_check import judge
 from dpframe.trainer.trial import Trial
@@ -491,7 +493,7 @@ def drawn(strategy: Strategy, check: str) -> Any:
     return made.task.state_dict(), made.metrics, data.train.dataset.read
 
 
-@pytest.mark.parametrize("strategy", [TWO(), DDP(2, "cpu")])
+@pytest.mark.parametrize("strategy", [CPU(), TWO(), DDP(2, "cpu")])
 def test_what_a_data_set_draws_by_itself_is_the_same_with_it_and_without(strategy):
     checked, free = (on(strategy, drawn, check) for check in ("strict", "off"))
     assert is_same(checked[0], free[0]) and checked[1:] == free[1:]
@@ -534,16 +536,17 @@ class Stateful(Small):
         return {**output, "loss": output["loss"] + 0 * (noise + self.mean)}
 
 
-def ended(check: str) -> Any:
+def ended(strategy: Strategy, check: str) -> Any:
     torch.manual_seed(0)
     task = Stateful()
-    one = fitted(task, strategy=TWO(), share_check=check, max_steps=3)
+    one = fitted(task, strategy=strategy, share_check=check, max_steps=3)
     own = task.seen, task.mean, list(task.queue), task.made["steps"], task.draw.get_state()
     return one.task.state_dict(), own, one.metrics, torch.get_rng_state(), random.getstate()
 
 
-def test_a_run_has_the_same_bits_with_it_and_without():
-    checked, free = ended("on"), ended("off")
+@pytest.mark.parametrize("strategy", [CPU, TWO])
+def test_a_run_has_the_same_bits_with_it_and_without(strategy):
+    checked, free = ended(strategy(), "on"), ended(strategy(), "off")
     assert is_same(checked[0], free[0])
     assert repr(checked[1:]) == repr(free[1:])
 
@@ -613,6 +616,98 @@ def test_rows_that_count_nothing_tell_nothing():
         assert note.endswith("the loss is 0 or NaN, or counts nothing")
     tiny = lambda t, x, y, _: (t.net(x) - t.net(x).detach()).mean() * 1e-16  # noqa: E731
     assert judged(tiny).refusal == ""
+
+
+# On one process
+
+
+class Squeezed(Small):
+    """Its output is [n, 1], and the target [n]."""
+
+    def training_step(self, batch: list[Tensor]) -> dict[str, Any]:
+        return {"loss": (self.net(batch[0]) - batch[1]).square().mean(), "most": batch[1].max()}
+
+
+ALONE = "depends on which rows are in a batch, so that another batch size, or several replicas, "
+ALONE += "would train by another one; "
+OFF = "; trainer.share_check=off leaves this check out"
+COMPARES = "that is right for one that compares rows, e.g. a contrastive loss; else return the "
+COMPARES += 'mean over rows, or its "weight"'
+
+
+def test_on_one_process_a_first_fit_warns_of_shapes_that_are_broadcast(caplog):
+    made = fitted(Squeezed(), max_steps=1)
+    assert warned(caplog) == [
+        f"the loss of Squeezed {ALONE}torch's sub broadcasts [5, 1] and [5]: give both one shape"
+        f"{OFF}"
+    ]
+    fitted(Squeezed(), max_steps=2, resume=made.state_dict())
+    fitted(Squeezed(), max_steps=1, share_check="off")
+    fitted(Squeezed(), max_steps=1, logical_replicas=2)
+    assert warned(caplog) == []
+    with pytest.raises(UserError, match=r"one; torch's sub broadcasts \[5, 1\] and \[5\]: give"):
+        fitted(Squeezed(), strategy=TWO())
+
+
+def test_on_one_process_a_sum_and_a_contrast_are_one_warning_and_other_numbers_none(caplog):
+    data = Made(batch_size=8)
+    for of in (NOTICED["a sum"], contrasts):
+        trainer(Step(of), data).prepare()
+        assert warned(caplog) == [f"the loss of Step {ALONE}{COMPARES}{OFF}"]
+    trainer(Step(numbers), data).prepare()
+    assert warned(caplog) == []
+
+
+class Normed(Step):
+    def __init__(self) -> None:
+        super().__init__(lambda task, x, y, _: (task.scores(x) - y).square().mean())
+        self.norm = nn.BatchNorm1d(6)
+        self.rnn, self.head = nn.LSTM(6, 3, batch_first=True), nn.Linear(3, 1)
+
+    def scores(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.norm(x)[:, None])[0][:, -1])
+
+
+class Slow(Step):
+    """Each of its steps takes longer than the check may."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        super().__init__(NOTICED["a sum"])
+        now = count(0.0, 1.0)
+        clock = SimpleNamespace(perf_counter=lambda: next(now))
+        monkeypatch.setattr(trial, "time", clock)
+
+
+class Socket:
+    """What can't be seen into."""
+
+    __slots__ = ()
+
+
+def holding(made: Task, value: Any) -> Task:
+    made.value = value
+    return made
+
+
+QUIET: dict[str, Any] = {
+    **{name: lambda _, of=of: Step(of) for name, of in HONEST.items()},
+    "normalised over a batch": lambda _: Normed(),
+    "noise and dropout": lambda _: Step(vae),
+    "an error": lambda _: Step(lambda *_: uneven()),
+    "what takes long": Slow,
+    "what has no copy": lambda _: holding(Step(NOTICED["a sum"]), [Socket()]),
+    "a lock": lambda _: holding(Step(NOTICED["a sum"]), SimpleNamespace(lock=Lock())),
+}
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_on_one_process_it_says_nothing_where_all_is_well_or_it_can_not_tell(
+    name, monkeypatch, caplog
+):
+    assert trainer(QUIET[name](monkeypatch), Made(batch_size=8)).prepare().notes == []
+    trainer(Step(NOTICED["a sum"]), Made(batch_size=1)).prepare()
+    trainer(Squeezed(), Streamed(batch_size=8)).prepare()
+    assert warned(caplog) == []
 
 
 # Memory

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils.data import IterableDataset
 
 from dpframe import memory, seeding
@@ -118,8 +117,6 @@ class Trial:
         found: dict[str, Difference] = {}
         first: Any = None
         self._ends = time.perf_counter() + (BRIEF_SECONDS if self.is_brief else math.inf)
-        if any(map(is_lazy, self.task.parameters())):
-            raise NotCompared("its weights have no shape yet")
         with seeding.seeded(0), restore_modes(self.task):
             self.task.eval()
             for samples in self._picked(source.dataset):
