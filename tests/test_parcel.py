@@ -1,11 +1,13 @@
 """What is sent to other processes of this machine: bytes, copies, and what stays shared."""
 
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 import torch
 from forked import fresh, limited
 from small import Rows, Small
@@ -19,7 +21,11 @@ from dpframe.strategies.ddp import DDP
 MIB = 2**20
 
 
-def test_tensors_and_arrays_are_written_once_and_what_is_shared_stays_shared():
+@pytest.mark.parametrize("package", ["", "cloudpickle"])
+def test_tensors_and_arrays_are_written_once_and_what_is_shared_stays_shared(package, monkeypatch):
+    """Also without the package, which needs a notebook alone."""
+    if package:
+        monkeypatch.setitem(sys.modules, package, None)
     table = nn.Embedding(64, 1024)
     tied = nn.Linear(1024, 64, bias=False)
     tied.weight = table.weight
@@ -85,7 +91,13 @@ def test_what_goes_to_another_machine_needs_no_file():
     assert packed.path is None and torch.equal(packed.unpack(), torch.ones(3))
 
 
+class Closed:
+    def __reduce__(self) -> Any:
+        raise OSError("it is closed")
+
+
 def test_what_can_not_be_packed_is_known_without_a_copy():
+    assert not parcel.is_packable(Closed())
     assert parcel.is_packable({"best": torch.ones(2)})
     assert not parcel.is_packable({"lock": threading.Lock()})
 
