@@ -240,6 +240,29 @@ def test_a_validation_leaves_each_module_in_the_mode_that_it_was_in(mode, sanity
     assert "stays in evaluation mode in training: net.backbone.1; " in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("prepared", "named"),
+    [
+        (lambda task: task.net.backbone.requires_grad_(False), "net.backbone"),
+        (lambda task: task.net.backbone[1].requires_grad_(False), "net.backbone.1"),
+        (lambda task: task.eval().net.backbone.requires_grad_(False), "net.backbone"),
+        (lambda task: task.net.backbone.requires_grad_(False).eval(), ""),
+        (lambda task: task.net.backbone[0].requires_grad_(False), ""),
+    ],
+)
+def test_a_norm_whose_weights_alone_are_frozen_is_told_of(prepared, named, caplog):
+    caplog.set_level("INFO", "dpframe")
+    task = Tuned(SGD)
+    prepared(task)
+    fitted(task, ROWS(), max_steps=1)
+    said = [each.message for each in caplog.records if "running statistics move" in each.message]
+    assert len(said) == bool(named)
+    assert all(f"requires_grad=False: {named}; add it to callbacks.freeze" in each for each in said)
+    caplog.clear()
+    fitted(Tuned(SGD), ROWS(), callbacks=[Freeze("net.backbone")], max_steps=1)
+    assert "running statistics" not in caplog.text
+
+
 def test_a_task_that_is_in_evaluation_mode_is_put_into_training_mode():
     one = fitted(Tuned(SGD).eval(), ROWS())
     assert all(module.training for module in one.task.modules())

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from dpframe.errors import UserError
+from dpframe.errors import UserError, listed
 from dpframe.metrics import Means
 from dpframe.schedules import Warmed, count
 from dpframe.strategies.base import Strategy
@@ -221,6 +221,12 @@ def notes_of(
             "fails; set config.use_cache=False in the task's __init__, and pass use_cache=True to "
             "generate()"
         )
+    if moving := outermost(task, lambda module: moves_statistics(module, task)):
+        yield (
+            "running statistics move, though all weights are frozen by requires_grad=False: "
+            f"{listed(moving, 3)}; add it to callbacks.freeze.patterns (callbacks=freeze), or call "
+            "eval() on it in the task's __init__, where they should stay"
+        )
     if recomputed:
         yield f"computed again in the backward: {', '.join(recomputed)}"
     elif strategy.sharding is not None and strategy.sharding.keeps_casts:
@@ -240,6 +246,15 @@ def notes_of(
 def modules_in_eval_mode(task: Task) -> list[str]:
     """The outermost modules that the task has put into evaluation mode."""
     return outermost(task, lambda module: not module.training) if task.training else []
+
+
+def moves_statistics(module: nn.Module, task: Task) -> bool:
+    """Whether its weights are all frozen, and norms in it are in training mode, in which a task
+    that is in evaluation mode is put as a whole."""
+    trained = [weight.requires_grad for weight in module.parameters()]
+    norms = (part for part in module.modules() if getattr(part, "running_mean", None) is not None)
+    is_frozen = bool(trained) and not any(trained)
+    return is_frozen and any(norm.training or not task.training for norm in norms)
 
 
 def builds_cache(module: nn.Module) -> bool:
