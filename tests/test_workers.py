@@ -500,13 +500,14 @@ class Curriculum(Dataset):
     def __init__(self) -> None:
         self.options = SimpleNamespace(level=0.0)
         self.tensor, self.array, self.list = torch.zeros(40), numpy.zeros(40), [0.0] * 40
+        self.set = {0}
 
     def __len__(self) -> int:
         return 40
 
     def __getitem__(self, row: int) -> Tensor:
-        seen = self.options.level, self.tensor[row], self.array[row], self.list[row], self.told
-        return torch.tensor([float(value) for value in seen])
+        seen = self.options.level, self.tensor[row], self.array[row], self.list[row], *self.set
+        return torch.tensor([float(value) for value in [*seen, self.told]])
 
 
 class Told(Curriculum):
@@ -525,12 +526,14 @@ def is_set(dataset: Any, change: str, epoch: int) -> None:
         dataset.array[37:] = epoch
     elif change == "a list":
         dataset.list = [float(epoch)] * 40
+    elif change == "a set":
+        dataset.set = {epoch}
 
 
 def seen(dataset: Any, change: str, workers: int, **options: Any) -> list[set[float]]:
     """What the last row of each epoch had, and the processes that read."""
     loader = loader_of(dataset, 10, workers=workers, options=options)
-    column = ["an attribute", "a tensor", "an array", "a list", "the epoch"]
+    column = ["an attribute", "a tensor", "an array", "a list", "a set", "the epoch"]
     place = next(n for n, name in enumerate(column) if change.startswith(name))
     values = []
     for epoch in range(3):
@@ -540,7 +543,7 @@ def seen(dataset: Any, change: str, workers: int, **options: Any) -> list[set[fl
     return values
 
 
-CHANGES = ["an attribute", "a tensor in place", "a tensor", "an array in place", "a list"]
+CHANGES = ["an attribute", "a tensor in place", "a tensor", "an array in place", "a list", "a set"]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -5,7 +5,7 @@ import types
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -70,14 +70,14 @@ def _parts(value: Any, items: int) -> list[tuple[str, Any]]:
     if isinstance(value, list | tuple | deque):
         places = range(0, len(value), len(value) // items + 1)
         return [(f"[{place}]", value[place]) for place in places]
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):  # not e.g. a file of h5py, which is read by that
         step = len(value) // items + 1
-        return [(f"[{key!r}]", each) for key, each in islice(value.items(), 0, None, step)]
+        return [(f"[{key!r}]", each) for key, each in islice(list(value.items()), 0, None, step)]
     if isinstance(value, partial):
         return [("", value.func), ("", value.args), ("", value.keywords)]
     if isinstance(value, types.MethodType):
         return [("", value.__self__)]
-    return [(f".{name}", each) for name, each in getattr(value, "__dict__", {}).items()]
+    return [(f".{name}", each) for name, each in list(getattr(value, "__dict__", {}).items())]
 
 
 def _told(value: Any) -> Any:
@@ -85,8 +85,10 @@ def _told(value: Any) -> Any:
         return type(value), repr(value) if isinstance(value, float) else value  # NaN is alike
     if isinstance(value, Tensor):
         return _Same(value), version_of(value)
-    if isinstance(value, list | tuple | deque | Mapping | set | frozenset):
-        return type(value), len(value), id(value) if len(value) > ITEMS else 0
+    if isinstance(value, list | tuple | deque | dict | set | frozenset):
+        is_seen = isinstance(value, set | frozenset) and len(value) <= ITEMS
+        told = frozenset(value) if is_seen else len(value)
+        return type(value), told, id(value) if len(value) > ITEMS else 0
     has_parts = not isinstance(value, WHOLE) and hasattr(value, "__dict__")
     return type(value) if has_parts else _Same(value)
 
