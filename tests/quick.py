@@ -195,7 +195,6 @@ TESTS = {
     "test_the_seed_decides_all_three_generators_whatever_was_drawn_before",
     "test_what_is_no_number_with_a_name_is_not_logged",
     "test_what_can_not_be_averaged_is_one_line",
-    "test_what_can_not_be_seeded_draws_as_it_does",
     "test_what_can_not_be_frozen_is_one_line",
     "test_without_files_no_directory_is_needed_or_named",
 }
