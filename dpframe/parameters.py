@@ -104,7 +104,7 @@ def version_of(tensor: Tensor) -> int | None:
 class Watched:
     """Weights, and whether they were changed in place since `begin`, e.g. within a step.
 
-    It looks in each step: a list of 10,000 numbers takes less than a millisecond."""
+    A look takes less than a millisecond for 10,000 weights: there may be two in each step."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         pairs = [pair for pair in named if version_of(pair[1]) is not None]

@@ -577,7 +577,7 @@ def test_replicas_that_run_at_once_meet_in_the_order_of_the_batch(fails):
             if not (fails and replica == 1 and time == 2)
         ]
 
-    meeting = Meeting([partial(step, replica) for replica in range(3)], in_turn=False)
+    meeting = Meeting([partial(step, replica) for replica in range(3)])
     with ThreadPoolExecutor(3) as threads:
         calls = [threads.submit(meeting.run, replica) for replica in (2, 0, 1)]
     if fails:

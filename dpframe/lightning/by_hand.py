@@ -53,7 +53,8 @@ class ByHand:
             return module.backward(loss, *args, **options)
         weights = [weight for weight in module.parameters() if weight.requires_grad]
         before = [weight.grad for weight in weights]
-        self._alone -= {id(weight) for weight in weights if weight.grad is None}
+        if self._alone:  # what was cleared since is of no rank any more
+            self._alone -= {id(weight) for weight in weights if weight.grad is None}
         for weight in weights:
             weight.grad = None
         part = (
