@@ -80,13 +80,13 @@ def plain(value: Any) -> Any:
     return getattr(value, "full_tensor", lambda: value)().tolist() if is_tensor(value) else value
 
 
-def states(task: Any = Traced, **settings: Any) -> list[Any]:
+def states(task: Any = Traced, callbacks: Any = (), **settings: Any) -> list[Any]:
     """Those after each step of one epoch, of which the third has the bad row, and what is left."""
     found: list[Any] = []
     keep = Hooks(on_step_end=lambda t: found.append(t.task.traces()))
     made = fitted(
         make=task,
-        callbacks=[keep],
+        callbacks=[keep, *callbacks],
         **{"max_epochs": 1, "on_nonfinite": "skip", "share_check": "off", **settings},
     )
     assert (made.global_step, made.progress.skipped_steps) == (len(found), 1)
@@ -143,33 +143,51 @@ def test_metrics_of_torchmetrics_count_no_row_of_a_step_that_is_left_out():
                 self.both(x[:, 0], y)
             return super().training_step(batch)
 
-    for data in (Steep(), Bad(shuffle=False)):
-        numbers = fitted(Judged(), data, on_nonfinite="skip", max_epochs=1, log_every=100).metrics
+    for data, settings in (
+        (Steep(), {}),
+        (Bad(shuffle=False), {}),
+        (Steep(), {"logical_replicas": 2}),
+    ):
+        made = fitted(Judged(), data, on_nonfinite="skip", max_epochs=1, **settings)
         x, y = data.train[[row for row in range(20) if row // 4 != BAD_ROW // 4]]
-        wanted = (x[:, 0] - y).square().mean()
-        assert numbers["train/error"] == pytest.approx(float(wanted))
-        assert numbers["train/m_MeanSquaredError"] == pytest.approx(float(wanted))
+        wanted = pytest.approx(float((x[:, 0] - y).square().mean()))
+        assert made.metrics["train/error"] == made.metrics["train/m_MeanSquaredError"] == wanted
 
 
-def test_an_optimizer_that_needs_a_closure_leaves_out_a_step_that_goes_wrong_on_its_way():
-    lbfgs = partial(torch.optim.LBFGS, lr=0.1, max_iter=4, history_size=3)
+LBFGS = partial(torch.optim.LBFGS, lr=0.1, max_iter=4, history_size=3)
 
-    class Late(Traced):
-        """Of the third step the second evaluation has a loss that is none."""
 
-        evaluations = 0
+class Late(Traced):
+    """Of the third step the third evaluation has a loss, or a slope, that is none."""
 
-        def training_step(self, batch: Any) -> dict[str, Any]:
-            output = super().training_step(batch)
-            if self.training and self.global_step == 2:
-                type(self).evaluations += 1
-                if self.evaluations == 3:
-                    return {"loss": output["loss"] * torch.nan}
-            return output
+    def __init__(self, evaluations: list[int], *, is_steep: bool) -> None:
+        super().__init__(LBFGS)
+        self.evaluated = evaluations.append  # nobody puts back what a function does
+        self.count = evaluations.__len__
+        self.is_steep = is_steep
 
-    first, second, third, fourth, _ = states(partial(Late, lbfgs), data=Rows(shuffle=False))
-    assert is_same(second, third) and not is_same(third, fourth)
-    found = states(partial(Traced, lbfgs), data=Steep())
+    def training_step(self, batch: Any) -> dict[str, Any]:
+        loss = super().training_step(batch)["loss"]
+        if self.training and self.global_step == 2:
+            self.evaluated(1)
+            if self.count() == 3:
+                return {"loss": loss + (0 * loss).sqrt() if self.is_steep else loss * torch.nan}
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("is_steep", [False, True])
+def test_an_optimizer_that_needs_a_closure_leaves_out_a_step_that_goes_wrong_on_its_way(is_steep):
+    evaluations, learned = [], []
+    made = Hooks(on_step_end=lambda t: learned.append(deepcopy(t.update.optimizer.state_dict())))
+    task = partial(Late, evaluations, is_steep=is_steep)
+    found = states(task, data=Rows(shuffle=False), callbacks=[made])
+    assert len(evaluations) == 3
+    assert is_same(found[1], found[2]) and is_same(learned[1], learned[2])
+    assert not is_same(found[2], found[3]) and not is_same(learned[2], learned[3])
+
+
+def test_an_optimizer_that_needs_a_closure_leaves_out_a_step_that_begins_wrong():
+    found = states(partial(Traced, LBFGS), data=Steep())
     assert is_same(found[1], found[2]) and not is_same(found[2], found[3])
 
 

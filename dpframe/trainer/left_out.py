@@ -15,11 +15,13 @@ from dpframe.errors import Failure
 from dpframe.parameters import updated_by
 from dpframe.task import Task
 from dpframe.trainer.progress import Progress
+from dpframe.trainer.settings import TrainerSettings
 from dpframe.trainer.task_metrics import TaskMetrics
 from dpframe.trainer.update import Update
 
 OF_MODULES = {*vars(nn.Module())}  # torch's own attributes
 MUTABLE = (Tensor, list, tuple, dict, set, deque)  # or with such in it
+SHORT = 100  # entries; what is in a longer list, e.g. the outputs so far, is taken to stay
 PutBack = Callable[[], object]
 
 
@@ -27,13 +29,13 @@ class LeftOut:
     """Has what a task was before each turn, and counts the turns that are left out."""
 
     def __init__(
-        self, task: Task, task_metrics: TaskMetrics, progress: Progress, most: int | None
+        self, task: Task, task_metrics: TaskMetrics, progress: Progress, settings: TrainerSettings
     ) -> None:
-        """`most` turns of an optimizer in a row are left out; then the run ends."""
+        self.may_be = settings.on_nonfinite == "skip"
         self._task = task
         self._task_metrics = task_metrics
         self._progress = progress
-        self._most = most
+        self._most = settings.max_skipped_steps  # turns of an optimizer in a row
         self._put_back: list[PutBack] = []
         self._in_row: dict[str, int] = {}  # by optimizer
         self._begun: str | None = None  # the optimizer of the newest turn, if it is not left out
@@ -74,7 +76,7 @@ class LeftOut:
         for module in self._task.modules():
             yield _buffers(module)
             yield _attributes(module)
-        yield from map(_attributes, self._task_metrics.parts())
+        yield from map(_attributes, self._task_metrics.counts())
         if update.needs_closure:  # it moves the weights before it computes their loss
             yield from map(_content, updated_by(update.optimizer))
             state = deepcopy(update.optimizer.state_dict())
@@ -118,8 +120,9 @@ def _content(value: Any) -> PutBack:
         return lambda: None
     holder: Any = value
     content = value.copy() if isinstance(value, dict | set) else [*value]
-    of_keys = content.values() if isinstance(value, dict) else content
-    inner = [_content(part) for part in of_keys if isinstance(part, MUTABLE)]
+    parts: Any = content.values() if isinstance(value, dict) else content
+    parts = parts if len(parts) <= SHORT else ()
+    inner = [_content(part) for part in parts if isinstance(part, MUTABLE)]
 
     def put_back() -> None:
         for fill in inner:

@@ -287,7 +287,7 @@ class Trainer(CallbackView):
         for batches in training.feed.steps(progress):  # those of one update
             is_logged = calendar.logs(progress.global_step + 1)
             for update in training.updates.taking_turns():
-                if left_out is not None:
+                if left_out.may_be:
                     left_out.begin(update)
                 measured = training.step.gradients(batches, update)
                 if measured is not None:
@@ -297,7 +297,6 @@ class Trainer(CallbackView):
                     if update.step(closure, is_logged=is_logged):
                         means.add(prefixed(measured, update.name) if update.name else measured)
                         continue
-                assert left_out is not None
                 left_out.end(update, is_logged=is_logged)
             self.strategy.sync_weights(for_reading=False)
             progress.count(batches)

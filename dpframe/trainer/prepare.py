@@ -51,7 +51,7 @@ class Training:
     calendar: Calendar
     validation: Evaluations
     guard: LossGuard
-    left_out: LeftOut | None  # where steps may be
+    left_out: LeftOut
     state: Resumable
     profile: Profile | None
     notes: list[str]  # for the log, as it begins
@@ -104,12 +104,11 @@ def make_training(
     wrap_steps(updates, task, strategy, settings, shared.precision)
     means = means_over(strategy)
     shared.task_metrics.reset()
-    guard, left_out = LossGuard(strategy, settings.on_nonfinite, feed.train.order), None
-    if settings.on_nonfinite == "skip":
-        left_out = LeftOut(task, shared.task_metrics, progress, settings.max_skipped_steps)
-        for update in updates.values():
-            if update.scaler is None:  # which leaves out such steps itself
-                update.refuses = partial(guard.refuses_norm, progress=progress)
+    guard = LossGuard(strategy, settings.on_nonfinite, feed.train.order)
+    left_out = LeftOut(task, shared.task_metrics, progress, settings)
+    for update in updates.values() if left_out.may_be else ():
+        if update.scaler is None:  # which leaves out such steps itself
+            update.refuses = partial(guard.refuses_norm, progress=progress)
     in_place = InPlace(task, strategy)
     if in_place.is_needed:
         on_batch_start = [*on_batch_start, in_place.begin]

@@ -127,10 +127,9 @@ class TaskMetrics:
             self._put_back(before)
             self._earlier, self._restored, self._shares = earlier, restored, shares
 
-    def parts(self) -> list[Any]:
-        """What has the attributes that an update of a metric changes."""
-        shares = [] if self._shares is None else [self._shares]
-        return [*self._metrics.values(), *self._collections.values(), *shares]
+    def counts(self) -> list[Any]:
+        """What an update of a metric changes besides the metric."""
+        return [] if self._shares is None else [self._shares]
 
     def reset(self) -> None:
         for name, metric in self._metrics.items():

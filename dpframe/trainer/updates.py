@@ -11,10 +11,11 @@ from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
 from dpframe.task import Task
 from dpframe.trainer import dynamo
+from dpframe.trainer.by_hand import ByHand
 from dpframe.trainer.optimizers import check_signature, optimizers_of
 from dpframe.trainer.rates import ScaledRates
 from dpframe.trainer.settings import TrainerSettings
-from dpframe.trainer.update import ByHand, Update
+from dpframe.trainer.update import Update
 
 STATES = (
     "optimizer",
