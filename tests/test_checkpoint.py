@@ -693,19 +693,21 @@ def saved_steps(
     ],
 )
 def test_last_is_written_every_n_steps_epochs_or_minutes_and_at_the_end(
-    monkeypatch, given, settings, steps
+    monkeypatch, tmp_path, given, settings, steps
 ):
     # A step takes 0.4 minutes by the clock that all processes share.
     def tick(trainer: Trainer) -> None:
         trainer.training.calendar.clock = trainer.global_step * 0.4 * 60
 
     clock = Hooks(on_step_end=tick)
-    saves = saved_steps(monkeypatch, Checkpoint(keep=0, **given), more=[clock], **settings)
+    options = {"directory": tmp_path, "more": [clock], **settings}
+    saves = saved_steps(monkeypatch, Checkpoint(keep=0, **given), **options)
     assert saves == [("last", step) for step in steps]
 
 
-def test_best_is_judged_at_validations_within_an_epoch(monkeypatch):
-    saves = saved_steps(monkeypatch, Checkpoint(every_n_epochs=None), validate_every_steps=2)
+def test_best_is_judged_at_validations_within_an_epoch(monkeypatch, tmp_path):
+    keeper, given = Checkpoint(every_n_epochs=None), {"directory": tmp_path}
+    saves = saved_steps(monkeypatch, keeper, validate_every_steps=2, **given)
     best = [step for name, step in saves if name == "best"]
     assert best and {step % 5 for step in best} - {0}
     assert sorted(set(best)) == best  # never twice at one step

@@ -246,9 +246,9 @@ def test_the_best_of_a_resumed_run_may_be_one_from_before(terminal, second_a_ste
     assert rows[1][0] == "3"
 
 
-def test_what_is_judged_first_decides_what_is_best():
+def test_what_is_judged_first_decides_what_is_best(tmp_path):
     callbacks = [Checkpoint("val/mae", keep=0), EarlyStopping("val/loss"), Progress()]
-    progress = fitted(callbacks=callbacks).callbacks[1]
+    progress = fitted(callbacks=callbacks, directory=tmp_path).callbacks[1]
     assert isinstance(progress, Progress) and progress.best.monitor.name == "val/loss"
 
 
