@@ -73,13 +73,11 @@ def _about_batch(trainer: Trainer, doing: str) -> str:
     is_trained = doing == "training"
     evaluated = data.eval_batch_size or data.batch_size
     rows = trainer.feed.source.batch_size if is_trained else evaluated
-    todo = []
-    if rows > replicas and is_trained:  # else half of them have the same row each
-        is_same = ", which are the same updates" * (rows % 2 == 0)
+    half = f"data.eval_batch_size={rows // 2}"
+    if is_trained:
         half = f"data.batch_size={rows // 2} trainer.accumulate={2 * settings.accumulate}"
-        todo.append(f"{half}{is_same}")
-    elif rows > replicas:
-        todo.append(f"data.eval_batch_size={rows // 2}")
+        half += "" if rows % 2 else ", which are the same updates"
+    todo = [half] if rows > replicas else []  # a replica with one row would go on to have it
     if is_trained and not settings.checkpoint_activations:
         todo.append("trainer.checkpoint_activations=true")
     if smaller := SMALLER.get(settings.precision):
