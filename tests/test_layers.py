@@ -427,7 +427,6 @@ FILE, CLASS, METHODS = 450, 350, 25  # lines, lines, methods and properties
 LARGER = {  # a file or a class, and why it may be so
     "trainer.loop": "the loop and the four modes, which a reader follows from top to bottom",
     "trainer.loop.Trainer": "as its file",
-    "trainer.callback_view.CallbackView": "what hooks may read and call, a line or two each",
 }
 
 
