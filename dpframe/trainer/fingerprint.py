@@ -45,7 +45,8 @@ def fingerprint(
     seed: int,
 ) -> Fingerprint:
     source = feed.source
-    facts = leaves_of_config(run.config, run.public)
+    config = leaves_of_config(run.config, run.public)
+    facts = dict(config)
     for name in ("workers", "persistent_workers", "eval_batch_size", "drop_last", "input"):
         facts.pop(f"data.{name}", None)  # only whether there are any workers decides
     if feed.source.drop_last:
@@ -62,7 +63,8 @@ def fingerprint(
         facts["trainer.threads"] = settings.threads or 1
     facts |= {"seed": seed, "data.batch_size": source.batch_size, "data.shuffle": source.shuffle}
     for update in updates.values():
-        facts |= update.kinds() | _of_schedule(update, with_rates="task" not in run.config)
+        facts |= update.kinds()
+        facts |= _of_schedule(update, config if "task" in run.config else {})
     if hasattr(feed.dataset, "__len__"):
         facts["rows to train on"] = len(feed.dataset)
     if feed.train.division is not None:
@@ -77,18 +79,23 @@ def _options(task: Task, update: Update) -> dict[str, Any]:
     return {**update.optimizer.defaults, "groups": groups_of(make) or {}}
 
 
-def _of_schedule(update: Update, *, with_rates: bool) -> Fingerprint:
-    """The options of torch's scheduler, by the keys of `task`; `with_rates` those that it keeps in
-    the optimizer's groups. `task.schedule` has its own key."""
+def _of_schedule(update: Update, config: Fingerprint) -> Fingerprint:
+    """The options of a scheduler that the config does not have. `task.schedule` has its own key."""
     if update.scheduler is None or isinstance(update.scheduler, StepSchedule):
         return {}
     options = {k: v for k, v in update.options["schedule"]["options"].items() if k != "total_steps"}
-    if with_rates:
+    if not config:  # what it keeps in the optimizer's groups
         own = {"name", "initial_lr", *update.optimizer.defaults}
         groups = update.options["groups"]
         options["groups"] = [{k: v for k, v in g.items() if k not in own} for g in groups]
-    key = f"schedulers.{update.name}" if update.name else "scheduler"
-    return {path.replace("._", "."): value for path, value in _leaves({key: options}).items()}
+    of_config = f"task.schedulers.{update.name}" if update.name else "task.scheduler"
+    whose = f"{update.name}'s " if update.name else ""
+    named = {path.replace("._", "."): value for path, value in _leaves({"_": options}).items()}
+    return {
+        f"{whose}scheduler{path[1:]}": value
+        for path, value in named.items()
+        if f"{of_config}{path[1:]}" not in config
+    }
 
 
 def leaves_of_config(
@@ -120,12 +127,22 @@ def of_code(task: Task, data: DataModule) -> Fingerprint:
 
 def differences(then: Fingerprint, now: Fingerprint) -> list[str]:
     """A text for each difference, e.g. `task.optimizer.lr=0.01 there, 0.1 here`."""
-    texts = {}
+    texts: dict[str, str] = {}
     for key in [*then, *(key for key in now if key not in then)]:
-        if then.get(key) != now.get(key) and f"task.{key}" not in texts:
+        if then.get(key) != now.get(key) and not _is_told(key, texts):
             values = f"={_worded(then.get(key))} there, {_worded(now.get(key))} here"
             texts[key] = key + (" has changed" if key.endswith("code") else values)
     return [*texts.values()]
+
+
+def _is_told(key: str, texts: Mapping[str, str]) -> bool:
+    """Whether it is an option of a scheduler that is told to be of another kind, or length."""
+    owner, dot, _ = key.partition(".")
+    return (
+        bool(dot)
+        and owner.endswith("scheduler")
+        and (owner in texts or f"{owner}'s steps" in texts)
+    )
 
 
 def _leaves(config: Any) -> Fingerprint:
