@@ -130,24 +130,27 @@ class Loader:
         worker_seed = seeding.mix(self.seed, number, self.rank)
         if self._reader is not None:
             return self._streamed(self._reader, number, skip, limit, worker_seed)
+        read = self._read
+        if not self.rows.are_tensors:
+            answers = self._answered(epoch, skip, limit, worker_seed)
+            read = read if answers is None else lambda rows: next(answers)
+        return self._batches(self._plan(number, skip, limit), read)
+
+    def _answered(
+        self, epoch: int | None, skip: int, limit: int | None, seed: int
+    ) -> Iterator[Any] | None:
+        """What the shares have, where seeds decide what rows draw; None where this process's random
+        numbers do, as they are when a share is asked for."""
         if self._processes is not None:
             self._processes.end_if_changed()
         self.rows.begin(epoch)
-        read = self._read
+        requests = self._requests(epoch, skip, limit, seed)
         if self._processes is not None:
-            requests = self._requests(epoch, skip, limit, worker_seed)
-            answers = self._processes.read(requests, worker_seed)
-            read = lambda rows: next(answers)  # noqa: E731
-        elif answer := self._answer_here():
-            answers = starmap(answer, self._requests(epoch, skip, limit, worker_seed))
-            read = lambda rows: next(answers)  # noqa: E731
-        return self._batches(self._plan(number, skip, limit), read)
-
-    def _answer_here(self) -> Callable[..., Any] | None:
-        """What reads in this process where a seed decides what rows draw."""
-        if self.rows.are_tensors or not (self._is_logical or self.rows.generators):
+            return self._processes.read(requests, seed)
+        if not (self._is_logical or self.rows.generators):
             return None
-        return partial(_answer_apart if self._is_logical else _answer_own, self.rows, self._pins)
+        answer = _answer_apart if self._is_logical else _answer_own
+        return starmap(partial(answer, self.rows, self._pins), requests)
 
     def _batches(self, plan: Plan, read: Callable[[Tensor], Any]) -> Iterator[Batch]:
         known, places = -1, list[Sequence[int]]()

@@ -73,7 +73,7 @@ class Source:
             trains and data.drop_last,
             options={
                 "persistent_workers": data.persistent_workers,
-                "worker_init_fn": _worker_init(data),
+                "worker_init_fn": data.worker_init,
             },
             is_divided=data.divide_streams and kind != "predict",
             is_by_rank=data.divided == BY_RANK and kind != "predict",
@@ -111,7 +111,7 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         label,
         given.timeout,
         {
-            "worker_init_fn": given.worker_init_fn or _worker_init(data),
+            "worker_init_fn": given.worker_init_fn or data.worker_init,
             "prefetch_factor": given.prefetch_factor,
             "persistent_workers": given.persistent_workers,
         },
@@ -120,10 +120,6 @@ def _of_loader(given: DataLoader, data: DataModule, method: str, *, kind: str) -
         is_loader=True,
         method=method,
     )
-
-
-def _worker_init(data: DataModule) -> Callable[[int], None] | None:
-    return data.worker_init if data.has_own("worker_init") else None
 
 
 def _check(given: DataLoader, label: str) -> None:
