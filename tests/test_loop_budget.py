@@ -85,8 +85,9 @@ def measure() -> dict[str, Any]:
             "data_parallel": crossed(DataParallel(2, accelerator="cpu")),
         },
         "calls": calls_a_batch(),
-        "way": way_to_the_first_step(sanity_batches=0),
+        "way": way_to_the_first_step(),
         "way_with_sanity": way_to_the_first_step(sanity_batches=2),
+        "way_with_share_check": way_to_the_first_step(share_check="on"),
     }
 
 
@@ -168,10 +169,13 @@ ENTRIES, FILES, CHANGES = (
     50,
     153,
 )  # three are whether a terminal or a notebook shows the progress
+SHARE_CHECK = 420  # entries more, of its three steps and each function of torch's in them
 SANITY = 80  # entries more, of its one batch of validation, after which the task is as before
 
 
-def way_to_the_first_step(sanity_batches: int) -> tuple[int, int, int]:
+def way_to_the_first_step(
+    sanity_batches: int = 0, share_check: str = "off"
+) -> tuple[int, int, int]:
     """Boston on the CPU without callbacks or loggers, from `Trainer(...)` to its first step.
 
     Counts the entries into functions of dpframe, the files that they are in, and how often one
@@ -188,7 +192,8 @@ def way_to_the_first_step(sanity_batches: int) -> tuple[int, int, int]:
                 sys.setprofile(None)
 
     task = Boston(nn.Linear(13, 1), partial(torch.optim.Adam, lr=0.01))
-    data, settings = BostonData(), TrainerSettings(max_epochs=1, sanity_batches=sanity_batches)
+    own = {"sanity_batches": sanity_batches, "share_check": share_check}
+    data, settings = BostonData(), TrainerSettings(max_epochs=1, **own)  # type: ignore[arg-type]
     sys.setprofile(note)
     Trainer(task, data, settings=settings).fit()
     changes = sum(file != before for before, file in zip(entered, entered[1:], strict=False))
@@ -202,6 +207,7 @@ def test_the_way_from_a_trainer_to_its_first_step_gets_no_longer():
     assert files <= FILES
     assert changes <= CHANGES
     assert 10 < measured()["way_with_sanity"][0] - entries <= SANITY
+    assert 10 < measured()["way_with_share_check"][0] - entries <= SHARE_CHECK
 
 
 # Waits
@@ -252,6 +258,7 @@ def test_nothing_is_read_between_log_steps(monkeypatch, task, settings):
             max_epochs=1,
             max_steps=10,
             log_every=4,
+            share_check="off",
             **settings,
         )
     assert {4, 8} <= set(reads.steps) <= {4, 8, 11}  # 11: the epoch's end, after step 10

@@ -32,7 +32,7 @@ def test_evaluation_turns_dropout_off_and_training_turns_it_on_again():
             seen.append((self.training, torch.is_grad_enabled()))
             return super().training_step(batch)
 
-    fitted(Watched(), Rows(8), validate_every_steps=1, max_epochs=1)
+    fitted(Watched(), Rows(8), validate_every_steps=1, max_epochs=1, share_check="off")
     assert seen == [(True, True), *[(False, False)] * 2] * 2
     assert torch.is_grad_enabled()
 

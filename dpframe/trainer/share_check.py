@@ -145,6 +145,8 @@ def _told(
     settings: TrainerSettings,
     monitored: Sequence[tuple[str, str]],
 ) -> Sequence[str]:
+    if not trials:
+        return ()
     verdict = judge(trials, settings.share_check, monitored)
     # Where processes round otherwise, all of them do what the main one does.
     verdict = Verdict(*strategy.collectives.broadcast(tuple(verdict)))
