@@ -743,6 +743,14 @@ def test_a_run_whose_schedule_ends_with_it_goes_on_to_that_end_and_no_further(sc
     with pytest.raises(UserError) as caught:
         ours(lit.ForAsLong(schedule), lit.Rows(), max_epochs=4, resume=deepcopy(ended.state_dict()))
     assert f"scheduler's steps={then} there, {now} here; set back what has" in str(caught.value)
+    settings = TrainerSettings(max_epochs=4, threads=1, sanity_batches=0, precision="64")
+    longer = Trainer(
+        Lightning(lit.ForAsLong(schedule)), LightningData(lit.Rows()), settings=settings
+    )
+    longer.prepare(ended.state_dict(), resume_anyway=True)
+    [halfway] = [group["lr"] for group in longer.update.optimizer.param_groups]
+    stopped = ours(lit.ForAsLong(schedule, 12), lit.Rows(), max_epochs=4)
+    assert [halfway] == [group["lr"] for group in stopped.update.optimizer.param_groups]
 
 
 def test_a_module_whose_schedule_ends_with_the_run_is_not_told_to_go_on(tmp_path):
