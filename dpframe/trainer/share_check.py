@@ -62,7 +62,7 @@ def check_shares(
     if not _is_asked(strategy, settings):
         return ()
     shared.checked.add("val")
-    if strategy.sharding is not None and strategy.sharding.rounds:
+    if _is_rounded(strategy):
         return (f"{NOT_COMPARED}: strategy.param_dtype rounds the weights",)
     if updates.by_hand is not None:
         trials, notes = list[Any](), [f"{NOT_COMPARED}: the task steps its optimizers itself"]
@@ -97,7 +97,9 @@ def check_evaluation(
 ) -> None:
     """Before a validation or a test alone, warns of its numbers."""
     kind, strategy = evaluations.kind, shared.strategy
-    if kind == "predict" or kind in shared.checked or not _is_asked(strategy, settings):
+    if kind == "predict" or kind in shared.checked or _is_rounded(strategy):
+        return
+    if not _is_asked(strategy, settings):
         return
     shared.checked.add(kind)
     loaders = {name: each.loader for name, each in evaluations.by_name.items()}
@@ -108,6 +110,10 @@ def _is_asked(strategy: Strategy, settings: TrainerSettings) -> bool:
     """Logical shares are the same on any number of replicas, so that nothing depends on these."""
     is_single = strategy.replicas == 1 or strategy.logical_shares > 0
     return settings.share_check != "off" and not is_single
+
+
+def _is_rounded(strategy: Strategy) -> bool:
+    return strategy.sharding is not None and strategy.sharding.rounds
 
 
 def moments(
