@@ -257,7 +257,7 @@ def _check_data(data: Mapping[str, Any], mode: Any) -> None:
     if type(is_dropped := data.get("drop_last", False)) is not bool:
         raise unfit("data.drop_last", is_dropped, bool)
     if (stay := data.get("persistent_workers", True)) != "auto" and type(stay) is not bool:
-        raise unfit("data.persistent_workers", stay, bool, " or auto")
+        raise unfit("data.persistent_workers", stay, bool, ", or auto")
     for key, least in (("batch_size", 1), ("eval_batch_size", 1), ("workers", 0)):
         value = data.get(key, least)
         if (key, value) in (("workers", "auto"), ("eval_batch_size", None)):
