@@ -64,6 +64,7 @@ TESTS = {
     "test_the_line_of_a_notebook_has_the_same_number_and_a_loss_within_the_epoch",
     "test_every_folder_is_a_group",
     "test_groups_keep_the_proportions_of_their_rates",
+    "test_averages_do_not_count_a_step_that_is_left_out",
     "test_what_can_be_no_sequence_is_one_line",
     "test_every_option_is_composed_and_built",
     "test_the_formats_of_fsdp_are_typed_as_numbers_as_trainer_precision_is",
