@@ -113,9 +113,11 @@ def go_on(scheduler: Any, saved: Any, before: dict[str, Any], steps: int) -> Non
     that follows more than a count gets the saved state, with its own options.
     """
     if (several := getattr(scheduler, "schedulers", None)) is not None:
-        of_saved, of_before = (each["several"] for each in (saved, before))
-        for each, its, was in zip(several, of_saved, of_before, strict=True):
-            go_on(each, its, was, steps)
+        of_saved, of_before = (
+            dict(enumerate(each.get("several", ()))) for each in (saved or {}, before)
+        )
+        for number, each in enumerate(several):
+            go_on(each, of_saved.get(number), of_before.get(number, {}), steps)
     elif follows_count(scheduler):
         count = _count(saved)
         _step(scheduler, steps if count is None else count)
