@@ -20,6 +20,7 @@ from torch import Tensor
 from dpframe import Strategy, UserError, checkpoint, load
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
+from dpframe.strategies.fsdp import FSDP
 
 WITH = ["--config-dir", "conf"]
 
@@ -158,6 +159,18 @@ def gathered(strategy: Strategy) -> Any:
     torch.manual_seed(0)
     own = {"strategy": strategy, "share_check": "off"}
     return fitted(Recurrent(), max_epochs=1, **own).state_dict()
+
+
+def kept_scale(strategy: Strategy) -> list[Any]:
+    made = fitted(Scaled(), strategy=strategy, share_check="off", max_steps=3)
+    state = made.strategy.collectives.broadcast(made.state_dict())
+    again = fitted(Scaled(), strategy=strategy, share_check="off", max_steps=4, resume=state)
+    return [each[""]["scale"] for each in state["attributes"]] + [again.task.scale]
+
+
+def test_a_sharded_task_keeps_its_attributes_too():
+    first, second, after = on(FSDP(2, "cpu"), kept_scale)
+    assert first == after != second
 
 
 def test_another_number_of_processes_goes_on_with_the_first_ones_and_says_so(caplog):

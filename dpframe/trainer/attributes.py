@@ -60,7 +60,8 @@ class Attributes:
                 try:
                     kept.setdefault(name, {})[key] = packed(value)
                 except NotPlain as what:
-                    if _package(type(module)) == self._package:  # others keep theirs on purpose
+                    kind = _own_kind(module)
+                    if kind and _package(kind) == self._package:  # others keep theirs on purpose
                         self.unkept[f"{name}.{key}".lstrip(".")] = str(what)
                 except OfAStep:
                     continue
@@ -151,9 +152,14 @@ def _own_modules(task: Task) -> Iterator[tuple[str, nn.Module]]:
     metric = getattr(sys.modules.get("torchmetrics"), "Metric", ())
     for name, module in task.named_modules():
         is_wrapper = module is task and task.own_class is not None
-        is_theirs = _package(type(module)) == "torch" or isinstance(module, metric)
-        if not (is_wrapper or is_theirs):
+        if _own_kind(module) and not (is_wrapper or isinstance(module, metric)):
             yield name, module
+
+
+def _own_kind(module: nn.Module) -> type | None:
+    """Its class, if that is not torch's own; FSDP's are built on it."""
+    kinds = type(module).__mro__
+    return next((k for k in kinds if _package(k) not in ("torch", "builtins", "typing")), None)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
