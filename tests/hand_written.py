@@ -52,6 +52,7 @@ def fit(
                 if clip_value is not None:
                     gradient = gradient.clamp(-clip_value, clip_value)
                 parameter.grad = gradient
+            used = rate(optimizer)
             optimizer.step()
             if scheduler is not None and scheduler_every == "step":
                 scheduler.step()
@@ -59,7 +60,7 @@ def fit(
             whole.add(measured)
             window.add(measured)
             if step % log_every == 0:
-                numbers = {**summarize(window.means()), "lr": rate(optimizer), "grad_norm": norm}
+                numbers = {**summarize(window.means()), "lr": used, "grad_norm": norm}
                 log.append((step, {f"step/{name}": value for name, value in numbers.items()}))
                 window = Sums()
             if step == max_steps:

@@ -82,7 +82,7 @@ def test_each_strategy_trains_to_the_same_numbers_and_one_that_can_not_stops_no_
         assert entry["seconds"] == pytest.approx(404 / entry["rows_per_second"])
     assert "999 replicas on" in found["ddp", 999]["failure"]
     files = {path.name for path in (tmp_path / "compared").iterdir()}
-    assert files == {".hydra", "compare.txt", "summary.json"}
+    assert files == {".hydra", ".lock", "compare.txt", "summary.json"}
     assert [path.name for path in tmp_path.iterdir()] == ["compared"]
 
 

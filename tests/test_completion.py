@@ -18,7 +18,7 @@ RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml
 TYPED = {
     "recipe=": " ".join(RECIPES),
     "recipe=bo": "recipe=boston",
-    "trainer.max_s": "trainer.max_seconds= trainer.max_steps=",
+    "trainer.max_s": "trainer.max_seconds= trainer.max_skipped_steps= trainer.max_steps=",
     "recipe=boston task.optimizer.l": "task.optimizer.lr=",
     "recipe=boston strategy=c": "strategy=cpu",
     "--config-dir mine recipe=o": "recipe=ours",
@@ -27,7 +27,7 @@ TYPED = {
     "--hlp": "",
     "--ver": "--version",
     "recipe=boston --cf": "--cfg",
-    "--help trainer.max_s": "trainer.max_seconds trainer.max_steps",
+    "--help trainer.max_s": "trainer.max_seconds trainer.max_skipped_steps trainer.max_steps",
     "recipe=boston logger=[tensorboard,c": "logger=[tensorboard,csv",
     "recipe=boston task.optimizer.we": "task.optimizer.weight_decay=",
     "recipe=shapes task.optimizer.we": "",

@@ -46,6 +46,7 @@ def test_out_of_memory_is_one_line_with_the_batch_and_the_keys_to_turn(tmp_path)
 
 def test_what_saves_memory_already_is_no_advice(tmp_path):
     given = ["trainer.precision=bf16-true", "trainer.checkpoint_activations=[net.0]"]
+    given += ["trainer.share_check=off"]  # which would meet the fault first
     line = line_of(tmp_path, *ALONE, *given, "trainer.accumulate=2", kind="oom", at=1)
     assert line.endswith("; set data.batch_size=2 trainer.accumulate=4, which are the same updates")
     assert "OutOfMemoryError" in (tmp_path / "run/run.log").read_text()

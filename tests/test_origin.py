@@ -15,7 +15,7 @@ SHORT = ["recipe=boston", "trainer.max_epochs=1", "logger=none"]
 BEST, MOVED = "checkpoint=run/checkpoints/best.ckpt", "checkpoint=moved.ckpt"
 DIFFERENT = ["data.normalize=false", "data.split_seed=3", "seed=7"]
 HELD = ["--config-dir", "mine", "recipe=held"]
-MEAN = ["trusted_modules=[os]", "hydra.run.dir=elsewhere", "resume=run", "mode=fit"]
+MEAN = ["hydra.run.dir=elsewhere", "resume=run", "mode=fit"]
 
 BEGUN = {  # on two virtual replicas; of a recipe that is edited; tampered with; no tensors
     "run": [*SHORT, *DIFFERENT, "strategy=data_parallel", "trainer.gpus=2", "trainer.threads=1"],
@@ -157,7 +157,7 @@ def test_training_that_begins_with_a_checkpoints_weights_has_a_config_of_its_own
 def test_a_strangers_run_directory_does_not_vouch_for_itself(tested):
     directory, _ = tested
     own = config(directory / "strangers")
-    assert ("trusted_modules" in own, own["mode"], own["resume"]) == (False, "test", None)
+    assert (own["mode"], own["resume"]) == ("test", None)
     assert not (directory / "elsewhere").exists()
 
 

@@ -244,7 +244,7 @@ def test_a_given_directory_is_used_and_one_that_cant_be_made_is_one_line(swept):
     names = sorted(path.name for path in (directory / "here").iterdir())
     points = [(seed, rate) for seed in (0, 1) for rate in ("0.01", "0.1")]
     runs = [f"{n}_seed={seed},task.optimizer.lr={rate}" for n, (seed, rate) in enumerate(points)]
-    assert names == [*runs, "multirun.yaml", "sweep.csv", "sweep.json", "sweep.svg"]
+    assert names == [".lock", *runs, "multirun.yaml", "sweep.csv", "sweep.json", "sweep.svg"]
     assert {path.name for path in (directory / "by").iterdir() if path.is_dir()} == {"0", "1"}
     refused = done["refused"]
     assert refused.code == 2 and refused.err.count("\n") == 1

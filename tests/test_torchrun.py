@@ -13,7 +13,7 @@ from pathlib import Path
 import forked
 import injector
 import pytest
-from command import ROOT, attempts, cold_attempts, dpframe, environment, write
+from command import ROOT, cold_attempts, environment, write
 from injector import fail_at
 from small import is_same, trainer
 from torch.distributed import run
@@ -210,20 +210,3 @@ def test_the_settings_for_several_machines_are_refused_with_the_command_for_them
 def test_the_settings_for_several_machines_are_refused_from_python_too(make):
     with pytest.raises(UserError, match=r"^trainer\.nodes and .* torchrun --nnodes 2 --nproc-per"):
         make(nodes=2)
-
-
-def test_runs_and_sweeps_of_before_go_on_without_them(tmp_path):
-    done = dpframe("recipe=boston", "hydra.run.dir=run", "trainer.max_steps=1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    machines = ["trainer.nodes=2", "trainer.rendezvous=node1:29500"]
-    with (tmp_path / "run/.hydra/overrides.yaml").open("a") as overrides:
-        overrides.writelines(f"- {each}\n" for each in machines)
-    swept = ["recipe=boston", "seed=0", "logger=none", "trainer.max_steps=1", *machines]
-    sweep = json.dumps({"runs": [], "overrides": swept, "sweeper": "basic"})
-    lines = [
-        ["resume=run", "trainer.max_steps=2"],
-        ["mode=test", "checkpoint=run/checkpoints/last.ckpt"],
-        ["-m", "sweep.resume=swept"],
-    ]
-    for attempt in attempts(lines, write(tmp_path, {"swept/sweep.json": sweep})):
-        assert attempt.code == 0, attempt.err

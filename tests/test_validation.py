@@ -222,6 +222,7 @@ def tried_on(strategy: Strategy) -> tuple[bool, list[list[str]], list[float]]:
             callbacks=[hooks],
             strategy=strategy,
             sanity_batches=sanity_batches,
+            share_check="off",
             resume=resume,
         )
         end = (

@@ -94,12 +94,11 @@ def train(course: Course, cut: Cut = lambda rows: [rows]) -> Curve:
             task.zero_grad()
             for weight, (_, output) in zip(weights, outputs, strict=True):
                 (output["loss"] * (weight / sum(weights))).backward()
-            norm = _clip(optimizer, settings)
+            norm, rate = _clip(optimizer, settings), float(optimizer.param_groups[0]["lr"])
             update()
             if scheduler is not None and by_step and not is_plateau:
                 scheduler.step()
             at.global_step += 1
-            rate = float(optimizer.param_groups[0]["lr"])
             add("step", {**task.summarize(means(measured)), "lr": rate, "grad_norm": norm})
             whole += measured
         everything += whole

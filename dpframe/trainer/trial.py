@@ -171,13 +171,13 @@ class Trial:
             rows = range(ROWS)
             ((_, whole),) = self.measured(samples, [rows], collate)
             parts = self.measured(samples, [rows[:CUT], rows[CUT:]], collate)
+            pairs = list(compared(whole, parts))
         except NotCompared:
             raise
         except Exception as error:
             if memory.ran_out(error) or isinstance(error, Moved):
                 raise
             raise NotCompared(f"a step of a few rows says: {first_line(error)}") from None
-        pairs = list(compared(whole, parts))
         numbers = [each.whole for each in pairs if each.name == "loss" or not self.trains]
         self.is_told |= any(number and math.isfinite(number) for number in numbers)
         return self._trusted([each for each in pairs if not each.off <= limit], whole)
