@@ -158,8 +158,10 @@ def _own_modules(task: Task) -> Iterator[tuple[str, nn.Module]]:
 
 def _own_kind(module: nn.Module) -> type | None:
     """Its class, if that is not torch's own; FSDP's are built on it."""
-    kinds = type(module).__mro__
-    return next((k for k in kinds if _package(k) not in ("torch", "builtins", "typing")), None)
+    for kind in type(module).__mro__:
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
+            return kind
+    return None
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
