@@ -1,13 +1,16 @@
 """An optimizer's state: saved with the names of its weights, checked before a kernel reads it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from dpframe.data.module import tensors_in
+from dpframe.errors import listed
 from dpframe.parameters import updated_by
 
 Named = Sequence[tuple[str, Tensor]]
@@ -54,6 +57,8 @@ def in_order(named: Named, optimizer: Optimizer, saved: dict[str, Any]) -> dict[
             )
         else:
             states[number] = state  # an optimizer's own, of no weight
+    if is_torchs(optimizer):
+        _refuse_missing(states, named, optimizer)
     here = _divided(range(len(weights)), optimizer.param_groups)
     return {
         **saved,  # with what an optimizer of one's own has added
@@ -189,6 +194,37 @@ def _check(state: Any, weight: Tensor, name: str, optimizer: Optimizer) -> None:
         if key not in (*NUMBERS, *FACTORS) and not is_alike:
             kind = f"{value.dtype}, {value.layout}"
             raise Mismatch(f"the optimizer's {what} is {kind}, and the weight {weight.dtype}")
+
+
+def _refuse_missing(states: dict[Any, Any], named: Named, optimizer: Optimizer) -> None:
+    """By what torch's optimizer keeps of a weight after a step with the options of here."""
+    kept: dict[Any, set[str]] = {}
+    for number, (group, weight) in enumerate(_weights_in(optimizer.param_groups)):
+        state = states.get(number)
+        if state:  # of a weight without a gradient so far there is none
+            kind = id(group), weight.ndim, weight.dtype, weight.device
+            if kind not in kept:
+                kept[kind] = _kept(optimizer, group, weight)
+            if missing := sorted(kept[kind] - state.keys()):
+                what = f"{listed(missing, 3)} of {_name_of(weight, named)}"
+                raise Mismatch(f"the optimizer has no {what} there")
+
+
+def _weights_in(groups: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    return ((group, weight) for group in groups for weight in group["params"])
+
+
+def _kept(optimizer: Optimizer, group: dict[str, Any], weight: Tensor) -> set[str]:
+    """A step of one number tells. Nothing, where the step takes no such weight."""
+    kind: Any = type(optimizer)
+    one = torch.zeros((1,) * weight.ndim, dtype=weight.dtype, device=weight.device)
+    one.grad = torch.zeros_like(one)
+    with suppress(RuntimeError, TypeError, ValueError):
+        other = kind([one])
+        other.param_groups[0].update({key: group[key] for key in group if key != "params"})
+        other.step()
+        return {*other.state[one]}
+    return set()
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
