@@ -191,7 +191,8 @@ def pooled(several: Iterable[Means]) -> dict[str, float]:
 def _columns(kept: list[tuple[dict[str, Any], Any]]) -> dict[str, list[tuple[float, float]]]:
     """By name, (value, weight) in order. Of weight 0 there is the name alone: a mean over nothing
     may be NaN."""
-    if len({"weight" in output for output, _ in kept}) > 1:
+    weighted = {name for output, _ in kept if "weight" in output for name in output}
+    if weighted and any("weight" not in out and not weighted.isdisjoint(out) for out, _ in kept):
         raise UserError(SOMETIMES_WEIGHTED)
     counted = [(output, weight) for output, weight in kept if isinstance(weight, Tensor) or weight]
     names = [name for output, _ in counted for name in output]

@@ -85,6 +85,21 @@ def by_hand(accumulate: int = 1, clip: float | None = None) -> dict[str, Any]:
     return weights(task)
 
 
+class Counted(Pair):
+    """Its critic weighs a batch by something else than rows."""
+
+    def training_step(self, batch: list[Tensor], turn: str) -> dict[str, Any]:
+        output = super().training_step(batch, turn)
+        return {**output, "weight": 1.0 + self.global_step} if turn == "critic" else output
+
+
+def test_each_turn_has_weights_or_none():
+    recorder = Recorder()
+    steps = fitted(Counted(), Rows(8, 4), loggers=[recorder], max_epochs=1, log_every=1)
+    losses = [logged["step/critic/loss"] for _, logged in recorder.log_[:2]]
+    assert steps.metrics["train/critic/loss"] == pytest.approx((losses[0] + 2 * losses[1]) / 3)
+
+
 def by_dpframe(strategy: Strategy, **settings: Any) -> dict[str, Any]:
     recorder = Recorder()
     made = fitted(
