@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import Any
@@ -120,11 +120,14 @@ def refuse_below(key: str, value: float | None, least: float = 1, use: str = "")
         raise UserError(f"{key}={value} is out of range; use {use or f'{least} or more'}")
 
 
-def refuse_unmeasured(key: str, name: str, metrics: Iterable[str]) -> None:
-    """`key` names a metric that is none of these."""
-    metrics = list(metrics)
+def metric_of(key: str, name: str, metrics: Mapping[str, float]) -> float:
+    """The metric that `key` names. After an epoch whose steps were all left out, there are none
+    of training: NaN."""
+    if name.startswith("train/") and not any(other.startswith("train/") for other in metrics):
+        return math.nan
     if name not in metrics:
         raise UserError(f"{key}={name} is not measured; {suggestion(name, metrics)}")
+    return metrics[name]
 
 
 def miscalled(owner: object, name: str, called: Sequence[str], why: str = "") -> UserError:

@@ -2,12 +2,14 @@
 
 import logging
 import math
+from functools import partial
 
 import pytest
 import torch
 from forked import on
 from recorded import Recorder
 from small import Hooks, Rows, Small, fitted, is_same
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from dpframe import checkpoint
@@ -149,7 +151,10 @@ def test_an_epoch_of_steps_that_are_all_left_out_has_no_numbers_of_its_own():
     x, y = data.train.tensors
     data.train = TensorDataset(x, torch.full_like(y, math.nan))
     kept = [EarlyStopping("train/loss", patience=2)]
-    one = fitted(Rooted(), data=data, on_nonfinite="skip", log_every=1, callbacks=kept)
+    given = {"data": data, "on_nonfinite": "skip", "log_every": 1}
+    task = Rooted(scheduler=partial(ReduceLROnPlateau, patience=5))
+    one = fitted(task, plateau_monitor="train/loss", callbacks=kept, **given)
+    assert one.update.scheduler.num_bad_epochs == 2  # an epoch of NaN is no better
     assert one.progress.skipped_steps == one.global_step == 10
     assert one.stop_reason == "train/loss has not got better than NaN for 2 epochs"
     assert not [name for name in one.metrics if name.startswith("train/")]

@@ -5,7 +5,7 @@ import math
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dpframe.errors import UserError, not_one_of, refuse_unmeasured
+from dpframe.errors import UserError, metric_of, not_one_of
 from dpframe.trainer.callback import Callback
 
 if TYPE_CHECKING:
@@ -68,11 +68,7 @@ class Monitor:
             )
 
     def value(self, metrics: dict[str, float]) -> float:
-        """NaN after an epoch whose steps were all left out: it has no metrics of its own."""
-        if self.name.startswith("train/") and not any(n.startswith("train/") for n in metrics):
-            return math.nan
-        refuse_unmeasured(f"{self.key}.monitor", self.name, metrics)
-        return metrics[self.name]
+        return metric_of(f"{self.key}.monitor", self.name, metrics)
 
     def is_better(self, value: float) -> bool:
         """Whether `value` is the best so far; if so it is kept. NaN never is."""

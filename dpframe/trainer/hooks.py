@@ -11,7 +11,7 @@ from typing import Any
 from weakref import ref
 
 from dpframe.data import Batch
-from dpframe.errors import UserError, listed, miscalled, refuse_unmeasured, suggestion
+from dpframe.errors import UserError, listed, metric_of, miscalled, suggestion
 from dpframe.launch.watchdog import beat
 from dpframe.strategies.base import Strategy
 from dpframe.strategies.collectives import Collectives
@@ -109,7 +109,7 @@ class Hooks:
         measures."""
         for key, name in monitored:
             if not (name.startswith("train/") or self.may_log(name)):
-                refuse_unmeasured(key, name, measured)
+                metric_of(key, name, dict.fromkeys(measured, 0.0))
 
     def may_log(self, name: str) -> bool:
         """Whether a hook that is not dpframe's own could add this number by `trainer.log`."""

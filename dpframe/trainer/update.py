@@ -11,7 +11,7 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from dpframe.errors import UserError, refuse_unmeasured
+from dpframe.errors import UserError, metric_of
 from dpframe.parameters import updated_by
 from dpframe.strategies.base import Strategy
 from dpframe.task import Task
@@ -247,8 +247,7 @@ class Update:
         name = self.plateau_monitor
         if is_stale and name.startswith("val/"):
             return
-        refuse_unmeasured("trainer.plateau_monitor", name, metrics)
-        self.scheduler.step(metrics[name])
+        self.scheduler.step(metric_of("trainer.plateau_monitor", name, metrics))
 
     def fill_gradients(self) -> None:
         """Sets all gradients to 0 where there are none: of shares without rows, or whose weights
