@@ -69,6 +69,19 @@ def test_an_update_has_the_rows_of_all_replicas_and_of_all_its_batches():
     assert rates({"batch_size": 4}, accumulate=2) == [[0.2]] * 6
 
 
+def test_an_error_in_the_step_leaves_the_rates_that_are_set():
+    class Broken(torch.optim.SGD):
+        def step(self, closure=None):
+            raise ArithmeticError(self.param_groups[0]["lr"])
+
+    task, seen = Small(partial(Broken, lr=0.1)), []
+    task.scale_lr = TWICE
+    note = Hooks(on_exception=lambda t: seen.append(t.update.optimizer.param_groups[0]["lr"]))
+    with pytest.raises(ArithmeticError, match="0.2"):
+        fitted(task, Rows(), callbacks=[note])
+    assert seen == [0.1]
+
+
 def test_each_of_several_optimizers_is_scaled_and_told():
     task = Pair()
     task.scale_lr = TWICE
