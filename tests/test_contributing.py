@@ -82,7 +82,7 @@ def test_a_named_file_runs_in_one_process_and_the_suite_on_all_cores(arguments, 
 
 
 def test_the_quick_tests_are_there_and_cover_every_module():
-    texts = {path.stem[5:]: path.read_text() for path in ROOT.glob("tests/test_*.py")}
+    texts = {path.stem[5:]: path.read_text() for path in ROOT.glob("tests/**/test_*.py")}
     tests = {file: set(re.findall(r"^def (test_\w+)", text, re.M)) for file, text in texts.items()}
     assert TESTS - set.union(*tests.values()) == set(), "these tests are gone"
     quick = {file for file in tests if file in FILES or tests[file] & TESTS}

@@ -15,6 +15,7 @@ import dpframe
 ROOT = Path(dpframe.__file__).parent
 FLOORS = {
     "cli": 6,
+    "plugins": 6,
     "modes": 5,
     "config": 4,
     "trainer": 2,

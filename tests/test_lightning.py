@@ -33,13 +33,13 @@ from dpframe.callbacks.checkpoint import Checkpoint  # noqa: E402
 from dpframe.launch.environment import Rank  # noqa: E402
 from dpframe.lightning import Lightning, LightningData  # noqa: E402
 from dpframe.loggers.tensorboard import TensorBoard  # noqa: E402
+from dpframe.plugins.verify.course import Recipe  # noqa: E402
 from dpframe.schedules import Linear  # noqa: E402
 from dpframe.strategies import group  # noqa: E402
 from dpframe.strategies.data_parallel import DataParallel  # noqa: E402
 from dpframe.strategies.ddp import DDP  # noqa: E402
 from dpframe.strategies.fsdp import FSDP  # noqa: E402
 from dpframe.testing import check_strategy, verify  # noqa: E402
-from dpframe.testing.course import Recipe  # noqa: E402
 from dpframe.trainer import RunInfo  # noqa: E402
 
 EPOCHS = 3

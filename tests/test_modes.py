@@ -204,7 +204,7 @@ def test_a_package_takes_no_mode_of_dpframes_own_and_one_that_is_gone_is_named(m
     monkeypatch.setattr(plugins, "modes", lambda: {"fit": [("rival 1.0", None)]})
     assert modes.names() == list(modes.OWN)
     assert modes.load("fit").__name__ == "dpframe.modes.fit"
-    said = "mode=plan is a package of its own; pip install examples/dpframe-plan, in dpframe's"
+    said = "mode=plan is not installed; pip install examples/dpframe-plan, in dpframe's"
     for more in ([], ["plan.steps=2"]):
         with pytest.raises(UserError, match=said):
             composed(["recipe=boston", "mode=plan", *more])

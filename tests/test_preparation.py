@@ -35,13 +35,13 @@ from dpframe import DataModule, Strategy, TrainerSettings, UserError
 from dpframe.data.preparation import call_prepare_data
 from dpframe.launch import signals, watchdog
 from dpframe.launch.rank import Parent
-from dpframe.modes.tuner import Tuner
+from dpframe.plugins.lab.tuner import Tuner
+from dpframe.plugins.verify.course import Recipe
 from dpframe.strategies import group
 from dpframe.strategies.collectives import Collectives
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.single import CPU
 from dpframe.testing import check_strategy
-from dpframe.testing.course import Recipe
 
 
 class Prepared(Rows):

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn.functional import l1_loss
 
 from dpframe import Strategy, Task, UserError
+from dpframe.plugins.verify.course import Recipe
 from dpframe.rows import current_share
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU
 from dpframe.testing import check_strategy
-from dpframe.testing.course import Recipe
 
 THREE = partial(DataParallel, 3, "cpu")
 SETTINGS = {"precision": "64", "max_epochs": 2, "share_check": "strict"}

@@ -135,9 +135,8 @@ def _modes() -> str:
 
 
 def _mode(name: str) -> str:
-    """A mode's line, and its keys: dpframe's own are in conf/config.yaml, with their comments."""
-    own = [each for each in top_level() if each.key.startswith(f"{name}.")]
-    lines = f"mode={name}  {modes.about(name)}", _lines(own or list(_settings_of_mode(name)))
+    """A mode's line, and its keys."""
+    lines = f"mode={name}  {modes.about(name)}", _lines(_settings_of_mode(name))
     return "\n".join(filter(None, lines))
 
 

@@ -1,4 +1,4 @@
-"""The modes: dpframe's own, each a file in dpframe/modes, and those of installed packages.
+"""The modes: the core's, each a file in dpframe/modes, and those that entry points bring.
 
 A mode is a module with `run(job)`, which returns a summary. The first line of its docstring is what
 --help says of it. If it has `Settings`, a dataclass, its fields are the keys NAME.… of a config,
@@ -20,10 +20,14 @@ from omegaconf import OmegaConf
 from dpframe.config import plugins
 from dpframe.errors import UserError, first_line, not_one_of
 
-OWN = ("fit", "validate", "test", "predict", "export", "verify", "tune", "compare", "doctor")
+OWN = ("fit", "validate", "test", "predict")
 MEANT = {"train": "fit", "evaluate": "validate", "eval": "validate"}  # in other frameworks
-UNINSTALLED = {  # modes of packages that are in dpframe's repository
-    "plan": "pip install examples/dpframe-plan, in dpframe's repository, adds it"
+UNINSTALLED = {  # what to do where there is no entry point of the mode
+    "plan": "pip install examples/dpframe-plan, in dpframe's repository, adds it",
+    **dict.fromkeys(
+        ("compare", "doctor", "export", "tune", "verify"),
+        "it is one of dpframe's plugins, which this installation lacks: install dpframe again",
+    ),
 }
 
 
@@ -57,7 +61,8 @@ def load(name: str) -> ModuleType:
 
 def about(name: str) -> str:
     """A line for --help, without the mode's name in front."""
-    packages = [] if name in OWN else [package for package, _ in plugins.modes()[name]]
+    found = [] if name in OWN else plugins.modes()[name]
+    packages = [package for package, _ in found if not plugins.is_own(package)]
     said = ""
     with suppress(UserError):  # one that is broken is told when it is asked for
         said = (load(name).__doc__ or "").strip().split("\n")[0].removeprefix(f"`mode={name}`: ")
@@ -83,7 +88,7 @@ def refuse_unknown(name: str) -> None:
     if name in names():
         return
     if name in UNINSTALLED:
-        raise UserError(f"mode={name} is a package of its own; {UNINSTALLED[name]}")
+        raise UserError(f"mode={name} is not installed; {UNINSTALLED[name]}")
     if name in plugins.modes_here():
         raise UserError(
             f"mode={name} is the project's in this folder, whose modes need an installation; "

@@ -122,9 +122,16 @@ def refuse_shadowed(group: str, option: str, own: Path | None) -> None:
 
 
 def origin_of(module: str) -> str:
-    """' of PACKAGE VERSION', where the module is part of a plugin, to go into an error."""
+    """' of PACKAGE VERSION', where the module is part of another package's plugin, to go into an
+    error."""
     top = module.split(".")[0]
-    return next((f" of {plugin.package}" for plugin in installed() if plugin.top == top), "")
+    others = (plugin for plugin in installed() if not is_own(plugin.package))
+    return next((f" of {plugin.package}" for plugin in others if plugin.top == top), "")
+
+
+def is_own(package: str) -> bool:
+    """Whether the plugin comes with dpframe."""
+    return _name(package) == "dpframe"
 
 
 def _points_of(package: metadata.Distribution) -> list[metadata.EntryPoint]:

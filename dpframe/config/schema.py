@@ -197,6 +197,8 @@ def is_off(node: Any) -> bool:
 def shown(value: Any) -> str:
     """A value as it is typed."""
     words = {True: "true", False: "false", None: "null"}
+    if isinstance(value, list):
+        return f"[{', '.join(map(shown, value))}]"
     return words[value] if value is None or isinstance(value, bool) else str(value)
 
 

@@ -13,8 +13,8 @@ from dpframe.config.start import key_of
 from dpframe.errors import UserError, first_line, not_one_of
 from dpframe.launch import signals
 from dpframe.launch.faults import RankFailed
-from dpframe.modes.contest import Entry, train
 from dpframe.modes.measure import devices_of
+from dpframe.plugins.lab.contest import Entry, train
 from dpframe.strategies.devices import REHEARSED_REPLICAS, present
 
 AUTO = "auto"  # is one of the others

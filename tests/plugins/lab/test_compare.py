@@ -9,9 +9,9 @@ import torch
 from command import attempts, dpframe
 
 from dpframe.config.compose import composed
-from dpframe.modes import variants
-from dpframe.modes.contest import Entry, describe, train
 from dpframe.modes.measure import WARM_UPS
+from dpframe.plugins.lab import variants
+from dpframe.plugins.lab.contest import Entry, describe, train
 
 
 @pytest.mark.parametrize("count", [1, WARM_UPS, WARM_UPS + 1])

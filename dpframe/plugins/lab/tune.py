@@ -13,12 +13,21 @@ FOUND = ("batch_size", "lr")
 
 @dataclass
 class Settings:
-    find: list[str] = field(default_factory=lambda: list(FOUND))
-    memory: float | None = None  # bytes
-    max_batch_size: int = 8192
-    steps: int = 100
-    min_lr: float = 1e-6
-    max_lr: float = 10.0
+    find: list[str] = field(
+        default_factory=lambda: list(FOUND), metadata={"help": "what mode=tune tries"}
+    )
+    memory: float | None = field(
+        default=None,
+        metadata={
+            "help": "bytes a replica; null: all of a GPU, a quarter of the machine's on the CPU"
+        },
+    )
+    max_batch_size: int = field(default=8192, metadata={"help": "the largest that is tried"})
+    steps: int = field(
+        default=100, metadata={"help": "from the smallest learning rate to the largest"}
+    )
+    min_lr: float = field(default=1e-6, metadata={"help": "the learning rate of the first step"})
+    max_lr: float = field(default=10.0, metadata={"help": "the learning rate of the last step"})
 
     def __post_init__(self) -> None:
         for name in self.find:
@@ -37,8 +46,8 @@ def run(job: Composed) -> dict[str, Any]:
     from dpframe.config.parts import data_of, strategy_of, task_of
     from dpframe.modes.measure import devices_of
     from dpframe.modes.report import counted, refuse_checkpoint, refuse_ranks, show
-    from dpframe.modes.tuner import Tuner
-    from dpframe.modes.tuning import Tuning
+    from dpframe.plugins.lab.tuner import Tuner
+    from dpframe.plugins.lab.tuning import Tuning
 
     refuse_checkpoint(job, "begins each trial with fresh weights")
     refuse_ranks("tune")

@@ -8,14 +8,10 @@ In a plugin's own tests:
         check_strategy(MyStrategy, gpus=2, accelerator="cpu")
 
 At the command line: `python -m dpframe mode=verify recipe=boston strategy=ddp trainer.gpus=2`.
-
-How it works: `verification` launches `measure` by the strategy. Each process trains the courses
-of `course` and notes what it sees in a file. `evidence` is these notes, beside what `reference`
-gives in plain torch; `checks` judge it by `distance`.
 """
 
-from dpframe.testing.course import Recipe
-from dpframe.testing.evidence import Finding
-from dpframe.testing.verification import Verdict, check_strategy, verify
+from dpframe.plugins.verify.course import Recipe
+from dpframe.plugins.verify.evidence import Finding
+from dpframe.plugins.verify.verification import Verdict, check_strategy, verify
 
 __all__ = ["Finding", "Recipe", "Verdict", "check_strategy", "verify"]

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dpframe.testing import alone
-from dpframe.testing import reference as plain
-from dpframe.testing.course import Course, courses
-from dpframe.testing.distance import Curve, weights_apart
-from dpframe.testing.measure import Note, Plan, Run, Shares
-from dpframe.testing.separable import Separable, separable
+from dpframe.plugins.verify import alone
+from dpframe.plugins.verify import reference as plain
+from dpframe.plugins.verify.course import Course, courses
+from dpframe.plugins.verify.distance import Curve, weights_apart
+from dpframe.plugins.verify.measure import Note, Plan, Run, Shares
+from dpframe.plugins.verify.separable import Separable, separable
 
 SHOWN = 6  # numbers of a long list
 

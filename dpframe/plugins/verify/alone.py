@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from dpframe import checkpoint
+from dpframe.plugins.verify.course import Course
+from dpframe.plugins.verify.distance import Curve, Weights
+from dpframe.plugins.verify.measure import run_alone
 from dpframe.strategies.single import CPU
-from dpframe.testing.course import Course
-from dpframe.testing.distance import Curve, Weights
-from dpframe.testing.measure import run_alone
 from dpframe.trainer import Trainer
 
 

@@ -18,14 +18,15 @@ from test_turns import Pair
 from torch import nn
 
 from dpframe import Task, TrainerSettings, UserError
+from dpframe.plugins.verify import measure
+from dpframe.plugins.verify.checks import CHECKS
+from dpframe.plugins.verify.course import KIT, Small, Table, courses
+from dpframe.plugins.verify.reference import sensitivity
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.fsdp import FSDP
 from dpframe.strategies.single import CPU, SingleGPU
-from dpframe.testing import Recipe, check_strategy, measure, verify
-from dpframe.testing.checks import CHECKS
-from dpframe.testing.course import KIT, Small, Table, courses
-from dpframe.testing.reference import sensitivity
+from dpframe.testing import Recipe, check_strategy, verify
 
 Step = Callable[[Any, Any], dict[str, Any]]
 TWO = {"gpus": 2, "accelerator": "cpu"}

@@ -11,8 +11,8 @@ NEEDS_RECIPE = False
 
 def run(job: Composed) -> dict[str, Any]:
     """Prints what this machine has; and for a recipe what a step computes."""
-    from dpframe.modes.machine import describe
     from dpframe.modes.report import show
+    from dpframe.plugins.lab.machine import describe
 
     text = describe(job)
     if value_of("recipe", job.typed) is not None:
@@ -24,7 +24,7 @@ def run(job: Composed) -> dict[str, Any]:
 def _count_operations(job: Composed) -> str:
     """What a step of the recipe computes, or why that can't be told."""
     from dpframe.config.parts import data_of, task_of
-    from dpframe.modes.operations import describe_operations
+    from dpframe.plugins.lab.operations import describe_operations
 
     settings = job.settings
     try:

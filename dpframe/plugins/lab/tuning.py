@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from dpframe.loggers.formats import ruled
 from dpframe.modes.report import size
-from dpframe.modes.tuner import FLAT, Point, Rates, Trial, smooth
+from dpframe.plugins.lab.tuner import FLAT, Point, Rates, Trial, smooth
 from dpframe.schedules import LRSchedule
 
 COLUMNS, LINES = 64, 10  # of the curve

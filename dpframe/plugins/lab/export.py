@@ -1,6 +1,6 @@
 """`mode=export`: a trained task as files that torch alone can use, each tried without dpframe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,13 @@ FORMATS = ("program", "weights", "safetensors", "checkpoint")
 
 @dataclass
 class Settings:
-    formats: list[str] | None = None
+    formats: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "[program, weights, safetensors, checkpoint]; null: all but checkpoint that "
+            "can be had"
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.formats == []:
@@ -33,7 +39,7 @@ def run(job: Composed) -> dict[str, Any]:
 
 
 def export(trainer: "Trainer", job: Composed, directory: str) -> None:
-    from dpframe.modes.export_files import write_files
+    from dpframe.plugins.lab.export_files import write_files
 
     if trainer.strategy.is_main:
         formats = job.settings.modes["export"].formats

@@ -13,8 +13,8 @@ from torch import nn
 from dpframe import UserError, checkpoint, load
 from dpframe.checkpoint import seal
 from dpframe.errors import Failure
-from dpframe.modes import export_files
-from dpframe.modes.export_files import PROGRAM, SAFETENSORS, WEIGHTS, write_files
+from dpframe.plugins.lab import export_files
+from dpframe.plugins.lab.export_files import PROGRAM, SAFETENSORS, WEIGHTS, write_files
 from dpframe.recipes.boston import BostonData
 from dpframe.strategies.single import SingleGPU
 

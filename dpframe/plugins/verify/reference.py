@@ -14,10 +14,8 @@ from dpframe import checkpoint, seeding
 from dpframe.data import DataModule, Share, move, permutation, sets_of
 from dpframe.metrics import Means
 from dpframe.parameters import updated_by
-from dpframe.rows import current_share
-from dpframe.task import Task, TaskContext
-from dpframe.testing.course import Course
-from dpframe.testing.distance import (
+from dpframe.plugins.verify.course import Course
+from dpframe.plugins.verify.distance import (
     INFINITY,
     ROUNDINGS,
     Curve,
@@ -29,6 +27,8 @@ from dpframe.testing.distance import (
     roundings,
     weights_apart,
 )
+from dpframe.rows import current_share
+from dpframe.task import Task, TaskContext
 from dpframe.trainer import dynamo
 from dpframe.trainer.evaluation import restore_modes
 from dpframe.trainer.lr_schedule import StepSchedule

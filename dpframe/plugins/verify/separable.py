@@ -9,10 +9,10 @@ import torch
 
 from dpframe import seeding
 from dpframe.data import Share, move
+from dpframe.plugins.verify.course import Course, why_not
+from dpframe.plugins.verify.distance import ROUNDINGS, roundings
 from dpframe.rows import current_share
 from dpframe.strategies.single import CPU
-from dpframe.testing.course import Course, why_not
-from dpframe.testing.distance import ROUNDINGS, roundings
 from dpframe.trainer import Trainer
 from dpframe.trainer.draws import NotCompared
 from dpframe.trainer.few_rows import picked

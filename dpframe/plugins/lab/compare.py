@@ -1,6 +1,6 @@
 """`mode=compare`: one recipe over strategies and numbers of replicas, each by the same maths."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from dpframe.config.compose import Composed
@@ -9,8 +9,14 @@ from dpframe.errors import refuse_below
 
 @dataclass
 class Settings:
-    strategies: list[str] | None = None
-    gpus: list[int] | None = None
+    strategies: list[str] | None = field(
+        default=None,
+        metadata={"help": "[ddp, data_parallel]; null: all that this machine can have"},
+    )
+    gpus: list[int] | None = field(
+        default=None,
+        metadata={"help": "[1, 2, 4] replicas; null: 2, 4 and so on, as far as there are devices"},
+    )
 
     def __post_init__(self) -> None:
         for count in self.gpus or ():
@@ -19,9 +25,9 @@ class Settings:
 
 def run(job: Composed) -> dict[str, Any]:
     """Prints what an epoch takes by each strategy and number of replicas."""
-    from dpframe.modes.contest import describe
     from dpframe.modes.report import refuse_checkpoint, refuse_ranks, show
-    from dpframe.modes.variants import list_variants, train_all
+    from dpframe.plugins.lab.contest import describe
+    from dpframe.plugins.lab.variants import list_variants, train_all
 
     refuse_checkpoint(job, "begins each training with fresh weights")
     refuse_ranks("compare")

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from command import dpframe
 
 from dpframe.config.compose import composed
-from dpframe.modes import machine
-from dpframe.modes.operations import flop
-from dpframe.modes.variants import list_strategies
+from dpframe.plugins.lab import machine
+from dpframe.plugins.lab.operations import flop
+from dpframe.plugins.lab.variants import list_strategies
 
 
 def test_without_a_recipe_it_tells_what_each_strategy_would_use(tmp_path):

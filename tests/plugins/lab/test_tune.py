@@ -19,10 +19,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, OneCycleLR, Se
 from dpframe import LRSchedule, Task, TrainerSettings, UserError
 from dpframe.config.compose import composed
 from dpframe.errors import Failure
-from dpframe.modes import tune
 from dpframe.modes.measure import devices_of
-from dpframe.modes.tuner import Point, Rates, Tuner, find_largest, find_steepest, smooth
-from dpframe.modes.tuning import Tuning, chart
+from dpframe.plugins.lab import tune
+from dpframe.plugins.lab.tuner import Point, Rates, Tuner, find_largest, find_steepest, smooth
+from dpframe.plugins.lab.tuning import Tuning, chart
 from dpframe.schedules import WSD
 from dpframe.strategies.data_parallel import DataParallel
 from dpframe.strategies.ddp import DDP

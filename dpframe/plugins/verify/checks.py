@@ -7,9 +7,9 @@ from itertools import chain
 
 from dpframe import checkpoint
 from dpframe.errors import UserError, suggestion
-from dpframe.testing import reference as plain
-from dpframe.testing.course import TOLERANCE
-from dpframe.testing.distance import (
+from dpframe.plugins.verify import reference as plain
+from dpframe.plugins.verify.course import TOLERANCE
+from dpframe.plugins.verify.distance import (
     Apart,
     largest,
     logs_apart,
@@ -17,7 +17,7 @@ from dpframe.testing.distance import (
     relative,
     weights_apart,
 )
-from dpframe.testing.evidence import (
+from dpframe.plugins.verify.evidence import (
     Evidence,
     Finding,
     Outcome,
@@ -25,7 +25,7 @@ from dpframe.testing.evidence import (
     format_count,
     format_list,
 )
-from dpframe.testing.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, run_alone
+from dpframe.plugins.verify.measure import EVALUATED_BATCH, EVALUATED_SIZES, Run, run_alone
 
 ALL = ("weights", "loss", "metrics")
 

@@ -19,7 +19,7 @@ from dpframe.errors import UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
 from dpframe.modes.report import size
-from dpframe.modes.variants import list_strategies, with_strategy
+from dpframe.plugins.lab.variants import list_strategies, with_strategy
 from dpframe.strategies import Strategy
 from dpframe.strategies.ddp import DDP
 from dpframe.strategies.devices import HIDES, model, present, why_none

@@ -18,11 +18,11 @@ from dpframe.config.parts import data_of, strategy_of, task_of
 from dpframe.errors import OutOfMemory, UserError
 from dpframe.launch import environment
 from dpframe.launch.faults import RankFailed
+from dpframe.plugins.verify.checks import choose, judge, list_measures
+from dpframe.plugins.verify.course import TOLERANCE, Recipe, dropouts
+from dpframe.plugins.verify.evidence import Evidence, Finding, format_count
+from dpframe.plugins.verify.measure import Plan, find_leftovers, list_resources, measure, read
 from dpframe.strategies import Strategy
-from dpframe.testing.checks import choose, judge, list_measures
-from dpframe.testing.course import TOLERANCE, Recipe, dropouts
-from dpframe.testing.evidence import Evidence, Finding, format_count
-from dpframe.testing.measure import Plan, find_leftovers, list_resources, measure, read
 
 GIVE_UP_SECONDS = 300.0
 COLUMNS = ("check", "what was compared", "largest difference", "result")

@@ -14,8 +14,7 @@ def run(job: Composed) -> dict[str, Any]:
     """
     from dpframe.config.parts import strategy_of
     from dpframe.modes.report import refuse_checkpoint, show
-    from dpframe.testing import verify
-    from dpframe.testing.verification import recipe_of
+    from dpframe.plugins.verify.verification import recipe_of, verify
 
     refuse_checkpoint(job, "starts from the recipe's own weights")
     verdict = verify(strategy_of(job), recipe=recipe_of(job))

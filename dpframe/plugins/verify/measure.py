@@ -25,13 +25,21 @@ from dpframe.data.module import leaves
 from dpframe.data.preparation import call_prepare_data
 from dpframe.errors import UserError
 from dpframe.loggers import Logger
+from dpframe.plugins.verify.course import (
+    CONTRASTIVE,
+    Course,
+    Frozen,
+    Numbers,
+    Recipe,
+    Squares,
+    courses,
+)
+from dpframe.plugins.verify.distance import Log, Weights, nests_apart
+from dpframe.plugins.verify.reference import copy_weights
 from dpframe.strategies import Strategy
 from dpframe.strategies.base import NO_GATHER
 from dpframe.strategies.single import CPU, SingleGPU
 from dpframe.task import Task
-from dpframe.testing.course import CONTRASTIVE, Course, Frozen, Numbers, Recipe, Squares, courses
-from dpframe.testing.distance import Log, Weights, nests_apart
-from dpframe.testing.reference import copy_weights
 from dpframe.trainer import Trainer
 from dpframe.trainer.settings import TrainerSettings
 

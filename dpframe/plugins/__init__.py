@@ -1,0 +1,1 @@
+"""What comes with dpframe and is no part of its core: found by entry points, as any package's."""

@@ -1,0 +1,1 @@
+"""Modes that try things out: tune, compare, doctor and export."""
