@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 def lazy(
     package: str, public: Sequence[str], homes: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package; `homes` has the modules of its names."""
+    """The `__getattr__` and the `__dir__` of a package; `homes` has the modules of its names, in it
+    or by their whole names."""
 
     def get(name: str) -> object:
         if name in homes:
-            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+            home = homes[name] if homes[name].startswith("dpframe.") else f"{package}.{homes[name]}"
+            return getattr(importlib.import_module(home), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return get, lambda: sorted(public)

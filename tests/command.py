@@ -17,6 +17,7 @@ from attempted import Attempt, attempted
 from forked import fresh, run
 
 ROOT = Path(__file__).resolve().parent.parent
+CONFS = [ROOT / "conf", *sorted(ROOT.glob("dpframe/plugins/*/conf"))]
 CLEAN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "COMP_LINE", "COMP_POINT")
 HEAVY = ("torch", "numpy", "tensorboard", "rich", "dpframe.trainer.loop", "dpframe.strategies")
 

@@ -264,7 +264,7 @@ def test_what_a_partial_says_when_it_is_called_is_told_by_its_key(own):
             "x._convert_=none is not one of partial, object, all",
         ),
         ({"_target_": 5}, "x._target_=5 is a whole number; use text"),
-        ({"_target_": ["own.Typed"]}, "x._target_=['own.Typed'] is a list; use text"),
+        ({"_target_": ["own.Typed"]}, "x._target_=[own.Typed] is a list; use text"),
         ({"_target_": {"_target_": "own.Typed"}}, "is a group of keys; use text"),
         ({"_target_": None}, "x._target_=null is nothing; use text"),
     ],

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from command import ROOT, environment, write
+from command import CONFS, environment, write
 
 from dpframe.cli.completion import complete
 from dpframe.config.modes import names
 from dpframe.errors import UserError
 
 BOSTON = "# @package _global_\ndefaults:\n  - boston\n  - _self_\n"
-RECIPES = sorted(f"recipe={path.stem}" for path in ROOT.glob("conf/recipe/*.yaml"))
+RECIPES = sorted(f"recipe={path.stem}" for conf in CONFS for path in conf.glob("recipe/*.yaml"))
 TYPED = {
     "recipe=": " ".join(RECIPES),
     "recipe=bo": "recipe=boston",

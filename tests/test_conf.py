@@ -2,13 +2,13 @@
 
 import inspect
 import re
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from command import CONFS
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
@@ -21,8 +21,12 @@ from dpframe.config.target import find
 from dpframe.strategies.fsdp import FSDP
 from dpframe.trainer.settings import COMPILE_OPTIONS, TrainerSettings
 
-CONF = Path(__file__).resolve().parent.parent / "conf"
-FILES = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.glob("*/**/*.yaml"))
+CONF = CONFS[0]
+FILES = {
+    str(path.relative_to(folder).with_suffix("")): path
+    for folder in CONFS
+    for path in sorted(folder.glob("*/**/*.yaml"))
+}
 OPTIONS = [file.rsplit("/", 1) for file in FILES if not file.startswith("hydra/")]
 BUILT = [
     pair for pair in OPTIONS if pair[0] in ("strategy", "callbacks", "logger", "task/schedule")
@@ -101,11 +105,11 @@ def test_trainer_default_equals_the_settings_defaults_key_by_key():
     assert written == wanted, "a key belongs into conf/trainer/default.yaml, too"
 
 
-@pytest.mark.parametrize("mode", [name for name in modes.OWN if modes.settings(name)])
-def test_the_settings_of_a_mode_are_in_the_config_with_their_defaults(mode):
-    """From there `--help` has them."""
-    written = OmegaConf.load(CONF / "config.yaml").get(mode)
-    assert written == asdict(modes.settings(mode)()), "a key belongs into conf/config.yaml, too"
+def test_every_key_of_a_mode_has_its_help():
+    kinds = {name: modes.settings(name) for name in modes.names() if modes.settings(name)}
+    assert {"compare", "export", "tune"} <= kinds.keys()
+    keys = [(name, each) for name, kind in kinds.items() for each in fields(kind)]
+    assert [f"{name}.{each.name}" for name, each in keys if not each.metadata.get("help")] == []
 
 
 def test_every_trainer_key_has_its_comment():
@@ -115,7 +119,7 @@ def test_every_trainer_key_has_its_comment():
 
 @pytest.mark.parametrize("file", FILES)
 def test_every_file_begins_with_what_it_is(file):
-    lines = (CONF / f"{file}.yaml").read_text().splitlines()
+    lines = FILES[file].read_text().splitlines()
     first = next(line for line in lines if not line.startswith("# @package"))
     assert re.fullmatch(r"# [A-Z0-9].+[.?]", first), first
 
@@ -155,7 +159,7 @@ def test_what_a_recipe_sets_of_a_callback_that_is_switched_off_goes_nowhere():
 
 def test_a_strategy_takes_the_trainers_keys():
     for option in (option for group, option in OPTIONS if group == "strategy"):
-        node = OmegaConf.load(CONF / "strategy" / f"{option}.yaml")
+        node = OmegaConf.load(FILES[f"strategy/{option}"])
         for key in ("gpus", "accelerator"):
             assert OmegaConf.to_container(node)[key] == f"${{trainer.{key}}}", option
 

@@ -19,7 +19,6 @@ FLOORS = {
     "modes": 5,
     "config": 4,
     "trainer": 2,
-    "lightning": 3,
     "callbacks": 3,
     "task": 1,
     "rows": 1,
@@ -42,7 +41,7 @@ GROUND |= {
     "parameters",
     "launch",
 }
-ENTRANCES = {"__init__", "__main__", "testing"}  # may import anything of ours
+ENTRANCES = {"__init__", "__main__", "lightning", "testing"}  # may import anything of ours
 OWNERS = {
     "hydra": ["cli", "config"],
     "omegaconf": ["cli", "config"],
@@ -51,16 +50,14 @@ OWNERS = {
         "launch.faults",
         "launch.local",
         "launch.peers",
-        *(
-            f"strategies.{n}"
-            for n in ("absent", "ddp", "fsdp", "group", "processes", "ray", "sharding")
-        ),
+        "plugins.ray.strategy",
+        *(f"strategies.{n}" for n in ("absent", "ddp", "fsdp", "group", "processes", "sharding")),
     ],
     "tensorboard": ["loggers"],
     "torch.utils.tensorboard": ["loggers.tensorboard"],
     "wandb": ["loggers.wandb"],
     "mlflow": ["loggers.mlflow"],
-    "ray": ["strategies.ray"],
+    "ray": ["plugins.ray.strategy"],
     "rich": ["callbacks.screen"],
 }
 FILES = sorted(
@@ -197,7 +194,7 @@ ASKS_WHAT_IS_OVERRIDDEN = {
     "data.source": "a DataLoader that reads in a way of its own can not be read by ours",
     "data.module": "a TensorDataset with a __getitem__ of its own is not read as tensors",
     "task": "Task.has_own says which of its steps a task has written",
-    "lightning.module": "what a module overrides of Lightning's is called, or refused",
+    "plugins.lightning.module": "what a module overrides of Lightning's is called, or refused",
 }
 
 

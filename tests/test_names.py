@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import get_type_hints
 
 import pytest
-from command import ROOT
+from command import CONFS, ROOT
 from omegaconf import OmegaConf
 from small import Rows, Small, fitted
 
@@ -41,7 +41,7 @@ def test_classes_that_a_config_names_are_in_their_packages():
 
 
 def test_a_strategy_has_one_name_in_a_config_and_in_python():
-    files = {file.stem: OmegaConf.load(file) for file in (ROOT / "conf/strategy").glob("*.yaml")}
+    files = {f.stem: OmegaConf.load(f) for conf in CONFS for f in conf.glob("strategy/*.yaml")}
     assert {*files} == {*strategies.NAMES}
     for name, kind in strategies.NAMES.items():
         assert files[name]["_target_"].endswith(f".{kind}")

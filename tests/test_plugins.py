@@ -8,7 +8,7 @@ from textwrap import dedent
 import forked
 import pytest
 from attempted import Attempt
-from command import ROOT, attempts, cold_attempts, dpframe
+from command import CONFS, ROOT, attempts, cold_attempts, dpframe
 from command import write as write_as_it_is
 
 QUICK = ("trainer.max_epochs=1", "logger=none", "callbacks=none")
@@ -199,7 +199,9 @@ def test_the_whole_command_line_knows_its_options_and_imports_nothing_of_it(tmp_
     assert "_target_: moon.parts.Speaking" in output(job)
     near = "did you mean nightly? (there is: auto, both, cpu, data_parallel, ddp, fsdp, nightly,"
     assert near in refusal(misspelt)
-    recipes = sorted(["lines", *(path.stem for path in ROOT.glob("conf/recipe/*.yaml"))])
+    recipes = sorted(
+        ["lines", *(path.stem for conf in CONFS for path in conf.glob("recipe/*.yaml"))]
+    )
     assert ", ".join(recipes) in refusal(without)
     given = {"PYTHONPATH": path, "COMP_LINE": "dpframe recipe=lines strategy=ni"}
     query = dpframe("-sc", "query=bash", cwd=tmp_path, **given)

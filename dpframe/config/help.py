@@ -151,7 +151,8 @@ def _menu(group: str, configs: Configs) -> str:
 def _title(group: str, option: str, configs: Configs, width: int = 0) -> str:
     """An option with the first comment of its file, and the packages that bring it."""
     paths = plugins.files_of(group, option, configs.folder)
-    packages = [who for who, _ in paths if paths[0][0] not in ("dpframe", "you")]
+    is_near = paths[0][0] == "you" or plugins.is_own(paths[0][0])
+    packages = [] if is_near else [who for who, _ in paths]
     comment = comment_of(group, option, configs) + f" ({', '.join(packages)})" * bool(packages)
     return f"{group}={option:<{width}}  {comment}".rstrip()
 

@@ -2,7 +2,7 @@
 
 A process that trains is alone; or one of several that torchrun, srun or mpirun has started; or a
 rank that `local` has started on this machine: `environment` reads which. Ray starts its own, see
-strategies/ray.py. The way of a rank of `local` is `Strategy.launch` -> `local.launch` ->
+plugins/ray. The way of a rank of `local` is `Strategy.launch` -> `local.launch` ->
 `_Job.start` -> `rank.rank_main` -> `rank.do_work` -> a message to the job -> `_Job.result`.
 
 - `local` starts ranks and watches them until the last one has ended. `rank` is what such a rank

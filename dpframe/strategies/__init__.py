@@ -8,11 +8,11 @@ from dpframe.lazy import lazy
 from dpframe.strategies.base import Strategy
 
 if TYPE_CHECKING:
+    from dpframe.plugins.ray.strategy import Ray
     from dpframe.strategies.data_parallel import DataParallel
     from dpframe.strategies.ddp import DDP
     from dpframe.strategies.devices import Gpus
     from dpframe.strategies.fsdp import FSDP
-    from dpframe.strategies.ray import Ray
     from dpframe.strategies.single import CPU, SingleGPU, auto
 
 __all__ = ["CPU", "DDP", "FSDP", "DataParallel", "Ray", "SingleGPU", "Strategy", "auto"]
@@ -22,7 +22,7 @@ _HOMES = {
     "DDP": "ddp",
     "FSDP": "fsdp",
     "DataParallel": "data_parallel",
-    "Ray": "ray",
+    "Ray": "dpframe.plugins.ray.strategy",
     "SingleGPU": "single",
     "auto": "single",
 }

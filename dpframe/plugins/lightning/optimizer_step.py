@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from dpframe.accelerator import has_float64
 from dpframe.errors import UserError
-from dpframe.lightning.module import owns
-from dpframe.lightning.schedules import ScheduledOptimizer, Schedules
+from dpframe.plugins.lightning.module import owns
+from dpframe.plugins.lightning.schedules import ScheduledOptimizer, Schedules
 from dpframe.strategies.base import Strategy
 from dpframe.trainer.outputs import Measured
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dpframe.errors import UserError
-from dpframe.lightning.numbers import STAGES, without_stage
+from dpframe.plugins.lightning.numbers import STAGES, without_stage
 
 
 class Absent(UserError, AttributeError):

@@ -29,7 +29,7 @@ from dpframe.errors import Interrupted
 from dpframe.launch import rank
 from dpframe.launch.rank import Parent
 from dpframe.launch.signals import Interruption
-from dpframe.strategies import ray
+from dpframe.plugins.ray.strategy import Ray
 
 # Each process of Ray's imports much: on a busy machine the jobs take minutes.
 SECONDS = 500
@@ -195,7 +195,7 @@ def refusals() -> list[str]:
     said = []
     for options in REFUSED:
         with pytest.raises(UserError) as refused:
-            ray.Ray(**options).launch(print)
+            Ray(**options).launch(print)
         said.append(str(refused.value))
     return said
 
@@ -419,7 +419,7 @@ def test_a_rank_whose_group_ray_has_ended_is_not_the_one_that_failed(monkeypatch
         if is_ended:
             dist.destroy_process_group()
         monkeypatch.setattr(rank, "_parent", Parent(messages))
-        ray.Ray(2).abort(ValueError("Default process group has not been initialized"))
+        Ray(2).abort(ValueError("Default process group has not been initialized"))
         kind, fault = pickle.loads(sent.pop())
         assert (kind, fault.rank, fault.is_consequence) == ("failed", 3, is_ended)
         assert not sent
@@ -427,17 +427,17 @@ def test_a_rank_whose_group_ray_has_ended_is_not_the_one_that_failed(monkeypatch
 
 def test_gpus_that_are_named_and_torchruns_ranks_are_refused(monkeypatch):
     with pytest.raises(UserError, match="names GPUs, and under strategy=ray Ray chooses"):
-        ray.Ray([0, 1])
+        Ray([0, 1])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="torchrun has started this one"):
-        ray.Ray(2).launch(print)
+        Ray(2).launch(print)
 
 
 def test_without_ray_there_is_one_line_that_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"strategy=ray needs Ray Train .*dpframe\[ray\]"):
-        ray.Ray(2).launch(print)
+        Ray(2).launch(print)
 
 
 def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
@@ -445,7 +445,7 @@ def test_a_cluster_that_is_not_there_is_refused_at_once(monkeypatch):
     for address, why in [("127.0.0.1:9", "Connection refused"), ("ray://x:1", ".*; use HOST:6379")]:
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(UserError, match=f"RAY_ADDRESS={address} can't be reached: {why}"):
-            ray.Ray(2).launch(print)
+            Ray(2).launch(print)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -464,7 +464,7 @@ def test_a_signal_while_ray_starts_ends_the_start(monkeypatch, number):
     stop.open()
     try:
         with pytest.raises(Interrupted) as ended:
-            ray.Ray(2).launch(print)
+            Ray(2).launch(print)
     finally:
         stop.close()
     assert ended.value.number == stop.number == number

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from dpframe.errors import UserError
-from dpframe.lightning.module import is_metric
 from dpframe.metrics import described, is_number
+from dpframe.plugins.lightning.module import is_metric
 from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dpframe.errors import UserError, suggestion
-from dpframe.lightning.numbers import find_number
+from dpframe.plugins.lightning.numbers import find_number
 from dpframe.trainer.optimizers import kind_of
 
 RETURNS = (

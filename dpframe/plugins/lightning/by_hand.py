@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from dpframe.errors import UserError
-from dpframe.lightning.module import family
 from dpframe.parameters import updated_by
+from dpframe.plugins.lightning.module import family
 from dpframe.rows import current_share
 from dpframe.strategies.base import Strategy
 

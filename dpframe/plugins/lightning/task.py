@@ -8,10 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dpframe.errors import UserError
-from dpframe.lightning.by_hand import ByHand
-from dpframe.lightning.checkpoint import kept, of_lightning, own_part, restored
-from dpframe.lightning.data import LightningData, number_of, prepare, transfer
-from dpframe.lightning.module import (
+from dpframe.metrics import is_number
+from dpframe.plugins.lightning.by_hand import ByHand
+from dpframe.plugins.lightning.checkpoint import kept, of_lightning, own_part, restored
+from dpframe.plugins.lightning.data import LightningData, number_of, prepare, transfer
+from dpframe.plugins.lightning.module import (
     adapt,
     call,
     is_a,
@@ -20,7 +21,7 @@ from dpframe.lightning.module import (
     owns,
     refuse_uncalled,
 )
-from dpframe.lightning.numbers import (
+from dpframe.plugins.lightning.numbers import (
     NOTHING,
     HookMetrics,
     Log,
@@ -29,10 +30,9 @@ from dpframe.lightning.numbers import (
     note_value,
     training_outputs,
 )
-from dpframe.lightning.optimizer_step import with_schedules
-from dpframe.lightning.schedules import Schedule, read_optimizers, step_due
-from dpframe.lightning.trainer import Held, TheirTrainer
-from dpframe.metrics import is_number
+from dpframe.plugins.lightning.optimizer_step import with_schedules
+from dpframe.plugins.lightning.schedules import Schedule, read_optimizers, step_due
+from dpframe.plugins.lightning.trainer import Held, TheirTrainer
 from dpframe.task import Task
 from dpframe.trainer.in_place import InPlace
 from dpframe.trainer.outputs import Measured

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from dpframe.data import DataModule
 from dpframe.data.preparation import run_once
 from dpframe.errors import UserError
-from dpframe.lightning.module import is_a, own_class, owns
+from dpframe.plugins.lightning.module import is_a, own_class, owns
 from dpframe.strategies.collectives import Collectives
 
 LOADER = "dataloader"

@@ -1,0 +1,1 @@
+"""`strategy=ray`: ddp in workers of Ray Train."""
